@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ def tunables(environment: Mapping[str, str]) -> dict[str, str]:
     None where they would do nothing, or the user has set the threshold.
     """
     before = environment.get(TUNABLES, "")
-    if sys.platform != "linux" or platform.machine() != "x86_64" or _THRESHOLD in before:
+    if platform.machine() != "x86_64" or _THRESHOLD in before:
         return {}
     return {TUNABLES: ":".join(filter(None, (before, f"{_THRESHOLD}={_THRESHOLD_BYTES:#x}")))}
 
@@ -57,7 +56,7 @@ def describe(device: str) -> dict[str, Any]:
 
 def cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def noise_warning(load: float, cores: int) -> str:
@@ -68,21 +67,15 @@ def noise_warning(load: float, cores: int) -> str:
 
 
 def file_system(folder: Path) -> str:
-    """The type of the file system that ``folder`` is on, such as ``"ext4"``; empty if the machine does not say."""
-    try:
-        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    except OSError:
-        return ""
+    """The type of the file system that ``folder`` is on, such as ``"ext4"``."""
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     path = folder.resolve()
     on = [(where, kind) for _, where, kind, *_ in mounts if path.is_relative_to(where)]
     return max(reversed(on), key=lambda mount: len(mount[0]))[1] if on else ""
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -18,7 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 __all__ = [
+    "above_zero",
     "add_command",
+    "add_timeout",
     "as_json",
     "echo",
     "line_width",
@@ -63,6 +66,27 @@ def add_command(
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print one JSON document in place of text")
     return parser
+
+
+def above_zero(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a ``type`` for an option: a number above 0, of which ``read`` makes the text and raises ``ValueError``."""
+
+    def checked(text: str) -> Any:
+        try:
+            number = read(text)
+        except ValueError as error:  # of which the project's ConfigError is one
+            raise argparse.ArgumentTypeError(str(error)) from error
+        if not 0 < number < math.inf:
+            raise argparse.ArgumentTypeError(f"must be above 0, not {text!r}")
+        return number
+
+    return checked
+
+
+def add_timeout(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add ``--timeout`` to a command: seconds for ``what``."""
+    help_ = f"seconds {what}, %(default)g"
+    parser.add_argument("--timeout", type=above_zero(float), default=60.0, metavar="S", help=help_)
 
 
 def echo(text: str = "", style: str = "") -> None:

@@ -26,7 +26,6 @@ import numbers
 import operator
 import os
 import platform
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -180,17 +179,13 @@ def file_name(rank: int) -> str:
 def peak_rss(pid: int | None = None) -> int:
     """The most memory in bytes that a process, by default this one, had resident at a time; 0 if it is unknown.
 
-    Counted since the program of the process started. ``ru_maxrss`` alone would count what its parent had, too, when
-    it was started (``exec_mmap`` of Linux hands it on), and is used where there is nothing better.
+    Counted since the program of the process started. ``ru_maxrss`` would count what its parent had, too, when it was
+    started (``exec_mmap`` of Linux hands it on).
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         status = Path("/proc", str(pid or "self"), "status").read_bytes()
         return int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0]) * 1024
-    if pid is not None or sys.platform == "win32":
-        return 0
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return 0
 
 
 def add_child_memory(nbytes: int) -> None:

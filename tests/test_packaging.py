@@ -95,21 +95,15 @@ def app(tmp_path: Path) -> Path:
 
 def test_the_wheel_has_every_module_and_config_and_nothing_else(wheel: Path) -> None:
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "stagereg").rglob("*.py*") if p.suffix != ".pyc"}
-    sources |= {"stagereg/py.typed"}
-    sources |= {
-        f"stagereg/{p.relative_to(ROOT).as_posix()}" for p in (ROOT / "conf").rglob("*") if p.suffix in (".py", ".yaml")
-    }
     plugin = ROOT / "examples" / "plugin"
-    copied = [
-        "pyproject.toml",
-        *(p.relative_to(plugin) for name in ("lean_export", "tests") for p in plugin.glob(f"{name}/*.py")),
-    ]
-    sources |= {f"stagereg/example/{p}" for p in copied}
-    pages = (ROOT / "stagereg/sweep/render/templates").rglob("*")
-    sources |= {p.relative_to(ROOT).as_posix() for p in pages if p.is_file()}
-    found = "hydra_plugins/stagereg_plugin.py"
-    assert shipped == sources - {f"stagereg/{found}"} | {found}
+    own = [p for p in (ROOT / "stagereg").rglob("*.py*") if p.suffix != ".pyc" and p.name != "stagereg_plugin.py"]
+    own += [p for p in (ROOT / "stagereg/sweep/render/templates").rglob("*") if p.is_file()]
+    conf = [p for p in (ROOT / "conf").rglob("*") if p.suffix in (".py", ".yaml")]
+    copied = [plugin / "pyproject.toml", *plugin.glob("lean_export/*.py"), *plugin.glob("tests/*.py")]
+    expected = {p.relative_to(ROOT).as_posix() for p in own} | {"stagereg/py.typed", "hydra_plugins/stagereg_plugin.py"}
+    expected |= {f"stagereg/{p.relative_to(ROOT).as_posix()}" for p in conf}
+    expected |= {f"stagereg/example/{p.relative_to(plugin).as_posix()}" for p in copied}
+    assert shipped == expected
 
 
 def test_a_users_train_py_runs_from_its_own_folder_with_the_wheel(installed: Path, app: Path) -> None:
@@ -143,26 +137,23 @@ def test_a_checkout_that_is_only_on_the_path_offers_its_options(app: Path) -> No
     assert "stager/pinned_cached" in run(sys.executable, "-c", code, cwd=app)
 
 
-@pytest.mark.parametrize("left", ["dist-info", "nothing"])
-def test_a_foreign_stagereg_in_the_same_folder_is_an_error_of_one_screen(
-    left: str, wheel: Path, tmp_path: Path
-) -> None:
+def test_a_foreign_stagereg_in_the_same_folder_is_an_error_of_one_screen(wheel: Path, tmp_path: Path) -> None:
     python = environment(wheel, tmp_path)
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    foreign = site / f"stagereg-2.0.{left}"
+    foreign = site / "stagereg-2.0.nothing"
     foreign.mkdir()
+    run(python, "-c", "import stagereg", cwd=tmp_path)
+    foreign = foreign.rename(site / "stagereg-2.0.dist-info")
     done = subprocess.run([python, "-c", "import stagereg"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (done.returncode != 0) == (left == "dist-info")
-    if left == "dist-info":
-        *_, two, do = done.stderr.splitlines()
-        assert two.startswith(f"stagereg.errors.InstallationError: Two projects are installed into {site / 'stagereg'}")
-        assert foreign.name in two
-        assert do == "Run: pip uninstall stagereg && pip install --force-reinstall --no-deps hydra-stagereg"
-        assert len(done.stderr.splitlines()) < 15
+    assert done.returncode != 0
+    *_, two, do = done.stderr.splitlines()
+    assert two.startswith(f"stagereg.errors.InstallationError: Two projects are installed into {site / 'stagereg'}")
+    assert foreign.name in two
+    assert do == "Run: pip uninstall stagereg && pip install --force-reinstall --no-deps hydra-stagereg"
+    assert len(done.stderr.splitlines()) < 15
 
 
-def test_every_public_name_is_that_of_the_stub(installed: Path, tmp_path: Path) -> None:
-    code = """
+PUBLIC = """
 import pickle, stagereg, sys
 assert "torch" not in sys.modules
 for name in stagereg.__all__:
@@ -172,7 +163,10 @@ from stagereg import *
 assert main is stagereg.main
 assert dir(stagereg) == sorted(stagereg.__all__)
 """
-    run(installed, "-c", code, cwd=tmp_path)
+
+
+def test_every_public_name_is_that_of_the_stub(installed: Path, tmp_path: Path) -> None:
+    run(installed, "-c", PUBLIC, cwd=tmp_path)
 
 
 def test_the_constraints_pin_every_dependency_and_extra() -> None:

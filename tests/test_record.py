@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -26,8 +25,6 @@ from hypothesis import strategies as st
 import stagereg
 from stagereg import record
 from stagereg.errors import ConfigError
-
-FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
 
 
 def parsed(line: str) -> dict[str, Any]:
@@ -49,7 +46,7 @@ def recorded(directory: Path, event: str = "", rank: int = 0) -> list[dict[str, 
 def test_start_and_end_record_process_versions_and_how_it_went(tmp_path: Path) -> None:
     with record.recording(tmp_path, 3, 4, device="cpu"):
         record.add_child_memory(2**50)
-        record.emit("step", step=7)
+        record.emit("step", step=7, **{"event": "another", "t": "never"})
     start, step, end = recorded(tmp_path, rank=3)
     assert {path.name for path in tmp_path.glob(record.FILES)} == {"metrics.rank3.jsonl"}
     expected = {"event": "start", "format": 1, "rank": 3, "world_size": 4, "pid": os.getpid(), "device": "cpu"}
@@ -57,7 +54,7 @@ def test_start_and_end_record_process_versions_and_how_it_went(tmp_path: Path) -
     assert start.items() >= (expected | versions).items()
     assert start["host"]
     assert start["hydra-core"]
-    assert step == {"event": "step", "step": 7, "t": step["t"]}
+    assert step == {"event": "step", "step": 7, "t": pytest.approx(start["t"], abs=60)}
     assert end["status"] == "completed"
     assert "error" not in end
     assert 2**50 + 2**23 < end["peak_rss"] < 2**51
@@ -86,13 +83,13 @@ def test_the_end_is_recorded_however_the_task_ends(
 
 
 def test_events_are_dropped_where_nothing_records(tmp_path: Path) -> None:
-    record.emit("step", step=1)
-    stagereg.log(1, loss=0.5)
-    record.add_child_memory(1)
-    with record.recording(tmp_path, 0, 1):
-        pass
-    record.emit("step", step=2)
-    assert [line["event"] for line in recorded(tmp_path)] == ["start", "end"]
+    for _ in range(2):
+        record.emit("step", step=1)
+        stagereg.log(1, loss=0.5)
+        record.add_child_memory(1)
+        with record.recording(tmp_path, 0, 1):
+            pass
+    assert [line["event"] for line in recorded(tmp_path)] == ["start", "end"] * 2
 
 
 class Odd:
@@ -102,16 +99,12 @@ class Odd:
         raise ValueError("no text")
 
 
-class Key(str):
-    __slots__ = ()
-
-
 CIRCLE: list[Any] = []
 CIRCLE.append(CIRCLE)
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
 ODD = st.sampled_from(
-    [object(), Odd(), CIRCLE, {"in": CIRCLE}, b"bytes", {1, 2}, 1j, 10**5000, {(1, 2): 3}, [Odd(), math.inf], Key("k")]
+    [object(), Odd(), CIRCLE, {"in": CIRCLE}, b"bytes", {1, 2}, 1j, 10**5000, {(1, 2): 3}, [Odd(), math.inf]]
 )
 
 
@@ -203,19 +196,6 @@ def once_warned(caplog: pytest.LogCaptureFixture) -> bool:
     return len(messages) == 1 and "training goes on" in messages[0]
 
 
-@FULL
-def test_a_full_disk_ends_the_recording_and_not_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    steps = 0
-    with record.recording(tmp_path, 0, 1):
-        for step in range(5):
-            record.emit("step", step=step)
-            stagereg.log(step, loss=0.5)
-            steps += 1
-    assert steps == 5
-    assert once_warned(caplog)
-
-
 def test_a_disk_that_fills_up_within_a_line_ends_the_recording(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,16 +212,23 @@ def test_a_disk_that_fills_up_within_a_line_ends_the_recording(
     assert once_warned(caplog)
 
 
-@pytest.mark.parametrize("obstacle", ["a file instead of the directory", "a directory instead of the file"])
+@pytest.mark.parametrize("obstacle", ["a file instead of the directory", "a directory instead of the file", "full"])
 def test_a_run_that_cannot_be_recorded_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture, obstacle: str) -> None:
+    directory, file = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
     if obstacle.startswith("a file"):
-        directory = tmp_path / "run"
         directory.touch()
+    elif obstacle.startswith("a directory"):
+        file.mkdir(parents=True)
     else:
-        directory = tmp_path
-        (tmp_path / "metrics.jsonl").mkdir()
+        directory.mkdir()
+        file.symlink_to("/dev/full")
+    steps = 0
     with record.recording(directory, 0, 1):
-        record.emit("step", step=1)
+        for step in range(5):
+            record.emit("step", step=step)
+            stagereg.log(step, loss=0.5)
+            steps += 1
+    assert steps == 5
     assert once_warned(caplog)
 
 
@@ -305,7 +292,7 @@ class Broken:
         (1, Broken(), "Broken()"),
         (1, None, "None"),
         (1, 1j, "1j"),
-        (1, torch.zeros(2), "a Tensor of shape [2]"),
+        (1, torch.zeros(1), "a Tensor of shape [1]"),
         (1, 10**400, "1000"),
         (1.5, 0.5, "step=1.5"),
         ("one", 0.5, "step='one'"),
@@ -316,48 +303,3 @@ def test_a_value_that_is_no_number_is_refused_by_name(step: Any, value: Any, nam
         stagereg.log(step, loss=value)
     assert named in str(caught.value)
     assert "step=" in named or "loss" in str(caught.value)
-
-
-PROGRAM = """
-import sys
-import stagereg
-
-
-@stagereg.main(config_path=None)
-def train(cfg):
-    import torch.distributed as dist
-
-    stagereg.log(1, rank=dist.get_rank())
-    if dist.get_rank() == 1:
-        sys.exit(3)
-
-
-if __name__ == "__main__":
-    train()
-"""
-
-
-@pytest.mark.slow
-def test_every_rank_of_a_program_records_to_its_end(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(textwrap.dedent(PROGRAM))
-    ended = subprocess.run(
-        [sys.executable, "train.py", "-m", "+nproc=1,2", "hydra.sweep.dir=out", "hydra.sweep.subdir=${hydra:job.num}"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert ended.returncode == 1, ended.stderr
-    alone, together = tmp_path / "out/0", tmp_path / "out/1"
-    assert sorted(path.name for path in alone.glob(record.FILES)) == ["metrics.jsonl"]
-    assert sorted(path.name for path in together.glob(record.FILES)) == ["metrics.jsonl", "metrics.rank1.jsonl"]
-    found = [recorded(alone), recorded(together), recorded(together, rank=1)]
-    assert [[line["event"] for line in lines] for lines in found] == [["start", "log", "end"]] * 3
-    ranks = [(lines[0]["rank"], lines[0]["world_size"]) for lines in found]
-    assert ranks == [(0, 1), (0, 2), (1, 2)]
-    assert [lines[1]["values"] for lines in found] == [{"rank": 0.0}, {"rank": 0.0}, {"rank": 1.0}]
-    assert [lines[2]["status"] for lines in found] == ["completed", "completed", "failed"]
-    assert found[2][2]["error"] == "left by sys.exit(3)"
-    assert len({lines[0]["pid"] for lines in found}) == 3

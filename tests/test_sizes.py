@@ -6,8 +6,6 @@ import contextlib
 import copy
 import json
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -95,8 +93,3 @@ def test_a_fraction_of_a_byte_is_refused(value: Any) -> None:
 def test_no_text_is_answered_by_anything_but_a_size_or_a_refusal(text: str) -> None:
     with contextlib.suppress(StageregError):
         assert ByteSize(text) >= 0
-
-
-def test_it_comes_without_torch() -> None:
-    code = "import sys, stagereg; stagereg.ByteSize('4GiB'); print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

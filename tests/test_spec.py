@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 import re
 import tomllib
 from pathlib import Path
@@ -20,6 +20,8 @@ from stagereg import spec
 from stagereg.errors import RegistryError
 from stagereg.registry import REGISTRY
 
+from .test_registry import Stager
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -30,17 +32,6 @@ class Hook(stagereg.JoinHook):
     def main_hook(self) -> None: ...
 
     def post_hook(self, is_last_joiner: bool) -> None: ...
-
-
-class Stager:
-    should_synchronize_after_execute = True
-
-    def stage(self, state_dict: Any) -> Any:
-        return state_dict
-
-    def synchronize_staging(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Joinable(stagereg.Joinable):
@@ -129,9 +120,7 @@ def test_private_names_and_neighbours_are_not_misspelt(members: dict[str, Any]) 
     spec.check("join_hook", "mine", type("Mine", (stagereg.JoinHook,), {"__module__": "theirs.hooks", **members}))
 
 
-def test_no_component_has_a_name_that_looks_misspelt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_component_has_a_name_that_looks_misspelt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is seen as a class of another package, whose author has inherited what this package defines."""
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "plugin"))
     entries = tomllib.loads((ROOT / "examples" / "plugin" / "pyproject.toml").read_text())["project"]["entry-points"]
@@ -139,8 +128,7 @@ def test_no_component_has_a_name_that_looks_misspelt(
     targets += [(point.partition(".")[0], target) for point, target in entries["stagereg.plugins"].items()]
     assert len(targets) == len(REGISTRY.built_in) + 4
     for kind, target in targets:
-        module, _, name = target.partition(":")
-        component = getattr(importlib.import_module(module), name)
+        component = pkgutil.resolve_name(target)
         if isinstance(component, type):
             public = {name: value for name, value in vars(component).items() if not name.startswith("_")}
             spec.check(kind, "theirs", type("Theirs", (component,), {"__module__": "theirs", **public}))

@@ -3,6 +3,5 @@
 Each kind measures what is registered beside torch's own ways, interleaved in one run, as ratios to what the machine can
 do at best, or to the step without a join, measured in the same rounds. Start at ``command``, the command line;
 ``measure`` takes the samples, ``states`` has what is staged and written, ``ceiling`` what the machine can do;
-``staging``, ``write``, ``stall`` and ``join_rows`` have the rows (``join_rank`` is what join runs on each rank);
-``report`` has the output.
+``staging``, ``write``, ``stall`` and ``join_rows`` have the rows; ``report`` has the output.
 """

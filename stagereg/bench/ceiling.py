@@ -14,17 +14,19 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 
-__all__ = ["device_copy", "flush", "memmove", "raw_write"]
+__all__ = ["ROW", "device_copy", "flush", "memmove", "raw_write"]
+
+ROW = "ceiling"
+"""The row that all others of its table are a ratio to."""
 
 _PAGE_BYTES = 4096
 _CHUNK_BYTES = 64 * 2**20  # one write; any length from a few MiB on is as fast
 
 
-def memmove(nbytes: int) -> Callable[[Any], torch.Tensor]:
+def memmove(nbytes: int) -> Callable[[], torch.Tensor]:
     """Two threads, each with one ``memmove`` of half the bytes, without the GIL. Returns what was written.
 
     glibc copies around the caches where a single copy is long enough. Both blocks have huge pages where there are any.
@@ -32,7 +34,7 @@ def memmove(nbytes: int) -> Callable[[Any], torch.Tensor]:
     source, target = (torch.frombuffer(_memory(nbytes), dtype=torch.uint8) for _ in range(2))
     crew, half = ThreadPoolExecutor(1), nbytes // 2
 
-    def copy(_: Any) -> torch.Tensor:
+    def copy() -> torch.Tensor:
         to, of = target.data_ptr(), source.data_ptr()
         other = crew.submit(ctypes.memmove, to + half, of + half, nbytes - half)
         ctypes.memmove(to, of, half)
@@ -42,21 +44,21 @@ def memmove(nbytes: int) -> Callable[[Any], torch.Tensor]:
     return copy
 
 
-def device_copy(nbytes: int, device: str) -> Callable[[Any], torch.Tensor]:
+def device_copy(nbytes: int, device: str) -> Callable[[], torch.Tensor]:
     """One copy from the device into page-locked host memory."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    return lambda _: target.copy_(source, non_blocking=True)
+    return lambda: target.copy_(source, non_blocking=True)
 
 
 def raw_write(nbytes: int, note: Callable[[str], None]) -> Callable[[Path], None]:
-    """One file in a directory, written from an aligned buffer past the page cache, and flushed; whole pages.
+    """One file in a directory, written from an aligned buffer past the page cache; whole pages, not flushed.
 
     Args:
         note: called with a text if the file system refuses O_DIRECT, and the ceiling is a buffered write.
     """
     buffer = _memory(-(-nbytes // _PAGE_BYTES) * _PAGE_BYTES)
-    flags = getattr(os, "O_DIRECT", 0)
+    flags = os.O_DIRECT
 
     def write(folder: Path) -> None:
         nonlocal flags
@@ -69,7 +71,6 @@ def raw_write(nbytes: int, note: Callable[[str], None]) -> Callable[[Path], None
             _write(folder, buffer, flags)
         if not flags:
             note("O_DIRECT is refused by this file system: the ceiling is a buffered write with fsync.")
-        flush(folder)
 
     return write
 
@@ -88,11 +89,9 @@ def flush(folder: Path) -> None:
 def _write(folder: Path, buffer: mmap.mmap, flags: int) -> None:
     file = os.open(folder / "bytes", os.O_WRONLY | os.O_CREAT | flags)
     try:
-        with memoryview(buffer) as view:
-            at = 0
-            while at < len(view):
-                with view[at : at + _CHUNK_BYTES] as chunk:
-                    at += os.pwrite(file, chunk, at)
+        at = 0
+        while at < len(buffer):
+            at += os.pwrite(file, memoryview(buffer)[at : at + _CHUNK_BYTES], at)
     finally:
         os.close(file)
 
@@ -100,8 +99,7 @@ def _write(folder: Path, buffer: mmap.mmap, flags: int) -> None:
 def _memory(nbytes: int) -> mmap.mmap:
     """Memory that is touched already, in huge pages if the system gives them."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
     torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
     return memory

@@ -19,13 +19,12 @@ from stagereg.bench.measure import Stopwatch, interleave, quiet
 from stagereg.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
+    from stagereg.bench.measure import Case
     from stagereg.bench.report import Group
+    from stagereg.bench.states import State
 
 __all__ = ["add_to", "run"]
 
-_STATES = {"staging": "large,gpt,small,lora", "write": "gpt"}
-_SCALES = {"staging": 1.0, "write": 1 / 3, "stall": 1.0}
-_ROUNDS = {"staging": 11, "write": 9, "stall": 11, "join": 120}
 _KINDS = {
     "staging": "how long a loop waits for a copy, against the memory's speed",
     "write": "how long a copy takes to be on the disk, against the disk's speed",
@@ -33,6 +32,8 @@ _KINDS = {
     "join": "what a join costs a training step, with all ranks having data",
     "endurance": "whether hundreds of checkpoints leave memory, files, threads or processes behind",
 }
+_ROUNDS = {"staging": 11, "write": 9, "stall": 11, "join": 120}
+_STATES = {"staging": "large,gpt,small,lora", "write": "gpt"}
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,12 +59,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
             add("--models", default="small,medium", help="models, with commas, %(default)s")
             add("--ranks", default="2,4", help="numbers of local ranks, with commas, %(default)s")
             continue
-        add("--scale", type=float, default=_SCALES[kind], help="of the bytes, %(default).3g")
+        add("--scale", type=float, default=1 / 3 if kind == "write" else 1.0, help="of the bytes, %(default).3g")
         add("--device", choices=["cpu", "cuda"], default="cpu", help="where the state is, %(default)s")
         if kind in _STATES:
             add("--states", default=_STATES[kind], help="state dicts, with commas, %(default)s")
-        if kind == "staging":
-            add("--no-trim", action="store_true", help="leave freed memory in the heap between samples")
         if kind == "stall":
             add("--torch-threads", default="1,2", help="each in a process of its own, %(default)s")
 
@@ -116,38 +115,31 @@ def _endurance(asked: argparse.Namespace) -> int:
 # -- what was asked for
 
 
-def _check_writable(option: str, folder: Path) -> None:
-    """Raise ``ConfigError`` if no file can be made in ``folder``, which ``option`` of a command line names."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{option}: cannot write in {folder}: {error.strerror}.") from error
-
-
 def _check(asked: argparse.Namespace) -> list[str]:
     """Return the rows to be measured."""
     _check_at_least("--rounds", asked.rounds, 1)
-    if asked.kind in _SCALES and not 0 < asked.scale <= 1:
+    if "scale" in asked and not 0 < asked.scale <= 1:
         raise ConfigError(f"--scale must be above 0 and at most 1, not {asked.scale:g}.")
     _check_outputs(asked)
-    if asked.kind == "stall":
-        asked.torch_threads = _numbers("--torch-threads", asked.torch_threads)
     if asked.device == "cuda":
         import torch
 
         if not torch.cuda.is_available():
             raise ConfigError("--device cuda: torch finds no CUDA device here; leave it out to measure on the CPU.")
+    import stagereg.bench.join_rows as join
+    import stagereg.bench.stall as stall
+    from stagereg.bench.states import STATES, State
+
     if asked.kind in _STATES:
-        from stagereg.bench.states import STATES
-
         asked.states = _known("state", asked.states, list(STATES))
-    if asked.kind == "join":
-        from stagereg.bench.join_rank import MODELS
-
+        there = [row for case in _cases(asked, State({}), Path(), []) for row in case.rows]
+    elif asked.kind == "stall":
+        asked.torch_threads = _numbers("--torch-threads", asked.torch_threads)
+        there = stall.row_names()
+    else:
         asked.ranks = _numbers("--ranks", asked.ranks)
-        asked.models = _known("model", asked.models, list(MODELS))
-    there = _rows(asked)
+        asked.models = _known("model", asked.models, list(join.MODELS))
+        there = join.row_names()
     return _known("row", asked.rows, there) if asked.rows else there
 
 
@@ -159,6 +151,14 @@ def _check_outputs(asked: argparse.Namespace) -> None:
         _check_writable("--json", target.parent)
     if "dir" in asked:
         _check_writable("--dir", Path(asked.dir))
+
+
+def _check_writable(option: str, folder: Path) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot write in {folder}: {error.strerror}.") from error
 
 
 def _check_at_least(option: str, value: int, least: int) -> None:
@@ -187,42 +187,36 @@ def _known(what: str, text: str, there: Sequence[str]) -> list[str]:
     return _names(text)
 
 
-def _rows(asked: argparse.Namespace) -> list[str]:
-    import stagereg.bench.join_rows as join
+# -- measuring
+
+
+def _cases(asked: argparse.Namespace, state: State, folder: Path, notes: list[str]) -> list[Case]:
     import stagereg.bench.staging as staging
-    import stagereg.bench.stall as stall
     import stagereg.bench.write as write
 
-    if asked.kind == "staging":
-        return staging.row_names(asked.device)
-    return {"write": write, "stall": stall, "join": join}[asked.kind].row_names()
-
-
-# -- measuring
+    return write.cases(state, folder, notes.append) if asked.kind == "write" else staging.cases(state, asked.device)
 
 
 def _series(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> list[Group]:
     """Measure staging, or writing: the cases of which a row is wanted, and the ceiling, which they are a ratio to."""
+    import torch
+
     import stagereg.bench.report as report
-    import stagereg.bench.staging as staging
     import stagereg.bench.states as states
-    import stagereg.bench.write as write
+    from stagereg.bench.ceiling import ROW
 
     groups = []
     for name in asked.states:
         state = states.make(name, asked.scale, asked.device)
-        title = f"{asked.kind} {name}: {state.nbytes / 2**20:.1f} MiB in {state.count} tensors"
+        count = len(states.tensors(state.tree))
+        title = f"{asked.kind} {name}: {state.nbytes / 2**20:.1f} MiB in {count} tensors"
         show = report.progress(f"{asked.kind} {name}", asked.rounds, sys.stderr)
+        watch = Stopwatch(torch.cuda.synchronize) if asked.device == "cuda" else Stopwatch()
+        change = state.change if asked.kind == "staging" else lambda: None
         with _folder(asked.dir if asked.kind == "write" else None, notes) as folder:
-            if asked.kind == "write":
-                cases, change, trim = write.cases(state, folder, notes.append), lambda: None, True
-            else:
-                cases, change, trim = staging.cases(state, asked.device), state.change, not asked.no_trim
-            ceiling = cases[0].rows[0]
-            wanted = [case for case in cases if case.rows[0] == ceiling or set(case.rows) & set(rows)]
-            taken = interleave(wanted, asked.rounds, _watch(asked.device), change, show, trim)
-        taken = [one for one in taken if one.row == ceiling or one.row in rows]
-        groups.append(report.of_series(name, title, taken, ceiling))
+            wanted = [case for case in _cases(asked, state, folder, notes) if {*case.rows} & {ROW, *rows}]
+            taken = interleave(wanted, asked.rounds, watch, change, show)
+        groups.append(report.of_series(name, title, [one for one in taken if one.row in (ROW, *rows)], ROW))
     return groups
 
 
@@ -249,22 +243,14 @@ _Measure = Callable[[argparse.Namespace, Sequence[str], list[str]], "list[Group]
 _MEASURE: dict[str, _Measure] = {"staging": _series, "write": _series, "stall": _stall, "join": _join}
 
 
-def _watch(device: str) -> Stopwatch:
-    if device == "cpu":
-        return Stopwatch()
-    import torch
-
-    return Stopwatch(torch.cuda.synchronize)
-
-
 @contextmanager
 def _folder(root: str | None, notes: list[str]) -> Iterator[Path]:
     """A fresh directory on the file system of ``root``, gone afterwards."""
     from stagereg.machine import file_system
 
     folder = Path(tempfile.mkdtemp(prefix="stagereg-bench-", dir=root)).absolute()
-    if root is not None and file_system(folder) in ("tmpfs", "ramfs"):
-        kind = file_system(folder)
+    kind = file_system(folder)
+    if root is not None and kind in ("tmpfs", "ramfs"):
         notes.append(f"--dir {root} is memory ({kind}), not a disk: the figures are not those of a disk.")
     try:
         yield folder

@@ -7,20 +7,20 @@ what lies on the disk. :func:`grown` compares the marks. Needs Linux's ``/proc``
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from stagereg.bench.measure import in_own_process, quiet
 from stagereg.bench.report import aligned, progress
-from stagereg.errors import ConfigError
 from stagereg.registry import build
 
 __all__ = ["MARKS", "Mark", "endure", "grown", "measured", "table"]
@@ -47,6 +47,7 @@ HEADS = {
 }
 """The counts by name, and what each is called in the table."""
 
+_UNITS = {"seconds": 1e-3, "memory": 2**20, "disk": 2**20}
 _WIDTH, _LAYERS, _BATCH = 64, 12, 8
 _SLACK = 1 / 50
 _MEMORY_SLACK_BYTES = 4 << 20
@@ -58,11 +59,8 @@ def measured(stager: str, storage: str, saves: int, keep: int, folder: Path) -> 
     """Save so many checkpoints below ``folder``, in a process of its own.
 
     Raises:
-        ConfigError: this system has no ``/proc``.
         LaunchError: that process ended before it was done.
     """
-    if not Path(_PROC, "self", "status").exists():
-        raise ConfigError("bench endurance counts what Linux shows in /proc, which this system does not have.")
     with tempfile.TemporaryDirectory(dir=folder) as place:
         checkpoints, temporary = Path(place, "checkpoints"), Path(place, "temporary")
         checkpoints.mkdir()
@@ -73,16 +71,7 @@ def measured(stager: str, storage: str, saves: int, keep: int, folder: Path) -> 
 
 
 def endure(stager: str, storage: str, saves: int, keep: int, folder: Path, temporary: Path) -> list[Mark]:
-    """Train, save after each step, and look around at each of the marks.
-
-    Args:
-        stager: its name.
-        storage: its name.
-        saves: how many checkpoints, at least :data:`MARKS`.
-        keep: how many of them stay.
-        folder: an empty directory for them.
-        temporary: the directory for temporary files.
-    """
+    """Train, save after each step into an empty directory, and look around at each of the marks."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
     optimizer = torch.optim.Adam(model.parameters())
@@ -109,32 +98,30 @@ def endure(stager: str, storage: str, saves: int, keep: int, folder: Path, tempo
 
 
 def grown(marks: Sequence[Mark]) -> list[str]:
-    """Return what has grown from the first mark to the last ones, a line each; nothing is as it should be.
+    """Return what has grown from the first mark to the last, a line each; nothing is as it should be.
 
     By the first mark, a tenth of the saves, everything is there that is kept: both copies of the stager, the plans, the
-    writer process, the thread, and as many checkpoints as stay. From then on
-
-    * descriptors, threads, processes, names and temporary names may not be one more at the last mark: they are counted,
-      nothing blurs them;
-    * no unfinished checkpoint may lie on the disk, at no mark: no save is under way;
-    * the bytes on the disk may be a fiftieth more: numbers in pickles have more digits later. So may the mappings, of
-      which the allocator makes some when it likes;
-    * objects may be one more with every save, which is what ``Checkpointer.stats`` keeps of it, and 100 more for caches
-      that fill slowly: a second one left behind by each save would be far above that;
-    * memory may be 4 MiB more, by the medians of the first and the last three marks, as the allocator comes and goes
-      by pages: 12 KiB left behind by each of 500 saves are as much as that.
-
-    The time of a save is shown and not judged: it depends on the machine too.
+    writer process, the thread, and as many checkpoints as stay. The time of a save depends on the machine, and is not
+    judged; memory is, by the medians of the first and the last three marks.
     """
-    first, last = marks[0], marks[-1]
-    slack = dict.fromkeys(("descriptors", "threads", "processes", "names", "temporary"), 0.0)
-    slack |= {"disk": first["disk"] * _SLACK, "mappings": first["mappings"] * _SLACK}
-    slack |= {"objects": last["saves"] - first["saves"] + _OBJECTS_SLACK}
-    found = [_more(name, first[name], last[name], more) for name, more in slack.items()]
-    early, late = (statistics.median(mark["memory"] for mark in some) for some in (marks[:3], marks[-3:]))
-    found.append(_more("memory", early, late, _MEMORY_SLACK_BYTES))
-    found.append(_more("unfinished", 0, max(mark["unfinished"] for mark in marks), 0))
-    return [line for line in found if line]
+    first, last = dict(marks[0]), dict(marks[-1])
+    first["memory"], last["memory"] = (
+        statistics.median(mark["memory"] for mark in some) for some in (marks[:3], marks[-3:])
+    )
+    first["unfinished"], last["unfinished"] = 0, max(mark["unfinished"] for mark in marks)
+    slack = {
+        **dict.fromkeys(("descriptors", "threads", "processes", "names", "temporary", "unfinished"), 0.0),
+        "disk": first["disk"] * _SLACK,  # numbers in pickles have more digits later
+        "mappings": first["mappings"] * _SLACK,  # of which the allocator makes some when it likes
+        "memory": _MEMORY_SLACK_BYTES,  # it comes and goes by pages; 12 KiB left by each of 500 saves are more
+        # One with every save is what Checkpointer.stats keeps of it, and caches fill slowly.
+        "objects": last["saves"] - first["saves"] + _OBJECTS_SLACK,
+    }
+    return [
+        f"{name}: {_cell(name, first[name])} at first, {_cell(name, last[name])} later"
+        for name, more in slack.items()
+        if last[name] > first[name] + more
+    ]
 
 
 def table(marks: Sequence[Mark]) -> str:
@@ -142,48 +129,38 @@ def table(marks: Sequence[Mark]) -> str:
     return "\n".join(aligned([list(HEADS.values()), *([_cell(name, mark[name]) for name in HEADS] for mark in marks)]))
 
 
-def _more(name: str, first: float, last: float, slack: float) -> str:
-    return f"{name}: {_cell(name, first)} at first, {_cell(name, last)} later" if last > first + slack else ""
-
-
 def _cell(name: str, value: float) -> str:
-    if name == "seconds":
-        return f"{value * 1e3:.1f}"
-    return f"{value / 2**20:.1f}" if name in ("memory", "disk") else f"{value:.0f}"
+    return f"{value / _UNITS[name]:.1f}" if name in _UNITS else f"{value:.0f}"
 
 
 def _counts(folder: Path, temporary: Path) -> Mark:
     gc.collect()
-    processes = [os.getpid(), *_children(os.getpid())]
-    statuses = [_status(pid) for pid in processes]
+    processes = [_PROC / str(pid) for pid in (os.getpid(), *_children(os.getpid()))]
+    statuses = [_status(process) for process in processes]
     below = list(folder.rglob("*"))
     return {
         "memory": sum(int(status["VmRSS"].split()[0]) << 10 for status in statuses),
         "objects": len(gc.get_objects()),
-        "mappings": sum(len((_PROC / str(pid) / "maps").read_text().splitlines()) for pid in processes),
-        "descriptors": sum(len(list((_PROC / str(pid) / "fd").iterdir())) for pid in processes),
+        "mappings": sum(len((process / "maps").read_text().splitlines()) for process in processes),
+        "descriptors": sum(len(os.listdir(process / "fd")) for process in processes),
         "threads": sum(int(status["Threads"]) for status in statuses),
         "processes": len(processes),
         "disk": sum(path.lstat().st_size for path in below if path.is_file() and not path.is_symlink()),
         "names": len(below),
-        "temporary": len(list(temporary.iterdir())),
+        "temporary": len(os.listdir(temporary)),
         "unfinished": sum(path.name.startswith(".") and path.is_dir() for path in folder.iterdir()),
     }
 
 
-def _children(parent: int) -> Iterator[int]:
+def _children(parent: int) -> list[int]:
     """All processes below ``parent``."""
-    for entry in _PROC.iterdir():
-        if entry.name.isdecimal():
-            try:
-                above = int(_status(int(entry.name))["PPid"])
-            except (OSError, KeyError):  # it has ended meanwhile
-                continue
-            if above == parent:
-                yield int(entry.name)
-                yield from _children(int(entry.name))
+    found: list[int] = []
+    for tasks in (_PROC / str(parent) / "task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found += map(int, tasks.read_text().split())
+    return [*found, *(below for child in found for below in _children(child))]
 
 
-def _status(pid: int) -> dict[str, str]:
-    lines = (_PROC / str(pid) / "status").read_text().splitlines()
+def _status(process: Path) -> dict[str, str]:
+    lines = (process / "status").read_text().splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -1,10 +1,16 @@
 """``stagereg bench join``: what a training step costs in a join, beside torch's, on ranks that all have data.
 
-Each group is a model on a number of ranks, and its rows are ways to hold a join around the loop. Each row shows the
-time of a step on the slowest rank, and its ratio to that of the row without a join *in the same round*, for the machine
-changes from round to round; of these ratios the median, and the ratio of the 20th percentiles, which the busy moments
-of the machine do not reach. And how many collectives a step begins beyond those of the step without a join. The rows
-``enter+leave:...`` are the time of entering and leaving such a join once, held against the same step.
+Each group is a model on a number of ranks, and its rows are ways to hold a join around the loop. A block opens a join,
+takes one step to get going, and then the steps that are timed. Entering and leaving are timed by themselves: from the
+construction of the join to the first batch, and from the end of the last step to the end of the join. All ways train
+the same DDP model, in turns that are the same on all ranks. In the end the ranks must still have the same parameters,
+or nothing was worth measuring.
+
+Each row shows the time of a step on the slowest rank, and its ratio to that of the row without a join *in the same
+round*, for the machine changes from round to round; of these ratios the median, and the ratio of the 20th percentiles,
+which the busy moments of the machine do not reach. And how many collectives a step begins beyond those of the step
+without a join, counted in the first round, which only warms up. The rows ``enter+leave:...`` are held against the same
+step.
 """
 
 from __future__ import annotations
@@ -13,28 +19,212 @@ import contextlib
 import io
 import math
 import statistics
-from collections.abc import Sequence
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
-from stagereg.bench.join_rank import ENTRY, MODELS, WAYS, Taken, measure
-from stagereg.bench.report import Group, Line
-from stagereg.errors import LaunchError
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+from stagereg.bench.measure import Case, Series, Stopwatch, interleave
+from stagereg.bench.report import Group, Line, iqr, ms
+from stagereg.errors import JoinError, LaunchError
+from stagereg.join.context import Join
 from stagereg.testing.ranks import RankFailure, run_ranks
+from stagereg.testing.scenario import begun_collectives
 
-__all__ = ["AGAIN", "BASE", "group", "measured", "noise", "row_names"]
+__all__ = ["AGAIN", "BASE", "ENTRY", "MODELS", "WAYS", "Model", "Way", "group", "measure", "measured", "row_names"]
 
 BASE = "off"
 """The row without a join, which all others are held against."""
 AGAIN = f"again:{BASE}"
 """The same once more: its distance from the first is noise."""
-_ENTERED = ("torch:on", "torch:throw", "torch_wire", "counted", "planned", "iterate:counted", "iterate:planned")
+ENTRY = "enter+leave:"
+"""Before the name of a row, the row of entering and leaving such a join."""
 
+_ENTERED = ("torch:on", "torch:throw", "torch_wire", "counted", "planned", "iterate:counted", "iterate:planned")
+_SETTLE = 4  # steps after which DDP has ordered its buckets
 _HOUR_S = 3600.0
 _CONFIDENCE = 1.96  # standard deviations of a binomial count on either side: 95 %
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A stack of linear layers, and how it is trained."""
+
+    widths: tuple[int, ...]  # of the layers, from input to output
+    batch: int  # samples a rank takes in one step
+    steps: int  # timed in one block
+
+    def make(self) -> nn.Module:
+        """The same one on all ranks."""
+        torch.manual_seed(0)
+        layers: list[nn.Module] = []
+        for inputs, outputs in pairwise(self.widths):
+            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        return nn.Sequential(*layers[:-1])
+
+
+MODELS = {"small": Model((64, 128, 128, 10), 32, 8), "medium": Model((512, 1024, 1024, 512), 32, 3)}
+"""26 thousand parameters, and 2.1 million. Blocks are short, for a machine is only quiet for short."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to hold a join around a loop."""
+
+    mode: str | None = None
+    throw: bool = False
+    enable: bool = True
+    torchs: bool = False  # torch's Join, which leaves itself switched on in the model, and the warning filters changed
+    iterates: bool = False  # the batches come through join.iterate
+    means: bool = False  # the loss is join.mean of a sum, not the mean over the rank's own samples
+
+    @contextlib.contextmanager
+    def join(self, ddp: Any, batches: Sequence[Batch]) -> Iterator[Any]:
+        """Hold it."""
+        if not self.torchs:
+            loader = batches if self.enable and not self.iterates else None
+            with Join([ddp], self.enable, self.throw, mode=self.mode, loader=loader) as ours:
+                yield ours
+            return
+        before = ddp._join_config
+        try:
+            with warnings.catch_warnings(), TorchJoin([ddp], throw_on_early_termination=self.throw) as join:
+                yield join
+        finally:
+            ddp._join_config = before
+
+
+WAYS = {
+    BASE: Way(enable=False),
+    "torch:on": Way(torchs=True),
+    "torch:throw": Way(torchs=True, throw=True),
+    "torch_wire": Way("torch"),
+    "torch_wire+throw": Way("torch", throw=True),
+    "counted": Way("counted"),
+    "counted+throw": Way("counted", throw=True),
+    "planned": Way("planned"),
+    "planned+throw": Way("planned", throw=True),
+    "iterate:counted": Way("counted", iterates=True),
+    "iterate:planned": Way("planned", iterates=True),
+    "iterate+mean:counted": Way("counted", iterates=True, means=True),
+    "iterate+mean:planned": Way("planned", iterates=True, means=True),
+    AGAIN: Way(enable=False),
+}
+"""By the names of their rows."""
 
 
 def row_names() -> list[str]:
     """The names of all rows there are."""
     return [*WAYS, *(f"{ENTRY}{row}" for row in _ENTERED)]
+
+
+# -- on the ranks
+
+
+class JoinTraining:
+    """One rank's model, and a few steps of its training."""
+
+    def __init__(self, model: Model) -> None:
+        self.steps = model.steps
+        self.ddp = DistributedDataParallel(model.make())
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-3)
+        self.batch = torch.randn(model.batch, model.widths[0]), torch.randn(model.batch, model.widths[-1])
+        for _ in range(_SETTLE):
+            self.step(*self.batch)
+
+    def step(self, x: Tensor, y: Tensor, join: Any = None) -> None:
+        """One step, whose loss is a mean over this rank's samples, or what ``join`` makes of their sum."""
+        self.optimizer.zero_grad()
+        output = self.ddp(x)
+        loss = mse_loss(output, y) if join is None else join.mean(mse_loss(output, y, reduction="sum"), len(x))
+        loss.backward()
+        self.optimizer.step()
+
+
+class Turn(Case):
+    """One way, whose rows are a step, and entering and leaving.
+
+    Attributes:
+        collectives: that one step begins, as counted in the first block.
+    """
+
+    def __init__(self, row: str, training: JoinTraining) -> None:
+        super().__init__(row, f"{ENTRY}{row}")
+        self.collectives: float | None = None
+        self._training = training
+
+    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
+        """Train for one block. Raises ``JoinError`` on all ranks if one of them fails."""
+        seconds, mine = (0.0, 0.0), ""
+        try:
+            seconds = self._block(WAYS[self.rows[0]])
+        except Exception as error:
+            mine = f"{type(error).__name__}: {error}"
+        for rank, text in enumerate(_gathered(mine)):
+            if text:
+                raise JoinError(f"rank {rank}: {text}")
+        return dict(zip(self.rows, seconds, strict=True))
+
+    def _block(self, way: Way) -> tuple[float, float]:
+        """Seconds of one of the steps after the first, and of entering and leaving the join."""
+        training, counts = self._training, self.collectives is None
+        batches = [training.batch] * (training.steps + 1)
+        dist.barrier()  # no rank times how much later another one enters
+        began = time.perf_counter()
+        entered = first = last = began
+        with way.join(training.ddp, batches) as join:
+            feed: Iterable[Batch] = join.iterate(batches) if way.iterates else batches
+            for number, (x, y) in enumerate(feed):
+                if number == 0:
+                    entered = time.perf_counter()
+                training.step(x, y, join if way.means else None)
+                if number == 0:
+                    before = begun_collectives() if counts else 0
+                    first = time.perf_counter()
+                elif number == training.steps:
+                    last = time.perf_counter()
+                    if counts:
+                        self.collectives = (begun_collectives() - before) / training.steps
+        return (last - first) / training.steps, entered - began + time.perf_counter() - last
+
+
+Taken = tuple[dict[str, Series], dict[str, float | None]]
+"""What one rank has measured: by row the seconds, and :attr:`Turn.collectives`."""
+
+
+def measure(rank: int, world: int, model: str, rows: Sequence[str], rounds: int) -> Taken:
+    """Measure ``rows`` of :data:`WAYS` in turns; for :func:`stagereg.testing.run_ranks`.
+
+    Raises:
+        JoinError: the ranks ended with different parameters.
+    """
+    training = JoinTraining(MODELS[model])
+    cases = [Turn(row, training) for row in rows]
+    taken = interleave(cases, rounds, Stopwatch(), trim=False, shuffle=True)
+    digests = _gathered(sum(param.detach().double().abs().sum().item() for param in training.ddp.parameters()))
+    if len(set(digests)) > 1:
+        raise JoinError(f"The ranks have drifted apart: the sums of their parameters are {digests}.")
+    return {one.row: one for one in taken}, {case.rows[0]: case.collectives for case in cases}
+
+
+def _gathered(mine: Any) -> list[Any]:
+    said = [None] * dist.get_world_size()
+    dist.all_gather_object(said, mine)
+    return said
+
+
+# -- where it is asked for
 
 
 def measured(model: str, ranks: int, rows: Sequence[str], rounds: int) -> list[Taken]:
@@ -54,13 +244,13 @@ def measured(model: str, ranks: int, rows: Sequence[str], rounds: int) -> list[T
 
 def group(model: str, ranks: int, taken: Sequence[Taken]) -> Group:
     """Make the rows of a table from what the ranks measured."""
-    base = _slowest(taken, BASE)
     ways = list(taken[0][1])
-    lines = [_line(row, taken, base) for row in [*ways, *(f"{ENTRY}{row}" for row in ways if row in _ENTERED)]]
-    title = f"join {model}, {ranks} rank{'s' * (ranks > 1)}: DDP, {MODELS[model].parameters:,} parameters"
+    lines = [_line(row, taken) for row in [*ways, *(f"{ENTRY}{row}" for row in ways if row in _ENTERED)]]
+    parameters = sum((inputs + 1) * outputs for inputs, outputs in pairwise(MODELS[model].widths))
+    title = f"join {model}, {ranks} rank{'s' * (ranks > 1)}: DDP, {parameters:,} parameters"
     for again in (line for line in lines if line.row == AGAIN and line.samples):
         title += f"; below {noise(again.samples['x']):.2f} x off there is only noise"
-    return Group(f"{model}/{ranks}", title, lines)
+    return Group(f"{model}/{ranks}", title, ["step ms", "x off", "IQR", "x, p20", "+ collectives"], lines)
 
 
 def noise(ratios: Sequence[float]) -> float:
@@ -76,19 +266,20 @@ def noise(ratios: Sequence[float]) -> float:
     return 1.0 + max(abs(ordered[low] - 1.0), abs(ordered[high] - 1.0))
 
 
-def _line(row: str, taken: Sequence[Taken], base: Sequence[float]) -> Line:
-    series = taken[0][0][row]
-    if series.failure or not base:
-        return Line(row, failure=series.failure or f"there is no row {BASE!r} to hold it against")
-    seconds = _slowest(taken, row)
+def _line(row: str, taken: Sequence[Taken]) -> Line:
+    series, counts = taken[0]
+    for failure in (series[row].failure, series[BASE].failure):
+        if failure:
+            return Line(row, failure=failure)
+    seconds, base = _slowest(taken, row), _slowest(taken, BASE)
     ratios = [mine / other for mine, other in zip(seconds, base, strict=True)]
-    figures = {"p20": _p20(seconds) / _p20(base)}
-    counts = [of_rank[row] for _, of_rank in taken if row in of_rank]
-    without = taken[0][1][BASE]
-    if counts and without:
-        most = [max(each[i] for each in counts if each) - without[i] for i in (0, 1)]
-        figures |= {"collectives": most[0], "blocking": most[1]}
-    return Line(row, {"x": ratios, "step": seconds}, ratio=statistics.median(ratios), figures=figures)
+    figures = {"ratio": statistics.median(ratios), "p20": _p20(seconds) / _p20(base)}
+    without = counts[BASE]
+    if row in counts and without is not None:
+        figures["collectives"] = max(each[row] or 0 for _, each in taken) - without
+    cells = [ms(statistics.median(seconds)), f"{figures['ratio']:.3f}", iqr(ratios, "{:.2f}".format)]
+    cells += [f"{figures['p20']:.3f}", str(figures.get("collectives", "-"))]
+    return Line(row, cells, {"x": ratios, "step": seconds}, figures)
 
 
 def _slowest(taken: Sequence[Taken], row: str) -> list[float]:

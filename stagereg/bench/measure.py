@@ -23,17 +23,13 @@ from multiprocessing import get_context
 from typing import Any, TypeVar
 from unittest import mock
 
-from stagereg.errors import LaunchError, StageregError
+from stagereg.errors import LaunchError
 
-__all__ = ["Case", "NotThere", "Series", "Stopwatch", "Timed", "in_own_process", "interleave", "quiet", "spread"]
+__all__ = ["Case", "Series", "Stopwatch", "in_own_process", "interleave", "quiet", "spread"]
 
 T = TypeVar("T")
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
-
-
-class NotThere(StageregError):
-    """A row cannot be measured here, through no fault of its own; the message is the reason."""
 
 
 class Stopwatch:
@@ -68,14 +64,31 @@ class Case:
 
     Args:
         rows: the names of its rows.
+        turn: does it once, see :meth:`turn`.
     """
 
-    def __init__(self, *rows: str) -> None:
+    def __init__(self, *rows: str, turn: Callable[[], Iterator[None]] | None = None) -> None:
         self.rows = rows
+        self._turn = turn
+
+    def turn(self) -> Iterator[None]:
+        """Do it once: yields when it is ready, and then when the time of each row is over, the last one's last.
+
+        What comes before the first ``yield`` and after the last one is not timed.
+        """
+        if self._turn is None:
+            raise NotImplementedError
+        return self._turn()
 
     def sample(self, watch: Stopwatch) -> Mapping[str, float]:
-        """Do it once and return seconds by row. Raises: ``NotThere`` where it cannot be done here."""
-        raise NotImplementedError
+        """Do it once and return seconds by row. The device has to be done for the last row."""
+        turn = self.turn()
+        next(turn)
+        watch.start()
+        seconds: list[float] = []
+        for _ in turn:
+            seconds.append(watch.lap(settled=len(seconds) + 1 == len(self.rows)))
+        return dict(zip(self.rows, seconds, strict=True))
 
     def prove(self) -> None:
         """Raise if what was measured does not do what it should. Called once, after the last round."""
@@ -84,59 +97,12 @@ class Case:
         """Free everything. Called once, after the last round of all cases."""
 
 
-class Timed(Case):
-    """One row, whose figure is the time of one call.
-
-    Args:
-        row: its name.
-        make: makes what is called; in the first round, outside of what is timed.
-        prepare: returns what it is called with.
-        after: is called with that and with what the call returned; raises if it has not done what it should.
-    """
-
-    def __init__(
-        self,
-        row: str,
-        make: Callable[[], Callable[[Any], Any]],
-        prepare: Callable[[], Any] = lambda: None,
-        after: Callable[[Any, Any], object] = lambda given, result: None,
-    ) -> None:
-        super().__init__(row)
-        self._make = make
-        self._prepare = prepare
-        self._after = after
-        self._call: Callable[[Any], Any] | None = None
-
-    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
-        """Call it once."""
-        if self._call is None:
-            self._call = self._make()
-        given = self._prepare()
-        watch.start()
-        result = self._call(given)
-        seconds = watch.lap()
-        self._after(given, result)
-        return {self.rows[0]: seconds}
-
-    def close(self) -> None:
-        """Let go of what is called, and of the memory that it holds."""
-        self._call = None
-
-
 @dataclass
 class Series:
-    """What one row has come to.
-
-    Attributes:
-        row: its name.
-        samples: seconds, one for each round in order; empty if it could not be measured.
-        missing: why it is not there.
-        failure: what went wrong, where something did.
-    """
+    """What one row has come to: seconds of each round in order, or what went wrong."""
 
     row: str
     samples: list[float] = field(default_factory=list)
-    missing: str = ""
     failure: str = ""
 
     @property
@@ -175,6 +141,15 @@ def interleave(
     """
     series = {case: [Series(row) for row in case.rows] for case in cases}
     alive = list(cases)
+
+    def attempt(case: Case, action: Callable[..., T], *args: Stopwatch) -> T | None:
+        try:
+            return action(*args)
+        except Exception as error:
+            alive.remove(case)
+            series[case] = [Series(row, failure=f"{type(error).__name__}: {error}") for row in case.rows]
+            return None
+
     try:
         for number in range(rounds + 1):
             progress(number)
@@ -184,31 +159,17 @@ def interleave(
                 gc.collect(1)
                 if trim and _malloc_trim is not None:
                     _malloc_trim(0)
-                taken = _try(case, case.sample, series, alive, watch)
+                taken = attempt(case, case.sample, watch)
                 if number and taken:
                     for one in series[case]:
                         one.samples.append(taken[one.row])
         before_round()
         for case in list(alive):
-            _try(case, case.prove, series, alive)
+            attempt(case, case.prove)
     finally:
         for case in cases:
             case.close()
     return [one for rows in series.values() for one in rows]
-
-
-def _try(
-    case: Case, action: Callable[..., T], series: Mapping[Case, list[Series]], alive: list[Case], *args: Stopwatch
-) -> T | None:
-    try:
-        return action(*args)
-    except NotThere as error:
-        missing, failure = str(error), ""
-    except Exception as error:
-        missing, failure = "", f"{type(error).__name__}: {error}"
-    alive.remove(case)
-    series[case][:] = [Series(row, missing=missing, failure=failure) for row in case.rows]
-    return None
 
 
 @contextmanager

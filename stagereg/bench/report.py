@@ -9,15 +9,9 @@ from typing import Any, TextIO
 
 from stagereg.bench.measure import Series, spread
 
-__all__ = ["Group", "Line", "aligned", "of_series", "plain", "progress", "tables"]
+__all__ = ["Group", "Line", "aligned", "iqr", "ms", "of_series", "plain", "progress", "tables"]
 
 _REASON_WIDTH = 88
-_HEADS = {
-    "seconds": ["median ms", "IQR ms", "x ceiling"],
-    "lost": ["blocked ms", "lost ms", "IQR ms", "lost steps"],
-    "x": ["step ms", "x off", "IQR", "x, p20", "+ collectives", "+ blocking"],
-}
-"""The columns of a table, by a figure that only its rows have."""
 
 
 @dataclass(frozen=True)
@@ -26,62 +20,53 @@ class Line:
 
     Attributes:
         row: its name.
-        samples: seconds of each round by figure, the most important figure first; empty where there are none.
-        missing: why it could not be measured here.
-        failure: what went wrong.
-        ratio: to the ceiling of the same group, or of a join to the row without one.
-        step_seconds: of a training step beside which it was measured.
+        cells: its other columns; none if it could not be measured.
+        samples: of each round by figure.
         figures: its other figures, by name.
+        failure: what went wrong.
     """
 
     row: str
+    cells: Sequence[str] = ()
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    missing: str = ""
-    failure: str = ""
-    ratio: float | None = None
-    step_seconds: float | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
-
-    def median(self, figure: str) -> float:
-        """Seconds."""
-        return statistics.median(self.samples[figure])
+    failure: str = ""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that were measured together and may be compared."""
+    """Rows that were measured together and may be compared, and the heads of their columns."""
 
     name: str
     title: str
+    heads: Sequence[str]
     lines: Sequence[Line]
 
 
 def of_series(name: str, title: str, series: Sequence[Series], ceiling: str) -> Group:
     """Make a group of rows that are a ratio to the row ``ceiling``: median by median, 1.0 is as fast."""
     top = next(one for one in series if one.row == ceiling)
-    lines = [
-        Line(one.row, {"seconds": one.samples}, ratio=one.median / top.median if top.samples else None)
-        if one.samples
-        else Line(one.row, missing=one.missing, failure=one.failure)
-        for one in series
-    ]
-    return Group(name, title, lines)
+    lines = []
+    for one in series:
+        if not one.samples:
+            lines.append(Line(one.row, failure=one.failure))
+            continue
+        figures = {"ratio": one.median / top.median} if top.samples else {}
+        ratio = f"{figures['ratio']:.2f}" if figures else "-"
+        cells = [ms(one.median), iqr(one.samples, ms), ratio]
+        lines.append(Line(one.row, cells, {"seconds": one.samples}, figures))
+    return Group(name, title, ["median ms", "IQR ms", "x ceiling"], lines)
 
 
 def tables(groups: Sequence[Group], notes: Sequence[str]) -> str:
     """Plain text of at most 120 columns."""
     parts = []
     for group in groups:
-        kinds = [name for line in group.lines for name in line.samples if name in _HEADS]
-        head = ["row", *_HEADS[kinds[0] if kinds else "seconds"]]
-        reasons = {line.row: f"  {line.row}  {_reason(line)}" for line in group.lines if not line.samples}
-        rows = iter(aligned([head, *([line.row, *_cells(line)] for line in group.lines if line.samples)]))
-        parts.append(
-            "\n".join([group.title, next(rows), *(reasons.get(line.row) or next(rows) for line in group.lines)])
-        )
-    if notes:
-        parts.append("\n".join(notes))
-    return "\n\n".join(parts)
+        measured = [line for line in group.lines if line.cells]
+        rows = iter(aligned([["row", *group.heads], *([line.row, *line.cells] for line in measured)]))
+        lines = [next(rows), *(next(rows) if line.cells else f"  {line.row}  {_reason(line)}" for line in group.lines)]
+        parts.append("\n".join([group.title, *lines]))
+    return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -113,39 +98,24 @@ def progress(what: str, rounds: int, stream: TextIO) -> Callable[[int], None]:
     return show
 
 
-def _row(line: Line) -> dict[str, Any]:
-    row: dict[str, Any] = {"row": line.row}
-    for name, samples in line.samples.items():
-        first, third = spread(samples)
-        row[name] = {"samples": list(samples), "median": line.median(name), "q1": first, "q3": third}
-    extras = {"ratio": line.ratio, "step": line.step_seconds, "missing": line.missing, "failure": line.failure}
-    return row | {name: value for name, value in extras.items() if value not in (None, "")} | dict(line.figures)
-
-
-def _reason(line: Line) -> str:
-    text = " ".join((f"failed: {line.failure}" if line.failure else f"not there: {line.missing}").split())
-    return text if len(text) <= _REASON_WIDTH else text[: _REASON_WIDTH - 1] + "…"
-
-
-def _cells(line: Line) -> list[str]:
-    if "lost" in line.samples:
-        assert line.step_seconds is not None
-        lost, blocked = line.median("lost"), line.median("blocked")
-        return [_ms(blocked), _ms(lost), _iqr(line.samples["lost"], _ms), f"{lost / line.step_seconds:.2f}"]
-    if "x" in line.samples:
-        counts = [str(line.figures.get(name, "-")) for name in ("collectives", "blocking")]
-        ratios = _iqr(line.samples["x"], "{:.2f}".format)
-        return [_ms(line.median("step")), f"{line.ratio:.3f}", ratios, f"{line.figures['p20']:.3f}", *counts]
-    return [_ms(line.median("seconds")), _iqr(line.samples["seconds"], _ms), _number(line.ratio)]
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _ms(seconds: float) -> str:
+def ms(seconds: float) -> str:
+    """Seconds as milliseconds."""
     return f"{seconds * 1e3:.2f}"
 
 
-def _iqr(samples: Sequence[float], shown: Callable[[float], str]) -> str:
+def iqr(samples: Sequence[float], shown: Callable[[float], str]) -> str:
+    """The quartiles of some samples."""
     return " - ".join(map(shown, spread(samples)))
+
+
+def _row(line: Line) -> dict[str, Any]:
+    row: dict[str, Any] = {"row": line.row, **({"failure": line.failure} if line.failure else {})}
+    for name, samples in line.samples.items():
+        first, third = spread(samples)
+        row[name] = {"samples": list(samples), "median": statistics.median(samples), "q1": first, "q3": third}
+    return {**row, **line.figures}
+
+
+def _reason(line: Line) -> str:
+    text = " ".join(f"failed: {line.failure}".split())
+    return text if len(text) <= _REASON_WIDTH else text[: _REASON_WIDTH - 1] + "…"

@@ -8,7 +8,8 @@ state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,16 +17,13 @@ import torch
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
 import stagereg.bench.ceiling as ceiling
-from stagereg.bench.measure import Case, Stopwatch, Timed
+from stagereg.bench.measure import Case
 from stagereg.bench.states import State, tensors
 from stagereg.errors import StagingError
 from stagereg.registry import build, names
 from stagereg.stagers.async_stager import AsyncStager
 
-__all__ = ["CEILING", "cases", "row_names"]
-
-CEILING = "ceiling"
-"""The row that all others are a ratio to."""
+__all__ = ["cases"]
 
 _BACKGROUND = ("overlapped",)  # stage() returns before the copy is there, so there are two times
 _TWICE = "pinned_cached"
@@ -42,17 +40,17 @@ class Warm(Case):
         self._state = state
         self._stager: AsyncStager | None = None
 
-    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
+    def turn(self) -> Iterator[None]:
         """Stage once more."""
         if self._stager is None:
             self._stager = self._make()
-        watch.start()
+        yield
         staged = self._stager.stage(self._state.tree)
-        blocked = watch.lap(settled=False)
+        if len(self.rows) > 1:
+            yield
         copy = _complete(self._stager, staged)
-        done = watch.lap()
-        del staged, copy
-        return dict(zip(self.rows, (blocked, done)[-len(self.rows) :], strict=True))
+        yield
+        del copy  # not in the time until it is there
 
     def prove(self) -> None:
         """Raise if a copy differs from the state, or is the state."""
@@ -71,65 +69,59 @@ class Warm(Case):
 
 
 def cases(state: State, device: str) -> list[Case]:
-    """The cases of one state dict, the ceiling first and once more last."""
+    """The cases of one state dict, the ceiling first and once more last; nothing is made before its first sample."""
     makes = {name: _registered(name, state) for name in names("stager")}
-    torchs = _torchs(device)
+    torchs: dict[str, _Make] = {
+        "torch:kept": lambda: DefaultStager(StagingOptions(False, False, False, False)),
+        "torch:blocking": lambda: BlockingAsyncStager(False),
+    }
+    if device != "cpu":
+        torchs["torch:pinned"] = lambda: DefaultStager(StagingOptions(True, False, False, True))
+    two_times = {name: (f"{name}:blocked", f"{name}:done") for name in _BACKGROUND}
+    top, again = (_ceiling(row, state, device) for row in (ceiling.ROW, f"again:{ceiling.ROW}"))
     return [
-        _ceiling(CEILING, state, device),
-        *(Warm(_warm_rows(name), make, state) for name, make in makes.items()),
-        *(Warm((row,), make, state) for row, make in torchs.items()),
+        top,
+        *(Warm(two_times.get(name, (name,)), make, state) for name, make in {**makes, **torchs}.items()),
         _first("torch:per_save", torchs["torch:kept"], state),  # what torch's async_save takes
         *(_first(f"first:{name}", make, state) for name, make in makes.items()),
         Warm((f"again:{_TWICE}",), makes[_TWICE], state),
-        _ceiling(f"again:{CEILING}", state, device),
+        again,
     ]
 
 
-def row_names(device: str) -> list[str]:
-    """The names of all rows there are on ``device``."""
-    mine = names("stager")
-    warm = [row for name in mine for row in _warm_rows(name)]
-    first = [f"first:{name}" for name in mine]
-    return [CEILING, *warm, *_torchs(device), "torch:per_save", *first, f"again:{_TWICE}", f"again:{CEILING}"]
-
-
-def _warm_rows(name: str) -> tuple[str, ...]:
-    return (f"{name}:blocked", f"{name}:done") if name in _BACKGROUND else (name,)
-
-
 def _ceiling(row: str, state: State, device: str) -> Case:
-    if device == "cpu":
-        return Timed(row, lambda: ceiling.memmove(state.nbytes))
-    return Timed(row, lambda: ceiling.device_copy(state.nbytes, device))
+    @functools.cache
+    def made() -> Callable[[], object]:
+        return ceiling.memmove(state.nbytes) if device == "cpu" else ceiling.device_copy(state.nbytes, device)
+
+    def turn() -> Iterator[None]:
+        copy = made()
+        yield
+        copy()
+        yield
+
+    return Case(row, turn=turn)
 
 
 def _first(row: str, make: _Make, state: State) -> Case:
     """A stager's first call, constructing included and closing not."""
 
-    def stage(_: Any) -> tuple[AsyncStager, Any]:
+    def turn() -> Iterator[None]:
+        yield
         stager = make()
         try:
-            return stager, _complete(stager, stager.stage(state.tree))
-        except Exception:
+            copy = _complete(stager, stager.stage(state.tree))
+            yield
+            del copy
+        finally:
             stager.close()
-            raise
 
-    return Timed(row, lambda: stage, after=lambda _, staged: staged[0].close())
+    return Case(row, turn=turn)
 
 
 def _registered(name: str, state: State) -> _Make:
     declared: dict[str, Any] = {"frozen": list(state.frozen)} if name == "incremental" and state.frozen else {}
     return lambda: build("stager", name, **declared)
-
-
-def _torchs(device: str) -> dict[str, _Make]:
-    makes: dict[str, _Make] = {
-        "torch:kept": lambda: DefaultStager(StagingOptions(False, False, False, False)),
-        "torch:blocking": lambda: BlockingAsyncStager(False),
-    }
-    if device != "cpu":
-        makes["torch:pinned"] = lambda: DefaultStager(StagingOptions(True, False, False, True))
-    return makes
 
 
 def _complete(stager: AsyncStager, staged: Any) -> Any:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import shutil
+import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
 from stagereg.bench.ceiling import flush
-from stagereg.bench.measure import Case, NotThere, Series, Stopwatch, in_own_process, interleave, quiet
-from stagereg.bench.report import Group, Line, progress
+from stagereg.bench.measure import Case, Series, Stopwatch, in_own_process, interleave, quiet
+from stagereg.bench.report import Group, Line, iqr, ms, progress
 from stagereg.registry import build
 
 __all__ = ["BASE", "StallTraining", "group", "measured", "row_names"]
@@ -32,6 +33,7 @@ __all__ = ["BASE", "StallTraining", "group", "measured", "row_names"]
 BASE = "none"
 """The row without a checkpoint, which all others are held against."""
 
+_TORCHS = ("torch:async_save", "torch:process")
 _STAGERS = ("blocking", "pinned_cached", "overlapped", "shared")
 _STORAGES = ("dcp", "torch_dcp")
 
@@ -65,76 +67,58 @@ class StallTraining:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def segment(self) -> None:
+        """The steps of one segment."""
+        for _ in range(self.STEPS):
+            self.step()
+
 
 class Segment(Case):
-    """One checkpoint and the steps that it may disturb. Rows: the segment, and of it the time in the call."""
+    """One checkpoint and the steps that it may disturb. Rows: of the segment the time in the call, and the segment."""
 
     def __init__(self, row: str, training: StallTraining, folder: Path) -> None:
-        super().__init__(row, f"{row}:blocked")
+        super().__init__(f"{row}:blocked", row)
+        self.row = row
         self.training = training
         self.folder = folder
 
-    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
-        """Run one segment."""
-        self.begin()
-        self.training.step()  # whatever the last segment left behind is not for this one
-        watch.start()
-        self.save()
-        blocked = watch.lap(settled=False)
-        for _ in range(self.training.STEPS):
-            self.training.step()
-        self.wait()
-        return dict(zip(self.rows, (watch.lap(), blocked), strict=True))
-
-    def begin(self) -> None:
-        """Get ready, outside of what is timed."""
-
-    def save(self) -> None:
-        """Begin a checkpoint."""
-
-    def wait(self) -> None:
-        """Return when it is durable."""
+    def turn(self) -> Iterator[None]:
+        """Train without a checkpoint. In every way, what the last segment left behind falls on a step before it."""
+        self.training.step()
+        yield
+        yield
+        self.training.segment()
+        yield
 
 
 class TorchAsyncSave(Segment):
-    """torch's ``async_save`` as it is."""
+    """torch's ``async_save`` as it is, or with a process that writes and a kept stager in shared memory."""
 
-    options: Mapping[str, Any] = {}
+    _stager: DefaultStager | None = None
 
-    def begin(self) -> None:
-        """Make an empty directory."""
+    def turn(self) -> Iterator[None]:
+        """Wait for the writer, then flush what it has not."""
+        options: dict[str, Any] = {}
+        if self.row == "torch:process":
+            self._stager = self._stager or DefaultStager(StagingOptions(False, True, False, False))
+            options = {"async_stager": self._stager, "async_checkpointer_type": AsyncCheckpointerType.PROCESS}
         for old in self.folder.iterdir():
             shutil.rmtree(old)
-        self.target = Path(tempfile.mkdtemp(dir=self.folder))
-
-    def save(self) -> None:
-        """Stage, and let it be written."""
+        target = Path(tempfile.mkdtemp(dir=self.folder))
+        self.training.step()
+        yield
         state = {"model": self.training.model.state_dict(), "optimizer": self.training.optimizer.state_dict()}
-        self.future: Any = async_save(state, checkpoint_id=self.target, **self.options)
-
-    def wait(self) -> None:
-        """Wait for the writer, then flush what it has not."""
-        self.future.result()
-        flush(self.target)
-
-
-class TorchProcess(TorchAsyncSave):
-    """torch's ``async_save`` with a process that writes and a kept stager in shared memory."""
-
-    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
-        """Run one segment; that a process cannot be started here is no failure of the benchmark."""
-        if not self.options:
-            stager = DefaultStager(StagingOptions(False, True, False, False))
-            self.options = {"async_stager": stager, "async_checkpointer_type": AsyncCheckpointerType.PROCESS}
-        try:
-            return super().sample(watch)
-        except Exception as error:
-            raise NotThere(f"torch: {type(error).__name__}: {error}") from error
+        future: Any = async_save(state, checkpoint_id=target, **options)
+        yield
+        self.training.segment()
+        future.result()
+        flush(target)
+        yield
 
     def close(self) -> None:
         """Close the kept stager."""
-        if self.options:
-            self.options["async_stager"].close()
+        if self._stager is not None:
+            self._stager.close()
 
 
 class Checkpoints(Segment):
@@ -143,30 +127,25 @@ class Checkpoints(Segment):
     _checkpointer: Any = None
     _step = 0
 
-    def begin(self) -> None:
-        """Build the checkpointer the first time."""
+    def turn(self) -> Iterator[None]:
+        """Wait until the checkpoint is committed."""
         if self._checkpointer is None:
-            stager, storage = self.rows[0].split("+")
+            stager, storage = self.row.split("+")
             parts = {"stager": build("stager", stager), "storage": build("storage", storage)}
             self._checkpointer = build("checkpoint", "default", dir=str(self.folder), every=1, keep=1, **parts)
-
-    def save(self) -> None:
-        """Save the next step."""
         self._step += 1
-        state = {"model": self.training.model, "optimizer": self.training.optimizer}
-        self._checkpointer.save(self._step, state)
-
-    def wait(self) -> None:
-        """Wait until it is committed."""
+        self.training.step()
+        yield
+        self._checkpointer.save(self._step, {"model": self.training.model, "optimizer": self.training.optimizer})
+        yield
+        self.training.segment()
         self._checkpointer.wait()
+        yield
 
     def close(self) -> None:
         """Close it, and the stager with it."""
         if self._checkpointer is not None:
             self._checkpointer.close()
-
-
-_TORCHS = {"torch:async_save": TorchAsyncSave, "torch:process": TorchProcess}
 
 
 def row_names() -> list[str]:
@@ -176,15 +155,7 @@ def row_names() -> list[str]:
 
 
 def measured(rows: Sequence[str], rounds: int, threads: int, scale: float, device: str, folder: Path) -> list[Series]:
-    """Measure the loop in a process of its own with so many torch threads.
-
-    Args:
-        rows: names of :func:`row_names`.
-        rounds: that count.
-        threads: torch's threads.
-        scale: of the bytes.
-        device: where the model is.
-        folder: an empty directory for the checkpoints.
+    """Measure :func:`row_names` in a process of its own with so many torch threads; ``folder`` is empty.
 
     Raises:
         LaunchError: that process ended before it was done.
@@ -198,8 +169,10 @@ def _train(rows: Sequence[str], rounds: int, threads: int, scale: float, device:
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     training = StallTraining(scale, device)
-    ours = {BASE: Segment, f"again:{BASE}": Segment, **_TORCHS}
-    cases = [ours.get(row, Checkpoints)(row, training, Path(tempfile.mkdtemp(dir=folder))) for row in rows]
+    cases = []
+    for row in rows:
+        kind = Segment if row.endswith(BASE) else TorchAsyncSave if row in _TORCHS else Checkpoints
+        cases.append(kind(row, training, Path(tempfile.mkdtemp(dir=folder))))
     settle = torch.cuda.synchronize if device != "cpu" else lambda: None
     show = progress(f"stall, {threads} torch threads", rounds, sys.stderr)
     try:
@@ -217,10 +190,12 @@ def group(name: str, title: str, series: Sequence[Series]) -> Group:
     for one in series:
         if one.row.endswith(":blocked"):
             continue
-        line = Line(one.row, missing=one.missing, failure=one.failure)
-        if one.samples and base.samples:
-            lost = [mine - without for mine, without in zip(one.samples, base.samples, strict=True)]
-            figures = {"lost": lost, "blocked": by_row[f"{one.row}:blocked"].samples, "segment": one.samples}
-            line = Line(one.row, figures, step_seconds=base.median / StallTraining.STEPS)
-        lines.append(line)
-    return Group(name, title, lines)
+        if not one.samples or not base.samples:
+            lines.append(Line(one.row, failure=one.failure or f"there is no row {BASE!r} to hold it against"))
+            continue
+        lost = [mine - without for mine, without in zip(one.samples, base.samples, strict=True)]
+        samples = {"lost": lost, "blocked": by_row[f"{one.row}:blocked"].samples, "segment": one.samples}
+        middle, step = statistics.median(lost), base.median / StallTraining.STEPS
+        cells = [ms(statistics.median(samples["blocked"])), ms(middle), iqr(lost, ms), f"{middle / step:.2f}"]
+        lines.append(Line(one.row, cells, samples, {"step": step}))
+    return Group(name, title, ["blocked ms", "lost ms", "IQR ms", "lost steps"], lines)

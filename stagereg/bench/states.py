@@ -14,15 +14,16 @@ fewer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from stagereg.errors import ConfigError, nearest
+from torch.utils import _pytree as pytree
 
 __all__ = ["STATES", "State", "make", "tensors"]
+
+_Fill = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,10 @@ class State:
     """A state dict to be measured.
 
     Attributes:
-        name: what it is chosen by.
         tree: the state dict itself.
         frozen: patterns over dotted names; what they match never changes.
     """
 
-    name: str
     tree: dict[str, Any]
     frozen: tuple[str, ...] = ()
 
@@ -43,11 +42,6 @@ class State:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(x.nbytes for x in tensors(self.tree))
-
-    @property
-    def count(self) -> int:
-        """Number of tensors."""
-        return sum(1 for _ in tensors(self.tree))
 
     def change(self) -> None:
         """Do to it what an optimizer step does: every value that is not frozen is another one afterwards."""
@@ -58,40 +52,20 @@ class State:
 
 
 def make(name: str, scale: float = 1.0, device: str = "cpu") -> State:
-    """Make the state dict called ``name`` with about ``scale`` times its bytes on ``device``.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
-    if name not in STATES:
-        raise ConfigError(f"There is no state {name!r}.{nearest(name, STATES)} There is: {', '.join(STATES)}")
+    """Make the state dict called ``name``, of :data:`STATES`, with about ``scale`` times its bytes on ``device``."""
     generator = torch.Generator().manual_seed(0)
-
-    def fill(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device)
-
-    return STATES[name](scale, fill)
+    return STATES[name](scale, lambda *shape: torch.randn(*shape, generator=generator).to(device))
 
 
-def tensors(tree: Any) -> Iterator[torch.Tensor]:
+def tensors(tree: Any) -> list[torch.Tensor]:
     """Every tensor in nested dicts and lists, in order."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from tensors(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from tensors(value)
-
-
-_Fill = Callable[..., torch.Tensor]
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 def _large(scale: float, fill: _Fill) -> State:
     count = 24
     length = max(1, round(scale * 2**30 / 4 / count))
-    return State("large", {f"block.{i}": fill(length) for i in range(count)})
+    return State({f"block.{i}": fill(length) for i in range(count)})
 
 
 def _gpt(scale: float, fill: _Fill) -> State:
@@ -102,12 +76,12 @@ def _gpt(scale: float, fill: _Fill) -> State:
     shapes = {f"h.{i}.{n}": shape for i in range(12) for n, shape in enumerate([*matrices, *biases])}
     shapes |= {"wte": (vocabulary, width), "wpe": (context, width), "ln_f.weight": (width,), "ln_f.bias": (width,)}
     model = {name: fill(*shape) for name, shape in shapes.items()}
-    return State("gpt", {"model": model, "optimizer": _adam(list(model.values()), fill)})
+    return State({"model": model, "optimizer": _adam(list(model.values()), fill)})
 
 
 def _small(scale: float, fill: _Fill) -> State:
     count = max(1, round(20_000 * scale))
-    return State("small", {f"cell.{i}": fill(256 + i * 389 % 769) for i in range(count)})
+    return State({f"cell.{i}": fill(256 + i * 389 % 769) for i in range(count)})
 
 
 def _lora(scale: float, fill: _Fill) -> State:
@@ -116,7 +90,7 @@ def _lora(scale: float, fill: _Fill) -> State:
     base = {f"layers.{i}.{part}.weight": fill(width, width) for i in range(50) for part in "qkv"}
     adapter = {f"layers.{i}.{side}": fill(width, rank) for i in range(50) for side in "ab"}
     tree = {"base": base, "adapter": adapter, "moments": _adam(list(adapter.values()), fill, steps=False)}
-    return State("lora", tree, frozen=("base.*",))
+    return State(tree, frozen=("base.*",))
 
 
 def _adam(parameters: Sequence[torch.Tensor], fill: _Fill, steps: bool = True) -> dict[str, Any]:

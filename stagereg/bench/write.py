@@ -7,11 +7,10 @@ bytes, written with O_DIRECT from an aligned buffer.
 
 from __future__ import annotations
 
-import os
+import functools
 import shutil
 import tempfile
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from stagereg.bench.ceiling import flush, raw_write
-from stagereg.bench.measure import Case, Timed
+import stagereg.bench.ceiling as ceiling
+from stagereg.bench.measure import Case
 from stagereg.bench.states import State
 from stagereg.checkpoint.state_planner import StatePlanner
 from stagereg.checkpoint.storage.protocol import UsesPadding
@@ -28,100 +27,78 @@ from stagereg.errors import CheckpointError
 from stagereg.registry import build, names
 from stagereg.stagers.async_stager import AsyncStager, ReservesPadding
 
-__all__ = ["CEILING", "cases", "durable", "row_names"]
-
-CEILING = "ceiling"
-"""The row that all others are a ratio to."""
+__all__ = ["cases", "durable"]
 
 _ALIAS = "direct"
 """Another name of ``dcp``, which needs no row."""
-_PADDING = "dcp:padding"
 
 _Save = Callable[[Path], object]
-_Make = Callable[[], _Save]
 
 
 def cases(state: State, folder: Path, note: Callable[[str], None]) -> list[Case]:
-    """The cases of one state dict, the ceiling first and once more last.
+    """The cases of one state dict, the ceiling first and once more last; nothing is made before its first sample.
 
-    Args:
-        folder: on the file system to be measured; emptied before each sample.
-        note: called with what a reader of the figures has to know.
+    What a reader of the figures has to know goes to ``note``.
     """
-    stager = build("stager", "blocking")
-    copy = stager.stage(state.tree)
-    stager.close()
 
-    def fresh() -> Path:
+    @functools.cache
+    def copy() -> dict[str, Any]:
+        stager = build("stager", "blocking")
+        staged: dict[str, Any] = stager.stage(state.tree)
+        stager.close()
+        return staged
+
+    def top() -> _Save:
+        return ceiling.raw_write(state.nbytes, note)
+
+    def registered(name: str) -> Callable[[], _Save]:
+        return lambda: _writer(build("storage", name), copy())
+
+    def torchs(threads: int) -> _Save:
+        return lambda path: save(copy(), storage_writer=FileSystemWriter(path, thread_count=threads), no_dist=True)
+
+    makes: dict[str, Callable[[], _Save]] = {name: registered(name) for name in names("storage") if name != _ALIAS}
+    makes |= {
+        "dcp:padding": lambda: _with_padding(state),
+        "torch:dcp": lambda: torchs(1),
+        "torch:dcp_2": lambda: torchs(2),
+        "torch:save": lambda: lambda path: torch.save(copy(), path / "state.pt"),
+    }
+    makes = {ceiling.ROW: top, **makes, f"again:{ceiling.ROW}": top}
+    return [durable(row, make, state.nbytes, folder) for row, make in makes.items()]
+
+
+def durable(row: str, make: Callable[[], _Save], nbytes: int, folder: Path) -> Case:
+    """One way of writing, made in the first round and kept; ``nbytes`` have to be there afterwards at least."""
+    made = functools.cache(make)
+
+    def turn() -> Iterator[None]:
+        write = made()
         for old in folder.iterdir():
             shutil.rmtree(old)
-        return Path(tempfile.mkdtemp(dir=folder))
-
-    makes: dict[str, _Make] = {name: partial(_writer, name, copy) for name in _storages()}
-    makes |= {_PADDING: lambda: _with_padding(state), **_torchs(copy)}
-    rows = [durable(row, make, state.nbytes, fresh) for row, make in makes.items()]
-    ceiling, again = (Timed(row, lambda: raw_write(state.nbytes, note), fresh) for row in (CEILING, f"again:{CEILING}"))
-    return [ceiling, *rows, again]
-
-
-def row_names() -> list[str]:
-    """The names of all rows there are."""
-    return [CEILING, *_storages(), _PADDING, *_torchs({}), f"again:{CEILING}"]
-
-
-def durable(row: str, make: _Make, nbytes: int, fresh: Callable[[], Path]) -> Case:
-    """One way of writing, made in the first round and kept.
-
-    Args:
-        make: makes what writes into a directory.
-        nbytes: bytes that have to be there afterwards at least.
-        fresh: makes the directory.
-    """
-
-    def make_durable() -> _Save:
-        write = make()
-
-        def write_and_flush(folder: Path) -> None:
-            write(folder)
-            flush(folder)
-
-        return write_and_flush
-
-    def check(folder: Path, _: None) -> None:
-        written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        target = Path(tempfile.mkdtemp(dir=folder))
+        yield
+        write(target)
+        ceiling.flush(target)
+        yield
+        written = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
         if written < nbytes:
             raise CheckpointError(f"only {written} of {nbytes} bytes were written")
 
-    return Timed(row, make_durable, fresh, check)
+    return Case(row, turn=turn)
 
 
-def _storages() -> list[str]:
-    return [name for name in names("storage") if name != _ALIAS]
-
-
-def _writer(storage: str | UsesPadding, copy: dict[str, Any]) -> _Save:
-    writer = build("storage", storage) if isinstance(storage, str) else storage
-    return lambda path: save(copy, checkpoint_id=path, storage_writer=writer, planner=StatePlanner(), no_dist=True)
+def _writer(storage: Any, copy: dict[str, Any]) -> _Save:
+    return lambda path: save(copy, checkpoint_id=path, storage_writer=storage, planner=StatePlanner(), no_dist=True)
 
 
 def _with_padding(state: State) -> _Save:
     """``dcp`` at its best: over a copy with the padding that it writes in."""
-    storage: Any = build("storage", "dcp")
+    storage = build("storage", "dcp")
     stager: AsyncStager = build("stager", "pinned_cached")
     assert isinstance(storage, UsesPadding)
     assert isinstance(stager, ReservesPadding)
     stager.reserve_padding(*storage.padding)
-    copy = stager.stage(state.tree)
+    copy: Any = stager.stage(state.tree)
     stager.close()  # the copy outlives it
-    return _writer(storage, copy)  # type: ignore[arg-type]
-
-
-def _torchs(copy: dict[str, Any]) -> dict[str, _Make]:
-    def files(threads: int) -> _Save:
-        return lambda path: save(copy, storage_writer=FileSystemWriter(path, thread_count=threads), no_dist=True)
-
-    def pickled(folder: Path) -> None:
-        with open(os.path.join(folder, "state.pt"), "wb") as file:
-            torch.save(copy, file)
-
-    return {"torch:dcp": lambda: files(1), "torch:dcp_2": lambda: files(2), "torch:save": lambda: pickled}
+    return _writer(storage, copy)

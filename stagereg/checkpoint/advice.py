@@ -21,7 +21,6 @@ _BROKEN = (
 )
 _DELETED = "Something in {root} was deleted or moved while it was written: is another program cleaning up there?"
 _AWAY = "The server of {root} does not answer as it did: is it still mounted, and up?"
-
 _ADVICE = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL.replace("disk of {root} is full", "quota for {root} is used up"),

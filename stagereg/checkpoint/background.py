@@ -1,13 +1,12 @@
 """One thread that works off saves in order, and failures that cannot get lost.
 
-At most two saves are under way: one being written and one waiting, which matches a stager that hands out two copies.
-A failure is kept until it is raised or logged: by the next call that asks, or else at the end of the job or process
+At most two saves are under way: one being written and one waiting, which matches a stager that hands out two copies. A
+failure is kept until it is raised or logged: by the next call that asks, or else at the end of the job or process
 (:mod:`stagereg.shutdown`). It is kept without tracebacks, which would keep the staged memory alive; they are logged at
 level DEBUG.
 
-A save that takes longer than the time-out counts as failed from then on, and the thread as hanging until the save ends:
-a thread that waits for the storage cannot be ended. So it is a daemon thread, and every wait here ends with the
-time-out.
+A save that takes longer than the time-out counts as failed from then on, and as hanging until it ends: a thread that
+waits for the storage cannot be ended. So it is a daemon thread, and every wait here ends with the time-out.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from collections import deque
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.advice import advice, causes
-from stagereg.checkpoint.pending_save import PendingSave, SaveTarget, write_and_commit
+from stagereg.checkpoint.pending_save import WAITING, PendingSave, SaveTarget, write_and_commit
 from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.schedule import Schedule
 from stagereg.errors import CheckpointError
@@ -33,7 +32,6 @@ __all__ = ["Background"]
 
 _MOST_UNDER_WAY = 2
 _LOOK_S = 0.05  # how often one looks whether a save takes too long
-_JOIN_S = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -42,27 +40,16 @@ class Background:
 
     All methods are for the training thread, and for the end of the process, which may come while that still runs. In a
     forked child nothing is under way: it has no such thread.
-
-    Args:
-        target: of the saves.
-        timeout: that one save may take, from when the one before it has ended.
-        schedule: gets the end of each.
-        warns: whether failures are only logged; then the exit status is 1 if the last save has failed.
-
-    Attributes:
-        newest: the step of the newest checkpoint that this run knows to be good.
-        write_seconds: of the saves that were committed, in their order.
-        bytes_staged: by them, in all.
     """
 
     def __init__(self, target: SaveTarget, timeout: datetime.timedelta, schedule: Schedule, warns: bool) -> None:
-        self.newest: int | None = None
-        self.write_seconds: list[float] = []
+        self.newest: int | None = None  # the step of the newest checkpoint that this run knows to be good
+        self.write_seconds: list[float] = []  # of the saves that were committed, in their order
         self.bytes_staged = 0
         self._target = target
-        self._timeout_s = timeout.total_seconds()
+        self._timeout_s = timeout.total_seconds()  # of one save, from when the one before it has ended
         self._schedule = schedule
-        self._warns = warns
+        self._warns = warns  # only, when a save fails; then the exit status is 1 if the last save has failed
         self._queue: queue.SimpleQueue[tuple[Background, PendingSave] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -70,7 +57,7 @@ class Background:
         self._under_way: deque[PendingSave] = deque()
         self._failures: deque[tuple[CheckpointError, bool]] = deque()  # each with whether all ranks report it
         self._refused: list[int] = []  # steps, since the save before them hangs, until that is logged
-        weakref.finalize(self, self._queue.put, None)  # or the thread of one that was never shut would stay
+        weakref.finalize(self, self._queue.put, None)  # or the thread of one that was never closed would stay
         shutdown.wait_for(self)
 
     @property
@@ -80,11 +67,7 @@ class Background:
         return first is not None and first.late
 
     def admit(self, save: PendingSave) -> None:
-        """Wait until ``save`` may be staged, or until the one being written has taken too long.
-
-        Raises:
-            CheckpointError: an earlier save has failed, or hangs.
-        """
+        """Wait until ``save`` may be staged. Raises ``CheckpointError`` if an earlier save has failed, or hangs."""
         while (first := self._first()) is not None and not first.late and len(self._under_way) >= _MOST_UNDER_WAY:
             first.over.wait(_LOOK_S)
         self.raise_failure()
@@ -94,11 +77,7 @@ class Background:
             raise CheckpointError(f"Step {save.step} was not saved: an earlier save hangs. {self._there()}")
 
     def submit(self, save: PendingSave) -> None:
-        """Have ``save`` written after those before it; its failure is kept for :meth:`raise_failure`.
-
-        Raises:
-            CheckpointError: there is no thread yet, and the system refuses to start one.
-        """
+        """Have ``save`` written after those before it; its failure is kept for :meth:`raise_failure`."""
         if self._thread is None:
             thread = threading.Thread(target=_work, args=(self._queue,), name="stagereg-checkpoint", daemon=True)
             try:
@@ -123,10 +102,7 @@ class Background:
         return ended
 
     def raise_failure(self) -> None:
-        """Raise the first failure not reported yet; later ones are logged, since one call can raise only one.
-
-        If failures are warnings, log them all instead.
-        """
+        """Raise the first failure not reported yet, and log later ones; log all if failures are warnings."""
         if self._warns:
             for failure, everywhere in self._taken():
                 self._warn(failure, everywhere)
@@ -147,18 +123,16 @@ class Background:
         if save.step not in self._refused:  # which are logged together
             self._warn(error)
 
+    def close(self) -> None:
+        """End the thread after its last save; one that hangs commits nothing, should it ever go on."""
+        for save in self._under_way:
+            save.abandoned = True
+        self._queue.put(None)
+
     def _warn(self, failure: CheckpointError, everywhere: bool = True) -> None:
         """Log a failed save while training goes on; what is reported ``everywhere`` is a warning on rank 0 only."""
         log = _log.info if everywhere and self._target.ranks.rank > 0 else _log.warning
         log("stagereg: %s Training goes on.", failure)
-
-    def shut(self) -> None:
-        """End the thread after its last save; one that hangs is left and commits nothing. Twice is harmless."""
-        for save in self._under_way:
-            save.abandoned = True
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(0 if self._under_way else _JOIN_S)
 
     def _first(self) -> PendingSave | None:
         """Return the first save that has not ended, if there is one; report it once it takes too long."""
@@ -173,7 +147,7 @@ class Background:
             first = self._under_way[0]
             if not first.late and time.monotonic() >= first.until:
                 first.late = True
-                self._keep(self._lateness(first), first.waits)
+                self._keep(self._lateness(first), everywhere=first.at == WAITING)
             return first
 
     def _lateness(self, save: PendingSave) -> CheckpointError:
@@ -211,35 +185,33 @@ class Background:
 
     # -- on the thread
 
-    def _run(self, save: PendingSave) -> None:
+    def _write(self, save: PendingSave) -> None:
         save.until = time.monotonic() + self._timeout_s
         failed: BaseException | None = None
         failure: CheckpointError | None = None
         try:
             self._look_at_directory(save.step)
             began, nbytes = write_and_commit(save)
+            ended = record.now()
         except BaseException as error:
             failed, failure = error, self._fail(save, error)
             _log.debug("A save failed.", exc_info=error)
             for connected in causes(error):
                 connected.__traceback__ = None
         else:
-            self._succeed(save, began, nbytes)
+            self.newest = save.step
+            self.write_seconds.append(ended - began)
+            self.bytes_staged += save.nbytes or 0
+            self._schedule.ended(ended - save.called)
+            record.emit("write", step=save.step, start=began, seconds=ended - began, bytes=nbytes)
         with self._lock:
+            if failed is None:
+                shutdown.set_last_status(self._target.store.root, None)
             if save.late:
                 self._log_return(save, failed)
             elif failure is not None:
                 self._keep(failure)
             save.over.set()
-
-    def _succeed(self, save: PendingSave, began: float, nbytes: int) -> None:
-        ended = record.now()
-        self.newest = save.step
-        self.write_seconds.append(ended - began)
-        self.bytes_staged += save.nbytes or 0
-        shutdown.set_last_status(self._target.store.root, None)
-        self._schedule.ended(ended - save.called)
-        record.emit("write", step=save.step, start=began, seconds=ended - began, bytes=nbytes)
 
     def _fail(self, save: PendingSave, error: BaseException) -> CheckpointError | None:
         """Note that a save has failed; return what is to be raised, ``None`` if its training loop has raised it."""
@@ -251,16 +223,13 @@ class Background:
         if known and save.failure is not None:
             return None
         text = reason(error) if known else f"Step {save.step} was not saved: {reason(error)}"
-        text = text if text.endswith(".") else f"{text}."
-        hint = advice(error, self._target.store.root)
-        failure = CheckpointError(" ".join(part for part in (text, hint, self._there()) if part))
+        parts = (f"{text.rstrip('.')}.", advice(error, self._target.store.root), self._there())
+        failure = CheckpointError(" ".join(part for part in parts if part))
         failure.__cause__ = error.__cause__ if known else error
         return failure
 
     def _log_return(self, save: PendingSave, failed: BaseException | None) -> None:
         """Log that the storage responds again, and what has become of the save that was late."""
-        if failed is None:  # it may have been reported late in the very moment in which it was complete
-            shutdown.set_last_status(self._target.store.root, None)
         what = "is saved after all" if failed is None else f"was not saved ({reason(failed)})"
         steps = ", ".join(map(str, self._refused))
         also = f" In the meantime these steps were not saved: {steps}." if steps else ""
@@ -290,6 +259,6 @@ class Background:
 def _work(saves: queue.SimpleQueue[tuple[Background, PendingSave] | None]) -> None:
     while (given := saves.get()) is not None:
         background, save = given
-        background._run(save)
+        background._write(save)
         # While it waits for the next save, the thread keeps nothing alive.
         del given, background, save

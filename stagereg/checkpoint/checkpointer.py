@@ -11,7 +11,6 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-import weakref
 from collections.abc import MutableMapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -43,8 +42,7 @@ from stagereg.checkpoint.store.open_store import open_parent_store, open_store, 
 from stagereg.checkpoint.store.retry import answered, within
 from stagereg.checkpoint.writer_process import WriterProcess
 from stagereg.errors import CheckpointError, ConfigError
-from stagereg.launch.preemption import PreemptionHandler
-from stagereg.registry import build, register
+from stagereg.registry import register
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesPadding, SharesMemory
 
 __all__ = ["CheckpointStats", "Checkpointer"]
@@ -146,54 +144,55 @@ class Checkpointer:
         timeout: datetime.timedelta = datetime.timedelta(minutes=30),
         grace: datetime.timedelta | None = datetime.timedelta(seconds=25),
     ) -> None:
-        options.check_dir(dir)
-        options.check_every(every)
-        options.check_duration("mtbf", mtbf)
-        options.at_least_one("keep", keep)
-        options.check_resume(resume)
+        if not isinstance(dir, (str, os.PathLike)) or not os.fspath(dir):
+            raise ConfigError(f"checkpoint.dir must be the path or URL of a directory, not {dir!r}.")
+        if not isinstance(resume, str) or not resume:
+            raise ConfigError(f"resume must be 'auto', 'never', 'latest' or the path of a checkpoint, not {resume!r}.")
+        if isinstance(every, str):
+            options.one_of("every", every, ("auto", "a number of steps"))
+        for name, steps in {"every": 1 if every == "auto" else every, "keep": keep}.items():
+            options.at_least_one(name, steps)
         options.one_of("verify", verify, ("full", "fast"))
         options.one_of("on_error", on_error, ("raise", "warn"))
-        options.check_duration("timeout", timeout)
-        if grace is not None:
-            options.check_duration("grace", grace)
+        for name, duration in {"mtbf": mtbf, "timeout": timeout, "grace": timeout if grace is None else grace}.items():
+            options.check_duration(name, duration)
         self._store = open_store(dir)
         self.dir = path_or_url(self._store.root)
         self.keep, self.resume, self.verify, self.on_error = keep, resume, verify, on_error
         self.timeout, self.grace = timeout, grace
-        stager = build("stager", "pinned_cached") if stager is None else stager
-        self._stager: AsyncStager = options.component("stager", stager)
-        self._storage: Storage = options.component("storage", build("storage", "dcp") if storage is None else storage)
+        self._stager: AsyncStager = options.component("stager", stager, "pinned_cached")
+        self._storage: Storage = options.component("storage", storage, "dcp")
         if isinstance(self._storage, UsesPadding) and isinstance(self._stager, ReservesPadding):
             self._stager.reserve_padding(*self._storage.padding)
         if isinstance(self._stager, ReleasesCopies):
             self._stager.expect_release()
         self._ranks = RankGroup(process_group, timeout)
         shared = isinstance(self._stager, SharesMemory) and self._stager.shares_memory
-        expect_fit(self._storage, self._store.root, self._ranks.size + shared)
+        expect_fit(self._storage, self._store.root)
         self._hold: StoreLock | None = None
+        self._process: WriterProcess | None = None
         self._stalls: list[float] = []
         self._saved: int | None = None
         self._closed = self._leaving = False
         self._pid = os.getpid()
         opened = self._ranks.run_on_all(
-            f"checkpoint.dir={dir} cannot be written to", lambda: (self._open_directory(), str(every))
+            f"checkpoint.dir={dir} cannot be written to", lambda: (self._open(shared), str(every))
         )
         if len({asked for _, asked in opened}) > 1:
             self._let_go()
-            raise ConfigError(
-                f"every must be the same on all ranks, which have {', '.join(asked for _, asked in opened)}."
-            )
+            each = ", ".join(asked for _, asked in opened)
+            raise ConfigError(f"every must be the same on all ranks, which have {each}.")
         # The training threads have groups of their own: one for each kind of exchange, since not all ranks may come to
         # each, and those of two kinds must not meet.
         self._schedule = (
             Schedule(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), RankGroup(process_group))
         )
-        self._process = WriterProcess() if shared else None
-        if self._process is not None:
-            self._process.start()
         self._target = SaveTarget(self._store, keep, self._storage, self._ranks, self._process, opened[0][0])
         self._background = Background(self._target, timeout, self._schedule, on_error == "warn")
-        self.preemption = None if grace is None else self._listen(RankGroup(process_group), grace)
+        self.preemption: PreemptionConsensus | None = None
+        if grace is not None:
+            newest = partial(_describe_newest, self._store)
+            self.preemption = PreemptionConsensus(RankGroup(process_group), grace.total_seconds(), newest)
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
         """Save if that is :meth:`due`; return whether it did. Call it at the end of each step.
@@ -317,7 +316,7 @@ class Checkpointer:
         self._closed = True
         if self.preemption is not None:
             self.preemption.close()
-        self._background.shut()
+        self._background.close()
         if ended:  # otherwise a thread hangs, and no other run may write there before this process has ended
             self._let_go()
         if self._process is not None:
@@ -339,8 +338,6 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        if self.preemption is not None:
-            self.preemption.abandon()
         try:
             self.close()
         except Exception as also:
@@ -377,13 +374,6 @@ class Checkpointer:
             write_seconds=tuple(self._background.write_seconds),
         )
 
-    def _listen(self, side: RankGroup, grace: datetime.timedelta) -> PreemptionConsensus:
-        """Begin to listen for signals, until this is closed or no longer used."""
-        handler = PreemptionHandler(grace.total_seconds(), partial(_describe_newest, self._store))
-        handler.listen()
-        weakref.finalize(self, handler.close)
-        return PreemptionConsensus(side, handler)
-
     def _leave(self, step: int, state: MutableMapping[str, Any]) -> NoReturn:
         """Save ``step``, unless that is done, and leave; on all ranks, which have agreed to."""
         assert self.preemption is not None
@@ -399,17 +389,23 @@ class Checkpointer:
                 failure = self._background.take_failure()
             except CheckpointError as error:
                 failure = error
-        if failure is None and self._background.newest != step:
-            failure = CheckpointError(f"Step {step} was not saved.")
+            if failure is None and self._background.newest != step:
+                failure = CheckpointError(f"Step {step} was not saved.")
         if failure is not None:
-            text = str(failure)
-            if "newest" not in text and ("no complete checkpoint" not in text or self.latest is not None):
-                failure = CheckpointError(f"{text.rstrip('.')}; {_describe_newest(self._store)}.")
+            text = str(failure).rstrip(".")
+            if "newest" not in text and "no complete checkpoint" not in text:
+                failure = CheckpointError(f"{text}; {_describe_newest(self._store)}.")
             shutdown.set_last_status(self._store.root, None)  # the exception below reports it
         self.preemption.exit(step, str(self.dir), failure)
 
-    def _open_directory(self) -> str:
-        """Take hold of the directory on rank 0; return the token of this run, of which rank 0's counts."""
+    def _open(self, shared: bool) -> str:
+        """Start the process that writes, if there is to be one, and take hold of the directory on rank 0.
+
+        Returns:
+            A token of this run; that of rank 0 counts.
+        """
+        if shared:
+            self._process = WriterProcess()
         if self._ranks.rank == 0:
             store, limit = self._store, self.timeout.total_seconds()
             take = partial(_taken, store, limit)
@@ -437,10 +433,13 @@ class Checkpointer:
             if isinstance(self._stager, ReleasesCopies):
                 save.release = self._stager.release
             save.staged = self._stager.stage(captured)
-            if not self._stager.should_synchronize_after_execute:
-                save.complete_with_copy()
-            elif isinstance(save.staged, Future):
+            if not isinstance(save.staged, Future):
+                if not self._stager.should_synchronize_after_execute:
+                    save.complete()
+            elif self._stager.should_synchronize_after_execute:
                 save.staged.result()
+            else:
+                save.staged.add_done_callback(lambda _: save.complete())
         except Exception as error:
             raise CheckpointError(f"Step {save.step} was not saved: {reason(error)}") from error
 
@@ -460,8 +459,8 @@ class Checkpointer:
 
 
 def _taken(store: CheckpointStore, seconds: float) -> StoreLock:
+    """Make sure that ``store`` can be written to, take hold of it, and clear away what dead runs have left."""
     with within(seconds):
-        store.probe()
         hold = store.lock()
         failpoint("locked")
         try:

@@ -114,8 +114,8 @@ def of_error(error: OSError) -> str | Unclear:
 
 def damage_lines(damages: Iterable[Damage]) -> Iterator[str]:
     """Return a line for each, of many for the first ones."""
-    every = list(damages)
-    yield from map(str, every[:_SHOWN])
+    every = [str(damage) for damage in damages]
+    yield from every[:_SHOWN]
     if len(every) > _SHOWN:
         yield f"and {len(every) - _SHOWN} more files"
 

@@ -14,11 +14,13 @@ state dict; it runs nothing.
 from __future__ import annotations
 
 import base64
+import contextlib
+import gc
 import json
 import math
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -27,7 +29,7 @@ import torch
 import stagereg.checkpoint.pickled as pickled
 from stagereg.errors import CheckpointError
 
-__all__ = ["Encoded", "Leaf", "decode", "encode", "fill", "leaves", "marks", "walk"]
+__all__ = ["Encoded", "Leaf", "decode", "encode", "fill", "leaves", "marks", "walk", "without_gc"]
 
 _DEEPEST = 200
 _LONGEST_INTEGER_BITS = 255 * 8 - 1  # what torch reads back
@@ -61,6 +63,18 @@ class Leaf:
         self.value: Any = None
 
 
+@contextlib.contextmanager
+def without_gc() -> Generator[None, None, None]:
+    """Keep the garbage collector away while a million containers are made: it goes through them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def walk(value: Any, *path: str | int) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     """Yield each leaf of a state or structure, plain values included, with the keys and positions that lead to it."""
     if isinstance(value, Mapping):
@@ -92,6 +106,7 @@ def _is_walked(value: object) -> bool:
 # -- writing
 
 
+@without_gc()
 def encode(value: Any, name: str) -> Encoded:
     """Return the structure of the entry called ``name``.
 
@@ -179,6 +194,7 @@ def _key(key: Any) -> Any:
 # -- reading
 
 
+@without_gc()
 def decode(tree: Any, name: str) -> Any:
     """Return the structure of the entry called ``name``, with a :class:`Leaf` for each tensor and object.
 

@@ -80,11 +80,6 @@ class Export:
         """Return of the names of the state those that are in ``out``; neither the step nor the generators are."""
         return sorted(self._with_tensors if out.suffix == ".safetensors" else self._parts)
 
-    def needs(self, out: Path) -> int:
-        """Return the bytes of tensors that are in memory at once while ``out`` is written."""
-        sizes = [entry.nbytes for _, entry in self._tensors.values()]
-        return max(sizes, default=0) if out.suffix == ".safetensors" else sum(sizes)
-
     def left_out(self, out: Path) -> list[str]:
         """Return the names of what ``out`` cannot hold."""
         return sorted(self._others) if out.suffix == ".safetensors" else []

@@ -1,8 +1,7 @@
 """The named moments of a save, for tests that end a process there.
 
 Each module that does a step of the commit calls :func:`failpoint` right after it. A run has no observer, so the call is
-one look-up. A test gives :func:`watch` an observer that kills its process, or only counts. An observer is installed in
-one process; a writer process needs one of its own.
+one look-up. A test gives :func:`watch` an observer that kills its process, or only counts.
 """
 
 from __future__ import annotations
@@ -45,14 +44,7 @@ def failpoint(name: str) -> None:
 
 
 def watch(observer: Callable[[str], None] | None) -> Callable[[str], None] | None:
-    """Have ``observer`` called with the name of each moment of this process, on the thread where it comes.
-
-    Args:
-        observer: ``None`` ends it.
-
-    Returns:
-        The observer there was before.
-    """
+    """Have ``observer`` called with each moment of this process, where it comes; return the one there was before."""
     global _observer
     before, _observer = _observer, observer
     return before

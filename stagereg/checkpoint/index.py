@@ -11,12 +11,10 @@ The structure of the state is text of :mod:`stagereg.checkpoint.encoding`.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import itertools
 import json
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,7 +22,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from stagereg.checkpoint.encoding import Encoded
+from stagereg.checkpoint.encoding import Encoded, without_gc
 from stagereg.checkpoint.storage.protocol import ArchiveResult, TensorResult
 from stagereg.errors import CheckpointError
 
@@ -110,7 +108,7 @@ class Index:
             CheckpointError: it is none, or something in it does not fit.
         """
         try:
-            with _without_gc():
+            with without_gc():
                 content = json.loads(data)
                 _check(content, sizes)
         except RecursionError:
@@ -175,7 +173,7 @@ def make_index(
             return [*found, *box, [*result.stride]]
         return found if part.sizes == entry.size else [*found, *box]
 
-    with _without_gc():
+    with without_gc():
         state: dict[str, Encoded] = {}
         for each in structures:
             state = {**each, **state}  # the lowest rank's, as of everything that several ranks have
@@ -304,15 +302,3 @@ def _check_extents(extents: list[Any], ends: list[int]) -> None:
     for one, other in itertools.pairwise(extents):
         if one != other and one[0] == other[0] and one[1] + one[2] > other[1]:
             raise ValueError(f"what lies at byte {one[1]} of a file overlaps what lies at byte {other[1]}")
-
-
-@contextlib.contextmanager
-def _without_gc() -> Generator[None, None, None]:
-    """Keep the collector from going through a million new containers again and again: that takes four times as long."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

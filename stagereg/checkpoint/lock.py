@@ -72,9 +72,7 @@ class Owner:
     @classmethod
     def ourselves(cls) -> Owner:
         """Return this process."""
-        command = " ".join(sys.argv) or sys.executable
-        short = command if len(command) <= _COMMAND_LENGTH else command[: _COMMAND_LENGTH - 1] + "…"
-        return cls(os.getpid(), socket.gethostname(), time.time(), short)
+        return cls(os.getpid(), socket.gethostname(), time.time(), " ".join(sys.argv)[:_COMMAND_LENGTH])
 
     @classmethod
     def parse(cls, who: Mapping[str, Any]) -> Owner:
@@ -114,7 +112,14 @@ class StoreLock(ABC):
         """
         if not self._process:
             raise CheckpointError(f"This run has let go of {self.root}; it may not write there any more.")
-        self._check()
+        lost, owner = self._check()
+        if lost and owner is None:
+            _log.warning("stagereg: %s/%s was deleted while this run held it; it is held again.", self.root, LOCK)
+        elif lost:
+            raise CheckpointError(
+                f"{self.root} was taken over while this run had it, by {owner}: {LOCK} in it was deleted, or not "
+                "renewed in time. Two runs must not write there; end one of them."
+            )
 
     def release(self) -> None:
         """Let others lock it. Twice is harmless."""
@@ -136,7 +141,8 @@ class StoreLock(ABC):
     def _take(self) -> None: ...
 
     @abstractmethod
-    def _check(self) -> None: ...
+    def _check(self) -> tuple[bool, Owner | None]:
+        """Return whether it was lost, and who has it now, which is None where it could be taken again."""
 
     @abstractmethod
     def _release(self) -> None: ...
@@ -144,17 +150,12 @@ class StoreLock(ABC):
     def _refused(self, owner: Owner | None) -> CheckpointError:
         """Return the error for a run that is refused the directory, which this process holds if ``owner`` is None."""
         if owner is None:
-            text = f"{self.root} is in use by another Checkpointer of this process; close() that one first."
-            return CheckpointError(text)
+            return CheckpointError(
+                f"{self.root} is in use by another Checkpointer of this process; close() that first."
+            )
         return CheckpointError(
             f"{self.root} is in use: another run writes checkpoints there, {owner}. Wait for its end, or give this run "
             "a directory of its own: checkpoint.dir=PATH."
-        )
-
-    def _lost(self, owner: Owner | None) -> CheckpointError:
-        return CheckpointError(
-            f"{self.root} was taken over while this run had it, by {owner or 'another process'}: {LOCK} in it was "
-            "deleted, or not renewed in time. Two runs must not write there; end one of them."
         )
 
 
@@ -169,7 +170,7 @@ class DirectoryLock(StoreLock):
     """
 
     def __init__(self, root: str | os.PathLike[str], patience: float = _PATIENCE_S) -> None:
-        self._path, self._patience = os.path.join(root, LOCK), patience
+        self._path, self._patience, self._descriptor = os.path.join(root, LOCK), patience, -1
         super().__init__(os.fspath(root))
 
     def _take(self) -> None:
@@ -200,8 +201,6 @@ class DirectoryLock(StoreLock):
         return ours
 
     def _is_ours(self) -> bool:
-        if self._descriptor < 0:
-            return False
         try:
             # Nothing happens if it is held; it was lost if something in this process has closed the same file.
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -213,15 +212,15 @@ class DirectoryLock(StoreLock):
             _warn_no_locks(self.root, error.strerror)
         return _is_at(self._descriptor, self._path)
 
-    def _check(self) -> None:
-        if self._is_ours():
-            return
+    def _check(self) -> tuple[bool, Owner | None]:
+        if self._descriptor in _held and self._is_ours():
+            return False, None
         self._close()
         try:
             self._take()
         except CheckpointError:
-            raise self._lost(holder(self.root)) from None
-        _log.warning("stagereg: %s was deleted while this run held it; it is held again.", self._path)
+            return True, holder(self.root) or Owner()
+        return True, None
 
     def _release(self) -> None:
         if _is_at(self._descriptor, self._path):

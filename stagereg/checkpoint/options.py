@@ -1,36 +1,16 @@
-"""What a checkpointer may be asked for: each option is checked before anything is made. Each raises ``ConfigError``."""
+"""The values of options, checked before anything is made. Each function raises ``ConfigError``."""
 
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from stagereg.errors import ConfigError, RegistryError, nearest
+from stagereg.registry import build
 from stagereg.spec import check
 
-__all__ = ["at_least_one", "check_dir", "check_duration", "check_every", "check_resume", "component", "one_of"]
-
-
-def check_dir(given: object) -> None:
-    """Check the directory of checkpoints."""
-    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
-        raise ConfigError(f"checkpoint.dir must be the path or URL of a directory, not {given!r}.")
-
-
-def check_resume(given: object) -> None:
-    """Check what is to be restored."""
-    if not isinstance(given, str) or not given:
-        raise ConfigError(f"resume must be 'auto', 'never', 'latest' or the path of a checkpoint, not {given!r}.")
-
-
-def check_every(given: object) -> None:
-    """Check a number of steps, or ``"auto"``."""
-    if isinstance(given, str) and given != "auto":
-        raise ConfigError(f"every is {given!r}.{nearest(given, ['auto'])} It is a number of steps or 'auto'.")
-    if given != "auto":
-        at_least_one("every", given)
+__all__ = ["at_least_one", "check_duration", "component", "one_of"]
 
 
 def check_duration(name: str, given: object) -> None:
@@ -54,15 +34,16 @@ def one_of(name: str, given: object, choices: Sequence[str]) -> str:
     return str(given)
 
 
-def component(kind: str, given: Any) -> Any:
-    """Return a component of a kind; what is none, such as its class, is refused."""
+def component(kind: str, given: Any, usual: str) -> Any:
+    """Return a component of a kind, the ``usual`` one for ``None``; what is none, such as its class, is refused."""
+    if given is None:
+        return build(kind, usual)
     try:
         if isinstance(given, type):
             raise RegistryError("a class is no component yet; call it")
         check(kind, type(given).__name__, given)
     except RegistryError as error:
-        example = {"stager": "blocking", "storage": "dcp"}[kind]
         raise ConfigError(
-            f"{kind} must be a {kind}, such as stagereg.build({kind!r}, {example!r}), not {given!r}"
+            f"{kind} must be a {kind}, such as stagereg.build({kind!r}, {usual!r}), not {given!r}"
         ) from error
     return given

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import random
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -43,115 +44,67 @@ from stagereg.checkpoint.store.retry import within
 from stagereg.checkpoint.writer_process import WriterProcess, write_data
 from stagereg.errors import CheckpointError
 
-__all__ = ["PendingSave", "SaveTarget", "write_and_commit"]
+__all__ = ["WAITING", "PendingSave", "SaveTarget", "write_and_commit"]
 
+WAITING = "waiting for the others"
+"""What a rank that has done its part is doing."""
 _TRYING = 0.5  # of the time-out; the rest is for clearing away and reporting
-_WAITING = "waiting for the others"
 _Written: TypeAlias = tuple[list[WriteResult], dict[str, FileMark], dict[str, Encoded]]
 
 
 @dataclass
 class SaveTarget:
-    """Where the saves of one checkpointer go.
-
-    Attributes:
-        store: commits them.
-        keep: how many stay.
-        storage: writes their files.
-        ranks: that save together.
-        process: where the storage writes; ``None`` for this one.
-        token: of this run, the same on all ranks; each save adds its number to it.
-    """
+    """Where the saves of one checkpointer go."""
 
     store: CheckpointStore
     keep: int
     storage: Storage
-    ranks: RankGroup
-    process: WriterProcess | None
-    token: str
-    _saves: int = 0
+    ranks: RankGroup  # that save together
+    process: WriterProcess | None  # where the storage writes; ``None`` for this one
+    token: str  # of this run, the same on all ranks
 
     def __post_init__(self) -> None:
         self.storage_name = name_of(self.storage)  # for manifests
+        self._tokens = random.Random(self.token)
 
     def next_token(self) -> str:
         """Return the token of the next save, the same on all ranks without an exchange."""
-        self._saves += 1
-        return f"{(int(self.token, 16) + self._saves) % 16 ** len(self.token):0{len(self.token)}x}"
+        return self._tokens.randbytes(len(self.token) // 2).hex()
 
 
 @dataclass
 class PendingSave:
-    """One save on this rank.
-
-    Attributes:
-        step: the training step.
-        to: where it goes.
-        called: when the training loop has asked for it (``record.now``).
-        staged: the copy, or the promise of one; empty once it is written or lost.
-        release: called with the copy when it has been written; the stager's, if it has one.
-        failure: why there is no good copy, if this rank could not stage; its training loop has raised it already. Text,
-            since the training loop is still busy with the error itself.
-        settled: set when the training loop has done its part, and ``failure`` is as it will be.
-        began: when the stager was asked to copy (``record.now``).
-        copied: when the copy was complete; 0 as long as that is not known.
-        nbytes: of the copy's tensor data, once it is there.
-        at: what this rank is doing for it, for messages.
-        until: when it has to be complete, on ``time.monotonic``; infinite until it is its turn.
-        late: whether it has been reported to take too long.
-        abandoned: set when it has been given up; then it is not committed.
-        over: set when it has ended, well or not.
-    """
+    """One save on this rank. Moments are of ``record.now``, but for ``until``, which is of ``time.monotonic``."""
 
     step: int
     to: SaveTarget
-    called: float = field(default_factory=lambda: record.now())
-    staged: dict[str, Any] | Future[dict[str, Any]] = field(default_factory=dict)
-    release: Callable[[dict[str, Any]], None] = lambda copy: None
+    called: float = field(default_factory=lambda: record.now())  # when the training loop has asked for it
+    staged: dict[str, Any] | Future[dict[str, Any]] = field(default_factory=dict)  # empty once it is written or lost
+    release: Callable[[dict[str, Any]], None] = lambda copy: None  # called with the copy when it has been written
+    # Why this rank could not stage, which its training loop has raised. Text: the loop still has the error itself.
     failure: str | None = None
-    settled: threading.Event = field(default_factory=threading.Event)
-    began: float = 0.0
-    copied: float = 0.0
-    nbytes: int | None = None
-    at: str = "waiting for its turn"
-    until: float = math.inf
-    late: bool = False
-    abandoned: bool = False
-    over: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def waits(self) -> bool:
-        """Whether this rank has done its part and waits for the others."""
-        return self.at == _WAITING
+    settled: threading.Event = field(default_factory=threading.Event)  # ``failure`` is as it will be
+    began: float = 0.0  # when the stager was asked to copy
+    copied: float = 0.0  # when the copy was complete; 0 as long as that is not known
+    nbytes: int | None = None  # of the copy's tensor data, once it is there
+    at: str = "waiting for its turn"  # what this rank is doing for it, for messages
+    until: float = math.inf  # when it has to be complete; infinite until it is its turn
+    late: bool = False  # reported to take too long
+    abandoned: bool = False  # given up, and not to be committed
+    over: threading.Event = field(default_factory=threading.Event)  # it has ended, well or not
 
     def complete(self) -> None:
         """Note that the copy is complete now, unless that is known already. May be called on any thread."""
         self.copied = self.copied or record.now()
 
-    def complete_with_copy(self) -> None:
-        """Note that it is complete when it is there, which it is already unless it is promised."""
-        if isinstance(self.staged, Future):
-            self.staged.add_done_callback(lambda _: self.complete())
-        else:
-            self.complete()
-
     def copy(self) -> dict[str, Any]:
         """Return the copy, once it is there. Raises: what kept this rank from staging."""
-        self.raise_failure()
+        if self.failure is not None:
+            raise CheckpointError(self.failure)
         if isinstance(self.staged, Future):
             self.staged = self.staged.result()
             self.complete()
         return self.staged
-
-    def release_copy(self) -> None:
-        """Let go of the copy, which is written. Raises: as :meth:`copy`."""
-        copy, self.staged = self.copy(), {}
-        self.release(copy)
-
-    def raise_failure(self) -> None:
-        """Raise ``CheckpointError`` if this rank could not stage."""
-        if self.failure is not None:
-            raise CheckpointError(self.failure)
 
     def record_copied(self) -> None:
         """Record the copy, once, if there has been a complete one."""
@@ -189,7 +142,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         more = {"rank": ranks.rank, "use_collectives": True} if takes_more else {}
         to.storage.set_up_storage_writer(ranks.rank == 0, **more)
         plan = to.storage.prepare_local_plan(planner.create_local_plan())
-        save.at = _WAITING
+        save.at = WAITING
         return save.step, plan
 
     def share_out(prepared: list[tuple[int, SavePlan]]) -> list[SavePlan]:
@@ -205,15 +158,21 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
     def write() -> _Written:
         failpoint("agreed")
         save.at = "writing its files"
-        results = write_data(to.storage, planner.finish_plan(plan), planner, to.process, save.until)
+        own = planner.finish_plan(plan)
+        if to.process is None:
+            results = to.storage.write_data(own, planner).wait()
+        else:
+            results = write_data(to.storage, own, planner, to.process, save.until)
         planner.state_dict = {}
-        save.release_copy()
+        copy, save.staged = save.copy(), {}
+        save.release(copy)
+        del copy
         save.settled.wait()
-        save.raise_failure()
+        save.copy()  # which may have proved bad since
         save.record_copied()
         marks = _marks(to, path) if ranks.rank > 0 else {}  # those of rank 0 come with the metadata's
         failpoint("written")
-        save.at = _WAITING
+        save.at = WAITING
         return results, marks, structures
 
     def commit(written: list[_Written]) -> list[int]:
@@ -224,8 +183,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         to.storage.finish(metadata[0], results)
         own = _marks(to, path)
         files = {name: mark for _, marks, _ in written for name, mark in marks.items()} | own
-        index = make_index(metadata[0], results, [each for _, _, each in written])
-        files[INDEX] = to.store.put(path, INDEX, index)
+        files[INDEX] = to.store.put(path, INDEX, make_index(metadata[0], results, [each for _, _, each in written]))
         files |= {name: to.store.mark(path, name) for name in to.store.files(path) if name not in files}
         failpoint("marked")
         to.store.publish(path, save.step, ranks.size, to.storage_name, files, to.keep)

@@ -20,7 +20,6 @@ from stagereg.errors import CheckpointError
 
 __all__ = ["expect_loadable", "load"]
 
-_WHY = "Checkpoints are read without running code."
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor, ShardedTensor})
 _MESH = b"ctorch.distributed.device_mesh\n"  # the instruction that names one; torch reads no other, nor compressed ones
 _SHOWN = 5
@@ -58,11 +57,8 @@ def expect_loadable(name: str, value: Any) -> None:
     try:
         _read(stream)
     except Exception as error:
-        what, allow = _refusal(stream, error)
-        raise CheckpointError(
-            f"{name!r} would not load back: it has {what}. {_WHY} Save numbers, text or tensors instead (such as "
-            f"float(x), torch.as_tensor(x)), or allow the type when saving and when restoring: {allow}"
-        ) from error
+        text = "Save numbers, text or tensors instead (such as float(x), torch.as_tensor(x)), or allow"
+        raise CheckpointError(f"{name!r} would not load back: {_refusal(stream, error, text)}") from error
 
 
 def load(name: str, data: bytes | bytearray) -> Any:
@@ -78,11 +74,8 @@ def load(name: str, data: bytes | bytearray) -> Any:
     except CheckpointError as error:
         raise CheckpointError(f"{name!r:.100} was not read: {error}.") from error
     except Exception as error:
-        what, allow = _refusal(stream, error)
-        raise CheckpointError(
-            f"{name!r:.100} was not read: it has {what}. {_WHY} If you trust who wrote it, allow its types before "
-            f"restoring: {allow}"
-        ) from error
+        text = "If you trust who wrote it, allow"
+        raise CheckpointError(f"{name!r:.100} was not read: {_refusal(stream, error, text)}") from error
 
 
 def _expect_stored(stream: io.BytesIO) -> None:
@@ -105,19 +98,20 @@ def _read(stream: io.BytesIO) -> Any:
     return torch.load(stream, map_location="cpu", weights_only=True)
 
 
-def _refusal(stream: io.BytesIO, error: Exception) -> tuple[str, str]:
+def _refusal(stream: io.BytesIO, error: Exception, otherwise: str) -> str:
     """Return what an archive has that torch does not read, and the call that would allow it."""
     stream.seek(0)
     try:
         names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(stream))[:_SHOWN]
     except Exception:
         names = []
-    if names:
-        shown = ", ".join(_printable(name[:100]) for name in names)
-        return f"what is no plain data: {shown}", f"torch.serialization.add_safe_globals([{shown}])"
-    text = (str(error).partition("WeightsUnpickler error: ")[2] or str(error)).strip() or type(error).__name__
-    refused = f"something that torch refuses ({_printable(text.splitlines()[0][:200])})"
-    return refused, "torch.serialization.add_safe_globals([TheType])"
+    shown = ", ".join(_printable(name[:100]) for name in names)
+    refused = (str(error).partition("WeightsUnpickler error: ")[2] or str(error)).strip() or type(error).__name__
+    what = shown or f"something that torch refuses ({_printable(refused.splitlines()[0][:200])})"
+    return (
+        f"it has {what}. Checkpoints are read without running code. {otherwise} the type when saving and when "
+        f"restoring: torch.serialization.add_safe_globals([{shown or 'TheType'}])"
+    )
 
 
 def _printable(text: str) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -30,39 +31,33 @@ __all__ = ["PreemptionConsensus"]
 
 _log = logging.getLogger(__name__)
 
-_EVERY_S = 1.0
-"""Seconds from one exchange to the next."""
-_MOST_CALLS = 64
-"""Calls from one exchange to the next at most: steps may become slower than those that were measured."""
-_PATIENCE_S = 60.0
-"""Seconds to wait for the ranks that have not come to an exchange: far more than they are apart where they train in
-step."""
+_EVERY_S = 1.0  # from one exchange to the next
+_MOST_CALLS = 64  # from one exchange to the next: steps may become slower than those that were measured
+_PATIENCE_S = 60.0  # for the ranks that have not come: far more than they are apart where they train in step
 
 
 class PreemptionConsensus:
-    """Whether the ranks are to save and exit; for the training thread.
+    """Whether the ranks are to save and exit; for the training thread. Signals are handled until ``close``.
 
-    Args:
-        ranks: that exit together. Nothing else is exchanged on their group.
-        handler: of this process.
-        clock: seconds, ever growing.
+    ``grace_s`` and ``describe_newest`` are for the :class:`.PreemptionHandler`.
 
     Attributes:
         agreed: the signal to exit for, on all ranks from the same step on; ``None`` until there is one.
         exchanged_by_join: whether a join exchanges the flags, and calls here exchange nothing. The same on all ranks.
     """
 
-    def __init__(self, ranks: RankGroup, handler: PreemptionHandler, clock: Callable[[], float] = record.now) -> None:
+    def __init__(self, ranks: RankGroup, grace_s: float, describe_newest: Callable[[], str]) -> None:
         self.agreed: signal.Signals | None = None
         self.exchanged_by_join = False
-        self._ranks = ranks
-        self._handler = handler
-        self._clock = clock
+        self._ranks = ranks  # on whose group nothing else is exchanged
+        self._handler = PreemptionHandler(grace_s, describe_newest)
+        self._handler.listen()
+        weakref.finalize(self, self._handler.close)
         self._exchanging = True
         self._asked: int | None = None
         self._calls = 0  # since the last exchange began
         self._next = 1
-        self._since = clock()
+        self._since = record.now()
         self._pending: Callable[[float], list[float]] | None = None
 
     def signal_flags(self) -> list[float]:
@@ -92,16 +87,9 @@ class PreemptionConsensus:
         return self.agreed is not None if step == self._asked else self.agreed_at(step)
 
     def exit(self, step: int, directory: str, failure: Exception | None) -> NoReturn:
-        """Exit, together with the other ranks; waits for them, and the handler's time bounds the wait.
+        """Exit with the other ranks, for which this waits as long as the handler lets it.
 
-        Args:
-            step: that was to be saved.
-            directory: of the checkpoints.
-            failure: why it is not; ``None`` where it is saved.
-
-        Raises:
-            Preempted: it is saved.
-            Stopped: it is not.
+        Raises ``Preempted`` where it is saved, and ``Stopped`` where it is not.
         """
         assert self.agreed is not None
         if failure is None:
@@ -110,7 +98,7 @@ class PreemptionConsensus:
             # A peer that leaves seconds later would take the end of this one for a failure.
             with contextlib.suppress(CheckpointError, RuntimeError):
                 # Like an exchange in size: gloo ends a process in which two of different sizes meet.
-                self._ranks.max_async([*self.signal_flags(), 0.0, 0.0])()
+                self._ranks.max_async([*self.signal_flags(), 0.0])()
         if failure is None:
             exception: SystemExit = Preempted(step, directory, self.agreed)
         else:
@@ -120,52 +108,28 @@ class PreemptionConsensus:
             _log.warning("stagereg: %s", exception)
         raise exception from failure
 
-    def abandon(self) -> None:
-        """This rank fails: it exchanges nothing more, since an exchange without the others would delay its end."""
-        self._exchanging = False
-
     def close(self) -> None:
-        """This rank calls no more. A rank that goes on learns of it with its next exchange, which then was the last."""
-        if self._exchanging and self._ranks.size > 1 and self.agreed is None:
-            self._exchanging = False
-            with contextlib.suppress(RuntimeError):
-                if self._pending is None or not self._is_over(0.001):
-                    self._begin(over=True)
+        """This rank calls no more, and handles no signals. Twice is harmless."""
+        self._exchanging = False
         self._handler.close()
-
-    def _is_over(self, seconds: float) -> bool:
-        """Whether the exchange under way, which has that many seconds, is known to be the last."""
-        assert self._pending is not None
-        try:
-            return self._pending(seconds)[-2] > 0
-        except CheckpointError:
-            return False
 
     def _exchange(self) -> None:
         self._calls += 1
         try:
             if self._pending is not None:
-                *signalled, over, step_s = self._pending(_PATIENCE_S)
+                *signalled, step_s = self._pending(_PATIENCE_S)
                 self._pending = None
-                if over > 0:
-                    self._exchanging = False
-                    return
                 self.update(signalled)
                 self._next = max(1, min(_MOST_CALLS, round(_EVERY_S / step_s))) if step_s > 0 else 1
             if self.agreed is None and self._calls >= self._next:
-                self._begin()
+                now = record.now()
+                step_s, self._since, self._calls = (now - self._since) / self._calls, now, 0
+                self._pending = self._ranks.max_async([*self.signal_flags(), step_s])
         except (CheckpointError, RuntimeError) as error:
-            self._exchanging = False
-            self._handler.close()
+            self.close()
             _log.warning(
                 "stagereg: the ranks could not exchange whether one of them has been signalled (%s). From now on "
                 "SIGTERM and SIGUSR1 end a rank at once, without a save. Call maybe_save, or due, on all ranks in each "
                 "step; in a loop that ranks leave, through the checkpoint joinable.",
                 str(error).partition("\n")[0],
             )
-
-    def _begin(self, over: bool = False) -> None:
-        now = self._clock()
-        step_s = (now - self._since) / max(self._calls, 1)
-        self._since, self._calls = now, 0
-        self._pending = self._ranks.max_async([*self.signal_flags(), float(over), step_s])

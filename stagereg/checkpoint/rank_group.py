@@ -13,27 +13,23 @@ from __future__ import annotations
 
 import datetime
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from stagereg.errors import CheckpointError
 
-__all__ = ["RankGroup", "portable", "reason", "reasons"]
+__all__ = ["RankGroup", "portable", "reason"]
 
 T = TypeVar("T")
 U = TypeVar("U")
 
-_LONGEST = 1000
-"""Characters of the text of one error; some print what they could not handle."""
-_PATIENCE = datetime.timedelta(days=30)
-"""Longer than any storage is waited for."""
-_USUAL = datetime.timedelta(minutes=30)
-"""What torch's own groups have."""
-_SHOWN = 4
-"""Ranks whose errors a message has."""
+_LONGEST = 1000  # characters of the text of one error; some print what they could not handle
+_PATIENCE = datetime.timedelta(days=30)  # longer than any storage is waited for
+_USUAL = datetime.timedelta(minutes=30)  # what torch's own groups have
+_SHOWN = 4  # ranks whose errors a message has
 
 
 def reason(error: BaseException) -> str:
@@ -49,13 +45,6 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def reasons(errors: Mapping[int, BaseException], alone: bool) -> str:
-    """Return one line on the errors of some ranks, of many for the first ones; names them unless one is ``alone``."""
-    shown = [reason(error) if alone else f"rank {rank}: {reason(error)}" for rank, error in sorted(errors.items())]
-    more = len(shown) - _SHOWN
-    return "; ".join(shown if more <= 0 else [*shown[:_SHOWN], f"and {more} more rank{'s' if more > 1 else ''}"])
-
-
 def portable(error: BaseException) -> BaseException:
     """Return an error as it can be sent to another rank or process: itself, or a ``RuntimeError`` of its text."""
     try:
@@ -68,16 +57,8 @@ def portable(error: BaseException) -> BaseException:
 class RankGroup:
     """The ranks that save together; a process alone where ``torch.distributed`` is not initialised.
 
-    Constructing it is collective: every rank of ``process_group`` does so, in the same order as its other groups.
-
-    Args:
-        process_group: the ranks, ``None`` for all of them.
-        timeout: how long to wait for the other ranks where no other limit is given, at least half an hour.
-
-    Attributes:
-        group: the gloo group, or ``None`` for a process alone.
-        rank: this process within the group.
-        size: how many ranks there are.
+    Constructing it is collective: every rank does so, in the same order as its other groups. ``timeout`` is for the
+    exchanges without a limit of their own, at least half an hour.
     """
 
     def __init__(
@@ -104,11 +85,10 @@ class RankGroup:
             raise CheckpointError("The Checkpointer was constructed before init_process_group; construct it after.")
 
     def max_async(self, values: Sequence[float]) -> Callable[..., list[float]]:
-        """Begin to find the greatest of each value among all ranks; does not wait. Collective.
+        """Begin to find the greatest of each value among all ranks. Collective.
 
-        Returns:
-            A function that waits for the values, which are the same on all ranks, for the seconds given to it or as
-            long as for any exchange, and raises ``CheckpointError`` if they do not come.
+        Returns a function that waits for them, and raises ``CheckpointError`` if they do not come in the seconds that
+        it is given.
         """
         greatest = torch.tensor(values, dtype=torch.float64)
         work = None if self.group is None else dist.all_reduce(greatest, dist.ReduceOp.MAX, self.group, async_op=True)
@@ -126,26 +106,13 @@ class RankGroup:
         return wait
 
     def exchange(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order. Collective; values are pickled.
-
-        Raises:
-            CheckpointError: the other ranks have not come in time; the group is of no use any more then.
-        """
+        """Return the values of all ranks, in rank order. Collective."""
         return self.run_on_all("The ranks could not exchange values", lambda: value)
 
     def run_on_all(self, failing: str, act: Callable[[], T]) -> list[T]:
-        """Let every rank act, then raise on all of them if any of them failed. Collective.
+        """Let every rank act, and return what ``act`` returned on each, in rank order. Collective.
 
-        Args:
-            failing: how the message begins, such as ``"step 100 was not saved"``.
-            act: what this rank does; must not be collective itself.
-
-        Returns:
-            What ``act`` returned on each rank, in rank order.
-
-        Raises:
-            CheckpointError: as :meth:`round_trip`, or the other ranks have not come in time.
-            BaseException: as :meth:`round_trip`.
+        Raises as :meth:`round_trip`, and ``CheckpointError`` if the other ranks have not come in time.
         """
         return self.round_trip(failing, act, lambda values: [values] * self.size, self._limit)
 
@@ -159,7 +126,7 @@ class RankGroup:
         """Let every rank act and rank 0 answer all of them; raise on all ranks if anything failed. Collective.
 
         Args:
-            failing: how the message begins.
+            failing: how the message begins, such as ``"Step 100 was not saved"``.
             act: what this rank does; must not be collective itself.
             answer: called on rank 0 if no rank has failed, with what ``act`` returned on each, in rank order; returns
                 an answer for each.
@@ -173,59 +140,61 @@ class RankGroup:
                 of them, else to the first one's; an error of ``answer`` is one of rank 0.
             BaseException: on the rank that raised one that is no ``Exception``; the others raise for it.
         """
-        alone, failure = self.group is None, None
+        if self.group is None:
+            try:
+                return answer([act()])[0]
+            except Exception as error:
+                raise CheckpointError(f"{failing}: {reason(error)}") from error
+        failure: BaseException | None = None
         try:
-            value = act() if alone else pickle.dumps(act())
+            post = pickle.dumps((act(), None))
         except BaseException as error:  # the others wait, whatever it is
-            value, failure = None, error
-        if not alone and not dist.is_initialized():
+            failure, post = error, pickle.dumps((None, portable(error)))
+        if not dist.is_initialized():
             raise CheckpointError(
                 f"{failing}: the process group is gone; close() the Checkpointer before destroy_process_group()"
             )
-        posts = self._gather((value, None if failure is None else portable(failure)), limit)
-        errors = {rank: error for rank, (_, error) in enumerate(posts) if error is not None}
-        answers: list[Any] = [None] * self.size
-        if self.rank == 0 and not errors:
+        posts = self._gather(post, limit)
+        answers: list[bytes] = []
+        if self.rank == 0:
             try:
-                answers = list(answer([given if alone else pickle.loads(given) for given, _ in posts]))
-                answers = answers if alone else [pickle.dumps(each) for each in answers]
+                values, found = zip(*map(pickle.loads, posts), strict=True)
+                errors = {rank: error for rank, error in enumerate(found) if error is not None}
+                answers = [] if errors else [pickle.dumps((each, {})) for each in answer(list(values))]
             except BaseException as error:
                 failure, errors = error, {0: portable(error)}
-        answered, errors = self._scatter([(each, errors) for each in answers], limit)
+            answers = answers or [pickle.dumps((None, errors))] * self.size
+        answered, errors = pickle.loads(self._scatter(answers, limit))
         if failure is not None:
             errors[self.rank] = failure  # with what it was raised from
             if not isinstance(failure, Exception):
                 raise failure
         if errors:
+            texts = [f"rank {rank}: {reason(error)}" for rank, error in errors.items()]
+            more = [f"and {len(texts) - _SHOWN} more ranks"] if len(texts) > _SHOWN else []
             cause = next(iter(errors.values())) if failure is None else failure
-            raise CheckpointError(f"{failing}: {reasons(errors, alone)}") from cause
-        return answered if alone else pickle.loads(answered)
+            raise CheckpointError(f"{failing}: {'; '.join(texts[:_SHOWN] + more)}") from cause
+        return cast("U", answered)
 
-    def _gather(self, value: Any, limit: datetime.timedelta | None) -> list[Any]:
-        """Return the values of all ranks on rank 0, in rank order, and nothing on the others."""
-        if self.group is None:
-            return [value]
-        data = pickle.dumps(value)
+    def _gather(self, data: bytes, limit: datetime.timedelta | None) -> list[bytearray]:
+        """Return the pickles of all ranks on rank 0, in rank order, and nothing on the others."""
         longest = torch.tensor([len(data)])
         self._await(dist.all_reduce(longest, dist.ReduceOp.MAX, self.group, async_op=True), limit)
         buffers = [bytearray(int(longest)) for _ in range(self.size if self.rank == 0 else 0)]
         parts = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in buffers]
         own = _padded(data, int(longest))
         self._await(dist.gather(own, parts or None, group=self.group, group_dst=0, async_op=True), limit)
-        return [pickle.loads(buffer) for buffer in buffers]
+        return buffers
 
-    def _scatter(self, values: list[Any], limit: datetime.timedelta | None) -> Any:
-        """Return this rank's of the values that rank 0 has."""
-        if self.group is None:
-            return values[0]
-        pickles = [pickle.dumps(value) for value in values] if self.rank == 0 else []
+    def _scatter(self, pickles: list[bytes], limit: datetime.timedelta | None) -> bytearray:
+        """Return this rank's of the pickles that rank 0 has."""
         longest = torch.tensor([max(map(len, pickles), default=0)])
         self._await(dist.broadcast(longest, group=self.group, group_src=0, async_op=True), limit)
         parts = [_padded(data, int(longest)) for data in pickles]
         own = bytearray(int(longest))
         into = torch.frombuffer(own, dtype=torch.uint8)
         self._await(dist.scatter(into, parts or None, group=self.group, group_src=0, async_op=True), limit)
-        return pickle.loads(own)
+        return own
 
     def _await(self, work: dist.Work | None, limit: datetime.timedelta | None) -> None:
         assert work is not None

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 import stagereg.checkpoint.encoding as encoding
 import stagereg.checkpoint.pickled as pickled
 from stagereg.checkpoint.checksum import crc32
-from stagereg.checkpoint.encoding import Leaf
+from stagereg.checkpoint.encoding import Leaf, without_gc
 from stagereg.checkpoint.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, TensorEntry
 from stagereg.checkpoint.manifest import Checkpoint
 from stagereg.checkpoint.rank_group import reason
@@ -107,6 +107,7 @@ class CheckpointFiles(ExitStack):
                     self._file(chunk.file)
         return found
 
+    @without_gc()
     def read(self, leaves: Sequence[Leaf]) -> None:
         """Read leaves, each into its ``value``.
 

@@ -5,8 +5,7 @@ or write what these hold from long ago. It asks here instead, and all ranks save
 
 Once a step, before anything of it happens, the ranks exchange what was asked for: one small sum on a channel of its
 own. All of them have ended the same step then, so what they save together is the state after it. The sum also carries
-whether a rank got a signal to leave (SIGTERM, SIGUSR1), with data or without: the ranks that still have some then ask
-at the end of the step, and that save is the last.
+whether a rank got a signal to leave (SIGTERM, SIGUSR1): the ranks that still have data then ask at the end of the step.
 
 A rank that has left the loop holds the current state only if the join steps its optimizers and schedules for it. So
 before a save the ranks compare how often each was stepped, and refuse if they differ, rather than write stale values.
@@ -14,7 +13,6 @@ before a save the ranks compare how often each was stepped, and refuse if they d
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
@@ -154,10 +152,10 @@ class CheckpointJoinable(TrackedJoinable):
         """Watch the model's forward, and count the optimizers' steps. Collective where it is the first time."""
         self._channel = control_channel(self.join_process_group, "checkpoint")
         super().watch()
-        optimizers = {name: value for name, value in self.state.items() if isinstance(value, Optimizer)}
         counters = [
-            optimizer.register_step_post_hook(functools.partial(self._count_step, name))
-            for name, optimizer in optimizers.items()
+            optimizer.register_step_post_hook(lambda *_, name=name: self._steps.update([name]))
+            for name, optimizer in self.state.items()
+            if isinstance(optimizer, Optimizer)
         ]
         self.handles = [*self.handles, *counters]
         if self.checkpointer.preemption is not None:
@@ -231,18 +229,27 @@ class CheckpointJoinable(TrackedJoinable):
                 "ranks take together, not a rank's own batches."
             )
         # Numbers, text, and containers of them are stale on a rank that has left the loop.
-        plain = {name: value for name, value in self.state.items() if _is_plain(value)}
+        plain = {
+            name: value
+            for name, value in self.state.items()
+            if all(type(leaf) in _PLAIN for leaf in pytree.tree_leaves(value))
+        }
         schedules = {name: value.last_epoch for name, value in self.state.items() if isinstance(value, LRScheduler)}
         gathered = self._channel.gather(({**schedules, **self._steps}, plain))
-        _refuse_stale(step, [taken for taken, _ in gathered])
+        for name in sorted({name for progress, _ in gathered for name in progress}):
+            taken = [progress.get(name, 0) for progress, _ in gathered]
+            if len(set(taken)) > 1:
+                counts = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(taken))
+                raise JoinError(
+                    f"step {step} was not saved, since {name!r} is not the same on all ranks: it has taken {counts} "
+                    "steps. Ranks that have left the loop step only what the join knows: list the optimizer, the "
+                    "schedule or the function that steps them, as in Join([model, optimizer, saver])."
+                )
         state = dict(self.state)
         if self._active and self._channel.rank not in self._active:
             current = gathered[self._active[-1]][1]
             state.update((name, current[name]) for name in state if name in current)
         self.checkpointer.save(step, state)
-
-    def _count_step(self, name: str, *_: Any) -> None:
-        self._steps[name] += 1
 
     @property
     def _model(self) -> Any:
@@ -255,19 +262,3 @@ class CheckpointJoinable(TrackedJoinable):
         if isinstance(self.module, (DistributedDataParallel, FSDPModule)):
             return auto(self.module)
         return ModuleJoinable(self.module, device=str(next((p.device for p in self.module.parameters()), "cpu")))
-
-
-def _refuse_stale(step: int, progress: list[dict[str, int]]) -> None:
-    for name in sorted({name for each in progress for name in each}):
-        taken = [each.get(name, 0) for each in progress]
-        if len(set(taken)) > 1:
-            counts = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(taken))
-            raise JoinError(
-                f"step {step} was not saved, since {name!r} is not the same on all ranks: it has taken {counts} steps. "
-                "Ranks that have left the loop step only what the join knows: list the optimizer, the schedule or the "
-                "function that steps them, as in Join([model, optimizer, saver])."
-            )
-
-
-def _is_plain(value: Any) -> bool:
-    return all(type(leaf) in _PLAIN for leaf in pytree.tree_leaves(value))

@@ -34,18 +34,17 @@ __all__ = ["Automatic", "Schedule"]
 
 _log = logging.getLogger(__name__)
 
-_FIRST_STEPS = 10
-"""Steps until the first save, and from it to the second."""
-_STEPS = 200
-"""Undisturbed steps whose median counts, the newest."""
-_FORESIGHT = 10
-"""How many times the steps that were measured a plan goes ahead at most."""
-_SAVES = 5
-"""Saves that count, the newest: a disk that becomes slow is noticed within so many."""
+_FIRST_STEPS = 10  # until the first save, and from it to the second
+_STEPS = 200  # undisturbed ones whose median counts, the newest
+_FORESIGHT = 10  # how many times the steps that were measured a plan goes ahead at most
+_SAVES = 5  # that count, the newest: a disk that becomes slow is noticed within so many
 
 
 class Schedule:
-    """Saves at the positive multiples of ``every``, whatever saves cost. For the training thread, but :meth:`ended`."""
+    """Saves at the positive multiples of ``every``, whatever saves cost.
+
+    For the training thread, but :meth:`ended`, which may be called on any.
+    """
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -67,20 +66,14 @@ class Schedule:
         """Take notice of what a save has held the training loop for. Collective: all ranks, also those that failed."""
 
     def ended(self, age: float | None) -> None:
-        """Take notice of how old a state was when its checkpoint was complete, ``None`` for lost. On any thread."""
+        """Take notice of how old a state was when its checkpoint was complete, ``None`` for lost."""
 
     def restored(self, step: int) -> None:
         """Go on from ``step``. On all ranks."""
 
 
 class Automatic(Schedule):
-    """Saves as often as loses least; see the module, and :class:`Schedule` for the methods.
-
-    Args:
-        mtbf_s: mean time between failures of the whole job, above 0.
-        ranks: that save together, on a group that nothing else is exchanged on.
-        clock: seconds, ever growing.
-    """
+    """Saves as often as loses least; see the module, and :class:`Schedule` for the methods."""
 
     def __init__(self, mtbf_s: float, ranks: RankGroup, clock: Callable[[], float] = record.now) -> None:
         super().__init__(_FIRST_STEPS)
@@ -90,52 +83,49 @@ class Automatic(Schedule):
         self._next: int | None = None
         self._answer: Callable[[], list[float]] | None = None
         self._saves = 0
-        self._saved = 0
-        self._step: int | None = None
-        self._since: float | None = None
-        self._quiet = True
+        self._ended = 0  # on other threads, ``_saves`` on this one, so that neither needs a lock
+        self._saved = 0  # the step of the last save
+        self._last: tuple[int, float] | None = None  # the last step seen, and when it ended
+        self._quiet = True  # whether no save was under way then
+        self._measured = 0  # steps
         self._undisturbed: deque[float] = deque(maxlen=_STEPS)
         self._beside: list[float] = []
         self._stalls: deque[float] = deque(maxlen=_SAVES)
         self._slowdowns: deque[float] = deque(maxlen=_SAVES)
         self._ages: deque[float] = deque(maxlen=_SAVES)
-        self._first_began: float | None = None
-        self._ended = 0  # on the background thread, the other counters on this one, so that none needs a lock
-        self._measured = 0
         self._logged = 0
 
     @property
     def every(self) -> int:
-        """The present interval in steps. Waits until the ranks have agreed, which they have but for an instant."""
         self._take_answer()
         return self._every
 
     def due(self, step: int) -> bool:
-        """Whether the step that all ranks have agreed upon has come; measures the step that has ended."""
         self._take_answer()
-        self._measure(step)
+        if self._last is not None and step > self._last[0]:
+            steps = step - self._last[0]
+            self._measured += steps
+            times = [(self._clock() - self._last[1]) / steps] * steps
+            (self._undisturbed if self._quiet else self._beside).extend(times)
+        self._look(step)
         if self._next is None:
             self._next = max(step - 1, 0) + _FIRST_STEPS
         return step >= self._next
 
     def postponed(self, step: int) -> bool:
-        """Whether the first save is still being written on some rank: then look again after twice as many steps."""
         if self._saves != 1:
             return False
-        (busy,) = self._ranks.max_async([float(self._under_way() > 0)])()
-        self._since = self._clock()
-        if busy:
+        (busy,) = self._ranks.max_async([float(self._ended == 0)])()
+        self._look(step)
+        if busy:  # then look again after twice as many steps
             self._next = step + max(1, step - self._saved)
         return busy > 0
 
     def held(self, step: int, seconds: float) -> None:
-        """Take notice of what a save has held the loop for, and begin to agree on the next. Collective."""
         self._take_answer()
         if self._saves == 1:
             self._stalls.clear()  # of the first save, which took longer than others do
         self._stalls.append(seconds)
-        if self._first_began is None:
-            self._first_began = self._clock() - seconds
         if self._beside and self._undisturbed:
             usual = median(self._undisturbed)
             self._slowdowns.append(max(0.0, sum(self._beside) - usual * len(self._beside)))
@@ -145,43 +135,32 @@ class Automatic(Schedule):
         self._next = step + self._every
         if self._saves > 1:
             self._answer = self._ranks.max_async(self._plan())
-        self._step, self._since, self._quiet = step, self._clock(), self._under_way() == 0
+        self._look(step)
 
     def ended(self, age: float | None) -> None:
-        """Count a save that is no more under way. On any thread."""
         if age is not None:
             self._ages.append(age)
         self._ended += 1
 
     def restored(self, step: int) -> None:
-        """Save next after the steps of the present plan, or after the first ones where there is none."""
         self._take_answer()
         self._next = step + self._every
-        self._step, self._since = step, None
+        self._last = None
 
-    def _measure(self, step: int) -> None:
-        now = self._clock()
-        if self._since is not None and self._step is not None and step > self._step:
-            self._measured += step - self._step
-            seconds = (now - self._since) / (step - self._step)
-            if self._quiet:
-                self._undisturbed.append(seconds)
-            else:
-                self._beside.extend([seconds] * (step - self._step))
-        self._step, self._since, self._quiet = step, now, self._under_way() == 0
-
-    def _under_way(self) -> int:
-        return self._saves - self._ended
+    def _look(self, step: int) -> None:
+        """Have the next step begin now."""
+        self._last = step, self._clock()
+        self._quiet = self._saves == self._ended
 
     def _plan(self) -> list[float]:
         """This rank's interval in steps, 0 if unknown, what it comes from, and how many steps it has seen."""
         cost = median(self._stalls) + (median(self._slowdowns) if self._slowdowns else 0.0)
-        write = max(self._ages, default=self._clock() - (self._first_began or 0.0))
+        write = max(self._ages, default=cost)
         step_s = median(self._undisturbed or self._beside or [0.0])
-        if not step_s > 0:
-            return [0.0, cost, write, step_s, float(self._measured)]
-        least = interval.least(cost, write)
-        steps = interval.in_steps(interval.best(cost, self._mtbf_s, write), step_s, least)
+        steps = 0
+        if step_s > 0:
+            best = interval.best(cost, self._mtbf_s, write)
+            steps = interval.in_steps(best, step_s, interval.least(cost, write))
         return [float(steps), cost, write, step_s, float(self._measured)]
 
     def _take_answer(self) -> None:

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from stagereg.checkpoint.encoding import walk
+from stagereg.checkpoint.encoding import walk, without_gc
 from stagereg.errors import CheckpointError
 
 __all__ = ["StatePlanner"]
@@ -41,6 +41,7 @@ class StatePlanner(DefaultSavePlanner):
     running statistics under DDP, come from the rank that DDP broadcasts them from.
     """
 
+    @without_gc()
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
@@ -53,6 +54,7 @@ class StatePlanner(DefaultSavePlanner):
             self.state_dict[name] = value
             self.mappings[name] = path
 
+    @without_gc()
     def create_local_plan(self) -> SavePlan:
         """Plan this rank's leaves, all of them."""
         alike: dict[Any, TensorWriteData] = {}
@@ -73,6 +75,7 @@ class StatePlanner(DefaultSavePlanner):
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
 
+    @without_gc()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Leave each item to the lowest rank that has it, and describe what there will be.
 
@@ -109,11 +112,6 @@ class StatePlanner(DefaultSavePlanner):
             raise CheckpointError(f"The ranks' parts do not fit together: {'; '.join(wrong)[:500]}")
         mappings = {name: path for plan in reversed(all_plans) for name, path in plan.planner_data.items()}
         return plans, Metadata(found, planner_data=mappings)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Take the plan as it is."""
-        self.plan = new_plan
-        return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return what an item stands for."""

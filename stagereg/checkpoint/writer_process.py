@@ -27,12 +27,11 @@ import weakref
 from collections.abc import Mapping
 from itertools import pairwise
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from stagereg.checkpoint.advice import causes
@@ -48,7 +47,6 @@ _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5  # how often one looks whether the other side lives, should its end of the socket be open elsewhere
 _END_S = 5.0
-_WRITTEN, _FAILED, _UNREADABLE = "written", "failed", "unreadable"
 # Ends with its parent from the beginning on: importing torch takes seconds. Not by PR_SET_PDEATHSIG, which means the
 # thread that started this process, and not by the end of the socket, which a forked child may have open as well.
 _BEGIN = """
@@ -72,57 +70,39 @@ serve(int(sys.argv[1]))
 _PROGRAM = _BEGIN + _SERVE
 
 
-# -- one write
-
-
 def write_data(
-    storage: StorageWriter, plan: SavePlan, planner: SavePlanner, process: WriterProcess | None, until: float = math.inf
+    storage: StorageWriter, plan: SavePlan, planner: SavePlanner, process: WriterProcess, until: float = math.inf
 ) -> list[WriteResult]:
-    """Write the items of ``plan`` through ``storage``, in ``process`` if there is one; returns when they are written.
+    """Write the items of ``plan`` through ``storage`` in ``process``; return when they are written.
 
     The storage is pickled for each write, and takes over the state that it had there afterwards. What cannot go across
     (a storage whose class the process cannot import, a tensor that is no plain one on the CPU) is written here, and the
     reason is logged.
 
-    Args:
-        storage: of this project, or any writer of torch's.
-        plan: what it is to write.
-        planner: resolves the items of the plan.
-        process: where it writes; several storages may share it.
-        until: when it is to have written, on ``time.monotonic``; then the process is killed.
-
-    Raises:
-        CheckpointError: the process died twice, or has not written in time.
-        Exception: what the storage raised; a type that cannot be pickled is a ``RuntimeError`` of its text.
+    Raises as :meth:`WriterProcess.ask`, and what the storage raised; a type that cannot be pickled is a
+    ``RuntimeError`` of its text.
     """
-    if process is None:
-        return storage.write_data(plan, planner).wait()
     values = [planner.resolve_data(item) for item in plan.items]  # held until the process has answered
-    kind: str
-    answer: Any
     try:
         question = _question(storage, plan, values)
     except Exception as error:
-        kind, answer = _UNREADABLE, f"{type(storage).__name__} or its plan cannot be pickled ({error})"
+        refused = f"{type(storage).__name__} or its plan cannot be pickled ({error})"
     else:
-        kind, answer = pickle.loads(process.ask(question, until))
-    if kind == _UNREADABLE:
-        _log.warning("stagereg: this checkpoint is written in the training process, since %s", answer)
+        refused, errors, written = pickle.loads(process.ask(question, until))
+    if refused:
+        _log.warning("stagereg: this checkpoint is written in the training process, since %s", refused)
         return storage.write_data(plan, planner).wait()
-    if kind == _FAILED:
-        for failed, cause in pairwise(answer):
+    if errors:
+        for failed, cause in pairwise(errors):
             failed.__cause__ = cause
-        raise answer[0]
-    results: list[WriteResult] = answer[0]
-    vars(storage).update(vars(answer[1]))
+        raise errors[0]
+    results: list[WriteResult] = written[0]
+    vars(storage).update(vars(written[1]))
     return results
 
 
 def _question(storage: StorageWriter, plan: SavePlan, values: list[torch.Tensor | io.BytesIO]) -> bytes:
-    """Return one write as a message: the storage, its plan, a bundle of tensors, and each item's place in that or data.
-
-    Raises: an error, if something of it cannot be sent.
-    """
+    """Return one write as a message: storage, plan, a bundle of tensors, and each item's place in that or its data."""
     tensors = [value.detach() for value in values if isinstance(value, torch.Tensor)]
     if not all(map(is_plain, tensors)):
         raise TypeError("some tensors are no plain ones in host memory")
@@ -133,158 +113,119 @@ def _question(storage: StorageWriter, plan: SavePlan, values: list[torch.Tensor 
     return pickle.dumps((storage, plan, bundle, own, data), pickle.HIGHEST_PROTOCOL)
 
 
+# -- in the process
+
+
+def serve(descriptor: int) -> None:
+    """Write what is asked for over a socket: the main function of the process, which is ended by its parent."""
+    torch.set_num_threads(1)
+    connection = Connection(descriptor)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            # In one expression: no variable may hold on to a question once its answer is on its way.
+            connection.send_bytes(_answer(connection.recv_bytes()))
+
+
 def _answer(question: bytes) -> bytes:
-    """Do one write, and return its result, which may be an error; in the process that writes."""
+    """Do one write. Return why it cannot be done here, an error and its causes, or the results and the storage."""
     try:
         storage, plan, bundle, own, data = pickle.loads(question)
         tensors = [own.get(i, x) for i, x in enumerate(unpack(bundle))]
     except Exception as error:
-        why = f"the writer process cannot read it ({type(error).__name__}: {error})"
-        return pickle.dumps((_UNREADABLE, why))
+        return pickle.dumps((f"the writer process cannot read it ({type(error).__name__}: {error})", [], None))
     values = [each if isinstance(each, bytes) else tensors[each] for each in data]
-    planner = _Resolved({_key(item): value for item, value in zip(plan.items, values, strict=True)})
+    planner = _Resolved({item.index: value for item, value in zip(plan.items, values, strict=True)})
     try:
-        return pickle.dumps((_WRITTEN, (storage.write_data(plan, planner).wait(), storage)), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(("", [], (storage.write_data(plan, planner).wait(), storage)), pickle.HIGHEST_PROTOCOL)
     except BaseException as error:  # or the process would end, and another one be asked the same
-        return pickle.dumps((_FAILED, [portable(each) for each in causes(error)]))
-
-
-def _key(item: WriteItem) -> tuple[MetadataIndex, WriteItemType]:
-    return item.index, item.type
+        return pickle.dumps(("", [portable(each) for each in causes(error)], None))
 
 
 class _Resolved(DefaultSavePlanner):
     """A planner that has everything resolved already and plans nothing."""
 
-    def __init__(self, values: Mapping[tuple[MetadataIndex, WriteItemType], torch.Tensor | bytes]) -> None:
+    def __init__(self, values: Mapping[MetadataIndex, torch.Tensor | bytes]) -> None:
         super().__init__()
         self._values = values
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        value = self._values[_key(write_item)]
+        value = self._values[write_item.index]
         return io.BytesIO(value) if isinstance(value, bytes) else value
 
 
-def serve(descriptor: int) -> None:
-    """Write what is asked for over a socket until an empty message comes: the main function of the process."""
-    torch.set_num_threads(1)
-    with contextlib.suppress(EOFError, OSError):
-        connection = Connection(descriptor)
-        while True:
-            # In one expression: no variable may hold on to a question once its answer is on its way.
-            connection.send_bytes(_answer(_received(connection)))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # without a second of taking torch apart
-
-
-def _received(connection: Connection) -> bytes:
-    question = connection.recv_bytes()
-    if not question:
-        raise EOFError
-    return question
-
-
-# -- the process
+# -- in its parent
 
 
 class WriterProcess:
-    """The process, seen from its parent. Methods may be called on any thread; one question at a time is answered."""
+    """The process, seen from its parent. Methods may be called on any thread; one question at a time is answered.
+
+    Constructing it starts the process, which is ready some seconds later. Raises ``CheckpointError`` if the system
+    refuses.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._child: _Child | None = None
         self._closed = False
+        self._start()
 
     @property
     def pid(self) -> int | None:
         """Of the process that runs now; None if there is none."""
-        child = self._child
-        return child.process.pid if child is not None and child.lives() else None
-
-    def start(self) -> None:
-        """Start it, if it does not run; takes milliseconds, and it is ready some seconds later.
-
-        If it cannot be started, the next question raises.
-        """
-        with self._lock:
-            try:
-                self._running()
-            except CheckpointError as error:
-                _log.warning("stagereg: %s", error)
+        return self._process.pid if self._process.poll() is None else None
 
     def ask(self, question: bytes, until: float = math.inf) -> bytes:
-        """Send a question and return the answer.
+        """Send a question and return the answer, which is to come ``until`` then, on ``time.monotonic``.
 
-        A process found dead is replaced. One that dies on the question is replaced once, and asked again. One that has
-        not answered when the time comes is killed, and the next question goes to another one.
+        A process found dead is replaced. One that dies on the question is replaced once, and asked again. One that is
+        late is killed, and the next question goes to another one.
 
-        Args:
-            question: what the process understands.
-            until: when it is to be answered, on ``time.monotonic``.
-
-        Raises:
-            CheckpointError: the second one died as well, or one was too late, or it cannot be started, or after
-                :meth:`close`.
+        Raises ``CheckpointError``: the second one died as well, or one was late, or cannot be started, or is closed.
         """
         with self._lock:
-            deaths = 0
-            while True:
-                child = self._running()
-                answer = child.ask(question, until)
+            for trial in (1, 2):
+                if self._closed:
+                    raise CheckpointError("This writer process was closed; construct another one.")
+                if self.pid is None:
+                    self._end()
+                    self._start()
+                answer = self._answered(question, until)
                 if answer is not None:
                     return answer
-                self._child, deaths = None, deaths + 1
-                if child.late:
+                process, code = (
+                    f"The process that writes checkpoints (pid {self._process.pid})",
+                    self._process.returncode,
+                )
+                if time.monotonic() >= until:
                     raise CheckpointError(
-                        f"{child} has not written this checkpoint in time and was killed. Its storage hangs, or is too "
-                        "slow."
+                        f"{process} has not written this checkpoint in time and was killed. Its storage hangs, or is "
+                        "too slow."
                     )
-                if self._closed:
-                    raise CheckpointError(f"{child} {child.fate}.")
-                if deaths > 1:
-                    raise CheckpointError(
-                        f"{child} {child.fate}, and so did the one before, on the same checkpoint. If the system ran "
-                        "out of memory, it ends processes with SIGKILL: see the kernel's log (dmesg)."
-                    )
-                _log.warning("stagereg: %s %s; another one is started and writes again", child, child.fate)
+                fate = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with status {code}"
+                if trial == 1 and not self._closed:
+                    _log.warning("stagereg: %s %s; another one is started and writes again", process, fate)
+            raise CheckpointError(
+                f"{process} {fate}, and so did the one before, on the same checkpoint. If the system ran out of "
+                "memory, it ends processes with SIGKILL: see the kernel's log (dmesg)."
+            )
 
     def close(self, now: bool = False) -> None:
         """End the process, after the question it has; or kill it ``now``. Twice is harmless."""
-        child = self._child
         if now:
             self._closed = True  # before the one who asks sees it die
-            if child is not None:
-                child.process.kill()
+            self._process.kill()
         with self._lock:
             self._closed = True
-            if self._child is not None:
-                self._child.end()
-                self._child = None
+            self._end()
 
-    def _running(self) -> _Child:
-        if self._closed:
-            raise CheckpointError("This writer process was closed; construct another one.")
-        if self._child is not None and not self._child.lives():
-            self._child.end()
-            self._child = None
-        self._child = self._child or _Child()
-        return self._child
-
-
-class _Child:
-    """One child and the socket to it."""
-
-    def __init__(self) -> None:
-        self.late = False
+    def _start(self) -> None:
         self._connection, there = Pipe()
         # No accelerator: torch's writer would make a context there, which costs memory on the device.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         arguments = [str(there.fileno()), str(os.getpid()), *sys.path]
         with there:
             try:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-c", _PROGRAM, *arguments],
+                self._process = subprocess.Popen(
+                    [sys.executable, "-u", "-c", _PROGRAM, *arguments],  # unbuffered, since it is killed in the end
                     stdin=subprocess.DEVNULL,
                     pass_fds=[there.fileno()],
                     env=environment,
@@ -293,56 +234,34 @@ class _Child:
             except OSError as error:
                 self._connection.close()
                 raise CheckpointError(f"No process to write checkpoints could be started: {error}") from error
-        self.end = weakref.finalize(self, _end, self.process, self._connection, os.getpid())
+        self._end = weakref.finalize(self, _end, self._process, self._connection, os.getpid())
 
-    def __str__(self) -> str:
-        return f"The process that writes checkpoints (pid {self.process.pid})"
-
-    @property
-    def fate(self) -> str:
-        """How it has ended."""
-        code = self.process.returncode
-        if code is None:
-            return "is stuck in the kernel"
-        return f"was ended by {signal_name(-code)}" if code < 0 else f"ended with status {code}"
-
-    def lives(self) -> bool:
-        return self.process.poll() is None
-
-    def ask(self, question: bytes, until: float) -> bytes | None:
-        """Return the answer; ``None`` if it has died, which it is made to when it is ``late``."""
+    def _answered(self, question: bytes, until: float) -> bytes | None:
+        """Return the answer; ``None`` if the process has died, which it is made to when it is late."""
         left_s = until - time.monotonic() + _LOOK_S  # a little more, so that the save is known to be late by then
-        kill = threading.Timer(max(0.0, min(left_s, threading.TIMEOUT_MAX)), self._kill)
+        kill = threading.Timer(max(0.0, min(left_s, threading.TIMEOUT_MAX)), self._process.kill)
         kill.daemon = True
         kill.start()
         try:
             self._connection.send_bytes(question)
             while not self._connection.poll(_LOOK_S):
                 # One that not even a signal ends is left alone.
-                if not self.lives() or time.monotonic() > until + _END_S:
+                if self.pid is None or time.monotonic() > until + _END_S:
                     raise EOFError
             return self._connection.recv_bytes()
         except (EOFError, OSError):
-            self.end()  # what is at the other end may be about to die: the next one must not meet it at the same files
+            self._end()  # what is at the other end may be about to die: the next one must not meet it at the same files
             return None
         finally:
             kill.cancel()
 
-    def _kill(self) -> None:
-        self.late = True
-        self.process.kill()
-
 
 def _end(process: subprocess.Popen[bytes], connection: Connection, parent: int) -> None:
+    connection.close()
     if os.getpid() != parent:  # a forked child has the socket too, but the process is not its own
-        connection.close()
         return
-    with contextlib.suppress(OSError), connection:
-        connection.send_bytes(b"")
-    for _ in range(2):
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-    if process.returncode is None:  # in a system call that nothing ends, such as on a dead network drive
+    process.kill()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
         _log.error("stagereg: the writer process %d cannot be ended", process.pid)

@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from omegaconf import OmegaConf
 
 import stagereg.config.schema as schema
 import stagereg.registry as registry
-import stagereg.testing
 from stagereg.commands.checking import CONTRACTS
 from stagereg.config.instantiate import instantiate
 from stagereg.crash_report import summarize_exception
@@ -30,23 +29,21 @@ from stagereg.errors import BrokenPromiseError, ConfigError, StageregError
 from stagereg.installed import normalized
 from stagereg.registry import Entry
 from stagereg.stagers.async_stager import AsyncStager
-from stagereg.testing import Contract, StagerContract
+from stagereg.testing import Contract, JoinableContract, JoinHookContract, StagerContract
 
 __all__ = ["ConfiguredContract", "run"]
 
-_KINDS = {"stager": "StagerContract", "join_hook": "JoinHookContract", "joinable": "JoinableContract"}
-"""The kinds that have a contract, and its class in ``stagereg.testing``."""
-_CONFIG = "STAGEREG_CHECK_CONFIG"
+_KINDS = {"stager": StagerContract, "join_hook": JoinHookContract, "joinable": JoinableContract}
+_TARGET = "STAGEREG_CHECK_TARGET"
 """Of the environment: the ranks that a promise is tried on get it, too."""
 
 
-def run(folder: str, target: str, options: str) -> str:
+def run(folder: str, target: str) -> str:
     """Try a target; return why it cannot be tried, or nothing.
 
     Args:
         folder: where ``events``, the lines of JSON, are written.
         target: ``kind/name`` of a component, or the dotted name of a module.
-        options: of a stager that has no contract, as JSON.
     """
     import torch  # not the plugin's time
 
@@ -55,9 +52,9 @@ def run(folder: str, target: str, options: str) -> str:
     try:
         if "/" in target:
             entry = registry.find(*target.split("/", 1))
-            cases.component(entry, _announced(entry), json.loads(options))
+            cases.component(entry, _announced(entry))
         else:
-            _module(cases, target, json.loads(options))
+            cases.module(target)
     except ConfigError as error:
         return str(error)
     cases.run_contracts()
@@ -69,26 +66,22 @@ def run(folder: str, target: str, options: str) -> str:
 
 
 class ConfiguredContract(StagerContract):
-    """The contract of a stager that has none of its own: it is built from the config that the environment has."""
+    """The contract of a stager that has none of its own: it is built from its defaults."""
 
     def make(self) -> AsyncStager:
         """Build one."""
-        config, module = json.loads(os.environ[_CONFIG])
+        path, module = json.loads(os.environ[_TARGET])
         importlib.import_module(module)  # ranks have not imported it
-        made: AsyncStager = instantiate(config)
+        made: AsyncStager = instantiate({"_target_": path})
         return made
 
 
 class _Cases:
-    """What is tried, and how it went; also the plugin that pytest reports to.
-
-    Attributes:
-        contracts: the sections and the contracts that are run.
-    """
+    """What is tried, and how it went; also the plugin that pytest reports to."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.contracts: list[tuple[str, type[Contract]]] = []
+        self._contracts: list[tuple[str, type[Contract]]] = []  # with their sections
 
     def write(self, section: str, name: str, promise: str, verdict: str = "running", seen: str = "") -> None:
         """Write how far a case is."""
@@ -96,8 +89,8 @@ class _Cases:
         with (self._folder / "events").open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def attempt(self, section: str, name: str, promise: str, do: Callable[[], str]) -> bool:
-        """Try one thing, of which ``do`` returns what was seen; return whether it was good."""
+    def attempt(self, section: str, name: str, promise: str, do: Callable[[], object]) -> bool:
+        """Try one thing, of which ``do`` may return what was seen; return whether it was good."""
         self.write(section, name, promise)
         try:
             verdict, seen = "kept", do()
@@ -105,45 +98,62 @@ class _Cases:
             verdict, seen = "broken", str(error)
         except BaseException as error:  # such as SystemExit: it would have ended the training
             verdict, seen = "broken", summarize_exception(error, __file__)
-        self.write(section, name, promise, verdict, seen)
+        self.write(section, name, promise, verdict, seen if isinstance(seen, str) else "")
         return verdict == "kept"
 
-    def component(self, entry: Entry, contract: str | type[Contract], options: Mapping[str, Any]) -> None:
-        """Try what every component has to have, and add its contract to those that are run.
+    def module(self, name: str) -> None:
+        """Try what a module registers, and the contracts that are in it.
 
         Raises:
-            ConfigError: it does not take the options.
+            ConfigError: there is nothing in it.
         """
+        if not self.attempt(name, "imports", "It can be imported.", lambda: importlib.import_module(name)):
+            return
+        top, loaded = name.partition(".")[0], vars(importlib.import_module(name))
+        found = [e for e in registry.entries() if e.target.partition(":")[0].partition(".")[0] == top]
+        entries = list({(e.kind, e.name): e for e in found}.values())
+        contracts = [c for c in loaded.values() if _is_contract(c) and not c.__module__.startswith("stagereg.")]
+        if not entries and not contracts:
+            raise ConfigError(
+                f"{name} registers no plugin and has no contract.\n"
+                'Put @stagereg.register("stager", "name") on a class in it, or write a class that inherits a contract.'
+            )
+        for entry in entries:
+            own = _matching(entry, entries, contracts)
+            contracts = [contract for contract in contracts if contract is not own]
+            self.component(entry, own or "")
+        self._contracts += [(contract.__name__, contract) for contract in contracts]
+
+    def component(self, entry: Entry, contract: str | type[Contract]) -> None:
+        """Try what every component has to have, and add its contract to those that are run."""
         section, kind = f"{entry.kind}/{entry.name}  {entry.origin}", entry.kind.replace("_", " ")
-        promise = f"It can be imported by one name, has what a {kind} has to have, and its signature makes a config."
+        promise = f"It can be imported, has what a {kind} has to have, and its signature makes a config."
         if not self.attempt(section, "loads", promise, lambda: _loaded(entry)):
             return
-        if options and (contract or entry.kind != "stager"):
-            raise ConfigError(f"--set is for stagers without a contract: {entry.kind}/{entry.name} is none.")
         promise = f"It keeps what a {kind} promises."
         if entry.kind not in _KINDS:
             self.write(section, "contract", promise, "skipped", f"there is no contract of a {kind}")
-        elif contract:
+            return
+        if contract:
             self.attempt(
                 section, "contract", "Its contract can be imported.", lambda: self._add(section, entry, contract)
             )
-        elif lacking := "only its author knows a step of it" if entry.kind != "stager" else _configured(entry, options):
+        elif lacking := "only its author knows a step of it" if entry.kind != "stager" else _configured(entry):
             module = f"{entry.target.partition(':')[0].partition('.')[0]}.contract"
             where = f'announce it: [project.entry-points."{CONTRACTS}"] "{entry.kind}.{entry.bare}" = "{module}:Name"'
-            write = f"write a class that inherits stagereg.testing.{_KINDS[entry.kind]}, and {where}"
+            write = f"write a class that inherits stagereg.testing.{_KINDS[entry.kind].__name__}, and {where}"
             self.write(section, "contract", promise, "not shown", f"{lacking}; {write}")
         else:
-            self.contracts.append((section, ConfiguredContract))
+            self._contracts.append((section, ConfiguredContract))
 
-    def _add(self, section: str, entry: Entry, given: str | type[Contract]) -> str:
-        found: Any = given
-        if isinstance(given, str):
-            module, _, name = given.partition(":")
+    def _add(self, section: str, entry: Entry, contract: Any) -> None:
+        found = contract
+        if isinstance(contract, str):
+            module, _, name = contract.partition(":")
             found = vars(importlib.import_module(module)).get(name)
-        if not _is_contract(found, entry.kind):
-            raise ConfigError(f"{given} is no class that inherits stagereg.testing.{_KINDS[entry.kind]}")
-        self.contracts.append((section, found))
-        return ""
+        if not _is_contract(found, _KINDS[entry.kind]):
+            raise ConfigError(f"{contract} is no class that inherits stagereg.testing.{_KINDS[entry.kind].__name__}")
+        self._contracts.append((section, found))
 
     def run_contracts(self) -> None:
         """Run the contracts by pytest, without the configuration of whatever project is in this directory."""
@@ -151,7 +161,7 @@ class _Cases:
         file = self._folder / "contracts"
         file.touch()
         options = ["-s", "-c", os.devnull, "--rootdir", str(self._folder)]
-        if self.contracts:
+        if self._contracts:
             pytest.main([*options, "-p", "no:cacheprovider", "-p", "no:faulthandler", str(file)], plugins=[self])
 
     # -- hooks of pytest
@@ -160,7 +170,7 @@ class _Cases:
         """Return a module in memory, which has every contract under a name that pytest takes for one of a test."""
         module: pytest.Module = pytest.Module.from_parent(parent, path=file_path)
         module.obj = types.ModuleType("contracts")
-        for number, (_, contract) in enumerate(self.contracts):
+        for number, (_, contract) in enumerate(self._contracts):
             setattr(module.obj, f"Test{number}", contract)
         return module
 
@@ -187,16 +197,13 @@ class _Cases:
     def _case(self, item: pytest.Item) -> tuple[str, str, str]:
         assert isinstance(item, pytest.Function)
         number = int(item.nodeid.split("::")[1].removeprefix("Test"))
-        return self.contracts[number][0], item.name, (inspect.getdoc(item.obj) or item.name).splitlines()[0]
+        return self._contracts[number][0], item.name, (inspect.getdoc(item.obj) or item.name).splitlines()[0]
 
 
 def _loaded(entry: Entry) -> str:
     """Import a component and make its config; return what options it has."""
     options = ", ".join(schema.options(entry.load()))
     OmegaConf.structured(schema.schema(entry))
-    others = sorted({e.bare for e in registry.entries() if e.target == entry.target} - {entry.bare})
-    if entry.distribution and others:
-        raise ConfigError(f"it is announced as {entry.bare!r}, and decorated as {', '.join(map(repr, others))}")
     return f"options: {options}" if options else ""
 
 
@@ -208,48 +215,24 @@ def _announced(entry: Entry) -> str:
     return ""
 
 
-def _configured(entry: Entry, options: Mapping[str, Any]) -> str:
-    """Put the config of a stager into the environment; return why it cannot be built from it, if it cannot."""
-    config = {**options, "_target_": entry.path}
-    instantiate({**config, "_partial_": True})  # refuses options that it does not take
+def _configured(entry: Entry) -> str:
+    """Put the config of a stager into the environment; return why it cannot be built without options, if it cannot."""
     try:
-        instantiate(config).close()
+        instantiate({"_target_": entry.path}).close()
     except Exception as error:
-        return f"--set OPTION=VALUE does not build it: {summarize_exception(error, __file__)}"
-    os.environ[_CONFIG] = json.dumps([config, entry.target.partition(":")[0]])
+        return f"it cannot be built without options: {summarize_exception(error, __file__)}"
+    os.environ[_TARGET] = json.dumps([entry.path, entry.target.partition(":")[0]])
     return ""
-
-
-def _module(cases: _Cases, name: str, options: Mapping[str, Any]) -> None:
-    """Try what a module registers, and the contracts that are in it."""
-    if not cases.attempt(name, "imports", "It can be imported.", lambda: str(importlib.import_module(name) and "")):
-        return
-    loaded = importlib.import_module(name)
-    top = name.partition(".")[0]
-    found = [e for e in registry.entries() if e.target.partition(":")[0].partition(".")[0] == top]
-    entries = list({(e.kind, e.name): e for e in found}.values())
-    contracts = [c for c in vars(loaded).values() if _is_contract(c) and not c.__module__.startswith("stagereg.")]
-    if not entries and not contracts:
-        raise ConfigError(
-            f"{name} registers no plugin and has no contract.\n"
-            'Put @stagereg.register("stager", "name") on a class in it, or write a class that inherits a contract.'
-        )
-    for entry in entries:
-        own = _matching(entry, entries, contracts)
-        contracts = [contract for contract in contracts if contract is not own]
-        cases.component(entry, own or "", options)
-    cases.contracts += [(contract.__name__, contract) for contract in contracts]
 
 
 def _matching(entry: Entry, entries: Sequence[Entry], contracts: Sequence[type[Contract]]) -> type[Contract] | None:
     """The contract of a component: the one with its name in it, or the only one of the only component of a kind."""
-    fitting = [contract for contract in contracts if _is_contract(contract, entry.kind)]
+    fitting = [contract for contract in contracts if _is_contract(contract, _KINDS.get(entry.kind, Contract))]
     name = entry.name.replace("_", "").replace("-", "").lower()
     named = [contract for contract in fitting if name in contract.__name__.lower()]
     alone = len(fitting) == 1 and sum(other.kind == entry.kind for other in entries) == 1
     return (named or fitting)[0] if named or alone else None
 
 
-def _is_contract(found: object, kind: str = "") -> bool:
-    base = getattr(stagereg.testing, _KINDS[kind]) if kind in _KINDS else Contract
+def _is_contract(found: object, base: type[Contract] = Contract) -> bool:
     return isinstance(found, type) and issubclass(found, base)

@@ -15,15 +15,12 @@ import re
 import sys
 import tempfile
 import textwrap
-import tomllib
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import stagereg.output as output
 import stagereg.registry as registry
-from stagereg.commands.child import ChildCall
+from stagereg.commands.child import call_in_child
 from stagereg.commands.listing import find
 from stagereg.errors import ConfigError, nearest
 from stagereg.installed import DISTRIBUTION, normalized, unmet
@@ -38,12 +35,9 @@ _START_S = 300.0
 """Seconds that a child process has to start and to import torch, which is not the plugin's doing."""
 _BESIDE = 20
 """Columns of a line that neither a promise nor what was seen of it has."""
-_USAGE = (
-    "\nGive a package, its folder with the pyproject.toml, a module, a file (plugin.py) or kind/name of a component."
-)
-
 _LINES = 12
 """Lines of what was seen that the table shows."""
+_TARGET = "an installed package, a module, a file (plugin.py), or kind/name of a component (stager/pinned_cached)"
 
 Case = dict[str, str]
 """One promise: its ``section``, ``name`` and ``promise``, the ``verdict`` (one of ``_VERDICTS``), what was ``seen``."""
@@ -53,36 +47,21 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add ``check`` to the commands of ``stagereg``."""
     help_ = "try what a plugin promises: a table of the promises it keeps and breaks"
     parser = output.add_command(commands, "check", help_, run)
-    parser.add_argument(
-        "target",
-        help="an installed package or its folder, a module, a file (plugin.py), or kind/name (stager/pinned_cached)",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an option of a stager that has no contract of its own; may be given again",
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="seconds that each promise may take, %(default)g"
-    )
+    parser.add_argument("target", help=_TARGET)
+    output.add_timeout(parser, "that each promise may take")
 
 
 def run(asked: argparse.Namespace) -> int:
     """Try all that ``asked.target`` has and print how it fared. Returns 0 if every promise was kept, 1 if not.
 
     Raises:
-        ConfigError: there is nothing of that name to check, it does not take the options, or pytest is not installed.
+        ConfigError: there is nothing of that name to check, or pytest is not installed.
     """
-    if not asked.timeout > 0:
-        raise ConfigError(f"--timeout takes seconds, more than 0, not {asked.timeout:g}.")
     if importlib.util.find_spec("pytest") is None:
         raise ConfigError(f"Contracts are run by pytest, which is not installed: pip install '{DISTRIBUTION}[check]'")
-    options = _options(asked.set)
-    jobs, cases = resolve(asked.target)
-    for job in jobs:
-        cases += _tried(job, options, asked.timeout)
+    targets, cases = resolve(asked.target)
+    for target in targets:
+        cases += _tried(target, asked.timeout)
     output.progress()
     counts = Counter(case["verdict"] for case in cases)
     bad = counts["broken"] + counts["not shown"]
@@ -90,7 +69,7 @@ def run(asked: argparse.Namespace) -> int:
         output.as_json({"target": asked.target, "kept": not bad, "counts": counts, "cases": cases})
         return int(bad > 0)
     for title in dict.fromkeys(case["section"] for case in cases):
-        rows = list(_rows([case for case in cases if case["section"] == title]))
+        rows = [_row(case) for case in cases if case["section"] == title]
         output.table(title, ("verdict", "promise", "seen"), rows, verdict="verdict")
         output.echo()
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _VERDICTS if counts[verdict])
@@ -98,7 +77,7 @@ def run(asked: argparse.Namespace) -> int:
     return int(bad > 0)
 
 
-def _tried(target: str, options: dict[str, Any], limit_s: float) -> list[Case]:
+def _tried(target: str, limit_s: float) -> list[Case]:
     """Run the cases of a target in a child process."""
     with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
         events = Path(folder, "events")
@@ -109,53 +88,34 @@ def _tried(target: str, options: dict[str, Any], limit_s: float) -> list[Case]:
             output.progress(f"{target}: {json.loads(lines[-1])['promise']}" if lines else target)
             return len(lines)
 
-        with ChildCall("stagereg.commands.check_cases:run", folder, target, json.dumps(options)) as child:
-            refusal, failure = child.result(limit_s, progress, _START_S)
+        refusal, failure = call_in_child(
+            "stagereg.commands.check_cases:run", folder, target, limit_s=limit_s, start_s=_START_S, progress=progress
+        )
         if refusal:
             raise ConfigError(refusal)
         rows = map(json.loads, events.read_text().splitlines())
         cases: dict[tuple[str, str], Case] = {(row["section"], row["name"]): row for row in rows}
     if failure:
+        running = [case for case in cases.values() if case["verdict"] == "running"]
         promise = "It leaves the process that uses it alone."
-        running = [key for key, case in cases.items() if case["verdict"] == "running"] or [(target, "runs")]
-        for section, name in running:
-            case = cases.get((section, name), {"section": section, "name": name, "promise": promise})
-            cases[section, name] = case | {"verdict": "broken", "seen": failure}
+        for case in running or [{"section": target, "name": "runs", "promise": promise}]:
+            cases[case["section"], case["name"]] = case | {"verdict": "broken", "seen": failure}
     return list(cases.values())
 
 
-def _rows(cases: list[Case]) -> Iterator[list[str]]:
-    """The rows of a table for people: nothing is repeated, and nothing is longer than a screen."""
-    before, width = "", (output.line_width() - _BESIDE) // 2
-    for case in cases:
-        lines = case["seen"].splitlines()
-        seen = "\n".join([*lines[:_LINES], f"[{len(lines) - _LINES} more lines; --json has them]"][: len(lines)])
-        again = case["verdict"] != "kept" and seen == before
-        yield [case["verdict"], textwrap.fill(case["promise"], width), "as above" if again and seen else seen]
-        before = seen or before
-
-
-def _options(given: list[str]) -> dict[str, Any]:
-    """The options of ``--set``, as a config reads them."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    for one in given:
-        key, equals, _ = one.partition("=")
-        if not equals or not key.strip() or key.startswith("_"):
-            raise ConfigError(f"--set {one}: write it as key=value, as in --set max_in_flight=3.")
-    try:
-        options: Any = OmegaConf.to_container(OmegaConf.from_dotlist(given), resolve=True)
-    except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(f"--set {' '.join(given)} cannot be read: {error}") from error
-    return {str(key): value for key, value in options.items()}
+def _row(case: Case) -> list[str]:
+    """A row of the table for people, not longer than a screen."""
+    promise = textwrap.fill(case["promise"], (output.line_width() - _BESIDE) // 2)
+    lines = case["seen"].splitlines()
+    more = [f"[{len(lines) - _LINES} more lines; --json has them]"] if len(lines) > _LINES else []
+    return [case["verdict"], promise, "\n".join([*lines[:_LINES], *more])]
 
 
 # -- what the target means
 
 
 def resolve(target: str) -> tuple[list[str], list[Case]]:
-    """Find what ``target`` means: a file, a folder with a ``pyproject.toml``, ``kind/name``, a package, a module.
+    """Find what ``target`` means: a file, ``kind/name``, a package, a module.
 
     Returns:
         What is to be tried, each in a process: ``kind/name``, or a module; and whether a package's metadata is right.
@@ -164,32 +124,28 @@ def resolve(target: str) -> tuple[list[str], list[Case]]:
         ConfigError: it is none of these, or there is nothing in it to check; the message has what to give.
         UnknownNameError: there is no such component.
     """
-    path = Path(target)
     if target.endswith(".py"):
-        if not path.is_file():
+        if not Path(target).is_file():
             raise ConfigError(f"There is no file {target}.")
-        return [_module_of(path.resolve())], []
-    if (path / "pyproject.toml").is_file():
-        return _project(path)
-    if "/" in target and (target.partition("/")[0] in registry.kinds() or not path.exists()):
-        return [_job(find(target))], []
-    if not re.fullmatch(r"[\w.@-]+", target):
-        raise ConfigError(f"{target!r} is nothing that can be checked.{_USAGE}")
+        return [_module_of(Path(target).resolve())], []
+    if "/" in target:
+        return _names([find(target)]), []
     if package := _package(target):
         return package
     entries = registry.entries()
     if any(target in (entry.name, entry.bare) for entry in entries):
-        return [_job(find(target))], []
-    inside = [_job(e) for e in entries if f"{e.target.partition(':')[0]}.".startswith(f"{target}.")]
+        return _names([find(target)]), []
+    inside = [entry for entry in entries if f"{entry.target.partition(':')[0]}.".startswith(f"{target}.")]
     if inside or _importable(target):
-        return inside or [target], []
+        return _names(inside) or [target], []
     known = [*(d.name for d in importlib.metadata.distributions() if d.name), *(entry.name for entry in entries)]
-    near = f" Did you mean '{target}.py'?" if Path(f"{target}.py").is_file() else nearest(target, known)
-    raise ConfigError(f"{target!r} is no installed package, module or component.{near}{_USAGE}")
+    raise ConfigError(
+        f"{target!r} is no installed package, module or component.{nearest(target, known)}\nGive {_TARGET}."
+    )
 
 
-def _job(entry: Entry) -> str:
-    return f"{entry.kind}/{entry.name}"
+def _names(entries: list[Entry]) -> list[str]:
+    return [f"{entry.kind}/{entry.name}" for entry in entries]
 
 
 def _module_of(file: Path) -> str:
@@ -203,20 +159,8 @@ def _module_of(file: Path) -> str:
 
 def _importable(module: str) -> bool:
     """Whether there is a module of that name; of a dotted one only the first part is looked for, which runs nothing."""
-    return importlib.util.find_spec(module.partition(".")[0]) is not None
-
-
-def _project(folder: Path) -> tuple[list[str], list[Case]]:
-    try:
-        name = str(tomllib.loads((folder / "pyproject.toml").read_text())["project"]["name"])
-    except (KeyError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{folder / 'pyproject.toml'} does not name its package: {error!r}.") from error
-    if found := _package(name):
-        return found
-    raise ConfigError(
-        f"{folder} is the package {name}, which is not installed, so nothing in it can be chosen.\n"
-        f"Run: python -m pip install --editable {folder}"
-    )
+    top = module.partition(".")[0]
+    return bool(top) and importlib.util.find_spec(top) is not None
 
 
 def _package(name: str) -> tuple[list[str], list[Case]] | None:
@@ -225,26 +169,25 @@ def _package(name: str) -> tuple[list[str], list[Case]] | None:
         found = importlib.metadata.distribution(name)
     except (importlib.metadata.PackageNotFoundError, ValueError):
         return None
-    title = f"{found.name} {found.version}"
+    title, own = f"{found.name} {found.version}", normalized(found.name)
     announced = {point.name for point in found.entry_points if point.group == registry.ENTRY_POINTS}
-    if not announced and normalized(found.name) != DISTRIBUTION:
+    if not announced and own != DISTRIBUTION:
         if _importable(name):
             return None
         raise ConfigError(
             f"The package {title} announces nothing under {registry.ENTRY_POINTS!r}, so nothing in it can be chosen.\n"
             'Write in its pyproject.toml: [project.entry-points."stagereg.plugins"] "stager.name" = "module:Class"'
         )
-    jobs = [_job(e) for e in registry.entries() if normalized(e.distribution) == normalized(found.name)]
-    needs = [normalized(re.split(r"[^\w.-]", line)[0]) for line in found.requires or []]
     problems = [why for who, why in registry.unreadable() if who == title]
     if wrong := unmet(found.name):
         problems.append(wrong)
-    elif normalized(found.name) != DISTRIBUTION and DISTRIBUTION not in needs:
+    elif DISTRIBUTION not in [own, *(normalized(re.split(r"[^\w.-]", line)[0]) for line in found.requires or [])]:
         problems.append(f'it requires no stagereg; write in its pyproject.toml: dependencies = ["{DISTRIBUTION}>=..."]')
-    contracts = {point.name for point in found.entry_points if point.group == CONTRACTS}
-    for each in sorted(contracts - announced):
-        problems.append(f"there is no plugin for the contract {each!r}.{nearest(each, announced)}")
+    for point in found.entry_points:
+        if point.group == CONTRACTS and point.name not in announced:
+            near = nearest(point.name, announced)
+            problems.append(f"there is no plugin for the contract {point.name!r}.{near}")
     promise = "It declares its plugins, their contracts, and which stagereg it needs."
     verdict = "broken" if problems else "kept"
     case = {"section": title, "name": "metadata", "promise": promise, "verdict": verdict, "seen": "\n".join(problems)}
-    return jobs, [case]
+    return _names([entry for entry in registry.entries() if normalized(entry.distribution) == own]), [case]

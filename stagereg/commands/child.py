@@ -25,79 +25,69 @@ from typing import Any
 from stagereg.crash_report import innermost_frame, signal_name, summarize_exception
 from stagereg.errors import StageregError
 
-__all__ = ["ChildCall", "answer"]
+__all__ = ["answer", "call_in_child"]
 
 _CHILD = f"import sys; from {__name__} import answer; answer(*sys.argv[1:])"
 _GRACE_S = 2.0
 """Seconds that a process that hangs gets to dump its stack."""
 
 
-class ChildCall:
-    """A call that has begun; to be used as a context, at whose end the child and all that it has started are gone.
+def call_in_child(
+    function: str, *arguments: str, limit_s: float, start_s: float = 0.0, progress: Callable[[], object] = lambda: None
+) -> tuple[Any, str]:
+    """Call a function; return what it returned, or ``None`` and how it ended instead, and where.
+
+    The child and all that it has started are gone then.
 
     Args:
         function: ``"package.module:name"``; what it returns must be something that JSON has.
         arguments: it is called with.
+        limit_s: seconds that it may take.
+        start_s: seconds in place of ``limit_s`` until the first progress, if they are more.
+        progress: asked several times a second; each time what it returns has changed, the seconds begin anew.
     """
-
-    def __init__(self, function: str, *arguments: str) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="stagereg-")
-        self._value, self._printed = Path(self._folder.name, "value.json"), Path(self._folder.name, "printed")
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        with self._printed.open("wb") as printed:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _CHILD, str(self._value), function, *arguments],
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
+        value, printed = Path(folder, "value.json"), Path(folder, "printed")
+        with printed.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _CHILD, str(value), function, *arguments],
                 stdin=subprocess.PIPE,  # closed by the end of this process
-                stdout=printed,
-                stderr=printed,
+                stdout=file,
+                stderr=file,
                 env={**os.environ, "PYTHONPATH": path},
                 start_new_session=True,
             )
+        try:
+            seen, deadline = progress(), time.monotonic() + max(limit_s, start_s)
+            while process.poll() is None and time.monotonic() < deadline:
+                if (now := progress()) != seen:
+                    seen, deadline = now, time.monotonic() + limit_s
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.1)
+            code = process.poll()
+            if code is None:
+                process.send_signal(signal.SIGABRT)  # faulthandler dumps the stacks
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_GRACE_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        if code == 0 and value.exists():
+            result, failure = json.loads(value.read_text())
+            return result, failure
+        return None, _ending(code, limit_s, printed.read_text(errors="replace"))
 
-    def __enter__(self) -> ChildCall:
-        return self
 
-    def __exit__(self, *raised: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
-        self._folder.cleanup()
-
-    def result(
-        self, limit_s: float, progress: Callable[[], object] = lambda: None, start_s: float = 0.0
-    ) -> tuple[Any, str]:
-        """Wait for the call; return what the function returned, or ``None`` and how it ended instead, and where.
-
-        Args:
-            limit_s: seconds that it may take.
-            progress: asked several times a second; each time what it returns has changed, the seconds begin anew.
-            start_s: seconds in place of ``limit_s`` until the first change, if they are more.
-        """
-        seen, deadline = progress(), time.monotonic() + max(limit_s, start_s)
-        while self._process.poll() is None and time.monotonic() < deadline:
-            if (now := progress()) != seen:
-                seen, deadline = now, time.monotonic() + limit_s
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(0.1)
-        code = self._process.poll()
-        if code is None:
-            self._process.send_signal(signal.SIGABRT)  # faulthandler dumps the stacks
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_GRACE_S)
-        elif code == 0 and self._value.exists():
-            value, failure = json.loads(self._value.read_text())
-            return value, failure
-        return None, self._ending(code, limit_s)
-
-    def _ending(self, code: int | None, limit_s: float) -> str:
-        printed = self._printed.read_text(errors="replace")
-        where = f" in {frame}" if (frame := innermost_frame(printed)) else ""
-        if code is None:
-            return f"still running after {limit_s:g} s: stuck{where or ' in code that is not Python'}"
-        if code < 0:
-            return f"crashed with {signal_name(-code)}{where}"
-        last = next((line.strip() for line in reversed(printed.splitlines()) if line.strip()), "")
-        return f"ended the process with exit code {code}" + (f"; its last output: {last}" if last else "")
+def _ending(code: int | None, limit_s: float, printed: str) -> str:
+    where = f" in {frame}" if (frame := innermost_frame(printed)) else ""
+    if code is None:
+        return f"still running after {limit_s:g} s: stuck{where or ' in code that is not Python'}"
+    if code < 0:
+        return f"crashed with {signal_name(-code)}{where}"
+    last = next((line.strip() for line in reversed(printed.splitlines()) if line.strip()), "")
+    return f"ended the process with exit code {code}" + (f"; its last output: {last}" if last else "")
 
 
 def answer(file: str, function: str, *arguments: str) -> None:
@@ -114,8 +104,6 @@ def answer(file: str, function: str, *arguments: str) -> None:
         result = None, str(error)
     except (Exception, SystemExit) as error:
         result = None, summarize_exception(error, __file__)
-    written = Path(f"{file}.unfinished")
-    written.write_text(json.dumps(result))
-    written.rename(file)
+    Path(file).write_text(json.dumps(result))  # read only after exit code 0
     sys.stdout.flush()
     os._exit(0)  # threads that were left behind must not hold it up

@@ -12,19 +12,16 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import stagereg.output as output
+from stagereg.checkpoint.manifest import Checkpoint
+from stagereg.commands.inventory import located, newest_first
 from stagereg.commands.listing import add_plugins_option, import_plugins
 from stagereg.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from stagereg.checkpoint.manifest import Checkpoint
 
 __all__ = ["add_to", "run"]
 
 _SHOWN = 8
-_MIB = 2**20
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,7 +49,12 @@ def run(asked: argparse.Namespace) -> int:
     from stagereg.checkpoint.export import SUFFIXES, Export
 
     out = Path(asked.out).expanduser().absolute()
-    _check(out, SUFFIXES, asked.force)
+    if out.suffix not in SUFFIXES:
+        raise ConfigError(f"{out.name} has no known suffix; use one of {', '.join(SUFFIXES)}")
+    if out.is_dir() or not out.parent.is_dir():
+        raise ConfigError(f"{out} cannot be a file: it is a directory, or there is none to write it to.")
+    if not asked.force and os.path.lexists(out):
+        raise ConfigError(f"{out} is there already; --force replaces it.")
     import_plugins(asked)
     chosen, passed = _chosen(asked.checkpoint)
     for line in passed:
@@ -62,10 +64,6 @@ def run(asked: argparse.Namespace) -> int:
     except OSError as error:
         text = f"{chosen.path} was not read: {error}. If a run has just deleted it, there is a newer one: try again."
         raise CheckpointError(text) from error
-    needed, free = export.needs(out), _free_memory()
-    if free is not None and needed > free:
-        text = f"This takes {needed / _MIB:,.0f} MiB of memory at once, and {free / _MIB:,.0f} MiB are free."
-        print(f"{text} --only takes less, and so does a .safetensors.", file=sys.stderr)
     output.progress(f"writing {out}")
     try:
         export.write(out, asked.force)
@@ -75,43 +73,21 @@ def run(asked: argparse.Namespace) -> int:
         output.progress()
     nbytes, names, left_out = out.stat().st_size, export.names(out), export.left_out(out)
     if asked.json:
-        output.as_json(
-            {
-                "checkpoint": chosen.path,
-                "step": chosen.manifest.step,
-                "file": str(out),
-                "bytes": nbytes,
-                "names": names,
-                "merged": export.merged,
-                "tensors": export.tensors,
-                "left_out": left_out,
-            }
-        )
+        found = {"checkpoint": chosen.path, "step": chosen.manifest.step, "file": str(out), "bytes": nbytes}
+        inside = {"names": names, "merged": export.merged, "tensors": export.tensors, "left_out": left_out}
+        output.as_json(found | inside)
         return 0
     output.echo(f"{out}: step {chosen.manifest.step} of {chosen.path}, {nbytes:,} bytes")
-    output.echo(f"In it: {', '.join(_named(name, name in export.merged) for name in names) or 'nothing'}")
+    put_together = dict.fromkeys(export.merged, " (put together from the shards of a ZeroRedundancyOptimizer)")
+    output.echo(f"In it: {', '.join(_shown(name) + put_together.get(name, '') for name in names) or 'nothing'}")
     if left_out:
         more = f", and {len(left_out) - _SHOWN} more (--json names all)" if len(left_out) > _SHOWN else ""
         output.echo(f"Not in it, being no tensors: {', '.join(map(_shown, left_out[:_SHOWN]))}{more}")
     return 0
 
 
-def _check(out: Path, suffixes: tuple[str, ...], force: bool) -> None:
-    """Refuse what would fail after all has been read."""
-    if out.suffix not in suffixes:
-        raise ConfigError(f"{out.name} has no known suffix; use one of {', '.join(suffixes)}")
-    if out.is_dir() or not out.parent.is_dir():
-        raise ConfigError(
-            f"{out} is a directory" if out.is_dir() else f"There is no directory {out.parent} to write to"
-        )
-    if not force and os.path.lexists(out):
-        raise ConfigError(f"{out} is there already; --force replaces it.")
-
-
 def _chosen(target: str) -> tuple[Checkpoint, list[str]]:
     """The newest checkpoint with which nothing is wrong, and what is wrong with those that are newer."""
-    from stagereg.commands.inventory import located, newest_first
-
     found = located(target)
     passed: list[str] = []
     for each in newest_first(found.conditions):
@@ -126,19 +102,6 @@ def _chosen(target: str) -> tuple[Checkpoint, list[str]]:
     raise CheckpointError("There is no good checkpoint to convert.\n" + "\n".join(passed))
 
 
-def _named(name: str, merged: bool) -> str:
-    return f"{_shown(name)} (put together from the shards of a ZeroRedundancyOptimizer)" if merged else _shown(name)
-
-
 def _shown(name: str) -> str:
     """A name as the checkpoint has it, without what a terminal would take for a command."""
     return name if name.isprintable() else ascii(name)
-
-
-def _free_memory() -> int | None:
-    """Bytes that programs may take without others being swapped out, by Linux."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)

@@ -29,42 +29,25 @@ __all__ = ["Described", "Field", "describe"]
 
 @dataclass(frozen=True)
 class Field:
-    """One key of a component's config, or an argument that the program passes to ``stagereg.instantiate``.
+    """One key of a component's config, or an argument that the program passes to ``stagereg.instantiate``."""
 
-    Attributes:
-        name: its key; in a nested dataclass with dots, ``"optimizer.lr"``.
-        type: as a person writes it; of an argument its annotation, empty without one.
-        required: a value must be given.
-        help: from its docstring, in one line.
-        default: as YAML shows it in the config; empty where a value must be given, and for an argument.
-    """
-
-    name: str
-    type: str
+    name: str  # in a nested dataclass with dots, "optimizer.lr"
+    type: str  # as a person writes it; of an argument its annotation, empty without one
     required: bool
-    help: str
-    default: str = ""
+    help: str  # from its docstring, in one line
+    default: str = ""  # as YAML shows it; empty where a value must be given, and for an argument
 
 
 @dataclass(frozen=True)
 class Described:
-    """One component.
+    """One component."""
 
-    Attributes:
-        file: ``"path:line"`` of its definition; empty where it is not written in Python.
-        summary: the first paragraph of its docstring, in one line.
-        doc: the rest of its docstring without the section on arguments.
-        options: the keys of its config.
-        runtime: its arguments that are no keys.
-        example: a command line that chooses it, and below it the call where arguments are left to the program.
-    """
-
-    file: str
-    summary: str
-    doc: str
-    options: tuple[Field, ...]
-    runtime: tuple[Field, ...]
-    example: tuple[str, ...]
+    file: str  # "path:line" of its definition
+    summary: str  # the first paragraph of its docstring, in one line
+    doc: str  # the rest, without the section on arguments
+    options: list[Field]
+    runtime: list[Field]  # the arguments that are no options
+    example: list[str]  # a command line that chooses it, and the call where arguments are left to the program
 
 
 def describe(entry: Entry) -> Described:
@@ -92,10 +75,8 @@ def describe(entry: Entry) -> Described:
         file = entry.file
     # Without the section `Args:`, which becomes the table of options.
     doc = re.sub(r"^(Args|Arguments|Parameters):\n(?:(?:[ \t]+.*)?(?:\n|\Z))*", "", rest, flags=re.MULTILINE)
-    example = tuple(_example(entry, options, runtime))
-    return Described(
-        file, _marked(" ".join(summary.split())), _marked(doc.strip()), tuple(options), tuple(runtime), example
-    )
+    example = list(_example(entry, options, runtime))
+    return Described(file, _marked(" ".join(summary.split())), _marked(doc.strip()), options, runtime, example)
 
 
 def _fields(key: str, option: schema.Option) -> Iterator[Field]:

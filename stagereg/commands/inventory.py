@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import stagereg.output as output
+from stagereg.checkpoint.damage import Condition
+from stagereg.checkpoint.manifest import LATEST, MANIFEST, step_of, step_within
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.open_store import open_parent_store, open_store, store_path
 from stagereg.errors import CheckpointError
 from stagereg.output import size_text
-
-if TYPE_CHECKING:
-    from stagereg.checkpoint.damage import Condition
-    from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 
 __all__ = ["Located", "add_to", "list_checkpoints", "located", "newest_first", "verify"]
 
@@ -30,13 +31,7 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class Located:
-    """What was asked for.
-
-    Attributes:
-        store: the directory of checkpoints.
-        conditions: what is wrong with each by manifest and sizes, the highest step first; at least one.
-        one: whether a single checkpoint was asked for.
-    """
+    """What was asked for: in a store checkpoints by manifest and sizes, the highest step first, or a single ``one``."""
 
     store: CheckpointStore
     conditions: Sequence[Condition]
@@ -46,10 +41,8 @@ class Located:
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``ls`` and ``verify`` to the commands of ``stagereg``."""
     help_ = "of checkpoints (checkpoint.dir), or one checkpoint; a path or a URL"
-    ls = output.add_command(
-        commands, "ls", "list the checkpoints of a directory, and who writes there", list_checkpoints
-    )
-    ls.add_argument("directory", help=help_)
+    listing = "list the checkpoints of a directory, and who writes there"
+    output.add_command(commands, "ls", listing, list_checkpoints).add_argument("directory", help=help_)
     parser = output.add_command(commands, "verify", "check whether checkpoints are what was written", verify)
     parser.add_argument("directory", help=help_)
     parser.add_argument("--fast", action="store_true", help="manifests and sizes only; the content is not read")
@@ -62,15 +55,13 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
         CheckpointError: there is no checkpoint, and nothing of one.
         ConfigError: the URL is of a kind that cannot be read here.
     """
-    from stagereg.checkpoint.manifest import step_within
-
     found = located(asked.directory, empty=True)
     owner, latest = found.store.holder(), found.store.latest()
     entries = []
     for each in found.conditions:
-        entry = _entry(each, "complete") | {"why": str(each)}
-        # A directory that is reached by a link may spell the path otherwise.
-        entries.append(entry | {"latest": latest is not None and each.manifest == latest.manifest})
+        # Not by the path: a directory that is reached by a link may spell it otherwise.
+        is_latest = latest is not None and each.manifest == latest.manifest
+        entries.append(_entry(each, "complete") | {"why": str(each), "latest": is_latest})
     for path in [] if found.one else found.store.leftovers():
         unknown = dict.fromkeys(("time", "bytes", "ranks", "storage"))
         state = "leftover of a dead run" if owner is None else "being written"
@@ -80,12 +71,9 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
         held = None if owner is None else dataclasses.asdict(owner)
         output.as_json({"root": found.store.root, "held_by": held, "checkpoints": entries})
         return 0
-    rows = []
-    for entry in entries:
-        saved = "-" if entry["time"] is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["time"]))
-        cells = map(_cell, (entry["step"], saved, _size(entry), entry["ranks"], entry["storage"], entry["state"]))
-        rows.append((*cells, "latest" if entry["latest"] else entry["why"]))
-    output.table(found.store.root, ("step", "saved", "size", "ranks", "storage", "state", ""), rows, verdict="state")
+    columns = ("step", "saved", "size", "ranks", "storage", "state")
+    rows = [(*_cells(entry, columns), "latest" if entry["latest"] else entry["why"]) for entry in entries]
+    output.table(found.store.root, (*columns, ""), rows, verdict="state")
     if owner is not None:
         output.echo(f"\nHeld by {owner}")
     return 0
@@ -112,11 +100,10 @@ def verify(asked: argparse.Namespace) -> int:
         how = "fast" if asked.fast else "full"
         output.as_json({"root": found.store.root, "verify": how, "checkpoints": entries, "newest_good": good})
         return int(bad > 0)
-    rows = []
-    for entry, each in zip(entries, looked, strict=True):
-        cells = map(_cell, (entry["step"], entry["files"], _size(entry), entry["state"]))
-        rows.append((*cells, "\n".join(map(str, each.damages))))
-    output.table(found.store.root, ("step", "files", "size", "state", "what is wrong"), rows, verdict="state")
+    columns = ("step", "files", "size", "state")
+    wrong = ["\n".join(map(str, each.damages)) for each in looked]
+    rows = [(*_cells(entry, columns), text) for entry, text in zip(entries, wrong, strict=True)]
+    output.table(found.store.root, (*columns, "what is wrong"), rows, verdict="state")
     how = "By manifests and sizes, no content was read" if asked.fast else "The content of every file was read"
     count = f"{len(looked)} checkpoint{'' if len(looked) == 1 else 's'}"
     output.echo(f"\n{how}: {count}, {f'{bad} not' if bad else 'all'} good.", "bold red" if bad else "")
@@ -136,9 +123,6 @@ def located(target: str, empty: bool = False) -> Located:
         CheckpointError: there is nothing, or it cannot be looked at.
         ConfigError: it is a URL that cannot be read here.
     """
-    from stagereg.checkpoint.manifest import LATEST, MANIFEST, step_of
-    from stagereg.checkpoint.store.open_store import open_parent_store, open_store, store_path
-
     try:
         name = target.rstrip("/").rpartition("/")[2]
         if name != LATEST and step_of(name) is None:
@@ -161,14 +145,10 @@ def located(target: str, empty: bool = False) -> Located:
 
 def newest_first(conditions: Sequence[Condition]) -> list[Condition]:
     """Return them by the order in which they were saved; those without a manifest, which may be newer, come first."""
-    return sorted(
-        conditions, key=lambda each: (each.manifest is not None, -each.manifest.serial if each.manifest else 0)
-    )
+    return sorted(conditions, key=lambda each: -each.manifest.serial if each.manifest else -math.inf)
 
 
 def _conditions(store: CheckpointStore) -> list[Condition]:
-    from stagereg.checkpoint.damage import Condition
-
     complete, refused = store.checkpoints()
     unfinished = set(store.leftovers())  # which in an object store lie among the others
     every = [Condition(one.path, one.manifest) for one in complete]
@@ -178,8 +158,6 @@ def _conditions(store: CheckpointStore) -> list[Condition]:
 
 def _still_there(store: CheckpointStore, looked: list[Condition]) -> list[Condition]:
     """Return those that were not deleted while they were read, by a run that goes on and keeps only the newest."""
-    from stagereg.checkpoint.manifest import step_of
-
     complete, refused = store.checkpoints()
     there = {path.rpartition("/")[2] for path in refused} | {one.name for one in complete}
     left = [each for each in looked if not each.damages or each.name in there or step_of(each.name) is None]
@@ -206,9 +184,9 @@ def _entry(each: Condition, good: str) -> dict[str, Any]:
     }
 
 
-def _size(entry: dict[str, Any]) -> str | None:
-    return None if entry["bytes"] is None else size_text(entry["bytes"])
-
-
-def _cell(value: object) -> str:
-    return "-" if value is None else str(value)
+def _cells(entry: dict[str, Any], columns: Sequence[str]) -> list[str]:
+    texts = {name: "-" if value is None else str(value) for name, value in entry.items()}
+    if entry["bytes"] is not None:
+        texts["size"] = size_text(entry["bytes"])
+        texts["saved"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["time"]))
+    return [texts.get(name, "-") for name in columns]

@@ -101,11 +101,8 @@ def show(asked: argparse.Namespace) -> int:
     package = f"{entry.distribution} {entry.version}".strip() or "-"
     output.table("", (), [("defined in", shown.file or "-"), ("target", entry.target), ("package", package)])
     output.echo()
-    if shown.options:
-        rows = [(f.name, f.type, "must be given" if f.required else f.default, f.help) for f in shown.options]
-        output.table("Options", ("name", "type", "default", "what it is for"), rows)
-    else:
-        output.echo("It has no options.")
+    rows = [(f.name, f.type, "must be given" if f.required else f.default, f.help) for f in shown.options]
+    output.table("Options" if rows else "It has no options.", ("name", "type", "default", "what it is for"), rows)
     if shown.runtime:
         rows = [(r.name, r.type or "-", f"{'must' if r.required else 'may'} be passed", r.help) for r in shown.runtime]
         output.echo()
@@ -136,7 +133,5 @@ def find(text: str) -> Entry:
     if having:
         choices = " or ".join(f"{kind}/{text}" for kind in having)
         raise UnknownNameError(f"{len(having)} kinds have a {text!r}. Choose one: {choices}")
-    if text in registry.kinds():
-        raise UnknownNameError(f"{text!r} is a kind. `stagereg list {text}` lists its components.")
     near = nearest(text, {entry.name for entry in registry.entries()})
     raise UnknownNameError(f"No component named {text!r}.{near}\n`stagereg list` lists what there is.")

@@ -1,8 +1,8 @@
 """``stagereg plan``: how often to save, from how often the job fails and what a checkpoint takes.
 
 The formulas, and where they are from, are those of :mod:`stagereg.checkpoint.interval`, with which
-``checkpoint.every=auto`` plans too. What a checkpoint takes is given by rates, read from a recorded run, or measured by
-saving a few small ones here. All costs are those of one rank, since all ranks copy and write at the same time.
+``checkpoint.every=auto`` plans too. What a checkpoint takes is read from a recorded run, or given by rates. All
+costs are those of one rank, since all ranks copy and write at the same time.
 """
 
 from __future__ import annotations
@@ -12,24 +12,20 @@ import dataclasses
 import datetime
 import math
 import statistics
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import stagereg.checkpoint.interval as interval
-import stagereg.machine as machine
 import stagereg.output as output
-import stagereg.registry as registry
 from stagereg.durations import duration, write_duration
 from stagereg.errors import ConfigError
 from stagereg.output import size_text
 from stagereg.sizes import ByteSize
+from stagereg.sweep.figures import figures, saved
+from stagereg.sweep.run import Run
 
 __all__ = ["Job", "add_to", "run"]
 
-_FLAT = 0.01
-"""Of the time: what an interval may lose more than the best one and still be called as good."""
 _MODEL = (
     "Failures strike the job at random, independently, at any time, restarts included (exponential, after Daly).",
     "A failure falls back to the newest complete checkpoint; one that is being written does not count (after Vaidya).",
@@ -41,23 +37,14 @@ _MODEL = (
 
 @dataclass
 class Job:
-    """What is known of a job; times in seconds, as in :mod:`stagereg.checkpoint.interval`.
+    """What is known of a job; times in seconds, as in :mod:`stagereg.checkpoint.interval`."""
 
-    Attributes:
-        state_bytes: of a checkpoint, all ranks together.
-        ranks: that share it.
-        cost_s: that training loses to a checkpoint.
-        write_s: how old the state of a checkpoint is when it is complete.
-        sources: where these are from, as texts.
-        step_s: of a training step, ``None`` if unknown.
-    """
-
-    state_bytes: int
+    state_bytes: int  # of all ranks together
     ranks: int
-    cost_s: float
-    write_s: float
-    sources: list[str]
-    step_s: float | None = None
+    cost_s: float  # that training loses to a checkpoint
+    write_s: float  # how old the state of a checkpoint is when it is complete
+    sources: list[str]  # where these are from
+    step_s: float | None = None  # unknown
     restart_s: float = 0.0
     mtbf_s: float = 0.0
 
@@ -67,150 +54,86 @@ class Job:
         held = max(self.cost_s, self.write_s - interval_s)  # the loop waits for a writer that is not done
         checkpoints = (1 - lost) * held / interval_s
         restarts = min(-math.expm1(-self.restart_s / self.mtbf_s), lost - checkpoints)
-        twice = max(0.0, lost - checkpoints - restarts)
-        return {
-            "interval_s": interval_s,
-            "lost": lost,
-            "checkpoints": checkpoints,
-            "twice": twice,
-            "restarts": restarts,
-        }
-
-    def edge(self, factor: float) -> float:
-        """The interval furthest from the best one, ``factor`` times it at most, that loses hardly more."""
-        inside = interval.best(self.cost_s, self.mtbf_s, self.write_s)
-        outside, bound = inside * factor, self.loss(inside)["lost"] + _FLAT
-        for _ in range(60):
-            middle = math.sqrt(inside * outside)
-            inside, outside = (middle, outside) if self.loss(middle)["lost"] <= bound else (inside, middle)
-        return inside
+        parts = {"checkpoints": checkpoints, "twice": max(0.0, lost - checkpoints - restarts), "restarts": restarts}
+        return {"interval_s": interval_s, "lost": lost, **parts}
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``plan`` to the commands of ``stagereg``."""
     help_ = "compute how often to save: what checkpoints cost against what failures undo"
     parser = output.add_command(commands, "plan", help_, run)
-    parser.set_defaults(as_a_rank=True)
-    for name, kind, text in (
-        ("mtbf", "TIME", "mean time between failures of the whole job, as in 6h"),
-        ("mtbf-per-node", "TIME", "instead, of one machine, as in 50000h; with --nodes"),
-        ("nodes", "N", "machines of the job; any that fails stops it"),
-        ("ranks", "N", "that share the state, 1 or those of --run"),
-        ("state", "SIZE", "of a checkpoint, all ranks together, as in 1TiB"),
-        ("restart", "TIME", "from a failure until training goes on, 5m if not given"),
-        ("step", "TIME", "of a training step, to show the interval in steps too"),
-        ("run", "DIR", "take what a checkpoint takes from a recorded run"),
-        ("stage-gib-s", "X", "GiB/s at which one rank copies its share, the loop waiting; measured if not given"),
-        ("write-gib-s", "X", "GiB/s at which one rank writes its share; measured if not given"),
+    for name, kind, read, text in (
+        ("mtbf", "TIME", _seconds, "mean time between failures of the whole job, as in 6h"),
+        ("mtbf-per-node", "TIME", _seconds, "instead, of one machine, as in 50000h; with --nodes"),
+        ("nodes", "N", int, "machines of the job; any that fails stops it"),
+        ("ranks", "N", int, "that share the state, 1 or those of --run"),
+        ("state", "SIZE", ByteSize, "of a checkpoint, all ranks together, as in 1TiB"),
+        ("restart", "TIME", _seconds, "from a failure until training goes on, 5m"),
+        ("step", "TIME", _seconds, "of a training step, to show the interval in steps too"),
+        ("stage-gib-s", "X", float, "GiB/s at which one rank copies its share, the loop waiting"),
+        ("write-gib-s", "X", float, "GiB/s at which one rank writes its share"),
     ):
-        parser.add_argument(f"--{name}", metavar=kind, dest="recorded" if name == "run" else None, help=text)
-    parser.add_argument("--stager", default="pinned_cached", metavar="NAME", help="to measure with, %(default)s")
-    parser.add_argument("--dir", default=".", help="a directory on the disk to measure, the current one")
+        parser.add_argument(f"--{name}", metavar=kind, type=output.above_zero(read), help=text)
+    parser.set_defaults(restart=300.0)
+    parser.add_argument("--run", metavar="DIR", dest="recorded", help="take what checkpoints cost from a recorded run")
 
 
 def run(asked: argparse.Namespace) -> int:
     """Print the plan. Returns 0.
 
     Raises:
-        ConfigError: what was asked for makes no sense, or cannot be measured here.
+        ConfigError: what was asked for makes no sense, or the run has no checkpoint.
     """
-    mtbf_s, each_s, nodes = _number(asked, "mtbf"), _number(asked, "mtbf_per_node"), _number(asked, "nodes")
-    if (mtbf_s is None) == (each_s is None) or (nodes is None) != (each_s is None):
+    each_s, nodes = asked.mtbf_per_node, asked.nodes
+    if (asked.mtbf is None) == (each_s is None) or (nodes is None) != (each_s is None):
         raise ConfigError(
             "How often does the job fail? Give one: --mtbf 6h, of the whole job, all its machines together;\n"
             "or --mtbf-per-node 50000h --nodes 128, of each machine."
         )
-    restart_s, step_s = _number(asked, "restart"), _number(asked, "step")
     job = _costs(asked)
-    job.mtbf_s, job.restart_s = mtbf_s or each_s / nodes, 300.0 if restart_s is None else restart_s
-    job.step_s = step_s or job.step_s
-    if restart_s is None:
-        job.sources.append("The restart is assumed (set --restart): it changes what is lost, not the best interval.")
+    job.mtbf_s, job.restart_s = asked.mtbf or each_s / nodes, asked.restart
+    job.step_s = asked.step or job.step_s
+    job.sources.append("The restart (--restart) changes what is lost, not the best interval.")
     best_s, least_s = interval.best(job.cost_s, job.mtbf_s, job.write_s), interval.least(job.cost_s, job.write_s)
-    steps = interval.in_steps(best_s, job.step_s, least_s) if job.step_s else None
-    best_s = steps * job.step_s if steps and job.step_s else best_s
+    steps = None
+    if job.step_s:
+        steps = interval.in_steps(best_s, job.step_s, least_s)
+        best_s = steps * job.step_s
     named = {f"{factor:g} times that": best_s * factor for factor in (0.25, 0.5, 2, 4)}
     named |= {"Young 1974": interval.young(job.cost_s, job.mtbf_s), "Daly 2006": interval.daly(job.cost_s, job.mtbf_s)}
     named["least is lost"] = best_s
     table = {name: job.loss(named[name]) for name in sorted(named, key=lambda name: named[name])}
-    plan = {"interval_s": best_s, "steps": steps, "least_s": least_s, "as_good_s": [job.edge(1e-4), job.edge(1e4)]}
     if asked.json:
+        plan = {"interval_s": best_s, "steps": steps, "least_s": least_s, "model": _MODEL}
         rows = [{"name": name, **loss} for name, loss in table.items()]
-        output.as_json({**dataclasses.asdict(job), **plan, "intervals": rows, "model": _MODEL})
+        output.as_json({**dataclasses.asdict(job), **plan, "intervals": rows})
     else:
         _print(job, best_s, steps, least_s, table)
     return 0
 
 
-def _number(asked: argparse.Namespace, name: str) -> Any:
-    """The value of an option as a number of seconds, bytes, GiB/s or things; ``None`` if it was not given."""
-    text, option = vars(asked)[name], f"--{name.replace('_', '-')}"
-    if text is None:
-        return None
-    try:
-        if name in ("mtbf", "mtbf_per_node", "restart", "step"):
-            value = duration(text).total_seconds()
-        else:
-            value = ByteSize(text) if name == "state" else float(text) if name.endswith("_s") else int(text)
-    except ValueError as error:  # of which those of the project are some
-        raise ConfigError(f"{option}: {error}") from error
-    if not 0 < value < math.inf and (value or name != "restart"):
-        raise ConfigError(f"{option} must be above 0, not {text!r}.")
-    return value
+def _seconds(text: str) -> float:
+    return duration(text).total_seconds()
 
 
 def _costs(asked: argparse.Namespace) -> Job:
-    nbytes, ranks = _number(asked, "state"), _number(asked, "ranks")
-    stage, write = _number(asked, "stage_gib_s"), _number(asked, "write_gib_s")
-    if (stage is None) != (write is None) or (asked.recorded and stage):
-        raise ConfigError("--stage-gib-s and --write-gib-s go together, and not with --run, which has both.")
-    if asked.recorded:
-        return _of_run(asked.recorded, f"From {asked.recorded}", nbytes, ranks)
+    nbytes, ranks, stage, write = asked.state, asked.ranks or 1, asked.stage_gib_s, asked.write_gib_s
+    if asked.recorded and not stage and not write:
+        return _of_run(asked.recorded, nbytes, asked.ranks)
+    if asked.recorded or not stage or not write:
+        raise ConfigError(
+            "What does a checkpoint take? Give --run DIR, which was recorded, or both rates in its place, as in\n"
+            "--stage-gib-s 4 --write-gib-s 0.5; `stagereg report` shows those of a run."
+        )
     if nbytes is None:
         raise ConfigError("How large is a checkpoint? Give --state, as in --state 1TiB, or --run DIR.")
-    share, ranks = nbytes / (ranks or 1), ranks or 1
-    if stage:
-        stage_s, write_s = share / stage / 2**30, share / write / 2**30
-        source = f"Given: {stage:g} GiB/s a rank for copying, {write:g} for writing. Steps beside that are not slower."
-        return Job(nbytes, ranks, stage_s, stage_s + write_s, [source])
-    try:
-        with tempfile.TemporaryDirectory(prefix="stagereg-plan-", dir=asked.dir) as folder:
-            with output.stdout_to_stderr():
-                _record_run(folder, asked.stager, int(min(max(share, 2**24), 2**27)))
-            what = f"Measured here by one process with {asked.stager}. Ranks that share memory or storage are slower"
-            job = _of_run(folder, what, nbytes, ranks)
-    except OSError as error:
-        raise ConfigError(f"It cannot be measured in {asked.dir}: {error}. Give --dir, or the rates.") from error
-    if busy := machine.noise_warning(machine.describe("cpu")["load"][0], machine.cores()):
-        job.sources.append(busy)
-    return job
+    stage_s, write_s = (nbytes / ranks / rate / 2**30 for rate in (stage, write))
+    source = f"Given: {stage:g} GiB/s a rank for copying, {write:g} for writing. Steps beside that are not slower."
+    return Job(nbytes, ranks, stage_s, stage_s + write_s, [source])
 
 
-def _record_run(folder: str, stager: str, nbytes: int) -> None:
-    """Save a few checkpoints of so many bytes; larger ones would be no faster or slower by the byte."""
-    import torch
-
-    import stagereg.record as record
-    from stagereg.checkpoint.checkpointer import Checkpointer
-
-    output.progress(f"saving {size_text(nbytes)} with {stager} in {folder}")
-    state, copier = {"weights": torch.zeros(nbytes // 4)}, registry.build("stager", stager)
-    with Checkpointer(f"{folder}/saved", stager=copier, grace=None) as checkpointer:
-        checkpointer.save(1, state)  # is slower than others
-        checkpointer.wait()
-        with record.recording(Path(folder), 0, 1):
-            for step in range(2, 6):
-                state["weights"].fill_(step)
-                checkpointer.save(step, state)
-                checkpointer.wait()
-    output.progress()
-
-
-def _of_run(directory: str, source: str, nbytes: int | None, ranks: int | None) -> Job:
+def _of_run(directory: str, nbytes: int | None, ranks: int | None) -> Job:
     """The costs that a run has recorded, scaled to the bytes of a rank."""
-    from stagereg.sweep.figures import figures, saved
-    from stagereg.sweep.run import Run
-
     run = Run.read(Path(directory))
     known, ages = figures(run), [one.end - one.start for one in saved(run) if one.state == "complete"]
     if not ages or "state_bytes" not in known or "stall_ms" not in known:
@@ -219,7 +142,7 @@ def _of_run(directory: str, source: str, nbytes: int | None, ranks: int | None) 
     factor = (nbytes / ranks) / (known["state_bytes"] / run.world_size)
     cost_s = known["lost_s"] / len(ages) if "lost_s" in known else known["stall_ms"] / 1e3
     what = "its lost training time" if "lost_s" in known else "the stall alone: there were too few steps for more"
-    sources = [f"{source}: {len(ages)} checkpoints of {size_text(known['state_bytes'])}. The cost is {what}."]
+    sources = [f"From {directory}: {len(ages)} checkpoints of {size_text(known['state_bytes'])}. The cost is {what}."]
     if abs(factor - 1) > 1e-3:
         sources.append(f"A rank has {factor:.3g} times as many bytes as there: times are taken to grow with them.")
     write_s = max(statistics.median(ages), cost_s) * factor
@@ -242,8 +165,7 @@ def _print(job: Job, best_s: float, steps: int | None, least_s: float, table: di
         output.echo("Training would hardly get on: no interval mends this, only faster checkpoints and restarts do.")
     if least_s > interval.optimum(job.cost_s, job.mtbf_s):
         output.echo("Writing sets the interval: a checkpoint waits until the one before is complete.")
-    edges = f"from {_time(job.edge(1e-4))} to {_time(job.edge(1e4))}"
-    output.echo(f"It need not be exact: {edges}, at most 1 % of the time is lost more.\n")
+    output.echo()
     heads = ("interval", "lost", "checkpoints", "done twice", "restarts", "")
     parts = {name: [f"{part:.2%}" for part in list(loss.values())[1:]] for name, loss in table.items()}
     output.table("", heads, [(_time(table[name]["interval_s"]), *parts[name], name) for name in table])

@@ -1,33 +1,40 @@
-"""The report on one run: a sentence, warnings, its figures, its checkpoints and its ranks.
+"""The reports on a sweep and on one run: a sentence, warnings, figures, checkpoints and ranks.
 
-On the terminal, as JSON, and with its pictures as a page: all from the same tables. What is asked for, and where files
-go, is decided in :mod:`stagereg.commands.reporting`.
+Each goes to the terminal, into JSON, and with its pictures into a page. What is asked for, and where files go, is
+decided in :mod:`stagereg.commands.reporting`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 import stagereg.output as output
+import stagereg.sweep.render as render
 import stagereg.sweep.render.page as page
 import stagereg.sweep.render.plots as plots
+import stagereg.sweep.render.tables as tables
 import stagereg.sweep.tensorboard as tensorboard
 from stagereg.errors import ConfigError
+from stagereg.sweep.answer import answer
+from stagereg.sweep.comparison import compare
 from stagereg.sweep.curves import curves_figure
 from stagereg.sweep.figures import figures, saved
-from stagereg.sweep.metric import counted, in_order, labelled, metric, quantity, shown
+from stagereg.sweep.metric import counted, in_order, labelled, metric, quantity, shown, usual
 from stagereg.sweep.render.page import Picture
-from stagereg.sweep.render.tables import Table, Value, first_line
-from stagereg.sweep.result import JobResult
+from stagereg.sweep.render.tables import Table, Value
+from stagereg.sweep.result import JobResult, results
 from stagereg.sweep.run import NewerError, RankRecord, Run
 from stagereg.sweep.timeline import check_window, timeline_figure
 from stagereg.sweep.trace import trace_text
 
-__all__ = ["RunReport"]
+__all__ = ["RunReport", "SweepReport"]
 
 _MIB = 2**20
 _GIB = 2**30
@@ -39,6 +46,51 @@ _CAPTION = (
 )
 
 
+class SweepReport:
+    """The comparison of a sweep's jobs, ranked by ``metric`` and ``direction``, else by what it was run with."""
+
+    def __init__(self, directory: Path, metric: str, direction: str | None) -> None:
+        jobs = results(directory)
+        own, its_direction = _ranking(jobs)
+        self._comparison = compare(jobs, metric or own, direction or (None if metric else its_direction))
+
+    def write_scalars(self, logdir: Path) -> None:
+        """Write what TensorBoard shows."""
+        tensorboard.write_sweep(self._comparison, logdir)
+
+    def write(self, target: Path) -> list[Path]:
+        """Write its files and return their paths. Raises: ``OSError``."""
+        return render.write(self._comparison, target)
+
+    def show(self) -> None:
+        """Print it."""
+        tables.terminal(self._comparison)
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        comparison, rows = self._comparison, []
+        for row in comparison.rows:
+            cells = {name: dataclasses.asdict(cell) for name, cell in row.cells.items()}
+            shown = {"parameters": row.parameters, "status": row.status, "again": row.again, "error": row.error}
+            rows.append({**shown, "note": row.note, "cells": cells, "jobs": [job.directory for job in row.jobs]})
+        return {
+            **{"kind": "sweep", "directory": comparison.directory, "answer": answer(comparison)},
+            **{"metric": comparison.ranking.name, "better": comparison.ranking.better, "repeats": comparison.repeats},
+            **{"parameters": comparison.parameters, "constant": comparison.constant},
+            **{"warnings": comparison.warnings, "rows": rows},
+        }
+
+
+def _ranking(jobs: Sequence[JobResult]) -> tuple[str, str | None]:
+    """What the sweep was ranked by when it ran, by the config of the first job that has it, else what makes sense."""
+    for job in jobs:
+        with contextlib.suppress(Exception):  # whatever YAML and OmegaConf raise for a torn file
+            config = OmegaConf.load(job.directory / ".hydra" / "config.yaml")
+            if chosen := OmegaConf.select(config, "sweep.metric"):
+                return str(chosen), OmegaConf.select(config, "sweep.direction")
+    return usual(set().union(*(job.figures for job in jobs))), None
+
+
 class RunReport:
     """The report on one run, also on one that recorded nothing but its result.
 
@@ -47,20 +99,19 @@ class RunReport:
     """
 
     def __init__(self, directory: Path, window: tuple[float, float] | None) -> None:
-        self._job = JobResult.of_directory(directory)
-        self._window = window
+        self._job, self._window = JobResult.of_directory(directory), window
         self._run: Run | None = None
-        self._why = ""
+        self._why, self._figures, environment = "", self._job.figures, {}
         try:
-            self._run = Run.read(directory)
+            self._run = run = Run.read(directory)
+            self._figures, environment = figures(run, self._job.returned), run.environment
         except NewerError:
             raise
         except ConfigError as error:
             self._why = str(error)
         if window is not None and self._run is not None:
             check_window(self._run, window)
-        self._figures = figures(self._run, self._job.returned) if self._run is not None else self._job.figures
-        self._environment = (self._run.environment if self._run is not None else {}) | self._job.environment
+        self._environment = environment | self._job.environment
         self._warnings = list(_warnings(self._job, self._run))
 
     def write_scalars(self, logdir: Path) -> None:
@@ -148,23 +199,17 @@ class RunReport:
 def _warnings(job: JobResult, recorded: Run | None) -> Iterator[str]:
     """What to know before reading the figures: how it ended, if not well, and what is missing."""
     if job.error:
-        yield f"It {'failed' if job.status == 'failed' else 'did not come to its end'}: {first_line(job.error)}"
+        yield f"It {'failed' if job.status == 'failed' else 'did not come to its end'}: {tables.first_line(job.error)}"
     if recorded is None:
         return
     for each in (each for rank in recorded.ranks for each in rank.fallbacks):
-        lost = f"{counted(each.lost, 'step')} {'is' if each.lost == 1 else 'are'} lost"
-        why = first_line(each.why)
-        yield f"It went on from step {each.step}, since a newer checkpoint was damaged ({why}): {lost}."
+        why, lost = tables.first_line(each.why), counted(each.lost, "step")
+        yield f"It went on from step {each.step}, since a newer checkpoint was damaged ({why}): {lost} lost."
     if recorded.damaged:
-        one = recorded.damaged == 1
-        are, they = ("is", "it is") if one else ("are", "they are")
-        yield f"{counted(recorded.damaged, 'line')} of its records {are} damaged; {they} left out."
-    if len(recorded.ranks) < recorded.world_size:
-        there = {rank.rank for rank in recorded.ranks}
-        gone = [str(rank) for rank in range(recorded.world_size) if rank not in there]
-        named = ", ".join(gone[:8]) + ", …" * (len(gone) > 8)
-        ranks = "rank" if len(gone) == 1 else "ranks"
-        yield f"There are no records of {ranks} {named}: the figures are those of the others."
+        yield f"Left out, being damaged: {counted(recorded.damaged, 'line')} of its records."
+    if gone := sorted(set(range(recorded.world_size)) - {rank.rank for rank in recorded.ranks}):
+        named = ", ".join(map(str, gone[:8])) + ", …" * (len(gone) > 8)
+        yield f"There are no records of {counted(len(gone), 'rank')} ({named}): the figures are those of the others."
 
 
 _RANK_NAMES = ("rank", "host", "steps", "without_data", "stall_ms", "lost", "peak_gib", "state")

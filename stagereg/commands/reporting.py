@@ -8,21 +8,15 @@ reported, not a failure of the report.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import math
 import os
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import stagereg.output as output
+import stagereg.sweep.tensorboard as tensorboard
 from stagereg.errors import ConfigError
-from stagereg.sweep.answer import answer
-
-if TYPE_CHECKING:
-    from stagereg.sweep.result import JobResult
+from stagereg.sweep.result import kind_of
 
 __all__ = ["add_to", "run"]
 
@@ -46,9 +40,7 @@ def run(asked: argparse.Namespace) -> int:
         ConfigError: the directory is neither a run nor a sweep, an option is not for what it is or has no meaning, a
             package is missing, or a file could not be written.
     """
-    import stagereg.sweep.tensorboard as tensorboard
-    from stagereg.commands.reported import RunReport
-    from stagereg.sweep.result import kind_of
+    from stagereg.commands.reported import RunReport, SweepReport
 
     directory, window = Path(asked.directory), _window(asked.window)
     is_sweep = kind_of(directory) == "sweep"
@@ -61,88 +53,22 @@ def run(asked: argparse.Namespace) -> int:
     report = SweepReport(directory, asked.metric, asked.direction) if is_sweep else RunReport(directory, window)
     if asked.tensorboard:
         report.write_scalars(Path(asked.tensorboard))
-    target, files, trouble = Path(asked.output or directory), [], None
+    if not asked.json:
+        report.show()
+    target, files = Path(asked.output or directory), []
     try:
         files = report.write(target) if asked.output or not asked.json else []
-    except OSError as error:  # the tables are of use anyway
+    except OSError as error:
         why = error.strerror or error
-        trouble = ConfigError(f"Cannot write in {target}: {why}. `--output DIR` names another directory.")
+        raise ConfigError(f"Cannot write in {target}: {why}. `--output DIR` names another directory.") from error
     if asked.json:
         output.as_json({**report.plain(), "files": files})
-    else:
-        report.show()
-    if trouble is not None:
-        raise trouble
-    if files and not asked.json:
-        names = ", ".join(path.name for path in files)
-        output.echo(f"\nWritten to {os.path.relpath(files[0].parent)}: {names}")
-    if asked.tensorboard and not asked.json:
+        return 0
+    if files:
+        output.echo(f"\nWritten to {os.path.relpath(target)}: {', '.join(path.name for path in files)}")
+    if asked.tensorboard:
         output.echo(f"For TensorBoard: tensorboard --logdir {shlex.quote(asked.tensorboard)}")
     return 0
-
-
-class SweepReport:
-    """The report on a sweep: its comparison, ranked by what it was run with or by what is asked for."""
-
-    def __init__(self, directory: Path, metric: str, direction: str | None) -> None:
-        from stagereg.sweep.comparison import compare
-        from stagereg.sweep.result import results
-
-        jobs = results(directory)
-        own, its_direction = _ranking(jobs)
-        self._comparison = compare(jobs, metric or own, direction or (None if metric else its_direction))
-
-    def write_scalars(self, logdir: Path) -> None:
-        """Write what TensorBoard shows."""
-        import stagereg.sweep.tensorboard as tensorboard
-
-        tensorboard.write_sweep(self._comparison, logdir)
-
-    def write(self, target: Path) -> list[Path]:
-        """Write its files and return their paths. Raises: ``OSError``."""
-        import stagereg.sweep.render as render
-
-        return render.write(self._comparison, target)
-
-    def show(self) -> None:
-        """Print it."""
-        import stagereg.sweep.render.tables as tables
-
-        tables.terminal(self._comparison)
-
-    def plain(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        comparison, rows = self._comparison, []
-        for row in comparison.rows:
-            cells = {name: dataclasses.asdict(cell) for name, cell in row.cells.items()}
-            shown = {"parameters": row.parameters, "status": row.status, "again": row.again, "error": row.error}
-            rows.append({**shown, "note": row.note, "cells": cells, "jobs": [job.directory for job in row.jobs]})
-        return {
-            "kind": "sweep",
-            "directory": comparison.directory,
-            "answer": answer(comparison),
-            "metric": comparison.ranking.name,
-            "better": comparison.ranking.better,
-            "repeats": comparison.repeats,
-            "parameters": comparison.parameters,
-            "constant": comparison.constant,
-            "warnings": comparison.warnings,
-            "rows": rows,
-        }
-
-
-def _ranking(jobs: Sequence[JobResult]) -> tuple[str, str | None]:
-    """What the sweep was ranked by when it ran, by the config of the first job that has it, else what makes sense."""
-    from omegaconf import OmegaConf
-
-    from stagereg.sweep.metric import usual
-
-    for job in jobs:
-        with contextlib.suppress(Exception):  # whatever YAML and OmegaConf raise for a torn file
-            config = OmegaConf.load(job.directory / ".hydra" / "config.yaml")
-            if metric := OmegaConf.select(config, "sweep.metric"):
-                return str(metric), OmegaConf.select(config, "sweep.direction")
-    return usual(set().union(*(job.figures for job in jobs))), None
 
 
 def _window(text: str) -> tuple[float, float] | None:

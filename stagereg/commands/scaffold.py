@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import keyword
+import os
 import re
 import shlex
-import sys
 import tempfile
 from pathlib import Path
 
@@ -31,11 +31,8 @@ _TESTS = {"stager": ("test_stager",), "joinable": ("test_average", "test_join"),
 _NAMES = {"stager": ("bf16", "Bf16"), "joinable": ("ema", "Ema"), "join_hook": ("ddp_timed", "TimedDdp")}
 """The name of the example's component, and how the names of its classes begin."""
 _CHOSEN = {"joinable": "+joinable@join.joinables.mine", "join_hook": "join_hook@join.joinables.model.hook"}
-_CLASSES = ("Async", "Ddp", "Host", "Join", "JoinHook", "Joinable", "Stager")
-"""Names of which the classes would have a name that the example imports."""
-_LEGAL = re.compile(r"[A-Za-z]([A-Za-z0-9_-]{0,26}[A-Za-z0-9])?")
-_HYDRA_LITERALS = ("null", "true", "false", "nan", "inf")
-"""What Hydra reads as something else than a text in ``stager=...``."""
+_RESERVED = ("null", "true", "false", "nan", "inf", "tests", "async", "ddp", "host", "join")
+"""What Hydra reads as something else than a text, and what the example has under the same name."""
 _README = """# {distribution}
 
 `{chosen}={name}`: a plugin for stagereg, made by `stagereg new` from its example. Replace what it does.
@@ -51,7 +48,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     help_ = "make a package for a new plugin: typed, documented, with its contract, green at once"
     parser = output.add_command(commands, "new", help_, run)
     parser.add_argument("kind", choices=_MODULES, help="what it is to be: %(choices)s", metavar="kind")
-    parser.add_argument("name", help="what users choose it by, as in stager=NAME; letters, digits, '_' and '-'")
+    parser.add_argument("name", help="what users choose it by, as in stager=NAME; lower-case letters, digits and '_'")
     parser.add_argument("--dir", default=".", metavar="D", help="where to make the folder, the current directory")
 
 
@@ -71,9 +68,8 @@ def run(asked: argparse.Namespace) -> int:
     if asked.json:
         output.as_json({"kind": asked.kind, "folder": str(folder), "files": made, "next": list(steps)})
         return 0
-    output.echo(
-        f"Made {folder}: the {asked.kind.replace('_', ' ')} {asked.name!r}, its contract and its tests.", "bold"
-    )
+    kind = asked.kind.replace("_", " ")
+    output.echo(f"Made {folder}: the {kind} {asked.name!r}, its contract and its tests.", "bold")
     output.table("", (), [[f"  {file}"] for file in made])
     output.echo("Next:")
     output.table("", (), [[step, f"# {why}"] for step, why in steps.items()])
@@ -86,17 +82,16 @@ def make(kind: str, name: str, parent: Path) -> Path:
     Raises:
         ConfigError: the name cannot be had, or the folder is there or cannot be made; nothing was written.
     """
-    package = re.sub(r"[_-]+", "_", name).lower()
-    if problem := _problem(kind, name, package):
+    if problem := _problem(kind, name):
         raise ConfigError(f"{name!r} {problem}. Choose another name.")
-    folder = parent / package.replace("_", "-")
-    if folder.is_symlink() or folder.exists():
+    folder = parent / name.replace("_", "-")
+    if os.path.lexists(folder):
         raise ConfigError(f"{folder} is there already, and nothing in it was touched. Choose another name or --dir.")
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=parent) as unfinished:
             whole = Path(unfinished) / folder.name
-            for file, text in _files(kind, name, package).items():
+            for file, text in _files(kind, name).items():
                 (whole / file).parent.mkdir(parents=True, exist_ok=True)
                 (whole / file).write_text(text, encoding="utf-8")
             whole.rename(folder)
@@ -105,48 +100,40 @@ def make(kind: str, name: str, parent: Path) -> Path:
     return folder
 
 
-def _files(kind: str, name: str, package: str) -> dict[str, str]:
+def _problem(kind: str, name: str) -> str:
+    """Why a plugin and its package cannot have a name; empty if they can."""
+    if not re.fullmatch("[a-z]([a-z0-9_]{0,26}[a-z0-9])?", name) or "__" in name:
+        return "is no name: take up to 28 lower-case letters, digits and '_', a letter first and '_' between others"
+    if name in registry.names(kind):
+        return f"is a {kind} already: {registry.find(kind, name).origin}"
+    if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name in (*_RESERVED, *_MODULES, *_MODULES[kind]):
+        return "cannot name a Python package and an option of Hydra"
+    found = importlib.util.find_spec(name)
+    return "is a Python module already" if found is not None and found.origin is not None else ""
+
+
+def _files(kind: str, name: str) -> dict[str, str]:
     """The files of the package, by their paths."""
     installed = Path(__file__).parents[1] / "example"
     example = installed if installed.is_dir() else Path(__file__).parents[2] / "examples" / "plugin"
     modules = [f"lean_export/{module}.py" for module in _MODULES[kind]]
     sources = [*modules, *(f"tests/{test}.py" for test in _TESTS[kind]), "pyproject.toml"]
-    old, camel = _NAMES[kind]
-    component = "".join(part[:1].upper() + part[1:] for part in re.split(r"[_-]+", name))
-    component = f"My{component}" if component in _CLASSES else component
     texts = {file: (example / file).read_text(encoding="utf-8") for file in sources}
-    project = texts["pyproject.toml"]
-    project = re.sub('^description = ".*"', f'description = "The {kind} {name} for stagereg."', project, flags=re.M)
+    project = re.sub(
+        '^description = ".*"', f'description = "The {kind} {name} for stagereg."', texts["pyproject.toml"], flags=re.M
+    )
     # Of the entry points, those in modules that are copied.
     others = "".join(f"(?!{module}:)" for module in _MODULES[kind])
     texts["pyproject.toml"] = re.sub(rf'^"\w+\.\w+" = "lean_export\.{others}.*\n', "", project, flags=re.M)
+    old, camel = _NAMES[kind]
     quoted = re.compile(rf'(?:(?<=["=])|(?<=: )){old}\b|(?<=\.){old}(?=")')
+    distribution = name.replace("_", "-")
+    made = {
+        "README.md": _README.format(distribution=distribution, chosen=_CHOSEN.get(kind, kind), name=name),
+        f"{name}/__init__.py": f'"""The plugin {kind}={name}."""\n',
+        f"{name}/py.typed": "",
+    }
     for file, text in texts.items():
-        text = quoted.sub(name, text).replace(camel, component)
-        texts[file] = text.replace("lean_export", package).replace("lean-export", package.replace("_", "-"))
-    chosen = {"distribution": package.replace("_", "-"), "chosen": _CHOSEN.get(kind, kind), "name": name}
-    own = {"README.md": _README.format(**chosen), f"{package}/__init__.py": f'"""The plugin {kind}={name}."""\n'}
-    return (
-        {file.replace("lean_export", package): text for file, text in texts.items()} | own | {f"{package}/py.typed": ""}
-    )
-
-
-def _problem(kind: str, name: str, package: str) -> str:
-    """Why a plugin and its package cannot have a name; empty if they can."""
-    if not _LEGAL.fullmatch(name):
-        return (
-            "is no name: begin with a letter, go on with up to 27 letters, digits, '_' and '-', and not end with these"
-        )
-    if name.lower() in _HYDRA_LITERALS:
-        return f"means something else in {kind}={name}, where Hydra does not read it as a name"
-    if name in registry.names(kind):
-        return f"is a {kind} already: {registry.find(kind, name).origin}"
-    if keyword.iskeyword(package) or keyword.issoftkeyword(package) or package in ("tests", *_MODULES[kind]):
-        return "cannot name a Python package"
-    if package in sys.stdlib_module_names:
-        return "is a module of Python already"
-    try:
-        found = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return "is a Python module already"
-    return "is a Python module already" if found is not None and found.origin is not None else ""
+        text = quoted.sub(name, text).replace(camel, name.title().replace("_", ""))
+        made[file.replace("lean_export", name)] = text.replace("lean_export", name).replace("lean-export", distribution)
+    return made

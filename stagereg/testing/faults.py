@@ -18,7 +18,6 @@ One at a time in a process: the moments do not show which checkpointer they belo
 from __future__ import annotations
 
 import errno
-import inspect
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -44,10 +43,8 @@ _HANG = "hang"
 _LOOK_S = 0.02
 _HIDDEN = ("agreed", "writing", "flushed", "written", "marked", "held", "described")
 """Moments at which the directory of the save has its first name still."""
-_BEFORE = ("locked", "swept", "staged")
-"""Moments that are over when the storage is first called for the save."""
-_AFTER = ("ended",)
-"""Moments at which the save has succeeded, and each rank is on its own."""
+_OUTSIDE = ("locked", "swept", "staged", "ended")
+"""Moments that are over when the storage is first called for the save, or come when it has succeeded."""
 
 
 @registry.register("storage", "faulty")
@@ -89,7 +86,7 @@ class FaultyStorage(Storage):
         known = [*sorted(errno.errorcode.values()), _HANG]
         if fault not in known:
             raise ConfigError(f"fault={fault!r} is no error of this system and not {_HANG!r}.{nearest(fault, known)}")
-        moments = [name for name in failpoints.POINTS if name not in _BEFORE + _AFTER]
+        moments = [name for name in failpoints.POINTS if name not in _OUTSIDE]
         if at not in moments:
             raise ConfigError(f"at must be one of {', '.join(moments)}, not {at!r}.{nearest(at, moments)}")
         inner: Storage = registry.build("storage", storage) if isinstance(storage, str) else storage
@@ -97,8 +94,8 @@ class FaultyStorage(Storage):
         self.fault = fault
         self.at = at
         self.after_bytes = after_bytes
-        self.saves = None if saves is None else tuple(saves)
-        self.ranks = None if ranks is None else tuple(ranks)
+        self.saves = saves
+        self.ranks = ranks
         self.release = release
         self._folder: str = ""
         self._rank = 0
@@ -131,9 +128,8 @@ class FaultyStorage(Storage):
         return self.wraps.write_data(plan, planner)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """As the storage inside, which gets more than ``is_coordinator`` only where it takes that, as from torch."""
-        takes_more = "kwargs" in inspect.signature(self.wraps.set_up_storage_writer).parameters
-        self.wraps.set_up_storage_writer(is_coordinator, **(kwargs if takes_more else {}))
+        """As the storage inside; the rest says that ranks use collectives, which is the default."""
+        self.wraps.set_up_storage_writer(is_coordinator)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """As the storage inside."""

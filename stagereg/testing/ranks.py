@@ -116,8 +116,7 @@ def run_ranks(
         try:
             for rank in range(nproc):
                 variables = {**os.environ, **_ONE_THREAD, **_rank_variables(rank, nproc), **(env or {})}
-                limit = timeout_s + _PG_EXTRA_S
-                job = Assignment(rank, nproc, Path(folder), shipment, os.getcwd(), variables, backend, port, limit)
+                job = Assignment(rank, nproc, Path(folder), shipment, variables, backend, port, timeout_s + _PG_EXTRA_S)
                 ranks.append(_start(job))
             hung = _wait(ranks, deadline)
         finally:
@@ -156,12 +155,12 @@ class _Rank:
         error = self.job.file("error")
         return error.stat().st_mtime if error.exists() else 0.0
 
-    def failure(self) -> str | None:
-        """Why this rank has no result: its traceback, or how it died; ``None`` when it has one or was ended."""
+    def failure(self) -> str:
+        """Why this rank has no result: its traceback, or how it died; empty when it has one or was ended."""
         if error := self.lines("error"):
             return "\n".join(error)
-        if self.was_ended or self.job.file("result").exists():
-            return None
+        if self.was_ended or self.process.is_alive() or self.job.file("result").exists():
+            return ""
         code = self.process.exitcode or 0
         died = f"died of {signal_name(-code)}" if code < 0 else f"left with exit code {code}"
         return "\n  ".join([f"{died} before it returned", *self.lines("output")[-10:], *self.lines("stacks")[:20]])
@@ -188,16 +187,14 @@ def _components() -> list[str]:
 
 def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
     """Wait for all ranks, until the deadline, or shortly after the first failure; return the ranks that hung."""
-    running = list(ranks)
     failed = False
-    while running:
-        connection.wait([each.process.sentinel for each in running], max(0.0, deadline - time.monotonic()))
-        ended = [each for each in running if not each.process.is_alive()]
-        running = [each for each in running if each not in ended]
-        if not failed and any(each.failure() for each in ended):
+    while running := [each for each in ranks if each.process.is_alive()]:
+        if not failed and any(each.failure() for each in ranks):
             failed, deadline = True, min(deadline, time.monotonic() + _LINGER_S)
-        if running and time.monotonic() >= deadline:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
             break
+        connection.wait([each.process.sentinel for each in running], left_s)
     if failed:
         return []
     # A rank that has its result only waits for the others, unless all have theirs: then it hangs at its exit.
@@ -220,22 +217,20 @@ def _results(ranks: Sequence[_Rank], hung: Sequence[_Rank], timeout_s: float) ->
         others = [str(each.job.rank) for each in ranks if each not in hung]
         ended = f"; ended in time: rank {', '.join(others)}" if others else ""
         head = f"rank {', '.join(map(str, stacks))} hung: still running after {timeout_s:g} s{ended}"
-        failure = RankFailure(
-            "\n".join([head, *(f"--- rank {r}, stacks:\n{s}" for r, s in stacks.items())]), {}, stacks
-        )
+        parts, failed = [f"--- rank {rank}, stacks:\n{text}" for rank, text in stacks.items()], {}
     elif failed:
         head = f"{len(failed)} of {len(ranks)} ranks failed: rank {', then '.join(map(str, failed))}"
-        failure = RankFailure("\n".join([head, *(f"--- rank {r}: {why}" for r, why in failed.items())]), failed)
+        parts = [f"--- rank {rank}: {why}" for rank, why in failed.items()]
     else:
         return list(returned.values())
+    failure = RankFailure("\n".join([head, *parts]), failed, stacks)
     failure.returned = returned
     raise failure
 
 
 def _rank_variables(rank: int, nproc: int) -> dict[str, str]:
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
-    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-    return {**ranks, "MASTER_ADDR": "127.0.0.1", **loopback}
+    return {**ranks, "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 @contextlib.contextmanager

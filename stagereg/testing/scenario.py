@@ -13,7 +13,7 @@ import dataclasses
 import re
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import Mock
@@ -41,87 +41,50 @@ _STARTING_S = 30.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """What happens.
+    """What happens; without a join at all, only the joinables' device and group are tried."""
 
-    Attributes:
-        lengths: of each join that follows on the one before, how many batches each rank has.
-        torchs: on ranks with an even and on those with an odd number, whether torch's ``Join`` runs there.
-        mode: of stagereg's ``Join``; ``"own"``: what the contract's options say.
-        announced: how many batches each rank says it has, where that is not true.
-        again: one ``Join`` object is entered for all, in place of a new one each time.
-        iterates: the loop is over ``join.iterate``, and passes over empty batches.
-        keywords: further keyword arguments of ``Join``.
-        before: steps outside the join before it; after them comes one whose side effects are allowed.
-        after: steps outside the join after it.
-        stops: every rank raises after its first step.
-        fails: rank 0 raises after its first step.
-        looks: what else is observed: "side effects", "hooks", "sent", "place".
-    """
-
-    lengths: tuple[tuple[int, ...], ...]
-    torchs: tuple[bool, bool] = (False, False)
-    mode: str | None = "own"
-    announced: tuple[int, ...] = ()
-    again: bool = False
-    iterates: bool = False
+    lengths: tuple[tuple[int, ...], ...] = ()  # of each join that follows on the one before, each rank's batches
+    torchs: tuple[bool, bool] = (False, False)  # on even and on odd ranks: whether torch's Join runs there
+    mode: str | None = "own"  # of stagereg's Join; "own": what the contract's options say
+    announced: tuple[int, ...] = ()  # how many batches each rank says it has, where that is not true
+    again: bool = False  # one Join object is entered for all, in place of a new one each time
+    iterates: bool = False  # the loop is over join.iterate, and passes over empty batches
     enable: bool = True
     throw: bool = False
-    keywords: tuple[tuple[str, Any], ...] = ()
-    before: int = 0
-    after: int = 0
-    stops: bool = False
-    fails: bool = False
-    looks: str = ""
+    keywords: tuple[tuple[str, Any], ...] = ()  # further ones of Join
+    before: int = 0  # steps outside the join before it; side effects beyond those of the last of them are observed
+    after: int = 0  # steps outside the join after it
+    stops: bool = False  # every rank raises after its first step
+    fails: bool = False  # rank 0 raises after its first step
 
     def __str__(self) -> str:
         """Describe it, for parentheses after what was observed."""
         counts = " and then ".join(", ".join(map(str, lengths)) for lengths in self.lengths) or "no"
-        shown = dataclasses.fields(self)[1:-1]
+        shown = dataclasses.fields(self)[1:]
         options = [f"{f.name}={getattr(self, f.name)}" for f in shown if getattr(self, f.name) != f.default]
         return ", ".join([f"{counts} batches on ranks 0, 1, ...", *options])
 
 
 @dataclass
 class Observation:
-    """What one rank saw.
+    """What one rank saw."""
 
-    Attributes:
-        states: the state after each join, and once more after the steps that follow.
-        done: how many steps ended within each join.
-        error: class and message of what ended it; empty if nothing did.
-        kind: of that error: "injected" by the scenario itself, "uneven" inputs, a "peer" that failed, or "other".
-        trace: its traceback.
-        traces: what was left behind, one text each.
-        mains: of each joinable's hooks, how often ``main_hook`` ran, by join.
-        posts: likewise ``post_hook``.
-        sent: how many collectives each step of this rank had in the last join.
-        place: what is wrong with device and group of a joinable.
-        foreign: why it cannot be planned or counted; empty if it can.
-        counts: whether a planned join with it counts after all.
-    """
-
-    states: list[Any] = field(default_factory=list)
-    done: list[int] = field(default_factory=list)
-    error: str = ""
-    kind: str = ""
-    trace: str = ""
-    traces: list[str] = field(default_factory=list)
-    mains: dict[str, list[int]] = field(default_factory=dict)
-    posts: dict[str, list[int]] = field(default_factory=dict)
-    sent: list[int] = field(default_factory=list)
-    place: str = ""
-    foreign: str = ""
-    counts: bool = False
+    states: list[Any] = field(default_factory=list)  # after each join, and once more after the steps that follow
+    done: list[int] = field(default_factory=list)  # how many steps ended within each join
+    error: str = ""  # class and message of what ended it
+    kind: str = ""  # of that: "injected" on purpose, "uneven" inputs, a "peer" that failed, or "other"
+    trace: str = ""  # its traceback
+    traces: list[str] = field(default_factory=list)  # what was left behind, one text each
+    hooks: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # runs of a joinable's main and post hook
+    sent: list[int] = field(default_factory=list)  # how many collectives each step had in the last join
+    place: str = ""  # what is wrong with device and group of a joinable
+    foreign: str = ""  # why it cannot be planned or counted
+    counts: bool = False  # whether a planned join with it counts after all
 
 
 @dataclass(frozen=True)
 class ScenarioResult:
-    """How a scenario went.
-
-    Attributes:
-        seen: by rank; ``None`` for one that did not come to its end.
-        failure: what is known of those.
-    """
+    """How a scenario went: what each rank saw, ``None`` if it did not end, and then what is known of that."""
 
     seen: tuple[Observation | None, ...]
     failure: str = ""
@@ -167,10 +130,7 @@ def played(contract: Any, scenario: Scenario, others: Sequence[Scenario]) -> Sce
     if not known and others:
         with contextlib.suppress(RankFailure):
             todo = tuple(dict.fromkeys([*others, scenario]))
-            by_rank = _run(contract, todo)
-            known.update(
-                (each, ScenarioResult(seen)) for each, seen in zip(todo, zip(*by_rank, strict=True), strict=True)
-            )
+            known.update(zip(todo, map(ScenarioResult, zip(*_run(contract, todo), strict=True)), strict=True))
     if scenario not in known:
         try:
             known[scenario] = ScenarioResult(tuple(seen for (seen,) in _run(contract, (scenario,))))
@@ -233,50 +193,47 @@ class _Play:
             seen.kind = next((name for kind, name in _KINDS.items() if isinstance(error, kind)), "other")
             seen.trace = "".join(traceback.format_exception(error))
         for name, pairs in self._hooks.items():
-            seen.mains[name] = [main.call_count for main, _ in pairs]
-            seen.posts[name] = [post.call_count for _, post in pairs]
+            seen.hooks[name] = [(main.call_count, post.call_count) for main, post in pairs]
         return seen
 
     def _play(self) -> None:
+        what = self._what
         subject = self._contract.build()
         joinables = list(self._contract.joinables(subject))
         self._contract.step = self._counted(self._contract.step, joinables)
         kinds = [type(each).__name__ for each in joinables]
         names = [f"{kind} {i}" if kinds.count(kind) > 1 else kind for i, kind in enumerate(kinds)]
-        roots = [*zip(names, joinables, strict=True), ("the subject", subject)]
-        allowed: set[str] = set()
-        before: dict[str, Any] = {}
-        if "place" in self._what.looks:
+        if not what.lengths:
             self._look_at_place(joinables)
-        if "side effects" in self._what.looks:
-            allowed, before = self._train_outside(subject, roots)
-        if "hooks" in self._what.looks:
+        elif not what.before:
             for name, each in zip(names, joinables, strict=True):
                 self._count_hooks(name, each)
-        try:
             self._joins(subject, joinables)
-        finally:
-            if "side effects" in self._what.looks:
-                # After an irregular end only what training never changes can be judged.
-                every = not (self._what.stops or self._what.fails or self._what.throw)
-                found = changed(before, side_effects(roots)).items()
-                self._seen.traces = [text for at, text in found if at not in allowed and (every or strict(at))]
-        for step in range(self._what.after):
-            self._contract.step(subject, batch(self._rank, len(self._what.lengths), step))
-        if self._what.after:
+        else:
+            self._watched_joins(subject, joinables, [*zip(names, joinables, strict=True), ("the subject", subject)])
+        for step in range(what.after):
+            self._contract.step(subject, batch(self._rank, len(what.lengths), step))
+        if what.after:
             self._note_state(subject)
 
     def _note_state(self, subject: Any) -> None:
         self._seen.states.append(_plain(self._contract.state(subject)))
 
-    def _train_outside(self, subject: Any, roots: Sequence[tuple[str, Any]]) -> tuple[set[str], dict[str, Any]]:
-        """Train without a join, and return what that changes, and how it leaves things."""
-        taken: dict[str, Any] = {}
-        for step in range(self._what.before):
+    def _watched_joins(self, subject: Any, joinables: list[Any], roots: Sequence[tuple[str, Any]]) -> None:
+        """Train without a join, which shows what that changes; then in joins, and observe what else has changed."""
+        what, taken = self._what, {}
+        for step in range(what.before):
             taken = side_effects(roots)
             self._contract.step(subject, batch(self._rank, -1, step))
-        after = side_effects(roots)
-        return set(changed(taken, after)), after
+        before = side_effects(roots)
+        allowed = changed(taken, before)
+        try:
+            self._joins(subject, joinables)
+        finally:
+            # After an irregular end only what training never changes can be judged.
+            every = not (what.stops or what.throw)
+            found = changed(before, side_effects(roots)).items()
+            self._seen.traces = [text for at, text in found if at not in allowed and (every or strict(at))]
 
     def _joins(self, subject: Any, joinables: list[Any]) -> None:
         join = None
@@ -328,8 +285,7 @@ class _Play:
             result = step(subject, value)
             if self._in_join:
                 self._taken += 1
-                if "sent" in self._what.looks:
-                    self._seen.sent.append(begun_collectives() - before)
+                self._seen.sent.append(begun_collectives() - before)
             return result
 
         return counted
@@ -348,32 +304,26 @@ class _Play:
             joinable.join_hook = made
 
     def _look_at_place(self, joinables: list[Any]) -> None:
-        seen = self._seen
         for each in joinables:
-            if hasattr(each, "join_device") and (wrong := self._wrong_place(each)):
-                seen.place = f"{type(each).__name__}.{wrong}"
+            if not hasattr(each, "join_device"):
+                continue  # something that stagereg's Join wraps
+            device = each.join_device
+            if not isinstance(device, torch.device):
+                self._seen.place = f"{type(each).__name__}.join_device is {device!r}, no torch.device"
+                return
+            total = torch.ones(1, device=device)
+            dist.all_reduce(total, group=each.join_process_group)
+            if total.item() != self._world_size:
+                seen = f"{type(each).__name__}.join_process_group: a sum of ones over it is {total.item():g}"
+                self._seen.place = f"{seen}, and {self._world_size} ranks train"
                 return
         divides = self._contract.options.get("divide_by_initial_world_size", True)
-        seen.counts = any(auto(each).needs_active_ranks(divides) for each in joinables)
+        self._seen.counts = any(auto(each).needs_active_ranks(divides) for each in joinables)
         try:
             with Join(joinables, mode="counted", timeout=self._contract.timeout_s / 2):
                 pass
         except JoinError as error:
-            seen.foreign = str(error)
-
-    def _wrong_place(self, joinable: Any) -> str:
-        device, group = joinable.join_device, joinable.join_process_group
-        group = dist.group.WORLD if group is None else group
-        if not isinstance(device, torch.device):
-            return f"join_device is {device!r}, no torch.device"
-        if not isinstance(group, dist.ProcessGroup):
-            return f"join_process_group is {group!r}, no process group of this rank"
-        if group.size() != self._world_size:
-            return f"join_process_group has {group.size()} of the {self._world_size} ranks that train"
-        total = torch.ones(1, device=device)
-        dist.all_reduce(total, group=group)
-        wrong = total.item() != self._world_size
-        return f"join_process_group: a sum of ones over it is {total.item():g}" if wrong else ""
+            self._seen.foreign = str(error)
 
 
 def _plain(state: Any) -> Any:
@@ -388,11 +338,8 @@ def _plain(state: Any) -> Any:
 def begun_collectives() -> int:
     """How many collectives this process has begun, in all its process groups and their control channels."""
     groups = list(_world.pg_map)
-    channels = [backend for group in groups for backend in resources_of(group).backends()]
-    return sum(_numbers([*groups, *channels]))
-
-
-def _numbers(groups: Sequence[Any]) -> Iterator[int]:
-    for group in groups:
+    begun = 0
+    for each in [*groups, *(backend for group in groups for backend in resources_of(group).backends())]:
         with contextlib.suppress(RuntimeError, AttributeError):
-            yield int(group._get_sequence_number_for_group())
+            begun += int(each._get_sequence_number_for_group())
+    return begun

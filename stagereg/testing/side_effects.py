@@ -28,18 +28,16 @@ _STRICT = ("hooks on", "attributes of", "join of", "Python's warning filters")
 
 
 def side_effects(roots: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """List what there is to compare.
+    """List what there is to compare, by where it was seen, in values that are comparable by ``==``.
 
     Args:
         roots: objects, each with what to call it.
-
-    Returns:
-        What is comparable by ``==``, by where it was seen.
     """
-    walk = _Walk()
+    found: dict[str, Any] = {"Python's warning filters": list(warnings.filters)}
+    known: dict[int, Any] = {}  # an id is one only while its object lives
     for name, thing in roots:
-        walk.visit(name, thing, _DEPTH)
-    return {**walk.found, "Python's warning filters": list(warnings.filters)}
+        _visit(name, thing, _DEPTH, found, known)
+    return found
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
@@ -54,58 +52,49 @@ def strict(place: str) -> bool:
 
 
 def _text(place: str, before: Any, after: Any) -> str:
-    if isinstance(before, frozenset) and isinstance(after, frozenset):
-        parts = {"now also": after - before, "no longer": before - after}
-        return f"{place}: " + "; ".join(f"{how} {', '.join(sorted(names))}" for how, names in parts.items() if names)
+    if isinstance(before, frozenset):
+        return f"{place}: now also {sorted(after - before)}, no longer {sorted(before - after)}"
     return f"{place}: changed" if isinstance(before, list) else f"{place}: was {before}, is {after}"
 
 
-class _Walk:
-    def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
-        self._known: dict[int, Any] = {}  # an id is one only while its object lives
+def _visit(name: str, thing: Any, depth: int, found: dict[str, Any], known: dict[int, Any]) -> None:
+    if depth == 0 or id(thing) in known or isinstance(thing, (*_SIMPLE, type, types.ModuleType)):
+        return
+    known[id(thing)] = thing
+    if isinstance(thing, Tensor):
+        found[f"hooks on {name}"] = len(thing._backward_hooks or ())
+    elif isinstance(thing, nn.Module):
+        for path, part in thing.named_modules(prefix=name):
+            known[id(part)] = part
+            found |= _own(path, part)
+        for path, parameter in thing.named_parameters(prefix=name):
+            _visit(path, parameter, 1, found, known)
+    elif isinstance(thing, Optimizer):
+        found |= _own(name, thing)
+    elif isinstance(thing, (list, tuple, Mapping)):
+        members = list(thing.items() if isinstance(thing, Mapping) else enumerate(thing))
+        for key, each in members[:_MANY]:
+            _visit(f"{name}[{key!r}]", each, depth - 1, found, known)
+    elif isinstance(thing, types.MethodType):
+        _visit(name, thing.__self__, depth, found, known)
+    elif hasattr(thing, "__dict__") and not isinstance(thing, _FUNCTIONS) and not _is_torchs(thing):
+        found |= _own(name, thing)
+        for attribute, value in vars(thing).items():
+            if attribute != "_join_config":
+                found[f"{name}.{attribute}"] = _worth(value)
+                _visit(f"{name}.{attribute}", value, depth - 1, found, known)
 
-    def visit(self, name: str, thing: Any, depth: int) -> None:
-        if depth == 0 or id(thing) in self._known or isinstance(thing, (*_SIMPLE, type, types.ModuleType)):
-            return
-        self._known[id(thing)] = thing
-        if isinstance(thing, Tensor):
-            self._hooks(name, {"backward_hooks": thing._backward_hooks})
-        elif isinstance(thing, nn.Module):
-            for path, part in thing.named_modules(prefix=name):
-                self._known[id(part)] = part
-                self._own(path, part)
-            for path, parameter in thing.named_parameters(prefix=name):
-                self.visit(path, parameter, 1)
-        elif isinstance(thing, Optimizer):
-            self._own(name, thing)
-        elif isinstance(thing, (list, tuple, Mapping)):
-            members = list(thing.items() if isinstance(thing, Mapping) else enumerate(thing))
-            for key, each in members[:_MANY]:
-                self.visit(f"{name}[{key!r}]", each, depth - 1)
-        elif isinstance(thing, types.MethodType):
-            self.visit(name.removesuffix("()"), thing.__self__, depth)
-        elif _is_plain(thing):
-            self._own(name, thing)
-            for attribute, value in vars(thing).items():
-                if attribute != "_join_config":
-                    self.found[f"{name}.{attribute}"] = _worth(value)
-                    self.visit(f"{name}.{attribute}", value, depth - 1)
 
-    def _own(self, name: str, thing: Any) -> None:
-        self.found[f"attributes of {name}"] = frozenset(vars(thing)) - _SETS_ITSELF
-        self._hooks(name, vars(thing))
-        config = getattr(thing, "_join_config", None)
-        if config is not None:
-            self.found[f"join of {name}"] = "switched on" if getattr(config, "enable", False) else "switched off"
-
-    def _hooks(self, name: str, attributes: Mapping[str, Any]) -> None:
-        counts = {
-            attribute.strip("_").replace("_", " "): len(hooks)
-            for attribute, hooks in attributes.items()
-            if attribute.endswith("hooks") and isinstance(hooks, Mapping) and hooks
-        }
-        self.found[f"hooks on {name}"] = counts or "none"
+def _own(name: str, thing: Any) -> dict[str, Any]:
+    """Which attributes an object has of its own, how many hooks in which of them, and whether it is in a join."""
+    own = vars(thing)
+    hooks = {key.strip("_").replace("_", " "): len(own[key]) for key in own if key.endswith("hooks") and own[key]}
+    config = own.get("_join_config")
+    return {
+        f"attributes of {name}": frozenset(own) - _SETS_ITSELF,
+        f"hooks on {name}": hooks or "none",
+        f"join of {name}": "switched on" if config is not None and config.enable else "switched off",
+    }
 
 
 def _worth(value: Any) -> Any:
@@ -117,7 +106,6 @@ def _worth(value: Any) -> Any:
     return f"a {kind} of {len(value)}" if isinstance(value, (list, dict, set, tuple)) else f"a {kind}"
 
 
-def _is_plain(thing: Any) -> bool:
-    """Whether an object is written in Python, and not one of torch's, which lead to all the world."""
-    foreign = type(thing).__module__.partition(".")[0] in ("torch", "builtins")
-    return hasattr(thing, "__dict__") and not foreign and not isinstance(thing, _FUNCTIONS)
+def _is_torchs(thing: Any) -> bool:
+    """Whether an object is one of torch's or Python's, which lead to all the world."""
+    return type(thing).__module__.partition(".")[0] in ("torch", "builtins")

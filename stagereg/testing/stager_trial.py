@@ -30,7 +30,8 @@ S = TypeVar("S", bound="StagerTrial")
 
 _STARTING_S = 60.0
 """Seconds that a rank may take to start, beside the contract's own time."""
-_ON_A_RANK = "tried_on_a_rank"
+_TRIED: set[object] = set()
+"""Promises that bound themselves."""
 
 
 class StagerTrial(Contract):
@@ -47,7 +48,7 @@ class StagerTrial(Contract):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name, method in list(vars(cls).items()):
-            if name.startswith("test_") and callable(method):
+            if name.startswith("test_") and callable(method) and method not in _TRIED:
                 setattr(cls, name, _bounded(method))
 
     def make(self) -> AsyncStager:
@@ -135,8 +136,24 @@ def on_a_rank(method: Callable[[S], None]) -> Callable[[S], None]:
 
     The class of the contract travels there by name, so it has to be at the top of a module.
     """
-    setattr(method, _ON_A_RANK, True)
-    return method
+    tried = _bounded(method)
+
+    @functools.wraps(method)
+    def attempt(self: S) -> None:
+        if is_rank():
+            tried(self)
+            return
+        limit_s = self.timeout_s + _STARTING_S
+        try:
+            (outcome,) = run_ranks(_outcome, 1, args=(type(self), method.__name__), timeout_s=limit_s)
+        except RankFailure as failure:
+            wrong = summarize(failure.failed[0]) if failure.failed else f"it hung for {limit_s:g} s"
+            self.broken(f"tried in a process of its own, {wrong}")
+        if outcome.kept is False:
+            self.broken(outcome.seen)
+
+    _TRIED.add(attempt)
+    return attempt
 
 
 def _bounded(method: Callable[[S], None]) -> Callable[[S], None]:
@@ -150,26 +167,12 @@ def _bounded(method: Callable[[S], None]) -> Callable[[S], None]:
 
     @functools.wraps(method)
     def attempt(self: S) -> None:
-        if hasattr(method, _ON_A_RANK) and not is_rank():
-            _try_on_a_rank(self, method.__name__)
-            return
         # The filters are the process's, so they are changed where they come back even if the trial does not.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.within(lambda: tried(self))
 
     return attempt
-
-
-def _try_on_a_rank(contract: Contract, name: str) -> None:
-    limit_s = contract.timeout_s + _STARTING_S
-    try:
-        (outcome,) = run_ranks(_outcome, 1, args=(type(contract), name), timeout_s=limit_s)
-    except RankFailure as failure:
-        wrong = summarize(failure.failed[0]) if failure.failed else f"it hung for {limit_s:g} s"
-        contract.broken(f"tried in a process of its own, {wrong}")
-    if outcome.kept is False:
-        contract.broken(outcome.seen)
 
 
 def _outcome(rank: int, world_size: int, kind: type[Contract], name: str) -> Outcome:

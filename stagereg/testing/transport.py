@@ -24,41 +24,47 @@ __all__ = ["Shipment", "pack", "unpack"]
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 """Where modules lie that an ordinary import finds."""
 
-_Places = dict[str, tuple[str | None, list[str] | None]]
-
 
 @dataclass(frozen=True)
-class Shipment:
+class Shipment(MetaPathFinder):
     """A call in bytes, and for each of the caller's modules its file and, of a package, its folders."""
 
     call: bytes
-    modules: _Places
+    modules: dict[str, tuple[str | None, list[str] | None]]
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Find a module of the caller's in its file."""
+        file, folders = self.modules.get(name, (None, None))
+        if file is not None:
+            return importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
+        if folders is None:
+            return None
+        spec = ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = folders
+        return spec
 
 
 def pack(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shipment:
     """Describe the call ``fn(*args, **kwargs)``; ``ValueError`` when it cannot be pickled."""
-    errors = (pickle.PicklingError, TypeError, AttributeError)
+    wrong = f"{fn!r} is not in other processes: define it with `def` at the top of a module"
     try:
         pickle.dumps(fn)
-    except errors as error:
-        raise ValueError(f"{fn!r} is not in other processes: define it with `def` at the top of a module") from error
-    try:
-        call = pickle.dumps((fn, args, kwargs))
-    except errors as error:
-        raise ValueError(f"the arguments for {fn!r} cannot be sent to other processes: {error}") from error
-    return Shipment(call, _own_modules())
+        wrong = f"the arguments for {fn!r} cannot be sent to other processes"
+        return Shipment(pickle.dumps((fn, args, kwargs)), _own_modules())
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ValueError(f"{wrong}: {error}") from error
 
 
 def unpack(shipment: Shipment) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Import what the call names, from the files it came from; return the function and its arguments."""
-    sys.meta_path.insert(0, _SameFiles(shipment.modules))
+    sys.meta_path.insert(0, shipment)
     call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] = pickle.loads(shipment.call)
     return call
 
 
-def _own_modules() -> _Places:
+def _own_modules() -> dict[str, tuple[str | None, list[str] | None]]:
     """The loaded modules that are not installed. ``__main__`` is multiprocessing's own affair."""
-    found: _Places = {}
+    found: dict[str, tuple[str | None, list[str] | None]] = {}
     for name, module in list(sys.modules.items()):
         facts = vars(module) if isinstance(module, ModuleType) else {}
         file, folders = facts.get("__file__"), facts.get("__path__")
@@ -71,20 +77,3 @@ def _own_modules() -> _Places:
             found[above] = None, []  # made up by pytest, for a folder that is no package
             above = above.rpartition(".")[0]
     return found
-
-
-class _SameFiles(MetaPathFinder):
-    """Finds the modules of a shipment in their files."""
-
-    def __init__(self, modules: _Places) -> None:
-        self._modules = modules
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        file, folders = self._modules.get(name, (None, None))
-        if file is not None:
-            return importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
-        if folders is None:
-            return None
-        spec = ModuleSpec(name, None, is_package=True)
-        spec.submodule_search_locations = folders
-        return spec

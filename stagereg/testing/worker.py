@@ -41,7 +41,6 @@ class Assignment:
     world_size: int
     folder: Path
     shipment: Shipment
-    working_directory: str
     environment: Mapping[str, str]
     backend: str
     store_port: int
@@ -123,11 +122,14 @@ def work(job: Assignment) -> None:
     os.setpgid(0, 0)
     _end_with_parent()
     _redirect(job.file("output"))
+    os.environ.clear()
+    os.environ.update(job.environment)
     with job.file("stacks").open("wb") as stacks:
-        _dump_stacks_on_signal(stacks)
-        os.environ.clear()
-        os.environ.update(job.environment)
-        os.chdir(job.working_directory)
+        # Chained to the default action, which ends the process: whoever waits for the end has the whole dump.
+        # Not SIGUSR1, which a checkpointer takes.
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True, chain=True)
+        faulthandler.enable(file=stacks, all_threads=True)
         try:
             _call(job, stacks)
         except BaseException:
@@ -147,8 +149,7 @@ def _call(job: Assignment, stacks: BinaryIO) -> None:
     _running = _Running(job, store, stacks)
     _begin_group(_running)
     try:
-        result = pickle.dumps(fn(job.rank, job.world_size, *args, **kwargs))
-        job.file("part").write_bytes(result)
+        job.file("part").write_bytes(pickle.dumps(fn(job.rank, job.world_size, *args, **kwargs)))
         job.file("part").rename(job.file("result"))
     except BaseException:
         store.add("ended", 1)
@@ -182,25 +183,16 @@ def _end_with_parent() -> None:
     The caller holds the other end of the sentinel pipe; the closing of it raises SIGIO here, whose default is the end.
     """
     parent = multiprocessing.parent_process()
-    if parent is not None and hasattr(os, "O_ASYNC"):
-        fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, os.O_ASYNC)
-
-
-def _dump_stacks_on_signal(stacks: BinaryIO) -> None:
-    # Chained to the default action, which ends the process: whoever waits for the end has the whole dump.
-    # Not SIGUSR1, which a checkpointer takes.
-    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True, chain=True)
-    faulthandler.enable(file=stacks, all_threads=True)
+    assert parent is not None
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, os.O_ASYNC)
 
 
 def _redirect(file: Path) -> None:
     """Send the output of this process, of Python or below it, to a file."""
-    target = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    os.close(target)
+    with file.open("ab") as target:
+        os.dup2(target.fileno(), 1)
+        os.dup2(target.fileno(), 2)
     # The server was started under whatever stdout the caller had; a file is not a terminal.
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

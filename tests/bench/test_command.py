@@ -7,14 +7,18 @@ import os
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import stagereg.bench.join_rows as join
+import stagereg.bench.stall as stall
 from stagereg import cli
-from stagereg.bench.report import Group, Line, tables
+from stagereg.bench.measure import Series
+from stagereg.bench.report import Group, Line, of_series, tables
 
 FEW = {
     "staging": ["--states", "large,lora", "--rows", "pinned_cached,torch:per_save,first:blocking,again:ceiling"],
@@ -164,14 +168,18 @@ def test_help_is_instant_and_the_module_is_the_command() -> None:
 
 
 def test_tables_fit_120_columns_whatever_is_in_them() -> None:
-    missing = Line("first:torch_default", missing="x" * 300)
     failed = Line("pinned_cached+direct", failure="RuntimeError: " + "y\n" * 300)
-    copy = Line("overlapped:blocked", {"seconds": [12345.678, 99999.9]}, ratio=1234.5)
-    stall = Line("torch:async_save", {"lost": [-1234.5, 1e4], "blocked": [100.0, 1e4]}, step_seconds=1e-3)
-    figures = {"p20": 1234.5, "collectives": 3.125, "blocking": 1.125}
-    join = Line("iterate+mean:planned", {"x": [12.3, 1234.5], "step": [99.9]}, ratio=1234.5, figures=figures)
-    groups = [Group("g", "title", [line, missing, failed]) for line in (copy, stall, join)]
-    text = tables([*groups, Group("h", "title", [missing])], [])
+    copies = [Series("overlapped:blocked", [12345.678, 99999.9]), Series("ceiling", [0.1, 10.0])]
+    stalls = [Series("none:blocked", [0.1]), Series("none", [1.0]), Series("x:blocked", [100.0]), Series("x", [1e4])]
+    joins = {row: Series(row, [12.3, 1234.5]) for row in ("off", "iterate+mean:planned")}
+    groups = [
+        of_series("g", "title", copies, "ceiling"),
+        stall.group("g", "title", stalls),
+        join.group("medium", 4, [(joins, {"off": 3.125, "iterate+mean:planned": 10.25})]),
+    ]
+    text = tables(
+        [*(replace(group, lines=[*group.lines, failed]) for group in groups), Group("h", "t", [], [failed])], []
+    )
     assert max(map(len, text.splitlines())) <= 120
-    assert "not there: xxx" in text
-    assert "failed: RuntimeError: y y" in text
+    assert text.count("failed: RuntimeError: y y") == 4
+    assert "7.125" in text

@@ -12,8 +12,7 @@ import pytest
 import stagereg
 import stagereg.bench.endurance as endurance
 from stagereg import cli
-from stagereg.bench.endurance import HEADS, MARKS, Mark, endure, grown, measured, table
-from stagereg.errors import LaunchError
+from stagereg.bench.endurance import HEADS, MARKS, Mark, endure, grown, table
 from stagereg.registry import register
 
 FLAT: Mark = dict(zip(HEADS, (50, 0.03, 300 << 20, 295_000, 430, 12, 4, 2, 1_600_000, 9, 1, 0), strict=True))
@@ -90,20 +89,11 @@ def test_a_stager_that_leaves_files_open_is_seen_in_a_real_run(registry_as_befor
 
 @pytest.mark.slow
 def test_counts_are_of_this_process_and_its_writer(folders: list[Path]) -> None:
-    others = len(list(endurance._children(os.getpid())))  # what earlier tests have started
+    others = len(endurance._children(os.getpid()))  # what earlier tests have started
     seen = endure("shared", "torch_dcp", 10, 1, *folders)
     assert {mark["processes"] for mark in seen} == {others + 2}
-    assert all(mark["seconds"] > 0 for mark in seen)
-    assert seen[-1]["unfinished"] == 0
     kept = sum(path.lstat().st_size for path in folders[0].rglob("step-*/*"))
     assert 0 < seen[-1]["disk"] - kept < 1000, "beside the checkpoints, only who holds the directory"
-
-
-@pytest.mark.slow
-def test_a_process_that_fails_is_an_error_of_the_project(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"(?s)process that measures failed: .*nowhere"):
-        measured("nowhere", "dcp", 10, 2, tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

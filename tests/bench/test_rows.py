@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 import stagereg
 import stagereg.bench.ceiling as ceiling
@@ -18,41 +18,25 @@ import stagereg.bench.staging as staging
 import stagereg.bench.stall as stall
 import stagereg.bench.states as states
 from stagereg.bench.ceiling import flush, memmove, raw_write
-from stagereg.bench.measure import Series, Stopwatch, Timed, interleave
+from stagereg.bench.measure import Series, Stopwatch, interleave
 from stagereg.bench.write import durable
 from stagereg.errors import LaunchError
 
 
-class Stager:
-    """Copies in no way."""
-
-    should_synchronize_after_execute = False
-    copy: Any = None
-
-    def __init__(self, stage: Callable[[Any, dict[str, Any]], Any]) -> None:
-        self.how = stage
-
-    def stage(self, state_dict: dict[str, Any]) -> Any:
-        return self.how(self, state_dict)
-
-    def synchronize_staging(self) -> None: ...
-
-    def close(self) -> None: ...
+def cloned(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.clone() for name, x in state.items()}
 
 
-def stale(self: Stager, state: dict[str, Any]) -> Any:
-    """Copies the first time only."""
-    if self.copy is None:
-        self.copy = {name: x.clone() for name, x in state.items()}
-    return self.copy
+def stager(stage: Callable[[dict[str, Any]], Any]) -> Any:
+    return SimpleNamespace(stage=stage, should_synchronize_after_execute=False, close=lambda: None)
 
 
-@pytest.mark.parametrize(
-    ("stage", "message"), [(lambda self, state: state, "shares the memory"), (stale, "differs from the state")]
-)
-def test_a_stager_that_does_not_copy_has_no_figures(stage: Any, message: str) -> None:
+@pytest.mark.parametrize(("copies", "message"), [(False, "shares the memory"), (True, "differs from the state")])
+def test_a_stager_that_does_not_copy_has_no_figures(copies: bool, message: str) -> None:
     state = states.make("large", 0.0001)
-    (series,) = interleave([staging.Warm(("row",), lambda: Stager(stage), state)], 2, Stopwatch(), state.change)
+    first = cloned(state.tree) if copies else state.tree
+    case = staging.Warm(("row",), lambda: stager(lambda state: first), state)
+    (series,) = interleave([case], 2, Stopwatch(), state.change)
     assert message in series.failure
     assert series.samples == []
 
@@ -60,18 +44,18 @@ def test_a_stager_that_does_not_copy_has_no_figures(stage: Any, message: str) ->
 def test_a_background_copy_has_two_times() -> None:
     now = [0.0]
 
-    def later(self: Stager, state_dict: dict[str, Any]) -> Any:
+    def later(state_dict: dict[str, Any]) -> Any:
         class Coming(Future[Any]):
             def result(self, timeout: float | None = None) -> Any:
                 now[0] += 3.0  # of a made-up clock, after ``stage`` has returned
-                return {name: x.clone() for name, x in state_dict.items()}
+                return cloned(state_dict)
 
         now[0] += 1.0
         return Coming()
 
     state = states.make("large", 0.0001)
     for rows, seconds in ((("row:blocked", "row:done"), [1.0, 4.0]), (("row",), [4.0])):
-        case = staging.Warm(rows, lambda: Stager(later), state)
+        case = staging.Warm(rows, lambda: stager(later), state)
         series = interleave([case], 1, Stopwatch(clock=lambda: now[0]), state.change)
         assert [one.samples for one in series] == [[each] for each in seconds]
 
@@ -89,15 +73,6 @@ def test_the_frozen_part_is_declared_to_the_incremental_stager(monkeypatch: pyte
         assert [len(one.samples) for one in interleave(cases, 1, Stopwatch())] == [1, 1]
     frozen = {"frozen": ["base.*"]}
     assert asked == [frozen] * 3 + [{}] * 3  # the warm one, and the first one of each round
-
-
-def test_cases_and_names_of_rows_agree() -> None:
-    cases = staging.cases(states.make("large", 0.0001), "cpu")
-    rows = [row for case in cases for row in case.rows]
-    assert sorted(rows) == sorted(staging.row_names("cpu"))
-    assert len(set(rows)) == len(rows)
-    for case in cases:
-        case.close()
 
 
 def test_flush_reaches_every_file_and_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,14 +97,10 @@ def test_a_write_is_timed_with_its_flush(tmp_path: Path, monkeypatch: pytest.Mon
         now[0] += 10.0
 
     monkeypatch.setattr(ceiling.os, "fsync", fsync)
-    (series,) = interleave([durable("row", lambda: saved, 5, lambda: tmp_path)], 1, Stopwatch(clock=lambda: now[0]))
-    assert series.samples == [12.0]  # the file and the directory
-
-
-def test_a_storage_that_writes_too_little_has_no_figures(tmp_path: Path) -> None:
-    case = durable("row", lambda: lambda folder: (folder / "file").write_bytes(b"1234"), 5, lambda: tmp_path)
-    (series,) = interleave([case], 1, Stopwatch())
-    assert "only 4 of 5 bytes" in series.failure
+    cases = [durable(str(nbytes), lambda: saved, nbytes, tmp_path) for nbytes in (5, 6)]
+    enough, too_little = interleave(cases, 1, Stopwatch(clock=lambda: now[0]))
+    assert enough.samples == [12.0]  # the file and the directory
+    assert "only 5 of 6 bytes" in too_little.failure
 
 
 @pytest.mark.parametrize("refused", [True, False])
@@ -147,10 +118,11 @@ def test_a_disk_that_refuses_o_direct_has_a_buffered_ceiling(
 
     monkeypatch.setattr(ceiling.os, "open", opened)
     notes: list[str] = []
-    case = Timed("ceiling", lambda: raw_write(5000, notes.append), lambda: tmp_path)
-    (series,) = interleave([case], 1, Stopwatch())
-    assert series.samples
-    assert (tmp_path / "bytes").stat().st_size == 8192  # whole pages
+    write = raw_write(5000, notes.append)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        write(tmp_path / name)
+        assert (tmp_path / name / "bytes").stat().st_size == 8192  # whole pages
     direct = [bool(how & os.O_DIRECT) for how in flags]
     assert direct == ([True, False, False] if refused else [True, True])
     assert any("O_DIRECT is refused" in line for line in notes) is refused
@@ -158,32 +130,30 @@ def test_a_disk_that_refuses_o_direct_has_a_buffered_ceiling(
 
 def test_the_memory_ceiling_copies_every_byte() -> None:
     copy = memmove(4097)
-    copy(None).zero_()
-    assert bool((copy(None) == 1).all())
+    copy().zero_()
+    assert bool((copy() == 1).all())
 
 
 def test_lost_is_a_segment_less_the_one_without_a_checkpoint() -> None:
-    measured = [
-        Series("none", [4.0, 8.0, 4.0]),
-        Series("none:blocked", [0.0, 0.0, 0.0]),
-        Series("mine", [5.0, 10.0, 4.5]),
-        Series("mine:blocked", [0.1, 0.2, 0.3]),
-        Series("theirs", [], missing="no process"),
-        Series("theirs:blocked", [], missing="no process"),
-    ]
-    none, mine, theirs = stall.group("1", "title", measured).lines
+    none, mine, theirs = stall.group(
+        "1",
+        "title",
+        [
+            Series("none:blocked", [0.0, 0.0, 0.0]),
+            Series("none", [4.0, 8.0, 4.0]),
+            Series("mine:blocked", [0.1, 0.2, 0.3]),
+            Series("mine", [5.0, 10.0, 4.5]),
+            Series("theirs", failure="no process"),
+        ],
+    ).lines
     assert mine.samples == {"lost": [1.0, 2.0, 0.5], "blocked": [0.1, 0.2, 0.3], "segment": [5.0, 10.0, 4.5]}
-    assert mine.step_seconds == 1.0  # the median segment without a checkpoint has four steps
+    assert mine.figures == {"step": 1.0}  # the median segment without a checkpoint has four steps
+    assert mine.cells == ["200.00", "1000.00", "750.00 - 1500.00", "1.00"]
     assert none.samples["lost"] == [0.0, 0.0, 0.0]
-    assert (theirs.samples, theirs.missing) == ({}, "no process")
+    assert (theirs.samples, theirs.failure) == ({}, "no process")
 
 
 @pytest.mark.slow
 def test_a_loop_that_dies_is_an_error_of_the_project(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"(?s)process that measures failed: RuntimeError.*nowhere"):
         stall.measured(["none"], 1, 1, 0.001, "nowhere", tmp_path)
-
-
-def test_tensors_are_found_in_order() -> None:
-    a, b, c = (torch.tensor(float(i)) for i in range(3))
-    assert [x.item() for x in states.tensors({"x": [a, {"y": b}], "n": 3, "z": (c,)})] == [0.0, 1.0, 2.0]

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from stagereg.bench.states import STATES, State, make, tensors
-from stagereg.errors import ConfigError
 
 MIB = 2**20
 
@@ -29,10 +28,11 @@ def named(tree: dict[Any, Any], above: str = "") -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "mib", "count"), [("large", 1024, 24), ("gpt", 886, 592), ("small", 49, 20_000), ("lora", 631, 450)]
 )
-def test_a_state_has_its_declared_size(name: str, mib: int, count: int) -> None:
+def test_a_state_has_its_declared_size_at_any_scale(name: str, mib: int, count: int) -> None:
     state = full_size(name)
-    assert state.count == count
+    assert len(tensors(state.tree)) == count
     assert state.nbytes / MIB == pytest.approx(mib, rel=0.01)
+    assert make(name, 0.01).nbytes == pytest.approx(state.nbytes * 0.01, rel=0.1)
 
 
 def test_small_is_small_and_most_of_lora_is_frozen_by_name() -> None:
@@ -41,11 +41,6 @@ def test_small_is_small_and_most_of_lora_is_frozen_by_name() -> None:
     state = full_size("lora")
     frozen = sum(x.nbytes for name, x in named(state.tree).items() if any(fnmatch(name, p) for p in state.frozen))
     assert frozen / state.nbytes == pytest.approx(0.95, abs=0.005)
-
-
-@pytest.mark.parametrize("name", ["large", "gpt", "lora", "small"])
-def test_scale_shrinks_the_bytes_by_that_factor(name: str) -> None:
-    assert make(name, 0.01).nbytes == pytest.approx(full_size(name).nbytes * 0.01, rel=0.1)
 
 
 @pytest.mark.parametrize("name", list(STATES))
@@ -57,8 +52,3 @@ def test_a_change_reaches_every_tensor_that_is_not_frozen(name: str) -> None:
         frozen = any(fnmatch(key, pattern) for pattern in state.frozen)
         assert bool((x == before[key]).all()) is frozen, key
         assert frozen or not bool((x == before[key]).any()), key
-
-
-def test_an_unknown_state_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'large'"):
-        make("larg")

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,10 +77,13 @@ class Result:
     loads: list[int]
     resumes: int | None
 
-    def row(self, fault: Fault) -> list[str]:
+    def block(self, fault: Fault) -> str:
         """Of the table."""
         newest = f"{', '.join(map(str, self.loads))} (resumes from {self.resumes})"
-        return [f"{fault.name}, {fault.on_error}", self.saw, str(self.status), newest]
+        lines = [f"{fault.name}, {fault.on_error}: exit code {self.status}; loadable: {newest}"]
+        for line in self.saw.splitlines() or ["(nothing)"]:
+            lines += textwrap.wrap(line, 112, initial_indent="    ", subsequent_indent="      ", break_on_hyphens=False)
+        return "\n".join(lines)
 
 
 def fill(folder: Path) -> None:
@@ -156,16 +159,10 @@ def train(fault: Fault, folder: Path, release: Path) -> None:
                 fault.mend(folder)
                 if fault.released:
                     release.touch()
-                    _until(lambda: not checkpointer._background.hanging)
+                    while checkpointer._background.hanging:  # or the run is killed at its limit
+                        time.sleep(0.01)
             checkpointer.maybe_save(step, _state(step))
             checkpointer.wait()
-
-
-def _until(there: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not there():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -178,26 +175,15 @@ def look(folder: Path) -> tuple[list[int], int | None]:
     """Return which steps load as they were saved, and from which one a run resumes."""
     import stagereg
 
-    loads = []
-    for path in sorted(folder.glob("step-*")):
-        step = int(path.name.removeprefix("step-"))
-        if _restored(path, str(path)) == step:
-            loads.append(step)
-    with stagereg.Checkpointer(str(folder), stager=stagereg.build("stager", "blocking")) as checkpointer:
-        return loads, checkpointer.restore(_state(0))
+    def restored(resume: str) -> int | None:
+        state = _state(0)
+        with stagereg.Checkpointer(str(folder), resume=resume, stager=stagereg.build("stager", "blocking")) as there:
+            step = there.restore(state)
+        assert (state["weights"] == float(state["step"])).all()
+        assert state["step"] == step
+        return step
 
-
-def _restored(path: Path, resume: str) -> int | None:
-    import stagereg
-
-    state = _state(0)
-    with stagereg.Checkpointer(
-        str(path.parent), resume=resume, stager=stagereg.build("stager", "blocking")
-    ) as checkpointer:
-        step = checkpointer.restore(state)
-    assert (state["weights"] == float(state["step"])).all()
-    assert state["step"] == step
-    return step
+    return [step for path in sorted(folder.glob("step-*")) if (step := restored(str(path)))], restored("auto")
 
 
 # -- all runs
@@ -291,17 +277,6 @@ def _plain(saw: str, home: Path) -> str:
     return re.sub(r"(after|in) \d+ s\b", r"\1 N s", text).strip()
 
 
-def table(faults: Sequence[str]) -> str:
-    """Run them and return the table, one block a fault."""
-    lines = []
-    for name in faults:
-        what, saw, status, loadable = run(FAULTS[name]).row(FAULTS[name])
-        lines.append(f"{what}: exit code {status}; loadable: {loadable}")
-        for line in saw.splitlines() or ["(nothing)"]:
-            lines += textwrap.wrap(line, 112, initial_indent="    ", subsequent_indent="      ", break_on_hyphens=False)
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Print the table, or the results of some as JSON (``--json``)."""
     import secrets  # noqa: F401 - what is imported later on, a user who may not read the interpreter's folder cannot
@@ -311,14 +286,13 @@ def main() -> None:
     import stagereg.checkpoint.checkpointer
     import stagereg.testing.faults  # noqa: F401
 
-    names = [name for name in sys.argv[1:] if not name.startswith("-")] or list(FAULTS)
-    if "--json" in sys.argv:
-        for name in names:
-            result = {**vars(run(FAULTS[name])), "on_error": FAULTS[name].on_error}
-            print(json.dumps([name, result]), flush=True)
-    else:
-        for name in names:
-            print(table([name]), flush=True)
+    for name in [name for name in sys.argv[1:] if not name.startswith("-")] or list(FAULTS):
+        fault = FAULTS[name]
+        result = run(fault)
+        block = result.block(fault)
+        if "--json" in sys.argv:
+            block = json.dumps([name, {**vars(result), "on_error": fault.on_error, "block": block}])
+        print(block, flush=True)
 
 
 if __name__ == "__main__":

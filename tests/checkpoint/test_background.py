@@ -31,12 +31,14 @@ class Write:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, target: SaveTarget) -> None:
         self.target = target
         self.errors: dict[int, BaseException] = {}
-        self.begun, self.go = threading.Event(), threading.Event()
+        self.begun, self.go, self.busy = threading.Event(), threading.Event(), threading.Lock()
         monkeypatch.setattr(background_module, "write_and_commit", self)
 
     def __call__(self, save: PendingSave) -> tuple[float, int]:
+        assert self.busy.acquire(blocking=False), "two writes at once"
         self.begun.set()
         assert self.go.wait(30)
+        self.busy.release()
         if save.step in self.errors:
             raise self.errors[save.step]
         return 0.0, 0
@@ -73,6 +75,22 @@ def test_waits_end_with_the_time_out_which_is_reported_once(write: Write, caplog
     background.raise_failure()
     assert "step 1 is saved after all" in caplog.text
     assert "these steps were not saved: 2" in caplog.text
+
+
+def test_a_third_save_waits_and_writes_never_overlap(write: Write) -> None:
+    background = write.background()
+    for step in (1, 2):
+        write.submitted(background, step)
+    third = threading.Thread(target=background.admit, args=(PendingSave(3, write.target),))
+    third.start()
+    assert write.begun.wait(30)
+    third.join(0.2)
+    assert third.is_alive()
+    write.go.set()
+    third.join(30)
+    assert not third.is_alive()
+    assert background.drain()
+    assert background.newest == 2
 
 
 def test_a_save_behind_one_that_hangs_is_written_after_it(write: Write, caplog: pytest.LogCaptureFixture) -> None:
@@ -115,14 +133,15 @@ def test_a_save_that_hangs_at_the_end_commits_nothing(write: Write) -> None:
     background = write.background(0.0)
     save = write.submitted(background)
     background.drain()
-    background.shut()
+    background.close()
     assert save.abandoned
     assert not background.finish()
     write.go.set()
     assert save.over.wait(30)
 
 
-def test_a_dropped_background_leaves_no_thread(write: Write) -> None:
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_background_that_is_closed_or_dropped_leaves_no_thread(write: Write, closed: bool) -> None:
     write.go.set()
     background = write.background()
     write.submitted(background)
@@ -130,7 +149,10 @@ def test_a_dropped_background_leaves_no_thread(write: Write) -> None:
     thread = background._thread
     assert thread is not None
     assert thread.daemon, "it must not hold up the end of the process"
-    del background
+    if closed:
+        background.close()
+    else:
+        del background
     thread.join(30)
     assert not thread.is_alive()
 
@@ -167,4 +189,3 @@ def test_without_a_thread_a_save_is_refused_and_not_waited_for(write: Write, mon
     write.go.set()
     write.submitted(background)
     assert background.drain()
-    background.shut()

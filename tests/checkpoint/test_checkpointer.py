@@ -57,12 +57,9 @@ def test_saving_a_step_again_replaces_it_whole(tmp_path: Path) -> None:
 
 
 def test_newest_means_committed_last(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path), keep=3) as checkpointer:
-        for step in (100, 200, 300):
+    with Checkpointer(str(tmp_path), keep=2) as checkpointer:
+        for step in (100, 200, 300, 150):
             checkpointer.save(step, {"x": step})
-    with Checkpointer(str(tmp_path), keep=2, resume=str(tmp_path / "step-00000100")) as checkpointer:
-        assert checkpointer.restore({"x": 0}) == 100
-        checkpointer.save(150, {"x": 150})
     with Checkpointer(str(tmp_path)) as checkpointer:
         assert checkpointer.restore({"x": 0}) == 150
     assert names(tmp_path) == ["latest", "step-00000150", "step-00000300"]
@@ -85,41 +82,6 @@ def test_resume_chooses_what_restore_loads(tmp_path: Path) -> None:
 def test_a_missing_named_checkpoint_is_an_error(tmp_path: Path, resume: str) -> None:
     with Checkpointer(str(tmp_path), resume=resume) as checkpointer, pytest.raises(CheckpointError, match="complete"):
         checkpointer.restore({"x": 0})
-
-
-def test_restore_passes_over_damaged_checkpoints_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Checkpointer(str(tmp_path), keep=9) as checkpointer:
-        for step in range(1, 5):
-            checkpointer.save(step, {"x": torch.full((100,), step)})
-    (tmp_path / "step-00000004" / "manifest.json").unlink()
-    with (tmp_path / "step-00000003" / "__0_0.distcp").open("r+b") as file:
-        file.truncate(100)
-    with (tmp_path / "step-00000002" / "__0_0.distcp").open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([byte[0] ^ 1]))
-    state = {"x": torch.zeros(100)}
-    with Checkpointer(str(tmp_path)) as checkpointer:
-        assert checkpointer.restore(state) == 1
-    seen = [record.message for record in caplog.records if record.name.endswith("restoring")]
-    assert seen[0].endswith("step-00000004 is damaged and passed over:\n  manifest.json: missing")
-    assert "step-00000003 is damaged and passed over:\n  __0_0.distcp: truncated: 100 of " in seen[1]
-    assert "step-00000002 is damaged and passed over:\n  __0_0.distcp: flipped bits" in seen[2]
-    assert seen[3:] == ["Resumed from step 1, NOT from step 4, which is damaged: 3 steps are lost."]
-
-
-def test_a_damaged_checkpoint_asked_for_by_path_is_an_error(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path)) as checkpointer:
-        checkpointer.save(1, {"x": torch.ones(10)})
-    path = tmp_path / "step-00000001"
-    content = bytearray((path / "__0_0.distcp").read_bytes())
-    content[-1] ^= 1
-    (path / "__0_0.distcp").write_bytes(content)
-    with Checkpointer(str(tmp_path), resume=str(path)) as checkpointer, pytest.raises(CheckpointError, match="damaged"):
-        checkpointer.restore({"x": torch.zeros(10)})
 
 
 def tree(value: Any) -> Any:
@@ -184,16 +146,11 @@ def test_random_number_generators_continue(tmp_path: Path) -> None:
         assert (random.random(), torch.rand(3).tolist(), numpy.random.rand()) == drawn
 
 
-def test_an_unknown_name_names_the_nearest(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path)) as checkpointer:
-        checkpointer.save(1, {"model": 1})
-        with pytest.raises(CheckpointError, match="Did you mean 'model'"):
-            checkpointer.restore({"modle": 1})
-
-
-def test_an_object_that_does_not_take_its_state_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_restored_is_named(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path)) as checkpointer:
         checkpointer.save(1, {"model": torch.nn.Linear(2, 2)})
+        with pytest.raises(CheckpointError, match="Did you mean 'model'"):
+            checkpointer.restore({"modle": 1})
         with pytest.raises(CheckpointError, match="'model' does not take"):
             checkpointer.restore({"model": torch.nn.Linear(3, 2)})
 
@@ -205,7 +162,7 @@ def test_an_object_that_does_not_take_its_state_is_named(tmp_path: Path) -> None
         ({"dir": 3}, r"checkpoint\.dir must be the path"),
         ({"every": 0}, "every must be a whole number of at least 1, not 0"),
         ({"every": True}, "every must be a whole number"),
-        ({"every": "atuo"}, r"every is 'atuo'\. Did you mean 'auto'\?"),
+        ({"every": "atuo"}, r"every must be one of auto, .*'atuo'\. Did you mean 'auto'\?"),
         ({"mtbf": 6}, "mtbf must be a duration above 0"),
         ({"timeout": datetime.timedelta(0)}, "timeout must be a duration above 0"),
         ({"grace": 25}, "grace must be a duration above 0"),
@@ -223,9 +180,23 @@ def test_useless_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any]
     assert not (tmp_path / "run").exists()
 
 
-def test_names_that_are_the_projects_own_are_refused(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path)) as checkpointer, pytest.raises(CheckpointError, match=r"stagereg\.step"):
-        checkpointer.save(1, {"stagereg.step": 1})
+@pytest.mark.parametrize(
+    ("step", "name", "message"),
+    [
+        (1, "stagereg.step", r"stagereg\.step"),
+        ("7", "x", "whole number"),
+        (True, "x", "whole number"),
+        (2**63, "x", r"below 2\*\*63"),
+    ],
+)
+def test_a_step_or_a_name_that_cannot_be_is_refused(tmp_path: Path, step: Any, name: str, message: str) -> None:
+    with Checkpointer(str(tmp_path), every=1) as checkpointer:
+        for save in (checkpointer.save, checkpointer.maybe_save):
+            with pytest.raises(CheckpointError, match=message):
+                save(step, {name: 1})
+        checkpointer.save(2**63 - 1, {"x": 1})
+        checkpointer.wait()
+        assert checkpointer.restore({"x": 0}) == 2**63 - 1
 
 
 def test_a_directory_without_permission_is_refused_at_once(tmp_path: Path) -> None:
@@ -303,16 +274,6 @@ def test_an_error_in_the_loop_is_not_masked_and_the_write_ends(tmp_path: Path) -
     assert checkpointer.latest == tmp_path / "step-00000001"
 
 
-def test_stats_count_saves_bytes_and_seconds(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path)) as checkpointer:
-        for step in (1, 2):
-            checkpointer.save(step, {"x": torch.zeros(1000)})
-    stats = checkpointer.stats
-    assert (stats.saves, stats.bytes_staged) == (2, 2 * 4000)
-    assert len(stats.stall_seconds) == len(stats.write_seconds) == 2
-    assert min(stats.stall_seconds + stats.write_seconds) > 0
-
-
 def test_torch_alone_reads_it_by_names_and_whole(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     with torch.no_grad():
@@ -329,20 +290,6 @@ def test_torch_alone_reads_it_by_names_and_whole(tmp_path: Path) -> None:
     assert template["epoch"] == 7
     format_utils.dcp_to_torch_save(tmp_path / "latest", tmp_path / "one.pt")
     assert torch.load(tmp_path / "one.pt", weights_only=False)["model"]["bias"].tolist() == [6, 7]
-
-
-def test_a_step_that_is_no_number_is_refused_by_maybe_save_too(tmp_path):
-    with Checkpointer(str(tmp_path)) as checkpointer, pytest.raises(CheckpointError, match="whole number"):
-        checkpointer.maybe_save("7", {})
-
-
-def test_a_step_that_no_manifest_can_have_is_refused(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path)) as checkpointer:
-        checkpointer.save(2**63 - 1, {"x": 1})
-        with pytest.raises(CheckpointError, match=r"below 2\*\*63"):
-            checkpointer.save(2**63, {"x": 1})
-        checkpointer.wait()
-        assert checkpointer.restore({"x": 0}) == 2**63 - 1
 
 
 def test_a_checkpoint_is_found_by_any_path_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,3 @@ def test_every_library_computes_the_checksum_of_zlib(first: int, monkeypatch: py
         begin = crc32(memoryview(DATA)[:size], 0)
         assert begin == zlib.crc32(DATA[:size])
         assert crc32(bytearray(DATA[size:]), begin) == zlib.crc32(DATA)
-
-
-def test_a_checksum_is_continued_from_the_bytes_before() -> None:
-    assert checksum.crc32(DATA) == checksum.crc32(DATA[1000:], checksum.crc32(DATA[:1000])) == zlib.crc32(DATA)

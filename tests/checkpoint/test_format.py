@@ -48,6 +48,7 @@ def test_another_program_reads_what_was_saved(tmp_path: Path, storage: str) -> N
             "inf": math.inf,
             "list": [1, None],
             "count": collections.Counter("aab"),
+            "bytes": b"x",
         },
         "tensors": [tied, tied, tied.t(), tied[:, 1], torch.empty(0, 3), torch.tensor(True), torch.tensor(7)],
     }
@@ -55,6 +56,7 @@ def test_another_program_reads_what_was_saved(tmp_path: Path, storage: str) -> N
         checkpointer.save(3, state)
     reader = FormatReader(tmp_path / "step-00000003")
     assert reader.entry("stagereg.step") == reader.manifest["step"] == 3
+    assert reader.entry("stagereg.rng.rank0")["torch"] == torch.get_rng_state().numpy().tobytes()
     for name, value in state.items():
         saved = value.state_dict() if hasattr(value, "state_dict") else value
         assert plain(reader.entry(name)) == plain(dict(saved) if isinstance(saved, dict) else saved), name

@@ -64,6 +64,7 @@ def test_each_step_save_copy_and_write_is_recorded(tmp_path: Path) -> None:
         (2, stats.stall_seconds[0]),
         (4, stats.stall_seconds[1]),
     ]
+    assert (stats.saves, stats.bytes_staged) == (2, 2 * BYTES)
     stages, writes = of(tmp_path, "stage"), of(tmp_path, "write")
     assert [(seen["step"], seen["bytes"]) for seen in stages] == [(2, BYTES), (4, BYTES)]
     assert [(seen["step"], seen["seconds"]) for seen in writes] == list(zip((2, 4), stats.write_seconds, strict=True))
@@ -76,68 +77,37 @@ def test_each_step_save_copy_and_write_is_recorded(tmp_path: Path) -> None:
         assert write["start"] + write["seconds"] <= write["t"]
 
 
-class Promises(AsyncStager):
-    """Returns a future that the test completes, or has the loop wait in ``synchronize_staging``."""
+class Timed(AsyncStager):
+    """Is done when ``stage`` returns, or ``synchronize_staging``, or when the test completes a future."""
 
-    def __init__(self, clock: Clock, synchronizes: bool) -> None:
-        self._synchronize_after_execute = synchronizes
-        self.clock = clock
-        self.returned = self.synchronized = 0.0
+    def __init__(self, clock: Clock, done: str) -> None:
+        self._synchronize_after_execute = done == "synchronized"
+        self.clock, self.done = clock, done
         self.promise: Future[dict[str, Any]] = Future()
-        self._copy: dict[str, Any] = {}
+        self.copied = 0.0
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
-        self._copy = BlockingAsyncStager().stage(state_dict)
-        self.returned = self.clock()
-        return self._copy if self._synchronize_after_execute else self.promise
+        self.copy = BlockingAsyncStager().stage(state_dict)
+        self.copied = self.clock()
+        return self.promise if self.done == "promised" else self.copy
 
     def synchronize_staging(self) -> None:
-        self.synchronized = self.clock()
-
-    def keep(self) -> float:
-        kept = self.clock()
-        self.promise.set_result(self._copy)
-        return kept
+        self.copied = self.clock()
 
 
-def test_a_promised_copy_ends_when_the_promise_is_kept(tmp_path: Path, clock: Clock) -> None:
-    stager = Promises(clock, synchronizes=False)
+@pytest.mark.parametrize("done", ["at once", "synchronized", "promised"])
+def test_a_copy_ends_when_the_stager_is_done(tmp_path: Path, clock: Clock, done: str) -> None:
+    stager = Timed(clock, done)
     with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), stager=stager) as checkpointer:
         checkpointer.save(1, STATE)
-        kept = stager.keep()
-    (stage,) = of(tmp_path, "stage")
-    (stall,) = of(tmp_path, "stall")
-    assert stall["start"] + stall["seconds"] < kept < stage["start"] + stage["seconds"]
-    assert stall["start"] < stage["start"] < stager.returned
-
-
-def test_a_synchronized_copy_ends_when_that_has_returned(tmp_path: Path, clock: Clock) -> None:
-    stager = Promises(clock, synchronizes=True)
-    with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), stager=stager) as checkpointer:
-        checkpointer.save(1, STATE)
-    (stage,) = of(tmp_path, "stage")
-    (stall,) = of(tmp_path, "stall")
-    assert stager.synchronized < stage["start"] + stage["seconds"] < stall["start"] + stall["seconds"]
-
-
-class Blocking(BlockingAsyncStager):
-    """Done when ``stage`` returns, and has nothing to synchronize."""
-
-    _synchronize_after_execute = False
-    returned = 0.0
-
-    def stage(self, state_dict: dict[str, Any]) -> Any:
-        staged = super().stage(state_dict)
-        self.returned = record.now()
-        return staged
-
-
-def test_any_other_copy_ends_when_stage_has_returned(tmp_path: Path, clock: Clock) -> None:
-    stager = Blocking()
-    with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), stager=stager) as checkpointer:
-        checkpointer.save(1, STATE)
-    (stage,) = of(tmp_path, "stage")
-    assert stage["start"] + stage["seconds"] == stager.returned + 1
+        if done == "promised":
+            stager.copied = clock()
+            stager.promise.set_result(stager.copy)
+    (stage,), (stall,) = of(tmp_path, "stage"), of(tmp_path, "stall")
+    assert stall["start"] < stage["start"] < stager.copied < stage["start"] + stage["seconds"]
+    returned = stall["start"] + stall["seconds"]
+    assert (returned < stager.copied) == (done == "promised")
+    assert done == "promised" or stage["start"] + stage["seconds"] < returned
 
 
 class Full(DcpStorage):

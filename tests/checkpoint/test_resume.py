@@ -12,7 +12,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.errors import CheckpointError
 from stagereg.testing.ranks import run_ranks
 
 
@@ -94,48 +93,3 @@ def train_in_two_parts(rank: int, world_size: int, kind: str, root: str) -> None
 @pytest.mark.parametrize(("kind", "nproc"), [("plain", 1), ("plain", 2), ("zero", 2)])
 def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(tmp_path: Path, kind: str, nproc: int) -> None:
     run_ranks(train_in_two_parts, nproc=nproc, args=(kind, str(tmp_path)))
-
-
-def save_five_steps(rank: int, world_size: int, kind: str, root: str) -> dict[str, list[float]]:
-    run = Run(rank, world_size, kind, seed=1)
-    with Checkpointer(root, every=5) as checkpointer:
-        run.train(1, 5, checkpointer)
-    inner = getattr(run.model, "module", run.model)
-    return {name: tensor.flatten().tolist() for name, tensor in inner.state_dict().items()}
-
-
-def restore_elsewhere(rank: int, world_size: int, kind: str, root: str) -> tuple[str, dict[str, list[float]]]:
-    run = Run(rank, world_size, kind, seed=2)
-    state = {name: value for name, value in run.state.items() if not name.startswith("seen")}
-    with Checkpointer(root) as checkpointer:
-        try:
-            checkpointer.restore(state)
-        except CheckpointError as error:
-            return str(error), {}
-    inner = getattr(run.model, "module", run.model)
-    return "", {name: tensor.flatten().tolist() for name, tensor in inner.state_dict().items()}
-
-
-@pytest.fixture(scope="module")
-def ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[float]]]]:
-    """A checkpoint of two ranks, and the state that each of them had."""
-    root = tmp_path_factory.mktemp("ddp")
-    return root, run_ranks(save_five_steps, nproc=2, args=("plain", str(root)))
-
-
-def test_a_ddp_checkpoint_restores_without_ddp_on_one_rank(
-    ddp: tuple[Path, list[dict[str, list[float]]]],
-) -> None:
-    root, saved = ddp
-    [(error, restored)] = run_ranks(restore_elsewhere, nproc=1, args=("plain", str(root)))
-    assert error == ""
-    assert restored == saved[0]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_buffers_that_differ_between_replicas_are_rank_0s(ddp: tuple[Path, list[dict[str, list[float]]]]) -> None:
-    root, saved = ddp
-    assert saved[0]["1.running_mean"] != saved[1]["1.running_mean"]
-    template = {"model": Run(0, 1, "plain", seed=3).model.state_dict()}
-    torch.distributed.checkpoint.load(template, checkpoint_id=str(root / "latest"), no_dist=True)
-    assert {name: tensor.flatten().tolist() for name, tensor in template["model"].items()} == saved[0]

@@ -118,14 +118,6 @@ def test_a_save_asked_for_by_any_rank_holds_the_state_of_that_step(tmp_path: Pat
             assert difference(restored(tmp_path / str(i), step), at(step)) < EXACT, f"{run}, step {step}"
 
 
-def test_plain_torch_reads_it(tmp_path: Path) -> None:
-    run_ranks(many, 3, args=(str(tmp_path), [("fsdp2", None, False)]), timeout_s=60)
-    dcp_to_torch_save(tmp_path / "0" / "latest", tmp_path / "whole.pt")
-    read = torch.load(tmp_path / "whole.pt", weights_only=False)
-    assert read["taken"] == 6
-    assert difference(list(read["model"].values()), at(6)["params"]) < EXACT
-
-
 def resumed(rank: int, world_size: int, root: str, kind: str) -> Any:
     """Go on from step 5, on other ranks, with what would have been the batches of rank 2."""
     run = Run(PLAIN, kind, root, resume=f"{root}/step-00000005")
@@ -142,8 +134,12 @@ def resumed(rank: int, world_size: int, root: str, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_another_number_of_ranks_resumes_from_it(tmp_path: Path, kind: str) -> None:
+def test_another_number_of_ranks_resumes_and_plain_torch_reads(tmp_path: Path, kind: str) -> None:
     run_ranks(many, 3, args=(str(tmp_path), [(kind, None, False)]), timeout_s=60)
+    dcp_to_torch_save(tmp_path / "0" / "latest", tmp_path / "whole.pt")
+    read = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert read["taken"] == 6
+    assert difference(list(read["model"].values()), at(6)["params"]) < EXACT
     for step, taken, outcome in run_ranks(resumed, 2, args=(str(tmp_path / "0"), kind), timeout_s=60):
         assert (step, taken) == (5, 5)
         assert difference(outcome, expected(PLAIN)) < EXACT
@@ -158,24 +154,10 @@ class Counts:
         self.saved: list[tuple[int, dict[str, Any]]] = []
 
     def due(self, step: int) -> bool:
-        return step % 2 == 0
+        return step % 2 == 0  # as ``every`` says, or the plan of ``every="auto"``
 
     def save(self, step: int, state: Any) -> None:
         self.saved.append((step, {name: value for name, value in state.items() if isinstance(value, (int, list))}))
-
-
-class Plans(Counts):
-    """Like a checkpointer with ``every="auto"``."""
-
-    def due(self, step: int) -> bool:
-        return step in (3, 5)
-
-
-def test_maybe_asks_at_the_steps_that_the_checkpointer_plans() -> None:
-    plans = Plans()
-    saver = stagereg.build("joinable", "checkpoint", checkpointer=plans, state={})
-    assert [step for step in range(1, 7) if saver.maybe(step)] == [3, 5]
-    assert [step for step, _ in plans.saved] == [3, 5]
 
 
 def counted(rank: int, world_size: int, lengths: tuple[int, ...], library: str | None) -> Any:
@@ -184,8 +166,7 @@ def counted(rank: int, world_size: int, lengths: tuple[int, ...], library: str |
     counts = Counts()
     state = {"taken": 0, f"own.{rank}": [rank], "shared": [-1]}
     saver = stagereg.build("joinable", "checkpoint", checkpointer=counts, state=state, module=model)
-    saver.maybe(3)
-    saver.maybe(4)  # not in a join yet
+    assert [saver.maybe(3), saver.maybe(4)] == [False, True]  # not in a join yet
     kind, options = join_of(library)
     with kind([saver, joinable], **options):
         plain = saver.exchange
@@ -208,50 +189,39 @@ def counted(rank: int, world_size: int, lengths: tuple[int, ...], library: str |
     return exchanges, counts.saved, hooks
 
 
-@pytest.mark.parametrize("library", [None, "torch", "counted"])
-def test_ranks_exchange_once_a_step_and_at_the_end(library: str | None) -> None:
+def counted_in_all(rank: int, world_size: int, lengths: tuple[int, ...]) -> list[Any]:
+    return [counted(rank, world_size, lengths, library) for library in (None, "torch", "counted")]
+
+
+def test_ranks_exchange_once_a_step_and_at_the_end() -> None:
     lengths = (1, 4)
-    outcomes = run_ranks(counted, 2, args=(lengths, library), timeout_s=30)
-    for rank, (exchanges, saved, hooks) in enumerate(outcomes):
-        assert exchanges == max(lengths) + 1
-        assert [step for step, _ in saved] == [4, 2, 4, 9]
-        # What rank 0 holds of its own is kept, and what it has missed comes from rank 1.
-        assert [state["taken"] for _, state in saved] == [0, 2, 4, lengths[rank]]
-        assert [state["shared"] for _, state in saved] == [[-1], [2], [4], [lengths[rank]]]
-        assert all(state[f"own.{rank}"] == [rank] for _, state in saved)
-        assert hooks == 0
+    for rank, outcomes in enumerate(run_ranks(counted_in_all, 2, args=(lengths,), timeout_s=60)):
+        for exchanges, saved, hooks in outcomes:
+            assert exchanges == max(lengths) + 1
+            assert [step for step, _ in saved] == [4, 2, 4, 9]
+            # What rank 0 holds of its own is kept, and what it has missed comes from rank 1.
+            assert [state["taken"] for _, state in saved] == [0, 2, 4, lengths[rank]]
+            assert [state["shared"] for _, state in saved] == [[-1], [2], [4], [lengths[rank]]]
+            assert all(state[f"own.{rank}"] == [rank] for _, state in saved)
+            assert hooks == 0
 
 
-def failing(rank: int, world_size: int, why: str) -> str:
+def failing(rank: int, why: str) -> tuple[list[Any], str]:
+    """What is saved, and the error of a run that asks for different steps, or whose optimizer is not in the join."""
     model, joinable = model_of("ddp", PLAIN)
     optimizer = torch.optim.Adam(model.parameters())
     state = {"model": model, "optimizer": optimizer}
     counts = Counts()
     saver = stagereg.build("joinable", "checkpoint", checkpointer=counts, state=state, module=model)
-    try:
-        with stagereg.Join([saver, joinable]):
-            for step in range(1, 2 + 2 * rank):
-                model(batch(rank, 0, step)).sum().backward()
-                optimizer.step()
-                if why == "steps":
-                    saver.ask(step + rank)
-                elif step == 2:
-                    saver.ask(step)
-    except stagereg.StageregError as error:
-        return f"{type(error).__name__}, {len(counts.saved)} saved: {error}"
-    return ""
-
-
-def test_stale_state_is_refused_on_all_ranks() -> None:
-    for text in run_ranks(failing, 2, args=("stale",), timeout_s=30):
-        assert ", 0 saved: " in text
-        assert "'optimizer' is not the same on all ranks: it has taken 1 on rank 0, 2 on rank 1 steps" in text
-
-
-def test_different_steps_are_refused_on_all_ranks() -> None:
-    for text in run_ranks(failing, 2, args=("steps",), timeout_s=30):
-        assert ", 0 saved: " in text
-        assert "rank 0 for step 1, rank 1 for step 2" in text
+    with pytest.raises(JoinError) as caught, stagereg.Join([saver, joinable]):  # noqa: PT012
+        for step in range(1, 2 + 2 * rank):
+            model(batch(rank, 0, step)).sum().backward()
+            optimizer.step()
+            if why == "steps":
+                saver.ask(step + rank)
+            elif step == 2:
+                saver.ask(step)
+    return counts.saved, str(caught.value)
 
 
 def throwing(rank: int, world_size: int, mode: str | None) -> Any:
@@ -259,24 +229,20 @@ def throwing(rank: int, world_size: int, mode: str | None) -> Any:
     counts = Counts()
     saver = stagereg.build("joinable", "checkpoint", checkpointer=counts, state={}, module=model)
     steps = 0
-    error = None
-    try:
-        with stagereg.Join([saver, joinable], True, True, mode=mode):
-            for step in range(1, 3 + 2 * rank):
-                model(batch(rank, 0, step)).sum().backward()
-                saver.maybe(step + 1)
-                steps += 1
-    except stagereg.UnevenInputsError as caught:
-        error = caught
-    return steps, [step for step, _ in counts.saved], error is not None
+    with pytest.raises(stagereg.UnevenInputsError), stagereg.Join([saver, joinable], True, True, mode=mode):  # noqa: PT012
+        for step in range(1, 3 + 2 * rank):
+            model(batch(rank, 0, step)).sum().backward()
+            saver.maybe(step + 1)
+            steps += 1
+    return steps, [step for step, _ in counts.saved]
 
 
 @pytest.mark.parametrize("mode", [None, "counted"])
 def test_a_join_that_throws_does_so_before_the_exchange(mode: str | None) -> None:
-    assert run_ranks(throwing, 2, args=(mode,), timeout_s=30) == [(2, [2], True)] * 2
+    assert run_ranks(throwing, 2, args=(mode,), timeout_s=30) == [(2, [2])] * 2
 
 
-def misplaced(rank: int, world_size: int) -> list[str]:
+def misplaced(rank: int) -> list[str]:
     model, joinable = model_of("ddp", PLAIN)
     texts = []
     for module, order in ((None, 1), (model, -1)):
@@ -294,8 +260,16 @@ def misplaced(rank: int, world_size: int) -> list[str]:
     return [*texts, str(caught.value)]
 
 
-def test_wrong_use_is_an_error_before_any_step() -> None:
-    for nameless, misordered, negative in run_ranks(misplaced, 2, timeout_s=30):
+def all_errors(rank: int, world_size: int) -> Any:
+    errors = [failing(rank, "stale"), failing(rank, "steps")]
+    return errors, misplaced(rank)
+
+
+def test_errors_are_raised_on_all_ranks_and_nothing_is_saved() -> None:
+    for errors, (nameless, misordered, negative) in run_ranks(all_errors, 2, timeout_s=60):
+        assert [saved for saved, _ in errors] == [[], []]
+        assert "'optimizer' is not the same on all ranks: it has taken 1 on rank 0, 2 on rank 1 steps" in errors[0][1]
+        assert "rank 0 for step 1, rank 1 for step 2" in errors[1][1]
         assert "module=model" in nameless
         assert "comes first" in misordered
         assert "from 0 on" in negative

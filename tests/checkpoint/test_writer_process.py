@@ -17,11 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
 import stagereg
@@ -34,7 +32,6 @@ from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.storage.protocol import UsesPadding
 from stagereg.checkpoint.writer_process import WriterProcess, write_data
 from stagereg.errors import CheckpointError
-from stagereg.testing import run_ranks
 
 # Writers that the process can import. A count of deaths is in a file beside the checkpoint.
 WRITERS = """
@@ -92,7 +89,6 @@ def writers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def process(writers: Any) -> Iterator[WriterProcess]:
     """One for all tests; any of them may kill it."""
     made = WriterProcess()
-    made.start()
     yield made
     made.close()
 
@@ -126,7 +122,9 @@ def save(copy: dict[str, Any], writer: StorageWriter, process: WriterProcess | N
     writer.set_up_storage_writer(True)
     plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
     [plan] = writer.prepare_global_plan(plans)
-    writer.finish(metadata, [write_data(writer, planner.finish_plan(plan), planner, process)])
+    plan = planner.finish_plan(plan)
+    written = write_data(writer, plan, planner, process) if process else writer.write_data(plan, planner).wait()
+    writer.finish(metadata, [written])
 
 
 def content(path: Path) -> dict[str, bytes]:
@@ -197,38 +195,28 @@ def test_no_bytes_of_tensors_are_sent(tmp_path: Path, process: WriterProcess, mo
     assert questions[1] < 4096
 
 
-def test_a_writer_that_cannot_be_sent_writes_here(
-    tmp_path: Path, process: WriterProcess, copy: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Mine(FileSystemWriter):
-        by = 0
-
-        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-            self.by = os.getpid()
-            return super().write_data(plan, planner)
-
-    mine = Mine(tmp_path)
-    save(copy, mine, process)
-    assert mine.by == os.getpid()
-    assert "Mine or its plan cannot be pickled" in caplog.text
-
-
-def test_memory_that_cannot_be_opened_there_is_written_from_here(
+@pytest.mark.parametrize("why", ["Mine or its plan cannot be pickled", "cannot be opened"])
+def test_what_cannot_be_sent_or_opened_there_is_written_here(
     tmp_path: Path,
     process: WriterProcess,
     copy: Any,
+    why: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    class Mine(FileSystemWriter):
+        pass
+
     def elsewhere(address: int) -> Any:
         found = shared_memory.handle_of(address)
         return found and (found[0]._replace(path="/proc/self/fd/no"), found[1])
 
-    monkeypatch.setattr(tensor_bundle, "handle_of", elsewhere)
-    save(copy, FileSystemWriter(tmp_path / "there"), process)
+    if why == "cannot be opened":
+        monkeypatch.setattr(tensor_bundle, "handle_of", elsewhere)
+    save(copy, (Mine if "Mine" in why else FileSystemWriter)(tmp_path / "there"), process)
     save(copy, FileSystemWriter(tmp_path / "here"))
     assert content(tmp_path / "there") == content(tmp_path / "here")
-    assert "cannot be opened" in caplog.text
+    assert why in caplog.text
 
 
 def test_an_error_there_is_raised_here_and_the_process_goes_on(
@@ -244,16 +232,6 @@ def test_an_error_there_is_raised_here_and_the_process_goes_on(
         save(copy, writers.Failing(tmp_path / "odd"), process)
     save(copy, FileSystemWriter(tmp_path / "good"), process)
     assert process.pid == pid
-
-
-def test_a_process_killed_between_saves_is_replaced(tmp_path: Path, process: WriterProcess, copy: Any) -> None:
-    save(copy, FileSystemWriter(tmp_path / "1"), process)
-    killed = process.pid
-    kill(killed)
-    save(copy, FileSystemWriter(tmp_path / "2"), process)
-    assert content(tmp_path / "1") == content(tmp_path / "2")
-    assert process.pid not in (killed, None)
-    assert not exists(killed), "no zombie is left"
 
 
 def test_a_process_that_dies_while_it_writes_is_replaced_once(
@@ -295,7 +273,6 @@ def test_death_is_noticed_though_another_has_the_socket(monkeypatch: pytest.Monk
 def test_a_process_that_does_not_answer_in_time_is_killed(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     monkeypatch.setattr(process_module, "_PROGRAM", BUSY)
     process = WriterProcess()
-    process.start()
     pid = process.pid
     with pytest.raises(CheckpointError, match="in time and was killed"):
         process.ask(bytes(nbytes), until=time.monotonic() + 0.1)
@@ -316,7 +293,6 @@ def test_closing_it_now_ends_a_question_without_an_answer(monkeypatch: pytest.Mo
         except CheckpointError as error:
             seen.append(str(error))
 
-    process.start()
     thread = threading.Thread(target=ask)
     thread.start()
     process.close(now=True)
@@ -329,7 +305,7 @@ def test_closing_it_now_ends_a_question_without_an_answer(monkeypatch: pytest.Mo
 def test_it_ends_with_its_parent_and_not_with_a_sibling(program: str) -> None:
     script = (
         f"import os, signal, sys; import stagereg.checkpoint.writer_process as module; module._PROGRAM = {program!r}\n"
-        "process = module.WriterProcess(); process.start()\n"
+        "process = module.WriterProcess()\n"
         f"{program == BUSY} or process.ask(b'until it is there')\n"
         "signal.signal(signal.SIGUSR2, signal.SIG_IGN); os.killpg(0, signal.SIGUSR2)\n"  # as launchers do
         # A child that outlives the parent has the parent's end of the socket too.
@@ -359,26 +335,10 @@ def test_a_forked_child_that_exits_leaves_it_alone() -> None:
     assert seen.stdout.split() == ["True"]
 
 
-def test_close_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_ignores_ctrl_c_and_ends_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "_PROGRAM", ECHO)
-    WriterProcess().close()
     process = WriterProcess()
-    process.start()
     assert process.ask(b"what") == b"what"
-    pid = process.pid
-    assert exists(pid)
-    process.close()
-    process.close()
-    assert not exists(pid)
-    assert process.pid is None
-    with pytest.raises(CheckpointError, match="closed"):
-        process.ask(b"")
-
-
-def test_it_has_a_lower_priority_and_ignores_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_module, "_PROGRAM", ECHO)
-    process = WriterProcess()
-    process.ask(b"until it is there")
     pid = process.pid
     assert pid is not None
     assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
@@ -387,6 +347,11 @@ def test_it_has_a_lower_priority_and_ignores_ctrl_c(monkeypatch: pytest.MonkeyPa
     assert process.ask(b"again") == b"again"
     assert process.pid == pid
     process.close()
+    process.close()
+    assert not exists(pid)
+    assert process.pid is None
+    with pytest.raises(CheckpointError, match="closed"):
+        process.ask(b"")
 
 
 def test_fifty_saves_leave_no_descriptor_and_no_memory(tmp_path: Path, process: WriterProcess) -> None:
@@ -414,59 +379,23 @@ def test_fifty_saves_leave_no_descriptor_and_no_memory(tmp_path: Path, process: 
     stager.close()
 
 
-class TestCheckpointer:
-    def test_copies_that_the_process_can_read_are_written_by_it(self, tmp_path: Path) -> None:
-        stager = stagereg.build("stager", "shared")
-        with Checkpointer(str(tmp_path), stager=stager) as checkpointer:
-            pid = checkpointer.writer_pid
-            assert pid is not None, "it is started ahead of the first save"
-            checkpointer.save(1, {"x": torch.arange(5.0), "n": 3})
-            checkpointer.wait()
-            assert checkpointer.writer_pid == pid
-            kill(pid)
-            checkpointer.save(2, {"x": torch.arange(5.0) + 1, "n": 4})
-            checkpointer.wait()
-            assert checkpointer.writer_pid not in (pid, None)
-            pid = checkpointer.writer_pid
-            restored = {"x": torch.zeros(5), "n": 0}
-            assert checkpointer.restore(restored) == 2
-            assert restored["x"].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
-            assert restored["n"] == 4
-        assert not exists(pid)
-
-    def test_a_stager_that_shares_no_memory_needs_no_process(self, tmp_path: Path) -> None:
-        with Checkpointer(str(tmp_path), stager=stagereg.build("stager", "blocking")) as checkpointer:
-            assert checkpointer.writer_pid is None
-
-    @pytest.mark.slow
-    def test_two_checkpointers_write_at_once_and_open_no_port(self, tmp_path: Path) -> None:
-        results = run_ranks(two_at_once, nproc=2, args=(str(tmp_path),))
-        assert len({pid for pids, _, _ in results for pid in pids}) == 4
-        for _, sockets, restored in results:
-            assert sockets == []
-            assert restored == [3, 3, 6.0, 6.0]
-
-
-def internet_sockets(pid: int) -> list[str]:
-    """The sockets of a process that have to do with TCP, by inode."""
-    tables = [Path(f"/proc/{pid}/net/{table}") for table in ("tcp", "tcp6")]
-    inodes = {line.split()[9] for table in tables if table.exists() for line in table.read_text().splitlines()[1:]}
-    links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-    return [link for link in links if link.startswith("socket:[") and link[8:-1] in inodes]
-
-
-def two_at_once(rank: int, world_size: int, root: str) -> tuple[list[int], list[str], list[Any]]:
-    made = [Checkpointer(f"{root}/{name}", stager=stagereg.build("stager", "shared")) for name in "ab"]
-    for step in (1, 2, 3):
-        for number, checkpointer in enumerate(made):
-            checkpointer.save(step, {"x": torch.full((1000,), float(step * 2)), f"rank{rank}": rank, "n": number})
-    for checkpointer in made:
+def test_a_checkpointer_writes_shared_copies_there_and_no_others(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path / "alone"), stager=stagereg.build("stager", "blocking")) as checkpointer:
+        assert checkpointer.writer_pid is None
+    with Checkpointer(str(tmp_path), stager=stagereg.build("stager", "shared")) as checkpointer:
+        first = checkpointer.writer_pid
+        assert first is not None, "it is started ahead of the first save"
+        checkpointer.save(1, {"x": torch.arange(5.0), "n": 3})
         checkpointer.wait()
-    pids = [checkpointer.writer_pid or 0 for checkpointer in made]
-    sockets = [each for pid in pids for each in internet_sockets(pid)]
-    states = [{"x": torch.zeros(1000), "n": -1} for _ in made]
-    steps = [checkpointer.restore(into) for checkpointer, into in zip(made, states, strict=True)]
-    for checkpointer in made:
-        checkpointer.close()
-    dist.barrier()
-    return pids, sockets, [*steps, *(into["x"][0].item() for into in states)]
+        assert checkpointer.writer_pid == first
+        kill(first)
+        checkpointer.save(2, {"x": torch.arange(5.0) + 1, "n": 4})
+        checkpointer.wait()
+        assert not exists(first), "no zombie is left"
+        second = checkpointer.writer_pid
+        assert second not in (first, None)
+        restored = {"x": torch.zeros(5), "n": 0}
+        assert checkpointer.restore(restored) == 2
+        assert restored["x"].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+        assert restored["n"] == 4
+    assert not exists(second)

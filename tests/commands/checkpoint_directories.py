@@ -22,7 +22,6 @@ def contents(step: int, salt: str = "") -> dict[str, bytes]:
 def save(root: Path | str, *steps: int, salt: str = "", ranks: int = 2) -> list[str]:
     """Commit a checkpoint for each step, in this order, in a local or remote store; return where they are."""
     store = open_store(root)
-    store.probe()
     return [_save(store, step, contents(step, salt), ranks) for step in steps]
 
 
@@ -32,7 +31,7 @@ def _save(store: CheckpointStore, step: int, files: dict[str, bytes], ranks: int
         if isinstance(store, RemoteStore):
             store.objects.put(f"{written}/{name}", content)
         else:
-            Path(written).mkdir(exist_ok=True)
+            Path(written).mkdir(parents=True, exist_ok=True)
             (Path(written) / name).write_bytes(content)
     marks = {name: FileMark(len(content), zlib.crc32(content)) for name, content in files.items()}
     return store.publish(written, step, ranks, "dcp", marks, keep=99)

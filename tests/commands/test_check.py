@@ -17,7 +17,7 @@ import pytest
 
 import stagereg.commands.checking as checking
 from stagereg.cli import main
-from stagereg.errors import ConfigError, RegistryError, UnknownNameError
+from stagereg.errors import RegistryError
 
 from .conftest import Install
 
@@ -68,8 +68,8 @@ from stagereg.stagers.host import HostStager
 
 @stagereg.register("stager", "{name}")
 class Mine(HostStager):
-    def __init__(self, in_flight: int = 2, lend: bool = True):
-        super().__init__(HostCopier(Pool(in_flight)))
+    def __init__(self, lend: bool = False):
+        super().__init__(HostCopier(Pool(2)))
         self.lend = lend
 
     def stage(self, state_dict):
@@ -93,6 +93,11 @@ class Mine(stagereg.Joinable):
     def join_process_group(self):
         return dist.group.WORLD
 """
+
+
+@pytest.fixture(autouse=True)
+def path_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the folder of a checked file is put on it
 
 
 def check(*arguments: str, capsys: pytest.CaptureFixture[str], code: int) -> dict[str, Any]:
@@ -170,38 +175,29 @@ def test_a_thread_that_delays_the_end_is_reported(tmp_path: Path, capsys: pytest
     assert "mine" in rows(result)["ends"][1]
 
 
-def test_a_script_that_ends_on_import_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "script.py"
-    file.write_text("import sys\n\nsys.exit(4)\n")
-    assert rows(check(str(file), capsys=capsys, code=1)) == {"imports": ("broken", f"SystemExit: 4 ({file}:3)")}
-
-
-def test_options_that_a_stager_lacks_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_that_a_stager_needs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "asking.py"
-    source = STAGER.format(name="asking").replace("in_flight: int = 2", "in_flight: int")
-    file.write_text(source)
+    file.write_text(STAGER.format(name="asking").replace("lend: bool = False", "lend: bool"))
     verdict, seen = rows(check(str(file), capsys=capsys, code=1))["contract"]
     assert verdict == "not shown"
-    assert "in_flight" in seen
+    assert "lend" in seen
     assert "StagerContract" in seen
-    file.write_text(source.replace("in_flight: int", "in_flight: int, group: object"))
-    assert "group" in rows(check(str(file), "--set", "in_flight=2", capsys=capsys, code=1))["contract"][1]
 
 
 @pytest.mark.slow
-def test_a_stager_without_a_contract_is_built_from_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stager_without_a_contract_is_built_from_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.py"
     file.write_text(STAGER.format(name="mine"))
-    result = check(str(file), "--set", "lend=false", capsys=capsys, code=1)
+    result = check(str(file), capsys=capsys, code=1)
     cases = [case for case in result["cases"] if case["section"].startswith("stager/mine")]
     assert cases[0]["section"].endswith("mine.py:7")
     assert {"kept", "broken"} <= {case["verdict"] for case in cases}
     assert any("source" in case["promise"] for case in cases if case["verdict"] == "broken")
-    assert rows(result)["loads"] == ("kept", "options: in_flight, lend")
+    assert rows(result)["loads"] == ("kept", "options: lend")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["blocking", "pinned_cached", "incremental", "overlapped"])
+@pytest.mark.parametrize("name", ["blocking", "overlapped"])
 def test_the_built_in_stagers_keep_their_promises(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = check(f"stager/{name}", capsys=capsys, code=0)
     assert result["kept"]
@@ -231,8 +227,6 @@ def test_errors_in_the_metadata_of_a_package_are_reported(install: Install, caps
     found = rows(check("older", capsys=capsys, code=1))
     assert "requires 'stagereg', which is an unrelated project" in found["metadata"][1]
     assert found["loads"][0] == "broken"
-    install("two", STAGER.format(name="other"), {"stager.two": "Mine"})
-    assert "announced as 'two', and decorated as 'other'" in rows(check("two", capsys=capsys, code=1))["loads"][1]
 
 
 @pytest.mark.parametrize(
@@ -255,7 +249,7 @@ def test_without_pytest_its_extra_is_named(capsys: pytest.CaptureFixture[str], m
     assert "pip install 'hydra-stagereg[check]'" in capsys.readouterr().err
 
 
-def test_what_a_target_means_is_known_without_importing_it(install: Install, tmp_path: Path) -> None:
+def test_what_a_target_means_is_known_without_importing_it(install: Install) -> None:
     bomb = "raise RuntimeError('imported')"
     install("the_two", bomb, {"stager.one": "One", "joinable.two": "Two"}, {"joinable.two": "C"}, "hydra-stagereg")
     install("plain", bomb, {})
@@ -266,46 +260,34 @@ def test_what_a_target_means_is_known_without_importing_it(install: Install, tmp
     assert checking.resolve("plain") == (["plain"], [])
     for target in ("stager/pinned_cached", "pinned_cached"):
         assert checking.resolve(target) == (["stager/pinned_cached"], [])
-    with pytest.raises(UnknownNameError, match="Choose one: join_hook/ddp or joinable/ddp"):
-        checking.resolve("ddp")
-    (tmp_path / "pyproject.toml").write_text('[project]\nname = "the-held"\n')
-    with pytest.raises(ConfigError, match="pip install --editable"):
-        checking.resolve(str(tmp_path))
     install("the_held", bomb, {"stager.held": "Mine", "stager.one": "Mine"})
-    assert checking.resolve(str(tmp_path))[0] == ["stager/held", "stager/one@the-held"]
+    assert checking.resolve("the_held")[0] == ["stager/held", "stager/one@the-held"]
     with pytest.raises(RegistryError, match="say which"):
         checking.resolve("stager/one")
     assert checking.resolve("stager/one@the_held")[0] == ["stager/one@the-held"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "result"),
+    ("target", "result"),
     [
-        (["nowhere.py"], "There is no file nowhere.py"),
-        (["pined_cached"], "Did you mean 'pinned_cached'?"),
-        (["stager/pined_cached"], "Did you mean 'pinned_cached'?"),
-        (["stagr/x"], "Did you mean 'stager'?"),
-        (["a b"], "is nothing that can be checked"),
-        (["hydra_core"], "announces nothing"),
-        (["blocking", "--timeout", "0"], "more than 0"),
-        (["blocking", "--set", "threads"], "key=value"),
-        (["blocking", "--set", "_target_=os.system"], "key=value"),
-        (["blocking", "--set", "thread=1"], "Did you mean 'threads'?"),
+        ("nowhere.py", "There is no file nowhere.py"),
+        ("empty.py", "registers no plugin and has no contract"),
+        ("pined_cached", "Did you mean 'pinned_cached'?"),
+        ("stagr/x", "Did you mean 'stager'?"),
+        ("a b", "is no installed package, module or component"),
+        (".", "is no installed package, module or component"),
+        ("hydra_core", "announces nothing"),
     ],
 )
 def test_what_cannot_be_checked_is_one_error(
-    arguments: list[str], result: str, capsys: pytest.CaptureFixture[str]
+    target: str, result: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["check", *arguments]) == 2
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.py").touch()
+    assert main(["check", target]) == 2
     captured = capsys.readouterr()
     assert result in captured.err
     assert not captured.out
-
-
-def test_a_file_without_a_plugin_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty.py").write_text("")
-    assert main(["check", str(tmp_path / "empty.py")]) == 2
-    assert "registers no plugin and has no contract" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -150,19 +150,15 @@ def save(root: Path, *states: dict[str, Any]) -> Path:
     return root
 
 
-def tensors_of_every_kind() -> dict[str, torch.Tensor]:
-    from stagereg.checkpoint.storage.safetensors import DTYPES
-
-    tied = torch.arange(12, dtype=torch.float32).reshape(3, 4)
-    made = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES}
-    return {**made, "tied": tied, "tied too": tied, "transposed": tied.t(), "one": tied[1, 2], "none": tied[:, :0]}
-
-
 def test_the_library_reads_tensors_of_every_kind(tmp_path: Path) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_file
 
-    tensors = tensors_of_every_kind()
+    from stagereg.checkpoint.storage.safetensors import DTYPES
+
+    tied = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    tensors = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES}
+    tensors |= {"tied": tied, "tied too": tied, "transposed": tied.t(), "one": tied[1, 2], "none": tied[:, :0]}
     root = save(tmp_path / "run", {"x": tensors, "number": 3})
     for name in ("all.safetensors", "all.pt"):
         assert cli.main(["convert", str(root), str(tmp_path / name)]) == 0
@@ -301,29 +297,21 @@ def test_nothing_is_replaced_unless_it_is_forced(tmp_path: Path, capsys: pytest.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "x.pt"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["run", "x.bin"], "use one of .pt, .pth, .safetensors"),
-        (["run", "nowhere/x.pt"], "There is no directory"),
-        (["run", "x.pt", "--only", "modle"], "no 'modle' in"),
-        (["run", "x.pt", "--only", "modle"], "Did you mean 'model'?"),
-        (["none", "x.pt"], "There is no checkpoint in"),
-    ],
-)
 def test_a_wrong_argument_is_reported_on_one_screen(
-    tmp_path: Path,
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "run", {"model": torch.nn.Linear(2, 2)})
-    assert cli.main(["convert", *arguments]) == 2
-    assert message in (shown := capsys.readouterr()).err
-    assert shown.out == ""
-    assert len(shown.err.splitlines()) < 5
+    for arguments, message in (
+        (["run", "x.bin"], "use one of .pt, .pth, .safetensors"),
+        (["run", "nowhere/x.pt"], "or there is none to write it to"),
+        (["run", "x.pt", "--only", "modle"], "Did you mean 'model'?"),
+        (["none", "x.pt"], "There is no checkpoint in"),
+    ):
+        assert cli.main(["convert", *arguments]) == 2
+        assert message in (shown := capsys.readouterr()).err
+        assert shown.out == ""
+        assert len(shown.err.splitlines()) < 5
 
 
 def test_names_and_types_in_a_file_cannot_control_the_terminal(

@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("new")
     python = environment(build("wheel", folder), folder)
     for kind in KINDS:
-        done = run(python, "-m", "stagereg", "new", kind, f"my-{kind}", "--dir", "packages", cwd=folder)
+        done = run(python, "-m", "stagereg", "new", kind, f"my_{kind}", "--dir", "packages", cwd=folder)
         assert done.returncode == 0, done.stderr
     pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index")
     editable = [part for package in sorted((folder / "packages").iterdir()) for part in ("--editable", package)]
@@ -73,7 +73,7 @@ def test_the_new_packages_are_known_by_name_from_any_folder(python: Path, tmp_pa
     listed = run(python, "-m", "stagereg", "list", "--json", cwd=tmp_path)
     assert listed.returncode == 0, listed.stderr
     for kind in KINDS:
-        assert f"my-{kind}" in listed.stdout
+        assert f"my_{kind}" in listed.stdout
 
 
 def test_the_new_packages_are_linted_and_formatted(made: Path) -> None:
@@ -90,11 +90,11 @@ def test_the_new_packages_are_typed_strictly(made: Path, python: Path) -> None:
         assert done.returncode == 0, done.stdout
 
 
-names = st.from_regex(r"\A[A-Za-z]([A-Za-z0-9_-]{0,26}[A-Za-z0-9])?\Z")
+names = st.from_regex(r"\A[a-z]([a-z0-9_]{0,26}[a-z0-9])?\Z")
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(kind=st.sampled_from(KINDS), name=names | st.sampled_from(["host", "join", "Joinable", "join_hook", "stager"]))
+@given(kind=st.sampled_from(KINDS), name=names | st.sampled_from(["fsdp2", "a_join", "hook"]))
 @example(kind="joinable", name="my_joinable")
 def test_a_package_of_any_legal_name_is_whole(kind: str, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     try:
@@ -116,11 +116,13 @@ def test_a_package_of_any_legal_name_is_whole(kind: str, name: str, tmp_path_fac
     assert all(ast.parse(file.read_text()) for file in folder.rglob("*.py") if file.stat().st_size)
 
 
-def test_existing_files_are_not_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_no_folder_can_be_made_nothing_is_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "precious.txt").write_text("mine")
     assert main(["new", "stager", "mine", "--dir", str(tmp_path)]) == 2
     assert "is there already" in capsys.readouterr().err
+    assert main(["new", "stager", "mine", "--dir", str(tmp_path / "mine" / "precious.txt")]) == 2
+    assert "Choose another --dir" in capsys.readouterr().err
     assert [file.name for file in tmp_path.rglob("*")] == ["mine", "precious.txt"]
 
 
@@ -141,17 +143,17 @@ def test_a_package_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("name", "seen"),
     [
-        ("9x", "begin with a letter"),
-        ("a b", "begin with a letter"),
-        ("a.b", "begin with a letter"),
-        ("mine-", "not end with"),
-        ("ärger", "begin with a letter"),
-        ("null", "Hydra"),
-        ("class", "cannot name a Python package"),
-        ("json", "already"),
-        ("torch", "already"),
+        ("9x", "is no name"),
+        ("a.b", "is no name"),
+        ("mine_", "is no name"),
+        ("Mine", "is no name"),
+        ("a" * 29, "up to 28"),
+        ("null", "cannot name"),
+        ("class", "cannot name"),
+        ("join", "cannot name"),
+        ("stager_contract", "cannot name"),
+        ("json", "a Python module already"),
         ("overlapped", "stagereg.stagers.overlapped:OverlappedStager of hydra-stagereg"),
-        ("a" * 29, "up to 27 letters"),
     ],
 )
 def test_a_name_that_cannot_be_had_is_refused_with_the_reason(
@@ -160,12 +162,6 @@ def test_a_name_that_cannot_be_had_is_refused_with_the_reason(
     assert main(["new", "stager", name, "--dir", str(tmp_path)]) == 2
     assert seen in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_store_where_no_folder_can_be_made_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    assert main(["new", "stager", "mine", "--dir", str(tmp_path / "file")]) == 2
-    assert "Choose another --dir" in capsys.readouterr().err
 
 
 def test_the_next_commands_are_printed_and_work_there(

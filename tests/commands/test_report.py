@@ -135,26 +135,19 @@ def test_the_error_of_a_run_is_reported_once_in_a_line(
     assert page.count("Traceback") == 1
 
 
-def test_missing_and_damaged_records_are_reported(
+def test_missing_and_damaged_records_and_a_fallback_are_reported(
     here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
 ) -> None:
     write_run(here / "run", Sample(ranks=3))
     rank_file(here / "run", 1).unlink()
     file = rank_file(here / "run", 0)
-    file.write_text(file.read_text().replace('"event": "stall"', '"event": stall', 2))
-    seen = report(capsys, "run")
-    assert "2 lines of its records are damaged" in seen
-    assert "There are no records of rank 1:" in seen
-
-
-def test_that_a_damaged_checkpoint_was_passed_over_is_reported(
-    here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
-) -> None:
-    file = rank_file(write_run(here / "run"), 0)
     event = {"event": "fallback", "t": 1750000000.0, "step": 100, "damaged": 200, "lost": 100, "why": "a: missing"}
-    file.write_text(file.read_text() + json.dumps(event) + "\n")
-    line = "It went on from step 100, since a newer checkpoint was damaged (a: missing): 100 steps are lost."
-    assert line in report(capsys, "run")
+    damaged = file.read_text().replace('"event": "stall"', '"event": stall', 2)
+    file.write_text(damaged + json.dumps(event) + "\n")
+    seen = report(capsys, "run")
+    assert "Left out, being damaged: 2 lines of its records." in seen
+    assert "There are no records of 1 rank (1):" in seen
+    assert "It went on from step 100, since a newer checkpoint was damaged (a: missing): 100 steps lost." in seen
 
 
 def test_many_checkpoints_are_cut_short_on_the_terminal_alone(
@@ -190,22 +183,18 @@ def test_without_matplotlib_one_line_is_reported_and_the_rest_is_there(
     assert sorted(os.listdir("run")) == ["metrics.jsonl", "metrics.rank1.jsonl", "report.html", "trace.json"]
 
 
-def test_where_nothing_can_be_written_the_tables_are_there_and_the_reason(
+def test_what_is_asked_for_in_vain_is_refused(
     here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
 ) -> None:
-    write_run(here / "run")
-    (here / "file").write_text("")
-    assert cli.main(["report", "run", "--output", "file/below"]) == 2
-    seen = capsys.readouterr()
-    assert "Checkpoints" in seen.out
-    assert "Cannot write in file/below: Not a directory. `--output DIR` names another directory." in seen.err
-
-
-def test_options_of_the_other_kind_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(here / "run")
     sweep(here / "sweep")
     assert "rank the jobs of a sweep, and run is a single run" in refused(capsys, "run", "--metric", "loss")
     assert "and sweep is a sweep: name a job of it" in refused(capsys, "sweep", "--window", "1:2")
+    (here / "file").write_text("")
+    assert cli.main(["report", "run", "--output", "file/below"]) == 2
+    seen = capsys.readouterr()
+    assert "Checkpoints" in seen.out, "the tables are there anyway"
+    assert "Cannot write in file/below: Not a directory. `--output DIR` names another directory." in seen.err
 
 
 def test_without_tensorboard_one_line_is_reported_before_anything_is_made(

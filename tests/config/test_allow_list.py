@@ -14,7 +14,6 @@ import math
 import os
 import subprocess
 import sys
-import unicodedata
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,8 +26,6 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import stagereg
-import stagereg.config.allow_list as allow_list
-import stagereg.config.instantiate as instantiate
 from stagereg import registry
 from stagereg.config.instantiate import targets
 from stagereg.errors import ConfigError, RegistryError, TargetNotAllowedError, UnknownNameError
@@ -65,10 +62,6 @@ def known(inner: Any = None, other: Any = None, allow: Any = None, **more: Any) 
 def takes_stager(stager: Any = None) -> None: ...
 
 
-def takes_any(*args: Any) -> tuple[Any, ...]:
-    return args
-
-
 @pytest.fixture(autouse=True)
 def _world(registry_as_before: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "lock_trap.py").write_text(
@@ -84,7 +77,6 @@ def _world(registry_as_before: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(registry.REGISTRY.built_in, ("join", "lazy"), LAZY.replace(".", ":"))
     registry.register("join", "known")(known)
-    registry.register("checkpoint", "any")(takes_any)
     registry.register("checkpoint", "staging")(takes_stager)
     registry.REGISTRY.refresh()
     # What is read and imported once in a process is not the attack's doing.
@@ -131,53 +123,28 @@ def withstands(attack: Callable[[], Any]) -> bool:
 NAMES = {
     "a command, CVE-2026-68508": "os.system",
     "a command, by its platform's module": "posix.system",
-    "an expression": "builtins.eval",
-    "a statement": "builtins.exec",
-    "code of a file": "runpy.run_path",
-    "code of a pickle": "pickle.loads",
-    "an import": "importlib.import_module",
-    "an import by Hydra": "hydra.utils.get_method",
-    "an object by Hydra": "hydra.utils.get_object",
-    "a class by Hydra": "hydra.utils.get_class",
-    "Hydra's resolution itself": "hydra._internal.utils._locate",
     "Hydra's instantiate, which checks less": "hydra.utils.instantiate",
-    "its alias": "hydra.utils.call",
     "an alias through a module's imports, GHSA-37p2-j732-x8pj": "logging.os.system",
     "an alias through a registered module": "stagereg.stagers.pinned_cached.torch.os.system",
     "an alias through this package": "stagereg.registry.importlib.import_module",
     "another module's name of a registered component": f"{HERE}.stagereg.stagers.pinned_cached.PinnedCachedStager",
     "the policy's own sets, GHSA-mwj6-rfh8-7qf4": "hydra._internal.target_policy.DISCOVERY_TARGETS.discard",
     "the registry's own table": "stagereg.registry.REGISTRY.built_in.update",
-    "registering": "stagereg.register",
-    "building by name": "stagereg.build",
     "instantiate itself, with an allow-list of its own": "stagereg.config.instantiate.instantiate",
     "logging's factories, GHSA-c3wx-c55w-pxjq": "logging.config.dictConfig",
-    "a dispatcher, PR 3412": "builtins.map",
     "a lazy dispatcher, PR 3413": "itertools.accumulate",
-    "a reducer": "functools.reduce",
-    "attributes": "builtins.getattr",
-    "methods by name": "operator.methodcaller",
-    "a partial": "functools.partial",
     "a partial's call, PR 3417": "functools.partial.__call__",
     "a property's getter, PR 3415": "builtins.property.__get__",
-    "an iterator of calls": "builtins.iter",
-    "a mock with a side effect": "unittest.mock.Mock",
-    "what Hydra 1.3 does not block: files": "builtins.open",
-    "what Hydra 1.3 does not block: models from the net": "torch.hub.load",
-    "what Hydra 1.3 does not block: a compiler": "torch.utils.cpp_extension.load_inline",
     "a module": HERE,
     "a class of a registered component": f"{KNOWN}.__class__",
     "globals of a registered function": f"{KNOWN}.__globals__.get",
     "its call": f"{KNOWN}.__call__",
     "the initialiser of a registered class": "stagereg.stagers.pinned_cached.PinnedCachedStager.__init__",
     "subclasses of everything": "stagereg.stagers.pinned_cached.PinnedCachedStager.__base__.__subclasses__",
-    "a space before": f" {KNOWN}",
     "a space after": f"{KNOWN} ",
     "a line's end": f"{KNOWN}\n",
     "a null": f"{KNOWN}\0",
     "a dot before": f".{KNOWN}",
-    "a dot after": f"{KNOWN}.",
-    "two dots": KNOWN.replace(".", "..", 1),
     "a colon": ":".join(KNOWN.rsplit(".", 1)),
     "a slash": KNOWN.replace(".", "/"),
     "another case": KNOWN.upper(),
@@ -186,16 +153,13 @@ NAMES = {
     "an invisible character": KNOWN.replace("k", "k\u200d"),
     "a pattern": f"{HERE}.*",
     "nothing": "",
-    "dots": "...",
     "a very long name": "a." * 100_000,
     "no text: bytes": KNOWN.encode(),
     "no text: a list": [KNOWN],
     "no text: a mapping": {"name": KNOWN},
     "no text: a number": 7,
     "no text: null": None,
-    "no text: true": True,
     "a function": os.system,
-    "a method": [].append,
     "a class": subprocess.Popen,
 }
 
@@ -209,27 +173,20 @@ def test_a_name_that_is_not_exactly_a_registered_one_is_refused(name: Any) -> No
 BAD = {"_target_": TRAP}
 POSITIONS: dict[str, Callable[[], Any]] = {
     "at the top": lambda: stagereg.instantiate(BAD),
-    "in a mapping": lambda: stagereg.instantiate({"a": {"b": BAD}}),
     "in a list": lambda: stagereg.instantiate([1, BAD]),
     "in a tuple": lambda: stagereg.instantiate((1, (BAD,))),
-    "in a list of lists": lambda: stagereg.instantiate({"a": [[[BAD]]]}),
     "in a config": lambda: stagereg.instantiate(OmegaConf.create({"a": [BAD]})),
     "in a config's list": lambda: stagereg.instantiate(OmegaConf.create([BAD])),
-    "in a config's tuple": lambda: stagereg.instantiate(OmegaConf.create({"a": (BAD,)})),
     "as a dataclass": lambda: stagereg.instantiate(Node()),
     "as a dataclass's class": lambda: stagereg.instantiate(Node),
     "in a dataclass": lambda: stagereg.instantiate(Spec(inner=BAD)),
-    "as a dataclass in a mapping": lambda: stagereg.instantiate({"a": [Node()]}),
     "in an ordered mapping": lambda: stagereg.instantiate({"a": collections.OrderedDict(BAD)}),
-    "beside a component": lambda: stagereg.instantiate({"a": {"_target_": LAZY}, "b": BAD}),
     "before a component": lambda: stagereg.instantiate([BAD, {"_target_": LAZY}]),
     "in a component": lambda: stagereg.instantiate({"_target_": LAZY, "inner": BAD}),
-    "deep in a component": lambda: stagereg.instantiate({"_target_": LAZY, "x": {"y": [{"_target_": LAZY, "z": BAD}]}}),
     "under a key that it does not take": lambda: stagereg.instantiate({"_target_": LAZY, "???": BAD}),
     "in its _args_": lambda: stagereg.instantiate({"_target_": LAZY, "_args_": [BAD]}),
     "as its _args_": lambda: stagereg.instantiate({"_target_": LAZY, "_args_": BAD}),
     "in its _convert_": lambda: stagereg.instantiate({"_target_": LAZY, "_convert_": BAD}),
-    "in its _partial_": lambda: stagereg.instantiate({"_target_": LAZY, "_partial_": BAD}),
     "as its target": lambda: stagereg.instantiate({"_target_": BAD}),
     "below _partial_": lambda: stagereg.instantiate({"_target_": LAZY, "_partial_": True, "inner": BAD}),
     "below _recursive_: false": lambda: stagereg.instantiate({"_target_": LAZY, "_recursive_": False, "inner": BAD}),
@@ -242,19 +199,14 @@ POSITIONS: dict[str, Callable[[], Any]] = {
     "by a resolver": lambda: stagereg.instantiate(
         {"_target_": LAZY, "inner": "${oc.create:{_target_: lock_trap.fire}}"}
     ),
-    "by the environment": lambda: stagereg.instantiate({"_target_": "${oc.env:LOCK_TARGET}"}),
     "by Hydra's escape": lambda: stagereg.instantiate({"_target_": "${oc.decode:${oc.env:LOCK_TARGET}}"}),
     "with a list that allows it": lambda: stagereg.instantiate({**BAD, "allow": [TRAP]}),
-    "with a key that allows it": lambda: stagereg.instantiate({**BAD, "_allow_": [TRAP]}),
     "with Hydra's key that allows it": lambda: stagereg.instantiate({**BAD, "_execution_whitelist_": TRAP}),
-    "with Hydra's older key that allows it": lambda: stagereg.instantiate({**BAD, "_target_whitelist_": [TRAP]}),
     "given as the target": lambda: stagereg.instantiate({"_target_": LAZY}, _target_=TRAP),
-    "given as a target where there is none": lambda: stagereg.instantiate({"a": 1}, _target_=TRAP),
     "given instead of the target": lambda: stagereg.instantiate(BAD, _target_=LAZY),
     "given": lambda: stagereg.instantiate({"_target_": LAZY}, inner=BAD),
     "given as a config": lambda: stagereg.instantiate({"_target_": LAZY}, inner=OmegaConf.create(BAD)),
     "given in a tuple": lambda: stagereg.instantiate({"_target_": LAZY}, inner=({"a": (BAD,)},)),
-    "given in a list of configs": lambda: stagereg.instantiate({"_target_": LAZY}, inner=[OmegaConf.create(BAD)]),
     "given for _args_": lambda: stagereg.instantiate({"_target_": LAZY}, _args_=[BAD]),
     "given into a node": lambda: stagereg.instantiate({"_target_": LAZY, "inner": {"a": 1}}, inner=BAD),
     "given below a node": lambda: stagereg.instantiate({"_target_": LAZY, "inner": {"a": {}}}, inner={"a": BAD}),
@@ -358,11 +310,8 @@ def test_a_target_is_read_once() -> None:
     given = resolver("flip", KNOWN, TRAP)
     assert stagereg.instantiate({"_target_": "${flip:}"}) == known()
     assert given == [KNOWN]
-
-
-def test_a_target_that_is_allowed_only_when_read_again_is_refused() -> None:
-    given = resolver("flip", TRAP, KNOWN)
-    assert withstands(lambda: stagereg.instantiate({"_target_": LAZY, "inner": {"_target_": "${flip:}"}}))
+    given = resolver("swap", TRAP, KNOWN)
+    assert withstands(lambda: stagereg.instantiate({"_target_": LAZY, "inner": {"_target_": "${swap:}"}}))
     assert given == [TRAP]
 
 
@@ -407,9 +356,7 @@ def test_a_component_that_changes_the_config_changes_nothing() -> None:
 
 
 def test_the_return_value_of_a_component_is_not_built_again() -> None:
-    assert stagereg.instantiate({"_target_": f"{HERE}.takes_any", "_args_": [{"_target_": KNOWN, "x": 1}]})[0]["x"] == 1
-    built = stagereg.instantiate({"_target_": f"{HERE}.node_maker"}, allow=(node_maker,))
-    assert built == BAD
+    assert stagereg.instantiate({"_target_": f"{HERE}.node_maker"}, allow=(node_maker,)) == BAD
 
 
 def node_maker() -> dict[str, Any]:
@@ -458,11 +405,7 @@ def test_an_allowed_object_goes_by_the_path_of_its_definition_and_by_no_other() 
         stagereg.instantiate({"_target_": "json.JSONDecoder"}, allow=(json.JSONDecoder,))
     with pytest.raises(TargetNotAllowedError):
         stagereg.instantiate({"_target_": "json.decoder.JSONDecoder"}, allow=("json.JSONDecoder",))
-
-
-def test_a_callable_written_in_c_can_be_allowed() -> None:
-    assert stagereg.instantiate({"_target_": "math.sqrt", "_args_": [4]}, allow=(math.sqrt,)) == 2
-    assert stagereg.instantiate({"_target_": "builtins.dict", "a": 1}, allow=("builtins.dict",)) == {"a": 1}
+    assert stagereg.instantiate({"_target_": "math.sqrt", "_args_": [4]}, allow=(math.sqrt,)) == 2  # written in C
 
 
 @pytest.mark.parametrize(
@@ -470,14 +413,7 @@ def test_a_callable_written_in_c_can_be_allowed() -> None:
     [
         ({"chrge": 1}, r"^lock_trap\.fire takes no 'chrge'\. Did you mean 'charge'\? It takes: charge, name"),
         ({"charge": "???"}, r"^charge needs a value: add charge=\.\.\. to the command line"),
-        ({"_args_": [1], "charge": 1}, r"^_args_ of lock_trap\.fire: multiple values for argument 'charge'"),
-        ({"_args_": 1}, r"^_args_ is 1; it is a list"),
-        ({"_target_": "lock_trap.Bomb"}, r"^size needs a value"),
         ({"_target_": "lock_trap.Bomb", "size": 1}, r"^lock_trap\.Bomb takes no 'size'"),
-        (
-            {"_target_": "lock_trap.Bomb", "_args_": [1, 2, 3]},
-            r"^_args_ of lock_trap\.Bomb: too many positional arguments",
-        ),
     ],
 )
 def test_an_argument_that_an_allowed_target_lacks_is_refused(node: dict[str, Any], message: str) -> None:
@@ -501,23 +437,7 @@ def test_a_parameter_called_allow_comes_through_the_config() -> None:
 
 @pytest.mark.parametrize(
     "allow",
-    [
-        TRAP,
-        3,
-        {TRAP: 1},
-        OmegaConf.create([TRAP]),
-        OmegaConf.create({"a": TRAP}),
-        ["lock_trap.*"],
-        ["*"],
-        ["fire"],
-        [""],
-        ["lock_trap:fire"],
-        ["lock_trap..fire"],
-        [" lock_trap.fire"],
-        [3],
-        [None],
-        known,
-    ],
+    [TRAP, 3, {TRAP: 1}, OmegaConf.create([TRAP]), ["lock_trap.*"], ["fire"], ["lock_trap:fire"], [None], known],
     ids=lambda allow: getattr(allow, "__name__", None) or repr(allow),
 )
 def test_an_allow_list_is_full_paths_and_objects_from_code(allow: Any) -> None:
@@ -542,14 +462,6 @@ def test_an_allowed_path_that_cannot_be_imported_is_an_error(path: str, message:
     assert path in str(caught.value)
 
 
-def test_a_refusal_names_the_nearest_registered_target() -> None:
-    near = "stagereg.stagers.pinned_cached.PinnedCacheStager"
-    with pytest.raises(
-        TargetNotAllowedError, match=r"Did you mean 'stagereg\.stagers\.pinned_cached\.PinnedCachedStager'"
-    ):
-        stagereg.instantiate({"_target_": near})
-
-
 def test_a_refusal_gives_no_warning_and_neither_does_a_build() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -566,15 +478,10 @@ def test_targets_are_the_paths_of_all_components_or_of_one_kind() -> None:
     assert stager in targets("stager")
     assert KNOWN not in targets("stager")
     assert all(registry.find_target(path) for path in targets())
+    registry.register("join", "local")(lambda: None)
+    assert not [path for path in targets() if "<locals>" in path or "<lambda>" in path]  # which no config can name
     with pytest.raises(UnknownNameError, match="Did you mean 'stager'"):
         targets("stagr")
-
-
-def test_targets_leave_out_components_that_no_config_can_name() -> None:
-    def local() -> None: ...
-
-    registry.register("join", "local")(local)
-    assert not [path for path in targets() if "<locals>" in path]
 
 
 def test_targets_and_a_refusal_need_no_torch() -> None:
@@ -587,84 +494,3 @@ def test_targets_and_a_refusal_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr
-
-
-# Allow lists that each lack one check; each must let some attack through.
-
-
-def _only_the_top(node: Any, path: Any, targets_: allow_list.TargetAllowList) -> None:
-    if isinstance(node, dict) and "_target_" in node:
-        targets_.find(node["_target_"], str(path))
-
-
-def _no_lists(node: Any, path: Any, targets_: allow_list.TargetAllowList) -> None:
-    _only_the_top(node, path, targets_)
-    for key, value in node.items() if isinstance(node, dict) else ():
-        _no_lists(value, path.child(key), targets_)
-
-
-def _not_below_a_component(node: Any, path: Any, targets_: allow_list.TargetAllowList) -> None:
-    _only_the_top(node, path, targets_)
-    if isinstance(node, (dict, list)) and "_target_" not in node:
-        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            _not_below_a_component(value, path.child(key), targets_)
-
-
-def _nothing_first(node: Any, path: Any, targets_: allow_list.TargetAllowList) -> None: ...
-
-
-def _finding(change: Callable[[str], str]) -> Callable[..., Any]:
-    find = registry.find_target
-    return lambda path: find(change(path))
-
-
-def _by_attributes(path: str) -> Any:
-    found = next((entry for entry in registry.entries() if path.startswith(f"{entry.path}.")), None)
-    return found or next((entry for entry in registry.entries() if entry.path == path), None)
-
-
-MUTANTS: dict[str, tuple[Any, str, Any]] = {
-    "only the top is looked at": (instantiate, "_refuse_unregistered", _only_the_top),
-    "lists are not looked into": (instantiate, "_refuse_unregistered", _no_lists),
-    "components are not looked into": (instantiate, "_refuse_unregistered", _not_below_a_component),
-    "imports while it is checked": (instantiate, "_refuse_unregistered", _nothing_first),
-    "arguments are not looked at": (instantiate, "describes", lambda value: False),
-    "spaces do not count": (registry, "find_target", _finding(str.strip)),
-    "case does not count": (registry, "find_target", _finding(str.lower)),
-    "letters are made equal": (registry, "find_target", _finding(lambda path: unicodedata.normalize("NFKC", path))),
-    "attributes are followed": (registry, "find_target", _by_attributes),
-    "text is not read by its characters": (allow_list, "_text", str),
-    "a config may allow": (
-        allow_list.TargetAllowList,
-        "find",
-        lambda self, target, where: registry.find_target(str(target)) or allow_list.AllowedTarget(str(target)),
-    ),
-}
-
-
-@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS.keys())
-def test_an_allow_list_that_lacks_a_check_is_caught(
-    mutant: tuple[Any, str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCK_TARGET", TRAP)
-    lie = Liar(TRAP)
-    lie.claims = KNOWN
-    attacks = [
-        *POSITIONS.values(),
-        *(lambda name=name: stagereg.instantiate({"_target_": name}) for name in NAMES.values() if _harmless(name)),
-        lambda: stagereg.instantiate({"_target_": lie}),
-    ]
-    assert all(map(withstands, attacks))
-    monkeypatch.setattr(*mutant)
-
-    def is_caught(attack: Callable[[], Any]) -> bool:
-        with contextlib.suppress(Exception):
-            return not withstands(attack)
-        return True
-
-    assert any(map(is_caught, attacks))
-
-
-def _harmless(name: Any) -> bool:
-    """Whether a name may pass an allow list that is broken on purpose."""
-    return isinstance(name, str) and unicodedata.normalize("NFKC", name).strip().lower().startswith(HERE)

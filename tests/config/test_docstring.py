@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from stagereg.config.docstring import parameters
 
@@ -106,20 +103,18 @@ class Child(Base):
 
 def test_a_class_its_init_and_its_bases_are_read_the_nearest_first() -> None:
     assert parameters(Child) == {"kept": "by the base.", "both": "by the child.", "own": "of the child."}
-
-
-def test_the_attributes_of_a_dataclass_are_its_parameters() -> None:
-    @dataclass
-    class Net:
-        """A net.
-
-        Attributes:
-            port: where it listens.
-        """
-
-        port: int = 1
-
     assert parameters(Net) == {"port": "where it listens."}
+
+
+@dataclass
+class Net:
+    """A net.
+
+    Attributes:
+        port: where it listens.
+    """
+
+    port: int = 1
 
 
 def test_a_docstring_that_describes_no_parameter_gives_nothing() -> None:
@@ -135,11 +130,3 @@ def test_a_docstring_that_describes_no_parameter_gives_nothing() -> None:
         port: int = 1
 
     assert parameters(plain) == parameters(Bare) == parameters(lambda: None) == {}
-
-
-@given(st.text(alphabet="Args: \n-_x*,():param\tParameters"))
-def test_any_docstring_can_be_read(text: str) -> None:
-    def odd() -> Any: ...
-
-    odd.__doc__ = text
-    assert all(name and text for name, text in parameters(odd).items())

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import string
-import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +26,8 @@ import stagereg.config.source as source
 from stagereg import registry
 from stagereg.config.plugins import PluginError
 from stagereg.errors import StageregError
+
+from .app import App
 
 MINE = """
 import os, stagereg
@@ -64,47 +63,12 @@ if __name__ == "__main__":
 QUIET = "hydra: {output_subdir: null, run: {dir: out}, sweep: {dir: out}}\n"
 
 
-class App:
-    """An app in its own folder, beside the module that has its stager."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.write("my_module.py", MINE)
-        self.write("app.py", APP)
-        self.write("train.py", TRAIN)
-        self.write("conf/app.yaml", f"defaults: [{{stager: mine}}, _self_]\nplugins: [my_module]\n{QUIET}")
-        self.write("conf/train.yaml", f"defaults: [stagereg, _self_]\n{QUIET}")
-
-    def write(self, path: str, text: str) -> None:
-        (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (self.folder / path).write_text(textwrap.dedent(text))
-
-    def run(self, *arguments: str, script: str = "app.py", **env: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, script, *arguments]
-        limit_s = 100
-        return subprocess.run(
-            command, cwd=self.folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=limit_s
-        )
-
-    def prints(self, *arguments: str, script: str = "app.py", **env: str) -> str:
-        done = self.run(*arguments, script=script, **env)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def refuses(self, *arguments: str, script: str = "app.py") -> str:
-        done = self.run(*arguments, script=script)
-        assert done.returncode == 1
-        assert "Traceback" not in done.stderr
-        assert len(done.stderr.splitlines()) <= 8
-        return done.stderr
-
-    def completes(self, line: str, script: str = "app.py") -> list[str]:
-        return self.prints("-sc", "query=bash", script=script, COMP_LINE=f"python {script} {line}").split()
-
-
 @pytest.fixture
 def app(tmp_path: Path) -> App:
-    return App(tmp_path)
+    """Beside the module that has its stager."""
+    files = {"my_module.py": MINE, "app.py": APP, "train.py": TRAIN}
+    files["conf/app.yaml"] = f"defaults: [{{stager: mine}}, _self_]\nplugins: [my_module]\n{QUIET}"
+    return App(tmp_path, files | {"conf/train.yaml": f"defaults: [stagereg, _self_]\n{QUIET}"})
 
 
 def test_a_run_has_the_options_of_a_module_that_its_config_names(app: App) -> None:
@@ -248,19 +212,18 @@ def test_an_app_without_options_of_ours_may_use_the_key_plugins_otherwise(compos
     }
 
 
-def test_a_structured_config_may_name_modules(composed: Composed) -> None:
+def test_a_structured_config_and_an_interpolation_may_name_modules(composed: Composed) -> None:
     @dataclass
     class Structured:
         plugins: list[str] = field(default_factory=lambda: ["one"])
         stager: Any = None
 
     ConfigStore.instance().store(name="plugins_of_a_class", node=Structured)
-    config = composed({"conf/app.yaml": "defaults: [plugins_of_a_class, {stager: one}, _self_]\n"})
-    assert config.stager._target_ == "one.Mine"
-
-
-def test_an_interpolation_is_resolved_within_its_config(composed: Composed) -> None:
-    assert composed({"conf/app.yaml": f"{CHOICE}plugins: ['${{which}}']\nwhich: one\n"}).stager._target_ == "one.Mine"
+    for text in (
+        "defaults: [plugins_of_a_class, {stager: one}, _self_]\n",
+        f"{CHOICE}plugins: ['${{which}}']\nwhich: one\n",
+    ):
+        assert composed({"conf/app.yaml": text}).stager._target_ == "one.Mine"
 
 
 @pytest.mark.parametrize(
@@ -271,16 +234,8 @@ def test_an_interpolation_is_resolved_within_its_config(composed: Composed) -> N
             "The config 'app' names the plugin 'no_such_module', which cannot be imported. Modules",
         ),
         ("[twoo]", "cannot be imported. Did you mean 'two'?"),
-        ("[two.py]", "cannot be imported. Did you mean 'two'?"),
-        (
-            "[stagereg.config.plugin]",
-            "\nModuleNotFoundError: No module named 'stagereg.config.plugin'",
-        ),
         ("[one two]", "the plugin 'one two', which cannot be imported."),
-        ("[../two]", "the plugin '../two', which cannot be imported."),
-        ("['']", "the plugin '', which cannot be imported."),
         ("[3]", "the plugin '3', which cannot be imported."),
-        ("[[two]]", "which cannot be imported."),
         ("two", "The config 'app' has plugins=two; it is a list of modules: plugins=[my_module]"),
         (
             "${nowhere}",
@@ -303,11 +258,6 @@ def test_a_name_that_is_no_module_is_one_error_of_the_composition(
         assert isinstance(caught.value, HydraException)
 
 
-def test_the_plugins_of_one_app_are_not_those_of_the_next(composed: Composed) -> None:
-    assert composed({"conf/app.yaml": "plugins: [no_such_module]\n"})
-    assert composed({"conf/app.yaml": "defaults: [{optional stager: x}, _self_]\na: 1\n"}) == {"a": 1}
-
-
 def test_unpickling_the_source_imports_what_its_process_had_imported(composed: Composed) -> None:
     composed({"conf/app.yaml": f"{CHOICE}plugins: [one]\n"})
     sent = pickle.dumps(source.RegistrySource("stagereg", "stagereg://"))
@@ -316,18 +266,14 @@ def test_unpickling_the_source_imports_what_its_process_had_imported(composed: C
     assert "one" in sys.modules
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["plugins=[one,two]"],
-        ["+plugins=[one]", "++plugins=['two']"],
-        ["plugins=[one],[two]"],
-        ["plugins=[one", "plugins=[one,two]"],
-    ],
-)
-def test_every_way_to_write_the_override_is_read(composed: Composed, overrides: list[str]) -> None:
-    plugins.from_overrides(["stager=blocking", "~plugins", "x.plugins=[no_such_module]", *overrides])
-    assert {"one", "two"} <= set(stagereg.names("stager"))
+def test_every_way_to_write_the_override_is_read(composed: Composed) -> None:
+    for name, override in {
+        "one": "plugins=[one]",
+        "two": "++plugins=['two']",
+        "three": "plugins=[one],[three]",
+    }.items():
+        plugins.from_overrides(["stager=blocking", "~plugins", "x.plugins=[no_such_module]", "plugins=[one", override])
+        assert name in stagereg.names("stager")
 
 
 @pytest.mark.parametrize("override", ["plugins=one", "plugins=one,two", "plugins=[no_such_module]", "plugins=[3]"])

@@ -10,10 +10,8 @@ import pytest
 
 SCRIPT = """
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -32,11 +30,6 @@ class Net:
     wait: timedelta = timedelta(seconds=3)
 
 
-@dataclass
-class Plain:
-    sizes: tuple[int, ...] = (1,)
-
-
 @stagereg.register("join", "mine")
 def mine(
     number: int,
@@ -44,21 +37,9 @@ def mine(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     wait: timedelta = timedelta(hours=1.5),
-    codec: Codec = Codec.NONE,
     codecs: dict[str, Codec] = {},
-    folder: Path = Path("x"),
-    mode: Literal["fast", "slow"] = "fast",
-    ratio: float = 0.5,
-    old: int | None = None,
-    either: int | str = "auto",
-    pair: tuple[int, torch.dtype] = (1, torch.int8),
-    budgets: list[ByteSize] = [ByteSize("1KB")],
     net: Net = Net("here"),
-    nets: list[Net] = [],
-    plain: Plain = Plain(),
     more: Net | None = None,
-    limits: dict[str, ByteSize] | None = None,
-    sloppy: torch.dtype = None,
 ):
     return dict(locals())
 
@@ -83,19 +64,15 @@ for more in ([], ["join.net.wait=3 dayz", "join.budget=1"]):
 """
 
 OVERRIDES = """
-number=7 budget=512MB dtype=bfloat16 device=cuda:1 wait=00:05:00 codec=ZSTD codecs={a:ZSTD} folder=/tmp/y mode=slow
-ratio=1 old=3 either=4 pair=[2,half] budgets=[1KiB,3] net.host=there net.wait=1m nets=[{host:a},{host:b,wait:2}]
-plain.sizes=[4,5] more={host:c} limits={a:1KB}
+number=7 budget=512MB dtype=bfloat16 device=cuda:1 wait=00:05:00 codecs={a:ZSTD}
+net.host=there net.wait=1m more={host:c}
 """
 
 MADE = (
     "MADE {'number': 7, 'budget': ByteSize('512MB'), 'dtype': torch.bfloat16, 'device': device(type='cuda', index=1), "
-    "'wait': datetime.timedelta(seconds=300), 'codec': <Codec.ZSTD: 1>, 'codecs': {'a': <Codec.ZSTD: 1>}, "
-    "'folder': PosixPath('/tmp/y'), 'mode': 'slow', 'ratio': 1.0, 'old': 3, 'either': 4, 'pair': (2, torch.float16), "
-    "'budgets': [ByteSize('1KiB'), ByteSize('3B')], 'net': Net(host='there', wait=datetime.timedelta(seconds=60)), "
-    "'nets': [Net(host='a', wait=datetime.timedelta(seconds=3)), Net(host='b', wait=datetime.timedelta(seconds=2))], "
-    "'plain': Plain(sizes=(4, 5)), 'more': Net(host='c', wait=datetime.timedelta(seconds=3)), "
-    "'limits': {'a': ByteSize('1KB')}, 'sloppy': None}\n"
+    "'wait': datetime.timedelta(seconds=300), 'codecs': {'a': <Codec.ZSTD: 1>}, "
+    "'net': Net(host='there', wait=datetime.timedelta(seconds=60)), "
+    "'more': Net(host='c', wait=datetime.timedelta(seconds=3))}\n"
 )
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from .app import App
 
 THEIRS = """
 class Stager:
@@ -32,104 +31,31 @@ def main(cfg):
 main()
 """
 
-# Many command lines of the app in one process: most of the time goes into importing Hydra.
-MANY = """
-import contextlib, io, json, os, runpy, sys
-ended = []
-for line in json.load(sys.stdin):
-    sys.argv, os.environ["COMP_LINE"] = ["app.py", *line["arguments"]], line["completed"]
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            runpy.run_path("app.py", run_name="__main__")
-        except SystemExit as left:
-            code = left.code
-    ended.append([sys.argv, code or 0, out.getvalue(), err.getvalue()])
-json.dump(ended, sys.stdout)
-"""
-
 CONFIG = """
 defaults: [{stager: theirs}, _self_]
 hydra: {output_subdir: null, run: {dir: out}, sweep: {dir: out}, job_logging: {root: {handlers: [console]}}}
 """
 
 
-class App:
-    """An app in its own folder beside an installed package with two stagers and a broken one."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.write("site/theirs.py", THEIRS)
-        self.write("site/broken.py", "import no_such_module")
-        self.write("site/theirs-1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: theirs\nVersion: 1.2\n")
-        points = "stager.theirs = theirs:Stager\nstager.other = theirs:Other\nstager.broken = broken:Stager\n"
-        self.write("site/theirs-1.2.dist-info/entry_points.txt", f"[stagereg.plugins]\n{points}")
-        self.write("app.py", APP)
-        self.write("conf/app.yaml", CONFIG)
-
-    def write(self, path: str, text: str) -> None:
-        (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (self.folder / path).write_text(text)
-
-    def run(self, *arguments: str, given: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *(arguments if given else ("app.py", *arguments))],
-            cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(self.folder / "site"), **env},
-            input=given,
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-
-    def run_each(self, *lines: tuple[str, ...]) -> list[subprocess.CompletedProcess[str]]:
-        """Run each command line, one after the other in one process."""
-        return self._run_each([{"arguments": line, "completed": ""} for line in lines])
-
-    def _run_each(self, lines: list[dict[str, Any]]) -> list[subprocess.CompletedProcess[str]]:
-        done = self.run("-c", MANY, given=json.dumps(lines))
-        assert done.returncode == 0, done.stderr
-        return [subprocess.CompletedProcess(*ended) for ended in json.loads(done.stdout)]
-
-    def prints(self, *arguments: str, **env: str) -> str:
-        done = self.run(*arguments, **env)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def prints_each(self, *lines: tuple[str, ...]) -> list[str]:
-        done = self.run_each(*lines)
-        assert [each.returncode for each in done] == [0] * len(lines), done
-        return [each.stdout for each in done]
-
-    def refuses(self, *arguments: str) -> str:
-        return self.refusal(self.run(*arguments))
-
-    def refusal(self, done: subprocess.CompletedProcess[str]) -> str:
-        assert done.returncode == 1
-        assert "Traceback" not in done.stderr
-        assert len(done.stderr.splitlines()) <= 24  # one screen; Hydra's own list takes a line an option
-        return done.stderr
-
-    def completes(self, line: str) -> list[str]:
-        return self.completes_each(line)[0]
-
-    def completes_each(self, *lines: str) -> list[list[str]]:
-        ask = ("-sc", "query=bash")
-        done = self._run_each([{"arguments": ask, "completed": f"python app.py {line}"} for line in lines])
-        assert [each.returncode for each in done] == [0] * len(lines), done
-        return [each.stdout.split() for each in done]
+METADATA = "Metadata-Version: 2.1\nName: theirs\nVersion: 1.2\n"
+POINTS = "stager.theirs = theirs:Stager\nstager.other = theirs:Other\nstager.broken = broken:Stager\n"
 
 
 @pytest.fixture
 def app(tmp_path: Path) -> App:
-    return App(tmp_path)
+    """Beside an installed package with two stagers and a broken one."""
+    files = {
+        "app.py": APP,
+        "conf/app.yaml": CONFIG,
+        "site/theirs.py": THEIRS,
+        "site/broken.py": "import nowhere",
+    }
+    info = {"METADATA": METADATA, "entry_points.txt": f"[stagereg.plugins]\n{POINTS}"}
+    return App(tmp_path, files | {f"site/theirs-1.2.dist-info/{name}": text for name, text in info.items()})
 
 
-def test_an_option_is_chosen_and_set_without_importing_anything_else(app: App) -> None:
+def test_an_option_is_chosen_set_and_swept_without_importing_anything_else(app: App) -> None:
     assert app.prints("stager.slots=5") == "BUILT {'slots': 5, 'pin': False} False False\n"
-
-
-def test_every_option_is_run_by_a_sweep(app: App) -> None:
     out = app.prints("-m", "stager=theirs,other")
     assert "BUILT {'slots': 2, 'pin': False} False False" in out
     assert "BUILT {'path': 'here'} False False" in out
@@ -180,29 +106,20 @@ def test_help_info_and_cfg_show_the_options(app: App) -> None:
     assert config.endswith("_target_: theirs.Stager\nslots: 2\npin: false\n")
 
 
-def test_the_error_for_a_misspelt_option_has_the_nearest_and_the_list(app: App) -> None:
-    message = app.refuses("stager=pinned_cahced")
-    listed = f"There is: {', '.join(STAGERS)}"
-    assert f"No stager named 'pinned_cahced'. Did you mean 'pinned_cached'?\n{listed}\n" in message
-
-
-def test_an_option_far_from_any_gets_hydras_list_of_all_sources(app: App) -> None:
+def test_a_misspelt_option_is_an_error_with_the_nearest_or_hydras_list(app: App) -> None:
     app.write("conf/stager/mine.yaml", "a: 1")
-    message = app.refuses("stager=zzz")
-    assert "Could not find 'stager/zzz'" in message
-    assert "\tmine\n" in message
-    assert "\tpinned_cached\n" in message
+    near, far = map(app.refusal, app.run_each(("stager=pinned_cahced",), ("stager=zzz",)))
+    listed = f"There is: {', '.join(STAGERS)}\n"
+    assert f"No stager named 'pinned_cahced'. Did you mean 'pinned_cached'?\n{listed}" in near
+    assert "Could not find 'stager/zzz'" in far
+    assert "\tmine\n" in far
+    assert "\tpinned_cached\n" in far
 
 
 def test_an_option_of_another_source_is_not_hidden_by_a_near_name(app: App) -> None:
     app.write("more/stager/theirs2.yaml", "defaults: [theirs, _self_]\nslots: 7\n")
     out = app.prints("stager=theirs2", f"hydra.searchpath=[{app.folder}/more]")
     assert out.startswith("BUILT {'slots': 7")
-
-
-def test_an_optional_group_may_name_a_missing_option(app: App) -> None:
-    app.write("conf/app.yaml", CONFIG.replace("_self_", "{optional stager@more: theirz}, _self_"))
-    assert app.prints().startswith("BUILT")
 
 
 def test_a_wrong_type_or_key_is_refused_while_composing(app: App) -> None:
@@ -220,7 +137,7 @@ def test_a_broken_package_is_named_only_when_chosen(app: App) -> None:
     assert app.prints().startswith("BUILT")
     message = app.refuses("stager=broken")
     assert "stager 'broken' cannot be loaded from broken:Stager of theirs 1.2" in message
-    assert "No module named 'no_such_module'" in message
+    assert "No module named 'nowhere'" in message
 
 
 def test_one_name_of_two_packages_is_two_options(app: App) -> None:

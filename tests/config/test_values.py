@@ -216,46 +216,37 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize("name", GIVEN)
-def test_the_component_gets_the_object_from_a_composed_and_from_a_replayed_config(name: str) -> None:
-    text, expected = GIVEN[name]
-    composed = config(**{name: text})
-    replayed = OmegaConf.create(OmegaConf.to_yaml(composed))
-    assert alike(stagereg.instantiate(composed)[name], expected)
-    assert alike(stagereg.instantiate(replayed)[name], expected)
-
-
-def test_a_key_taken_out_of_a_default_stays_out() -> None:
-    composed = config(budgets={"b": "1KB"})
-    del composed.budgets["a"]
-    assert stagereg.instantiate(composed)["budgets"] == {"b": 1000}
+def test_the_component_gets_the_objects_from_a_composed_and_from_a_replayed_config() -> None:
+    composed = config(**{name: text for name, (text, _) in GIVEN.items()})
+    expected = {name: value for name, (_, value) in GIVEN.items()}
+    for each in (composed, OmegaConf.create(OmegaConf.to_yaml(composed)), pickle.loads(pickle.dumps(composed))):
+        built = stagereg.instantiate(each)
+        for name, value in expected.items():
+            assert alike(built[name], value), name
 
 
 def test_a_mapping_takes_new_keys_in_a_config_that_is_closed_to_others() -> None:
     composed = OmegaConf.create({"join": config()}, flags={"struct": True})
     composed.join.budgets.b = "1KB"
     composed.join.trip.waits.b = "1s"
+    del composed.join.budgets["a"]
     assert stagereg.instantiate(composed.join)["trip"].waits == {"b": timedelta(seconds=1)}
-    assert stagereg.instantiate(composed.join)["budgets"] == {"a": 3, "b": 1000}
+    assert stagereg.instantiate(composed.join)["budgets"] == {"b": 1000}
     with pytest.raises(ConfigAttributeError):
         composed.join.other = 1
 
 
-OVERRIDES = {
-    "late": ({"stop": {"name": "x"}}, Trip(Stop("x"))),
-    "late.stop.name": ("x", Trip(Stop("x"))),
-    "limits": ({"a": 1}, {"a": 1}),
-    "limits.a": (1, {"a": 1}),
-    "trip.stop": ({"name": "x"}, Trip(Stop("x"))),
-    "trip.stop.name": ("x", Trip(Stop("x"))),
-    "trip.way.stop.name": ("x", Trip(way=Way(Stop("x")))),
-    "trip.waits.a": ("1s", Trip(waits={"a": timedelta(seconds=1)})),
-}
-
-
-@pytest.mark.parametrize("key", OVERRIDES)
-def test_an_option_that_is_none_or_empty_can_be_set_by_an_override(key: str) -> None:
-    value, expected = OVERRIDES[key]
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("late", {"stop": {"name": "x"}}, Trip(Stop("x"))),
+        ("late.stop.name", "x", Trip(Stop("x"))),
+        ("limits.a", 1, {"a": 1}),
+        ("trip.way.stop.name", "x", Trip(way=Way(Stop("x")))),
+        ("trip.waits.a", "1s", Trip(waits={"a": timedelta(seconds=1)})),
+    ],
+)
+def test_an_option_that_is_none_or_empty_can_be_set_by_an_override(key: str, value: Any, expected: Any) -> None:
     composed = OmegaConf.create({"join": config()}, flags={"struct": True})
     OmegaConf.update(composed, f"join.{key}", value, merge=True, force_add=True)  # as Hydra does for a + before it
     assert alike(stagereg.instantiate(composed.join)[key.partition(".")[0]], expected)
@@ -275,31 +266,23 @@ def test_texts_with_dollars_are_taken_as_they_are() -> None:
 
 
 OBJECTS = {
-    "budget": ByteSize("1KB"),
-    "dtype": torch.int8,
-    "device": torch.device("meta"),
     "wait": timedelta(days=-1, microseconds=1),
-    "auto": ByteSize(7),
-    "text": timedelta(3),
-    "waits": [timedelta(3), timedelta(microseconds=1)],
     "deep": {"a": [(timedelta(3),)]},
     "net": Net("x", group=torch.ones(1)),
     "nets": [Net("x")],
-    "frozen": Frozen(4),
     "parts": [Opaque()],
 }
 
 
-@pytest.mark.parametrize("name", OBJECTS)
-def test_objects_given_by_the_program_arrive(name: str) -> None:
-    assert stagereg.instantiate(config(), **{name: OBJECTS[name]})[name] == OBJECTS[name]
+def test_objects_given_by_the_program_arrive() -> None:
+    built = stagereg.instantiate(config(), **OBJECTS)
+    assert {name: built[name] for name in OBJECTS} == OBJECTS
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"budget": "4GiBB"}, r"^budget: '4GiBB' has no unit of bytes\. Did you mean 'GiB'\? Write a size as 4GiB"),
-        ({"budget": True}, "^budget: True is not the text of a ByteSize"),
         ({"dtype": "flaot16"}, r"^dtype: 'flaot16' is not a dtype\. Did you mean 'float16'\? Write the name"),
         ({"device": "cuad"}, r"^device: 'cuad' is not a device, such as cpu, cuda"),
         ({"wait": "3 dayz"}, r"^wait: '3 dayz' has no unit of time after 3\. Did you mean 'day"),
@@ -307,7 +290,6 @@ def test_objects_given_by_the_program_arrive(name: str) -> None:
             {"auto": "atuo"},
             r"^auto is 'atuo'\. Did you mean 'auto'\? It is one of: 'auto'\nOr: auto: 'atuo' is not a",
         ),
-        ({"seconds": "soon"}, r"^seconds: 'soon' is not a duration"),
         ({"waits": ["1s", "soon"]}, r"^waits\[1\]: 'soon' is not a duration"),
         ({"pair": [1, "int8"]}, r"^pair has 2 items, where 3 are needed"),
         ({"pair": ["x", "int8", "ZSTD"]}, r"^pair\[0\]: 'x' is not a whole number"),
@@ -317,7 +299,6 @@ def test_objects_given_by_the_program_arrive(name: str) -> None:
         ({"deep": {"a": [["soon"]]}}, r"^deep\.a\[0\]\[0\]: 'soon'"),
         ({"mixed": ["1X"]}, r"^mixed.*'1X'"),
         ({"net": {"mode": "fsat"}}, r"^net\.mode is 'fsat'\. Did you mean 'fast'\? It is one of: 'fast', 'slow'"),
-        ({"net": {"wait": "soon"}}, r"^net\.wait: 'soon' is not a duration"),
         ({"nets": [{"host": "x", "wait": "soon"}]}, r"^nets\[0\]\.wait: 'soon'"),
         (
             {"nets": [{"wait": "1s"}]},
@@ -326,9 +307,7 @@ def test_objects_given_by_the_program_arrive(name: str) -> None:
         ({"route": {"nets": [{"host": "x", "mode": "fsat"}]}}, r"^route\.nets\[0\]\.mode is 'fsat'"),
         ({"either": {"hots": "x"}}, r"^either: Net takes no 'hots'\. Did you mean 'host'\? It takes: host, wait"),
         ({"limits": 3}, r"^limits is 3, where a mapping is needed\.$"),
-        ({"limits": {"a": "x"}}, r"^limits\.a: 'x' is not a whole number"),
         ({"table": [1]}, r"^table\[0\] is 1, where a list is needed\.$"),
-        ({"late": {"stpo": {}}}, r"^late: Trip takes no 'stpo'\. Did you mean 'stop'\?"),
         ({"late": 3}, r"^late is 3, where a mapping of the fields of Trip is needed"),
         ({"choice": "c"}, r"^choice is 'c'\. It is one of: 'a', 'b'"),
         ({"either": {}}, r"^either\.host needs a value: add either\.host=\.\.\."),
@@ -337,12 +316,6 @@ def test_objects_given_by_the_program_arrive(name: str) -> None:
 def test_a_wrong_text_is_refused_with_its_key_and_the_right_form(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         stagereg.instantiate(config(**given))
-
-
-def test_a_wrong_key_of_a_dataclass_names_the_nearest() -> None:
-    cfg = OmegaConf.create({"_target_": f"{__name__}.everything", "net": {"hots": "x"}})
-    with pytest.raises(ConfigError, match=r"^net: Net takes no 'hots'\. Did you mean 'host'\?"):
-        stagereg.instantiate(cfg)
 
 
 def test_hydra_builds_the_same_config_and_passes_the_texts() -> None:
@@ -356,11 +329,6 @@ def test_the_fields_of_a_dataclass_have_their_help() -> None:
     assert help_ == {"host": "its name.", "wait": "how long it may take.", "kinds": "", "mode": ""}
 
 
-def test_a_config_with_dataclasses_pickles() -> None:
-    composed = config(route={"nets": [{"host": "x"}]})
-    assert pickle.loads(pickle.dumps(composed)) == composed
-
-
 def test_a_dataclass_that_would_lose_something_is_left_to_the_program() -> None:
     def lossy(net: Net = Net("h", group=torch.ones(1)), needs: Opaque | None = None) -> None: ...  # noqa: B008
 
@@ -369,56 +337,26 @@ def test_a_dataclass_that_would_lose_something_is_left_to_the_program() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "hint"),
+    ("value", "hint", "message"),
     [
-        ("fast", Literal["fast", "slow"]),
-        (None, Literal["fast"] | None),
-        (3, Literal["auto"] | int),
-        ("auto", Literal["auto"] | int),
-        ("free", Literal["auto"] | str),
-        (["fast", "slow"], list[Literal["fast", "slow"]]),
-        ({"a": "fast"}, dict[str, Literal["fast"]]),
-        ("anything", Any),
-        (True, Literal[True, "auto"]),
+        ("fsat", Literal["fast"] | None, r"^x is 'fsat'\. Did you mean 'fast'\? It is one of: 'fast'"),
+        (["slow", "fsat"], list[Literal["fast", "slow"]] | None, r"^x\[1\] is 'fsat'\. Did you mean 'fast'\?"),
+        ({"a": ["fsat"]}, dict[str, list[Literal["fast"]]], r"^x\.a\[0\] is 'fsat'\. Did you mean 'fast'\?"),
+        ("atuo", int | Literal["auto"], r"It is one of: 'auto'\nOr: x: 'atuo' is not a whole number\.$"),
+        ("atuo", Literal["auto"] | float, r"\nOr: x: 'atuo' is not a number\.$"),
+        ("atuo", Literal["auto"] | bool, r"\nOr: x: 'atuo' is not true or false\.$"),
+        (1, Literal[True, "auto"], "^x is 1"),  # which equals the True
+        (1.0, Literal[True, "auto"], r"^x is 1\.0"),
     ],
 )
-def test_a_choice_is_accepted(value: Any, hint: Any) -> None:
-    assert read(value, hint) == value
-
-
-@pytest.mark.parametrize(
-    ("value", "hint", "where"),
-    [
-        ("fsat", Literal["fast", "slow"], "x"),
-        ("fsat", Literal["fast", "slow"] | None, "x"),
-        ("fsat", Literal["fast"] | int, "x"),
-        (["slow", "fsat"], list[Literal["fast", "slow"]] | None, r"x\[1\]"),
-        ({"a": "fsat"}, dict[str, Literal["fast"]], r"x\.a"),
-        ({"a": ["fsat"]}, dict[str, list[Literal["fast"]]], r"x\.a\[0\]"),
-    ],
-)
-def test_another_choice_is_refused_with_its_key_and_the_nearest(value: Any, hint: Any, where: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{where} is 'fsat'\. Did you mean 'fast'\? It is one of: 'fast'"):
+def test_another_choice_is_refused_with_its_key_and_the_nearest(value: Any, hint: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         read(value, hint)
 
 
-@pytest.mark.parametrize(
-    ("hint", "other"),
-    [
-        (int | Literal["auto"], "a whole number"),
-        (Literal["auto"] | float, "a number"),
-        (Literal["auto"] | bool, "true or false"),
-    ],
-)
-def test_the_error_lists_what_else_a_choice_may_be(hint: Any, other: str) -> None:
-    with pytest.raises(ConfigError, match=rf"It is one of: 'auto'\nOr: x: 'atuo' is not {other}\.$"):
-        read("atuo", hint)
-
-
-@pytest.mark.parametrize("value", [1, 1.0])
-def test_a_number_is_no_choice_for_the_true_it_equals(value: Any) -> None:
-    with pytest.raises(ConfigError):
-        read(value, Literal[True, "auto"])
+def test_a_choice_is_taken_as_it_is_where_another_type_may_be() -> None:
+    assert (read("free", Literal["auto"] | str), read(None, Literal["fast"] | None)) == ("free", None)
+    assert read(True, Literal[True, "auto"]) is True
 
 
 LEAVES: list[tuple[Any, st.SearchStrategy[Any]]] = [

@@ -238,7 +238,7 @@ class SimulatedChannel:
     def thread(self) -> SimulatedChannel:
         return self
 
-    def submit(self, job: Callable[[], None]) -> None:
+    def submit(self, job: Callable[[], None], wake: bool = True) -> None:
         rank: _Actor = _here.actor
         self._state.simulation.enlist(f"the thread for {self._state.purpose} of {rank.name}", job)
 

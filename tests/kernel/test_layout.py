@@ -70,20 +70,15 @@ def test_empty_tensors_have_no_block() -> None:
         lambda x: x.clone(),
         lambda x: x.view(torch.int32),
         lambda x: x.view(5, 20),
-        lambda x: x.view(10, 10).t(),
+        lambda x: x.t(),
         lambda x: x[1:],
-        lambda x: x.view(10, 10).expand(2, 10, 10),
+        lambda x: x.expand(2, 10, 10),
     ],
 )
 def test_a_signature_differs_wherever_a_plan_would(changed) -> None:
-    x = torch.ones(100)
+    x = torch.ones(10, 10)
     assert signature([x]) == signature([x.detach()])
     assert signature([x]) != signature([changed(x)])
-
-
-def test_a_signature_differs_when_only_the_strides_do() -> None:
-    grid = torch.ones(10, 10)
-    assert signature([grid]) != signature([grid.t()])
 
 
 def test_a_signature_differs_when_only_the_storage_has_shrunk() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -76,26 +75,13 @@ class TestLeases:
         assert pool.in_flight == 0
         assert pool.held_bytes == 4096  # whole pages
 
-    def test_the_last_reader_may_be_any_thread(self) -> None:
-        pool = Pool()
-        box = [tensor_over(borrow(pool, 64))]
-        reader = threading.Thread(target=lambda: box.pop().sum())
-        assert pool.in_flight == 1
-        reader.start()
-        reader.join()
-        assert pool.in_flight == 0
-
-    def test_leased_memory_is_never_leased_again(self) -> None:
+    def test_returned_memory_is_used_again_and_leased_memory_is_not(self) -> None:
         pool = Pool(max_in_flight=2)
-        first, second = borrow(pool, 64), borrow(pool, 64)
-        third = borrow(pool, 64)  # beyond the bound: there is no reader to wait for
-        assert len({first.address, second.address, third.address}) == 3
-
-    def test_returned_memory_is_used_again(self) -> None:
-        pool = Pool()
-        address = borrow(pool, 64).address
-        assert borrow(pool, 64).address == address
-        assert borrow(pool, 10).address == address
+        held = [borrow(pool, 64) for _ in range(3)]  # the last one is beyond the bound: there is no reader to wait for
+        addresses = [block.address for block in held]
+        assert len(set(addresses)) == 3
+        held.pop()
+        assert [borrow(pool, nbytes).address for nbytes in (64, 10)] == [addresses[2]] * 2
 
     def test_the_smallest_that_fits_is_taken(self) -> None:
         pool = Pool(max_in_flight=3)
@@ -119,19 +105,11 @@ class TestLeases:
         del grown
         assert pool.held_bytes == 8192
 
-    def test_a_pool_that_keeps_nothing_never_keeps_any(self) -> None:
-        pool = Pool(keep=False)
-        x = tensor_over(borrow(pool, 64))
-        block = blocks_alive()
-        del x
-        assert blocks_alive() == block - 1
-        assert pool.held_bytes == 0
-
-    def test_close_frees_memory_returned_before_and_after_it(self) -> None:
-        before = blocks_alive()
-        pool = Pool()
-        early, late = tensor_over(borrow(pool, 64)), tensor_over(borrow(pool, 64))
-        del early
+    def test_nothing_is_kept_after_close_or_without_keep(self) -> None:
+        before, pool, other = blocks_alive(), Pool(), Pool(keep=False)
+        early, late, plain = (tensor_over(borrow(each, 64)) for each in (pool, pool, other))
+        del early, plain
+        assert blocks_alive() == before + 2
         pool.close()
         pool.close()
         assert blocks_alive() == before + 1
@@ -153,15 +131,9 @@ class TestLeases:
     def test_many_threads_that_drop_lose_no_lease(self) -> None:
         pool = Pool(max_in_flight=None)
         blocks = [tensor_over(borrow(pool, 64)) for _ in range(400)]
-
-        def drop() -> None:
-            while True:
-                try:
-                    blocks.pop()
-                except IndexError:
-                    return
-
-        threads = [threading.Thread(target=drop) for _ in range(4)]
+        shares = [blocks[at::4] for at in range(4)]
+        blocks.clear()
+        threads = [threading.Thread(target=share.clear) for share in shares]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -218,86 +190,46 @@ class TestSharedBlocks:
 
 
 class TestWaiting:
-    def test_a_reader_that_keeps_copies_is_waited_for_once(self, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-        pool = Pool(max_in_flight=1)
-        kept = [borrow(pool, 64) for _ in range(2)]
-        assert warnings(caplog) == 1
-        monkeypatch.setattr(memory, "WAIT_WITHOUT_RELEASE_S", 1000.0)
-        kept += [borrow(pool, 64) for _ in range(3)]
-        assert len({block.address for block in kept}) == 5
-        assert warnings(caplog) == 1
-
-    @pytest.mark.parametrize(("wait_s", "promised"), [(1000.0, False), (0.1, True), (0.1, False)])
-    def test_no_reader_is_waited_for_longer_than_the_limit(self, wait_s: float, promised: bool, caplog) -> None:
-        pool = Pool(max_in_flight=1, wait_s=wait_s)
-        if promised:
-            pool.expect_release()
-        kept = [borrow(pool, 64) for _ in range(2)]
-        assert kept[0].address != kept[1].address
-        assert warnings(caplog) == 1
-
-    @pytest.mark.parametrize(
-        ("wait_s", "promised", "waited_s"), [(60.0, False, 1.0), (0.5, False, 0.5), (60.0, True, 60.0)]
-    )
-    def test_a_reader_is_waited_for_a_second_or_as_it_promised(
-        self, wait_s: float, promised: bool, waited_s: float, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        """The seconds that a pool has waited; none of them passes."""
         clock = [0.0]
         monkeypatch.setattr(memory, "WAIT_WITHOUT_RELEASE_S", WAIT_WITHOUT_RELEASE_S)
         monkeypatch.setattr(memory.time, "monotonic", lambda: clock[0])
         monkeypatch.setattr(memory.time, "sleep", lambda s: clock.__setitem__(0, clock[0] + s))
+        return clock
+
+    @pytest.mark.parametrize(
+        ("wait_s", "promised", "waited_s"),
+        [(60.0, False, [1, 1, 1]), (0.5, False, [0.5, 0.5, 0.5]), (60.0, True, [60, 120, 180])],
+    )
+    def test_a_reader_is_waited_for_a_second_once_or_as_it_promised(
+        self, wait_s: float, promised: bool, waited_s: list[float], clock: list[float], caplog
+    ) -> None:
         pool = Pool(max_in_flight=1, wait_s=wait_s)
         if promised:
             pool.expect_release()
-        kept = [borrow(pool, 64), borrow(pool, 64)]
-        assert clock[0] == pytest.approx(waited_s, abs=0.1)
-        assert len(kept) == 2
-
-    def test_a_reader_that_promised_is_waited_for_again(self, caplog, monkeypatch: pytest.MonkeyPatch) -> None:
-        pool = Pool(max_in_flight=1, wait_s=0.05)
-        pool.expect_release()
-        kept = [borrow(pool, 64), borrow(pool, 64)]
-        kept.clear()
-        pool.wait_s = 1000.0
-        lease = pool.lease()
-        copies = lease.hand_out({"w": torch.frombuffer(lease.view(pool.take(64)), dtype=torch.uint8)})
-        del lease
-        waits = threading.Event()
-        monkeypatch.setattr(memory.gc, "collect", waits.set)
-
-        def write() -> None:
-            waits.wait(30)
-            pool.release(copies)
-
-        writer = threading.Thread(target=write)
-        writer.start()
-        borrow(pool, 64)
-        writer.join()
+        kept = [borrow(pool, 64)]
+        for so_far in waited_s:
+            kept.append(borrow(pool, 64))
+            assert clock[0] == pytest.approx(so_far, abs=0.1)
+        assert len({block.address for block in kept}) == 4
         assert warnings(caplog) == 1
 
-    def test_release_ends_the_lease_and_empties_the_copy(self) -> None:
-        pool = Pool(max_in_flight=1)
-        lease, ref = pool.lease(), pool.take(64)
-        copy = lease.hand_out({"w": torch.frombuffer(lease.view(ref), dtype=torch.float32)})
-        address = ref.block.address
-        del lease, ref
-        pool.release(copy)
-        assert copy == {}
-        assert pool.in_flight == 0
-        assert pool.take(64).block.address == address
-
-    def test_released_memory_that_a_reader_holds_is_not_used_again(self) -> None:
-        pool = Pool(max_in_flight=1)
-        lease, ref = pool.lease(), pool.take(64)
-        copy = lease.hand_out({"w": torch.frombuffer(lease.view(ref), dtype=torch.float32).fill_(3)})
-        del lease, ref
-        held = copy["w"][2:4]
-        pool.release(copy)
-        assert pool.in_flight == 0
-        tensor_over(borrow(pool, 64)).fill_(5)
-        assert held.eq(3).all()
-        later = borrow(pool, 64)
-        assert not later.address <= held.data_ptr() < later.address + later.nbytes
+    def test_release_ends_the_lease_and_memory_that_is_still_held_is_not_used_again(self) -> None:
+        for holds in (False, True):
+            pool = Pool(max_in_flight=1)
+            lease, ref = pool.lease(), pool.take(64)
+            copy = lease.hand_out({"w": torch.frombuffer(lease.view(ref), dtype=torch.float32).fill_(3)})
+            address, held = ref.block.address, copy["w"][2:4] if holds else torch.full((2,), 3.0)
+            del lease, ref
+            pool.release(copy)
+            assert copy == {}
+            assert pool.in_flight == 0
+            again = borrow(pool, 64)
+            tensor_over(again).fill_(5)
+            assert (again.address == address) is not holds
+            assert held.eq(3).all()
 
     def test_releasing_anything_else_or_a_copy_twice_does_nothing(self) -> None:
         pool = Pool(max_in_flight=2)
@@ -340,36 +272,20 @@ class TestBlock:
         with pytest.raises(StagingError, match=r"no 4294967296\.00 GiB of host memory"):
             Block(2**72 // 2**10, pin=False)
 
-    @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux which pages are there")
     @pytest.mark.parametrize("threads", [1, 3])
     def test_pageable_memory_is_there_before_it_is_written(self, threads: int) -> None:
-        block = Block(2**25 + 5, pin=False, threads=threads)
-        if not understood(block):
+        block, libc = Block(2**25 + 5, pin=False, threads=threads), ctypes.CDLL(None)
+        address, nbytes = ctypes.c_void_p(block.address), ctypes.c_size_t(block.nbytes)
+        if libc.madvise(address, ctypes.c_size_t(4096), 23):
             pytest.skip("this kernel cannot be asked for pages ahead of use (Linux 5.14)")
-        assert resident(block) == 1.0
-
-
-def understood(block: Block) -> bool:
-    libc = ctypes.CDLL(None)
-    return libc.madvise(ctypes.c_void_p(block.address), ctypes.c_size_t(4096), 23) == 0
-
-
-def resident(block: Block) -> float:
-    """The part of a block's pages that the kernel has backed."""
-    pages = -(-block.nbytes // mmap.PAGESIZE)
-    flags = (ctypes.c_ubyte * pages)()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(block.address), ctypes.c_size_t(block.nbytes), flags) == 0
-    return sum(flag & 1 for flag in flags) / pages
+        flags = (ctypes.c_ubyte * -(-block.nbytes // mmap.PAGESIZE))()  # of each page, whether the kernel has backed it
+        assert libc.mincore(address, nbytes, flags) == 0
+        assert all(flag & 1 for flag in flags)
 
 
 def test_reserved_memory_is_leased_first_and_no_more_is_allocated() -> None:
     made: list[int] = []
-
-    def make(nbytes: int, pin: bool, threads: int) -> Block:
-        made.append(nbytes)
-        return Block(nbytes, pin, threads)
-
-    pool = Pool(reserve=3 * 4096, make=make)
+    pool = Pool(reserve=3 * 4096, make=lambda nbytes, pin, threads: made.append(nbytes) or Block(nbytes, pin, threads))
     block = borrow(pool, 2 * 4096)
     assert made == [3 * 4096]
     assert block.nbytes == 3 * 4096

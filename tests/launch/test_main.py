@@ -6,29 +6,21 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from torch.distributed import HashStore
 
 from stagereg import record
-from stagereg.errors import LaunchError
 from stagereg.launch.command_line import CommandLine
 from stagereg.launch.launch import LocalRanks, RanksFailedError, _raise
-from stagereg.launch.main import _follow
-from stagereg.launch.rank import Rank
-from stagereg.launch.run_store import RunStore
 from stagereg.machine import tunables
 
-LIMIT_S = 100
+from .programs import TORCHRUN, Program, await_gone, await_job, free_port, run
+
 PROMPTLY_S = 20
 """Seconds on a busy machine; elastic's own default would be 30."""
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 SCRIPT = """
 import json, logging, os, sys, time
@@ -54,22 +46,22 @@ def train(cfg):
     }
     with open(os.path.join(cfg.answers, f"{rank}.json"), "a") as file:
         file.write(json.dumps(about) + "\\n")
-    if cfg.what == "raise_on_last" and rank == size - 1:
-        raise KeyError("no cheese")
-    if cfg.what == "fail_on_last" and rank == size - 1:
-        raise stagereg.StageregError("the cheese is out: buy some")
-    if cfg.what == "exit_on_last" and rank == size - 1:
-        sys.exit()
-    if cfg.what == "exit_badly_on_last" and rank == size - 1:
-        sys.exit(3)
+    if cfg.what == "uneven":
+        raise stagereg.UnevenInputsError(f"inputs ran out on rank {rank}", rank=rank if rank == 1 else None)
     if cfg.what == "fail_everywhere":
         raise stagereg.StageregError("no shelf for cheese")
-    if cfg.what == "die_on_last" and rank == size - 1:
-        os.kill(os.getpid(), 9)
-    if cfg.what == "uneven":
-        if rank == 1:
-            raise stagereg.UnevenInputsError("inputs ran out on rank 1", rank=1)
-        raise stagereg.UnevenInputsError("inputs ran out on some other rank")
+    if rank == size - 1:
+        match cfg.what:
+            case "raise_on_last":
+                raise KeyError("no cheese")
+            case "fail_on_last":
+                raise stagereg.StageregError("the cheese is out: buy some")
+            case "exit_on_last":
+                sys.exit()
+            case "exit_badly_on_last":
+                sys.exit(3)
+            case "die_on_last":
+                os.kill(os.getpid(), 9)
     if cfg.what in ("raise_on_last", "fail_on_last", "die_on_last"):
         dist.all_reduce(total)
     if cfg.what == "hang":
@@ -138,44 +130,10 @@ with open("ended.json", "w") as file:
 """
 
 
-class App:
-    """A user's folder with a script, its config and a folder in which each rank writes its answers."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.answers = folder / "answers"
-        self.answers.mkdir()
-        (folder / "conf").mkdir()
-        (folder / "conf" / "app.yaml").write_text(CONFIG)
-        (folder / "train.py").write_text(SCRIPT)
-        (folder / "write.py").write_text(CALLBACK)
-
-    def command(self, *arguments: str, start: list[str] | None = None) -> list[str]:
-        return [*(start or [sys.executable]), "train.py", *arguments, f"answers={self.answers}"]
-
-    def run(
-        self, *arguments: str, start: list[str] | None = None, limit_s: float = LIMIT_S
-    ) -> subprocess.CompletedProcess[str]:
-        return run(self.command(*arguments, start=start), self.folder, limit_s)
-
-    def answer(self, rank: int, job: int = 0) -> dict[str, object]:
-        return json.loads((self.answers / f"{rank}.json").read_text().splitlines()[job])
-
-    def run_folders(self) -> list[Path]:
-        return sorted(path.parent for path in self.folder.rglob(".hydra"))
-
-    def recordings(self) -> list[Path]:
-        return sorted(self.folder.rglob(record.FILES))
-
-
-def run(command: list[str], cwd: Path, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
-    plain = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    return subprocess.run(command, cwd=cwd, env=plain, capture_output=True, text=True, timeout=limit_s)
-
-
 @pytest.fixture
 def app(tmp_path):
-    return App(tmp_path)
+    (tmp_path / "write.py").write_text(CALLBACK)
+    return Program(tmp_path, SCRIPT, CONFIG)
 
 
 LINES = {
@@ -191,7 +149,7 @@ LINES = {
 @pytest.fixture(scope="module")
 def called(tmp_path_factory):
     """How each of these command lines ended, all in one process: exit code, output, and the answers of its rank."""
-    app = App(tmp_path_factory.mktemp("called"))
+    app = Program(tmp_path_factory.mktemp("called"), SCRIPT, CONFIG)
     answers = {name: app.answers / str(number) for number, name in enumerate(LINES)}
     for folder in answers.values():
         folder.mkdir()
@@ -276,38 +234,15 @@ def test_jobs_of_a_sweep_get_fresh_ranks_and_return_once(app):
     assert len(app.run_folders()) == len(list(app.folder.rglob("train.log"))) == 2
     # Each rank has recorded its job to the end, in the job's directory.
     files = [f"0/{record.file_name(0)}", f"0/{record.file_name(1)}", f"1/{record.file_name(0)}"]
-    found = [[json.loads(line) for line in file.read_text().splitlines()] for file in app.recordings()]
-    assert ["/".join(file.parts[-2:]) for file in app.recordings()] == files
+    found = [
+        [json.loads(line) for line in file.read_text().splitlines()] for file in sorted(app.folder.rglob(record.FILES))
+    ]
+    assert ["/".join(file.parts[-2:]) for file in sorted(app.folder.rglob(record.FILES))] == files
     assert [[line["event"] for line in lines] for lines in found] == [["start", "log", "end"]] * 3
     ranks = [(lines[0]["pid"], lines[0]["rank"], lines[0]["world_size"]) for lines in found]
     assert ranks == [(first["pid"], 0, 2), (second["pid"], 1, 2), (alone["pid"], 0, 1)]
     assert [lines[1]["values"]["rank"] for lines in found] == [0, 1, 0]
     assert [lines[2]["status"] for lines in found] == ["completed"] * 3
-
-
-@pytest.mark.slow
-def test_jobs_of_a_sweep_get_a_fresh_process_for_one_rank(app):
-    ended = app.run("-m", "lr=1,2", "nproc=1")
-    assert ended.returncode == 0, ended.stderr
-    assert app.answer(0, 0)["pid"] != app.answer(0, 1)["pid"]
-    assert [app.answer(0, job)["sum"] for job in range(2)] == [1, 1]
-
-
-def test_a_sweep_is_refused_on_every_rank_of_torchrun(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "lr=1,2"])
-    for rank in range(2):
-        with pytest.raises(LaunchError, match=r"`python train\.py -m nproc=2 \.\.\.`"):
-            _follow(Rank(rank, 2, rank, 2, False, RunStore(HashStore(), rank, 2)))
-
-
-@pytest.mark.slow
-def test_torchrun_with_a_sweep_is_refused_with_one_line(app):
-    ended = app.run("-m", "lr=1,2", start=TORCHRUN)
-    assert ended.returncode == 1
-    lines = [line for line in ended.stderr.splitlines() if "sweep" in line]
-    assert len(lines) == 1
-    assert "python train.py -m nproc=2" in lines[0]
-    assert list(app.answers.iterdir()) == []
 
 
 @pytest.mark.parametrize("start", [None, pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["python", "torchrun"])
@@ -321,19 +256,22 @@ def test_an_error_is_printed_once_without_its_consequences(app, start):
     assert "peer" not in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "line"),
+    ("what", "code", "stderr"),
     [
-        pytest.param("fail_on_last", "rank 1: the cheese is out: buy some", marks=pytest.mark.slow),
-        pytest.param("uneven", "rank 1: inputs ran out on rank 1", marks=pytest.mark.slow),
-        pytest.param("die_on_last", "rank 1: died of SIGKILL", marks=pytest.mark.slow),
-        pytest.param("exit_badly_on_last", "rank 1: left by sys.exit(3)", marks=pytest.mark.slow),
+        ("fail_on_last", 1, "rank 1: the cheese is out: buy some\n"),
+        ("fail_everywhere", 1, "rank [01]: no shelf for cheese\n"),
+        ("uneven", 1, "rank 1: inputs ran out on rank 1\n"),
+        ("die_on_last", 1, "rank 1: died of SIGKILL\n"),
+        ("exit_badly_on_last", 1, r"rank 1: left by sys\.exit\(3\)\n"),
+        ("exit_on_last", 0, ""),
     ],
 )
-def test_the_cause_is_one_line(app, what, line):
+def test_the_cause_is_one_line(app, what, code, stderr):
     ended = app.run(f"what={what}")
-    assert ended.returncode == 1
-    assert ended.stderr == line + "\n"
+    assert ended.returncode == code
+    assert re.fullmatch(stderr, ended.stderr)
 
 
 @pytest.mark.parametrize(
@@ -353,25 +291,24 @@ def test_ranks_that_ended_without_an_error_are_named(tmp_path, ends, line):
         _raise({}, codes, None)
 
 
-@pytest.mark.slow
-def test_the_same_error_on_all_ranks_is_one_line(app):
-    ended = app.run("what=fail_everywhere")
-    assert ended.returncode == 1
-    assert re.fullmatch(r"rank [01]: no shelf for cheese\n", ended.stderr)
+CORES = rf".*{os.cpu_count()} cores.*\n"
 
 
-@pytest.mark.slow
-def test_a_rank_may_leave_early_by_itself(app):
-    ended = app.run("what=exit_on_last")
-    assert (ended.returncode, ended.stderr) == (0, "")
-
-
-def test_errors_of_a_single_rank_look_the_same(called):
-    ours, other = called["an error of ours"], called["another error"]
-    assert (ours["returncode"], ours["stderr"]) == (1, "rank 0: the cheese is out: buy some\n")
-    assert other["returncode"] == 1
-    assert other["stderr"].startswith("rank 0: Traceback")
-    assert other["stderr"].count("KeyError: 'no cheese'") == 1
+@pytest.mark.parametrize(
+    ("name", "stderr"),
+    [
+        ("an error of ours", "rank 0: the cheese is out: buy some\n"),
+        ("another error", r"(?s)rank 0: Traceback.*\nKeyError: 'no cheese'\n"),
+        ("an error of Hydra's", r"(?s).*Could not delete from config\. 'nope' does not exist\..*"),
+        ("an unknown key", r"stagereg: the config takes no 'npro'\. Did you mean 'nproc'\? It takes: .*\n"),
+        *((f"nproc={value}", rf"stagereg: nproc={value} is {CORES}") for value in ("500", "0", "two", "1.5")),
+    ],
+)
+def test_an_error_of_a_single_process_is_printed_once(called, name, stderr):
+    assert called[name]["returncode"] == 1
+    assert re.fullmatch(stderr, called[name]["stderr"])
+    assert called[name]["stderr"].count("Traceback") == (name == "another error")
+    assert name in ("an error of ours", "another error") or called[name]["answers"] == {}
 
 
 def test_a_failed_job_ends_the_sweep_with_its_error_once(app):
@@ -380,30 +317,6 @@ def test_a_failed_job_ends_the_sweep_with_its_error_once(app):
     assert len(re.findall(r"^rank [01]: no shelf for cheese$", ended.stderr, re.MULTILINE)) == 1
     assert ended.stderr.count("no shelf for cheese") == 1
     assert "Traceback" not in ended.stderr
-
-
-@pytest.mark.parametrize("value", ["500", "0", "two", "1.5"])
-def test_a_senseless_number_of_ranks_is_refused_at_once(called, value):
-    ended = called[f"nproc={value}"]
-    assert ended["returncode"] == 1
-    assert ended["stderr"].startswith(f"stagereg: nproc={value} is ")
-    assert len(ended["stderr"].splitlines()) == 1
-    assert f"{os.cpu_count()} cores" in ended["stderr"]
-    assert ended["answers"] == {}
-
-
-def test_hydras_own_errors_stay_compact(called):
-    ended = called["an error of Hydra's"]
-    assert ended["returncode"] == 1
-    assert "Could not delete from config. 'nope' does not exist." in ended["stderr"]
-    assert "Traceback" not in ended["stderr"]
-
-
-def test_an_unknown_key_is_one_line_with_the_nearest_name(called):
-    ended = called["an unknown key"]
-    assert ended["returncode"] == 1
-    line = r"stagereg: the config takes no 'npro'\. Did you mean 'nproc'\? It takes: .*\n"
-    assert re.fullmatch(line, ended["stderr"])
 
 
 @pytest.mark.slow
@@ -434,29 +347,29 @@ def test_a_config_in_the_call_skips_the_command_line(called):
 
 
 @pytest.mark.parametrize(
-    ("name", "to_group", "sweep", "code"),
+    ("name", "to_group", "arguments", "code"),
     [
-        pytest.param("SIGINT", True, False, 130, marks=pytest.mark.slow),
-        ("SIGINT", True, True, 130),
-        ("SIGTERM", False, False, 143),
-        pytest.param("SIGKILL", False, False, -9, marks=pytest.mark.slow),
+        pytest.param("SIGINT", True, [], 130, marks=pytest.mark.slow),
+        ("SIGINT", True, ["-m", "lr=1,2"], 130),
+        ("SIGINT", False, ["nproc=1"], 130),
+        ("SIGTERM", False, [], 143),
+        pytest.param("SIGKILL", False, [], -9, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_ends_all_ranks_promptly(app, name, to_group, sweep, code):
-    command = app.command(*(["-m", "lr=1,2"] if sweep else []), "what=hang")
-    with subprocess.Popen(
-        command, cwd=app.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    ) as parent:
+def test_a_signal_ends_all_ranks_promptly(app, name, to_group, arguments, code):
+    ranks = 1 if "nproc=1" in arguments else 2
+    command, pipes = app.command(*arguments, "what=hang"), {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=app.folder, text=True, start_new_session=True, **pipes) as parent:
         try:
-            await_job(parent)
+            await_job([parent], ranks)
             (os.killpg if to_group else os.kill)(parent.pid, getattr(signal, name))
             _, stderr = parent.communicate(timeout=PROMPTLY_S)
         finally:
             parent.kill()
     assert parent.returncode == code
     assert stderr == ("" if name == "SIGKILL" else f"stopped by {name}\n")
-    assert await_gone([app.answer(rank)["pid"] for rank in range(2)]) == []
-    assert len((app.answers / "0.json").read_text().splitlines()) == 1
+    assert await_gone(*(app.answer(rank)["pid"] for rank in range(ranks)))
+    assert len(app.answers_of(0)) == 1
 
 
 # Starts a rank that waits for the others at a port where nothing listens.
@@ -487,55 +400,13 @@ rank.Rank.current()
 @pytest.mark.parametrize("starter", ["stagereg", "torchrun"])
 def test_a_rank_that_waits_for_others_ends_with_its_parent(tmp_path, starter):
     (tmp_path / "rank.py").write_text(WAITING)
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = str(unused.getsockname()[1])
-        variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command, env = [sys.executable, "-c", STARTER, starter], {**os.environ, **variables}
-        with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, start_new_session=True) as parent:
-            try:
-                assert parent.stdout is not None
-                rank = int(parent.stdout.readline())
-                parent.kill()
-                assert await_gone([rank]) == []
-            finally:
-                os.killpg(parent.pid, signal.SIGKILL)
-
-
-def test_an_interrupt_ends_a_single_rank(app):
-    with subprocess.Popen(
-        app.command("nproc=1", "what=hang"), cwd=app.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as parent:
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command, env = [sys.executable, "-c", STARTER, starter], {**os.environ, **variables}
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, start_new_session=True) as parent:
         try:
-            await_job(parent, 1)
-            parent.send_signal(signal.SIGINT)
-            _, stderr = parent.communicate(timeout=PROMPTLY_S)
-        finally:
+            assert parent.stdout is not None
+            rank = int(parent.stdout.readline())
             parent.kill()
-    assert (parent.returncode, stderr) == (130, "stopped by SIGINT\n")
-
-
-def await_job(parent: subprocess.Popen[str], ranks: int = 2) -> None:
-    """Wait until all ranks have printed that they are in the job; the pipe ends when they die before."""
-    assert parent.stdout is not None
-    seen = 0
-    for line in parent.stdout:
-        seen += line.count("IN THE JOB")  # ranks that print at once may share a line
-        if seen == ranks:
-            return
-    raise AssertionError("the ranks ended before their job")
-
-
-def await_gone(pids: list[int], limit_s: float = PROMPTLY_S) -> list[int]:
-    """The processes that still run after a while; one that only waits to be reaped has ended."""
-    deadline = time.monotonic() + limit_s
-    while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return left
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+            assert await_gone(rank)
+        finally:
+            os.killpg(parent.pid, signal.SIGKILL)

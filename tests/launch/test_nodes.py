@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,12 +23,13 @@ import stagereg.launch.rank as rank
 import stagereg.launch.run_store as run_store
 import stagereg.shutdown as shutdown
 from stagereg.errors import LaunchError
-from stagereg.launch.main import _how_to_sweep
+from stagereg.launch.main import _follow
 from stagereg.launch.rank import Rank
 from stagereg.launch.run_store import RunStore
 
+from .programs import LIMIT_S, TORCHRUN, Program, await_gone, await_job, await_port, free_port, run
+
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 110
 
 SCRIPT = """
 import json, logging, os, signal, time
@@ -88,43 +87,33 @@ checkpoint: {every: 2}
 """
 
 
-class Agents:
+class Agents(Program):
     """A user's program, and two folders from which two agents start it as if they were two machines."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__(folder, SCRIPT, CONFIG)
         self.folders = [folder / "first", folder / "second"]
-        self.answers = folder / "answers"
-        for each in (folder / "conf", self.answers, *self.folders):
+        for each in self.folders:
             each.mkdir()
-        (folder / "conf" / "app.yaml").write_text(CONFIG)
-        (folder / "train.py").write_text(SCRIPT)
         self.running: list[subprocess.Popen[str]] = []
 
-    def start(self, *arguments: str, options: tuple[str, ...] = (), script: str | Path = "../train.py") -> None:
+    def start(self, *arguments: str, options: tuple[str, ...] = (), script: Path | None = None) -> None:
         """Start the first agent, and the second when the first one's rendezvous is open."""
         port = free_port()
         meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={self.folder.name}")
-        nodes = ("--nnodes=2", "--nproc-per-node=1", *meeting, *options)
+        command = [*TORCHRUN[:3], "--nnodes=2", "--nproc-per-node=1", *meeting, *options]
+        command += [str(script or "../train.py"), *arguments, *([] if script else [f"answers={self.answers}"])]
         env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         for folder in self.folders:
-            self.running.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "torch.distributed.run", *nodes, str(script), *arguments],
-                    cwd=folder,
-                    env=env,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    start_new_session=True,
-                )
-            )
+            agent = subprocess.Popen(command, cwd=folder, env=env, text=True, start_new_session=True, **pipes)
+            self.running.append(agent)
             if len(self.running) == 1:
                 await_port(port)
 
-    def run(self, *arguments: str, options: tuple[str, ...] = ()) -> list[tuple[int, str, str]]:
+    def run_both(self, *arguments: str, **start: Any) -> list[tuple[int, str, str]]:
         """Run the program to its end; return exit code, stdout and stderr of each agent."""
-        self.start(*arguments, f"answers={self.answers}", options=options)
+        self.start(*arguments, **start)
         return self.end()
 
     def end(self) -> list[tuple[int, str, str]]:
@@ -134,22 +123,6 @@ class Agents:
         ended = [(agent.returncode, *both) for agent, both in zip(self.running, outputs, strict=True)]
         self.running.clear()
         return ended
-
-    def await_job(self) -> None:
-        """Wait until the ranks of both agents have written that they are in their job."""
-        for agent in self.running:
-            assert agent.stdout is not None
-            assert any("IN THE JOB" in line for line in agent.stdout), "it ended before its job"
-
-    def answers_of(self, rank: int) -> list[dict[str, object]]:
-        """What a rank wrote at each start."""
-        return [json.loads(line) for line in (self.answers / f"{rank}.json").read_text().splitlines()]
-
-    def answer(self, rank: int) -> dict[str, object]:
-        return self.answers_of(rank)[-1]
-
-    def run_folders(self) -> list[Path]:
-        return sorted(path.parent for path in self.folder.rglob(".hydra"))
 
 
 @pytest.fixture
@@ -162,45 +135,16 @@ def agents(tmp_path: Path) -> Iterator[Agents]:
         agent.communicate()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def await_port(port: int) -> None:
-    """Wait until a process listens at a port, without connecting to it."""
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
-        tables = [Path(f"/proc/net/{table}") for table in ("tcp", "tcp6")]
-        sockets = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
-        if any(int(fields[1].rpartition(":")[2], 16) == port and fields[3] == "0A" for fields in sockets):
-            return
-        time.sleep(0.05)
-    raise AssertionError("the first agent does not answer")
-
-
-def await_gone(pid: int) -> bool:
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except FileNotFoundError:
-            return True
-    return False
-
-
 @pytest.mark.slow
 def test_agents_that_start_in_different_folders_are_one_run(agents: Agents) -> None:
-    for code, _, stderr in agents.run():
+    for code, _, stderr in agents.run_both():
         assert code == 0, stderr
     first, second = agents.answer(0), agents.answer(1)
     assert first["agent"] != second["agent"]
     assert (first["run"], first["stamp"]) == (second["run"], second["stamp"])
     (folder,) = agents.run_folders()
-    assert folder == Path(str(first["run"]))
-    assert folder.is_relative_to(str(first["agent"]))
+    assert folder == Path(first["run"])
+    assert folder.is_relative_to(first["agent"])
     (log,) = agents.folder.rglob("train.log")
     assert log.parent == folder
     assert re.findall("rank (.*) starts", log.read_text()) == ["0 of 2"]
@@ -209,19 +153,26 @@ def test_agents_that_start_in_different_folders_are_one_run(agents: Agents) -> N
 
 
 @pytest.mark.slow
-def test_an_error_below_the_second_agent_is_printed_once(agents: Agents) -> None:
-    ended = agents.run("what=fail")
+@pytest.mark.timeout(400)
+def test_an_error_below_two_agents_is_printed_once(agents: Agents) -> None:
+    ended = agents.run_both("what=fail")
     assert all(code != 0 for code, _, _ in ended)
     stderr = "".join(stderr for _, _, stderr in ended)
     assert stderr.count("KeyError: 'no cheese'") == 1
     assert re.findall(r"^rank \d+: .*", stderr, re.MULTILINE) == ["rank 1: Traceback (most recent call last):"]
     assert "peer" not in stderr
+    ended = agents.run_both("-m", "steps=1,2")
+    assert all(code != 0 for code, _, _ in ended)
+    lines = [line for _, _, stderr in ended for line in stderr.splitlines() if "sweep" in line]
+    assert len(lines) == 1
+    assert "over 2 machines" in lines[0]
+    assert len(agents.answers_of(0)) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_restarted_run_resumes_in_the_same_folder(agents: Agents) -> None:
-    for code, _, stderr in agents.run("what=fail", options=("--max-restarts=2",)):
+    for code, _, stderr in agents.run_both("what=fail", options=("--max-restarts=2",)):
         assert code == 0, stderr
     attempts = list(zip(agents.answers_of(0), agents.answers_of(1), strict=True))
     assert [[about["start"] for about in attempt] for attempt in attempts] == [[0, 0], [2, 2]]
@@ -234,13 +185,13 @@ def test_a_restarted_run_resumes_in_the_same_folder(agents: Agents) -> None:
 @pytest.mark.timeout(400)
 def test_a_preempted_run_resumes_when_it_is_started_again(agents: Agents) -> None:
     kept = f"checkpoint.dir={agents.folder / 'kept'}"
-    agents.start("what=go_on", kept, f"answers={agents.answers}")
-    agents.await_job()
+    agents.start("what=go_on", kept)
+    await_job(agents.running, 1)
     for agent in agents.running:
         agent.send_signal(signal.SIGTERM)
     assert all(code != 0 for code, _, _ in agents.end())
-    assert all(await_gone(int(str(agents.answer(rank)["pid"]))) for rank in range(2))
-    for code, _, stderr in agents.run(kept):
+    assert await_gone(*(agents.answer(rank)["pid"] for rank in range(2)))
+    for code, _, stderr in agents.run_both(kept):
         assert code == 0, stderr
     assert agents.answer(0)["start"] == agents.answer(1)["start"] == 2
 
@@ -249,13 +200,13 @@ def test_a_preempted_run_resumes_when_it_is_started_again(agents: Agents) -> Non
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_ranks_of_a_killed_agent_end_and_are_named_as_lost(agents: Agents, lost: int) -> None:
-    agents.start("what=go_on", f"answers={agents.answers}")
-    agents.await_job()
+    agents.start("what=go_on")
+    await_job(agents.running, 1)
     about = agents.answer(lost)
-    agent = agents.folders.index(Path(str(about["agent"])))
+    agent = agents.folders.index(Path(about["agent"]))
     agents.running[agent].kill()
     ended = agents.end()
-    assert await_gone(int(str(about["pid"])))
+    assert await_gone(about["pid"])
     code, _, stderr = ended[1 - agent]
     assert code != 0
     if lost:
@@ -266,24 +217,12 @@ def test_ranks_of_a_killed_agent_end_and_are_named_as_lost(agents: Agents, lost:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_sweep_below_two_agents_is_refused_with_one_line(agents: Agents) -> None:
-    ended = agents.run("-m", "steps=1,2")
-    assert all(code != 0 for code, _, _ in ended)
-    lines = [line for _, _, stderr in ended for line in stderr.splitlines() if "sweep" in line]
-    assert len(lines) == 1
-    assert "over 2 machines" in lines[0]
-    assert list(agents.answers.iterdir()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_the_example_shadows_saves_and_resumes_over_two_agents(agents: Agents) -> None:
     small = ["data=uneven", "data.files=6", "train.eval_every=20", "model.width=32", "model.layers=1", "nproc=7"]
     kept = [*small, f"checkpoint.dir={agents.folder / 'kept'}", "checkpoint.every=10"]
     outputs = []
     for steps in (10, 100):
-        agents.start(*kept, f"train.steps={steps}", script=ROOT / "examples" / "train.py")
-        ended = agents.end()
+        ended = agents.run_both(*kept, f"train.steps={steps}", script=ROOT / "examples" / "train.py")
         assert [code for code, _, _ in ended] == [0, 0], ended
         outputs.append("".join(stdout for _, stdout, _ in ended))
     last = int((agents.folder / "kept" / "latest").resolve().name.removeprefix("step-"))
@@ -300,20 +239,13 @@ def test_the_example_shadows_saves_and_resumes_over_two_agents(agents: Agents) -
 def test_the_tasks_of_a_schedulers_job_are_one_run(agents: Agents) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     launcher = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", "hydra.launcher.timeout_min=4"]
-    ended = subprocess.run(
-        [sys.executable, "train.py", "-m", "what=work,fail", f"answers={agents.answers}", *launcher],
-        cwd=agents.folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    ended = run(agents.command("-m", "what=work,fail", *launcher), agents.folder, OMP_NUM_THREADS="1")
     assert ended.returncode == 1
     assert re.findall(r"^rank \d+: .*", ended.stderr, re.MULTILINE) == ["rank 1: Traceback (most recent call last):"]
     for job in ("0", "1"):
         first, second = ([each for each in agents.answers_of(rank) if each["job"] == job] for rank in range(2))
         assert [each["stamp"] for each in first] == [each["stamp"] for each in second] != []
-        files = {file.name for file in Path(str(first[0]["run"])).iterdir()}
+        files = {file.name for file in Path(first[0]["run"]).iterdir()}
         assert {".hydra", "checkpoints", "metrics.jsonl", "metrics.rank1.jsonl", "train.log"} <= files
 
 
@@ -410,7 +342,9 @@ def test_a_rank_that_waits_for_others_finds_the_lost_ones(monkeypatch: pytest.Mo
 def test_a_sweep_below_torchrun_names_the_command_that_does_it(
     monkeypatch: pytest.MonkeyPatch, world: int, local: int, command: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["train.py", "-m"])
-    message = _how_to_sweep(Rank(0, world, 0, local, False, RunStore(HashStore(), 0, world)))
-    assert f"`{command}`" in message
-    assert "\n" not in message
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "lr=1,2"])
+    for number in range(2):
+        with pytest.raises(LaunchError) as caught:
+            _follow(Rank(number, world, number, local, False, RunStore(HashStore(), number, world)))
+        assert f"`{command}`" in str(caught.value)
+        assert "\n" not in str(caught.value)

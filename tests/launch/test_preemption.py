@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra.core.utils import setup_globals
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 from torch.distributed import HashStore
 
@@ -25,9 +24,9 @@ from stagereg.launch.rank import print_exit, resume_override
 from stagereg.launch.run_store import RunStore
 from stagereg.sweep.result import JobResult
 
-LIMIT_S = 110
+from .programs import LIMIT_S, TORCHRUN, Program, comes_true
+
 STEPS = 700
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 SCRIPT = """
 import json, os, signal, time
@@ -64,8 +63,8 @@ def train(cfg):
                 while cfg.what == "linger":
                     time.sleep(1)
                 raise
-    with open(cfg.answers, "a") as file:
-        file.write(json.dumps({"rank": rank, "start": start, "value": value.item()}) + "\\n")
+    with open(os.path.join(cfg.answers, f"{rank}.json"), "a") as file:
+        file.write(json.dumps({"start": start, "value": value.item()}) + "\\n")
     return value.item()
 
 
@@ -88,38 +87,14 @@ checkpoint: {{every: 1000000}}
 """
 
 
-class Program:
-    """A user's program that receives a signal during its first run."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "conf").mkdir()
-        (folder / "conf" / "app.yaml").write_text(CONFIG)
-        (folder / "train.py").write_text(SCRIPT)
-        (folder / "answers").touch()
-
-    def run(self, *arguments: str, start: list[str] | None = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*(start or [sys.executable]), "train.py", *arguments, f"answers={self.folder / 'answers'}"],
-            cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
-
-    def answers(self) -> list[dict[str, float]]:
-        """What the ranks of completed runs have written."""
-        return [json.loads(line) for line in (self.folder / "answers").read_text().splitlines()]
-
-    def latest(self) -> int:
-        (newest,) = self.folder.rglob("latest")
-        return int(newest.resolve().name.removeprefix("step-"))
-
-
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
-    return Program(tmp_path)
+    return Program(tmp_path, SCRIPT, CONFIG)
+
+
+def latest(program: Program) -> int:
+    (newest,) = program.folder.rglob("latest")
+    return int(newest.resolve().name.removeprefix("step-"))
 
 
 @pytest.mark.timeout(240)
@@ -133,14 +108,14 @@ def test_a_signal_has_all_ranks_save_and_leave_with_75(program: Program, argumen
         r"preempted by SIGTERM: step (\d+) is saved; the same command with checkpoint\.dir=(\S+) goes on from there",
         line,
     ).groups()
-    assert int(step) == program.latest() >= 30
+    assert int(step) == latest(program) >= 30
     assert Path(directory, "latest").exists()
     assert "Traceback" not in ended.stderr
     assert "stopped by" not in ended.stderr
     job = JobResult.of_directory(Path(directory).parent)
     assert job.status == "unfinished"
     assert re.match(f"rank [01]: preempted by SIGTERM: step {step} is saved in /", str(job.error))
-    assert program.answers() == []
+    assert list(program.answers.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -170,7 +145,7 @@ def test_the_next_start_resumes_and_ends_as_an_uninterrupted_run(
     ended = program.run(*arguments, start=start)
     assert ended.returncode == (75 if start is None else 1), ended.stderr  # torchrun has codes of its own
     assert len(re.findall("^preempted by .* is saved in .*; the same command goes on", ended.stderr, re.MULTILINE)) == 1
-    saved = program.latest()
+    saved = latest(program)
     assert 30 <= saved < STEPS
     if start is not None:
         assert "exitcode  : 75" in ended.stderr or "SignalException" in ended.stderr
@@ -178,8 +153,7 @@ def test_the_next_start_resumes_and_ends_as_an_uninterrupted_run(
     assert ended.returncode == 0, ended.stderr
     ranks = 1 if "nproc=1" in arguments else 2
     total = sum(range(1, ranks + 1)) * STEPS * (STEPS + 1) / 2
-    answers = sorted(program.answers(), key=lambda each: each["rank"])
-    assert answers == [{"rank": rank, "start": saved, "value": total} for rank in range(ranks)]
+    assert [program.answers_of(rank) for rank in range(ranks)] == [[{"start": saved, "value": total}]] * ranks
 
 
 @pytest.mark.slow
@@ -196,88 +170,61 @@ def test_a_sweep_is_stopped_by_the_job_that_was_preempted(program: Program) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_ranks_that_do_not_leave_in_their_time_are_ended(program: Program) -> None:
-    ended = program.run("what=freeze", "checkpoint.grace=1s")
-    assert ended.returncode == 143
-    assert ended.stderr.rstrip().endswith("stopped by SIGTERM")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_ranks_that_hang_after_saving_are_ended_with_75(program: Program) -> None:
-    ended = program.run("what=linger", "checkpoint.grace=5s")
-    assert ended.returncode == 75, ended.stderr
-    assert ended.stderr.rstrip().endswith("preempted: all is saved, but the process did not end in time")
-    assert program.latest() >= 30
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_an_error_after_the_signal_is_printed_with_it(program: Program) -> None:
-    ended = program.run("what=fail")
-    assert ended.returncode == 143
-    assert ended.stderr.count("KeyError: 'no cheese'") == 1
-    assert ended.stderr.rstrip().endswith("stopped by SIGTERM")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_ranks_without_a_handler_end_by_the_signal(program: Program) -> None:
-    ended = program.run("checkpoint.grace=null")
-    assert (ended.returncode, ended.stderr) == (143, "stopped by SIGTERM\n")
-    assert program.run("checkpoint.grace=null", "signal=SIGUSR1").returncode == 128 + signal.SIGUSR1
-
-
-HYDRA = OmegaConf.create(
-    {
-        "runtime": {"output_dir": "/out/run", "cwd": "/home"},
-        "mode": "RUN",
-        "run": {"dir": "out/${now:%H}"},
-    }
+@pytest.mark.parametrize(
+    ("arguments", "code", "last_line"),
+    [
+        (["what=freeze", "checkpoint.grace=1s"], 143, "stopped by SIGTERM"),
+        (["what=linger", "checkpoint.grace=5s"], 75, "preempted: all is saved, but the process did not end in time"),
+        (["what=fail"], 143, "stopped by SIGTERM"),
+        (["checkpoint.grace=null"], 143, "stopped by SIGTERM"),
+        (["checkpoint.grace=null", "signal=SIGUSR1"], 128 + signal.SIGUSR1, "stopped by SIGUSR1"),
+    ],
 )
+def test_ranks_that_do_not_save_and_leave_are_ended(
+    program: Program, arguments: list[str], code: int, last_line: str
+) -> None:
+    ended = program.run(*arguments)
+    assert ended.returncode == code, ended.stderr
+    assert ended.stderr.splitlines()[-1] == last_line
+    assert ended.stderr.count("KeyError: 'no cheese'") == ("what=fail" in arguments)
+    assert "checkpoint.grace=null" not in arguments or ended.stderr == f"{last_line}\n"
+    assert code != 75 or latest(program) >= 30
+
+
+HERE = Preempted(7, "/out/run/c", signal.SIGTERM)
+HYDRA = {
+    "runtime": {"output_dir": "/out/run", "cwd": "/home"},
+    "mode": RunMode.RUN,
+    "run": {"dir": "out/${now:%H}"},
+    "sweep": {"dir": "/out"},
+}
 
 
 @pytest.mark.parametrize(
-    ("error", "run", "message"),
+    ("error", "changes", "message"),
     [
-        (Preempted(7, "/kept", signal.SIGTERM), None, "step 7 is saved in /kept; the same command goes on from there"),
-        (Preempted(7, "s3://a/b", signal.SIGUSR1), None, "saved in s3://a/b; the same command goes on from there"),
-        (Preempted(7, "/out/run/c", signal.SIGTERM), None, "with checkpoint.dir=/out/run/c goes on from there"),
-        (Preempted(7, "/out/run/c", signal.SIGTERM), "/out/run", "in /out/run/c; the same command goes on from there"),
-        (Stopped(signal.SIGTERM, "the disk is full"), None, "stopped by SIGTERM: the disk is full"),
+        (Preempted(7, "/kept", signal.SIGTERM), {}, "step 7 is saved in /kept; the same command goes on from there"),
+        (Preempted(7, "s3://a/b", signal.SIGUSR1), {}, "saved in s3://a/b; the same command goes on from there"),
+        (HERE, {}, "with checkpoint.dir=/out/run/c goes on from there"),
+        (HERE, {"run": {"dir": "/out/run"}}, "in /out/run/c; the same command goes on from there"),
+        (HERE, {"mode": RunMode.MULTIRUN}, "step 7 is saved in /out/run/c; the same command goes on from there"),
+        (
+            HERE,
+            {"mode": RunMode.MULTIRUN, "sweep": {"dir": "a/${now:b}"}},
+            "step 7 is saved; the same command with hydra.sweep.dir=/home/a/b goes on from there",
+        ),
+        (Stopped(signal.SIGTERM, "the disk is full"), {}, "stopped by SIGTERM: the disk is full"),
     ],
 )
 def test_the_message_has_the_command_that_resumes(
-    capsys: pytest.CaptureFixture[str], error: Preempted | Stopped, run: str | None, message: str
+    capsys: pytest.CaptureFixture[str], error: Preempted | Stopped, changes: dict[str, Any], message: str
 ) -> None:
-    from hydra.types import RunMode
-
-    hydra = OmegaConf.merge(HYDRA, {"run": {"dir": run}} if run else {})
-    hydra.mode = RunMode.RUN
+    setup_globals()
+    hydra = OmegaConf.create({**HYDRA, **changes})
     print_exit(error, hydra.runtime.output_dir, resume_override(hydra))
     printed = capsys.readouterr().err
     assert printed.endswith(f"{message}\n")
     assert printed.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("folder", "message"),
-    [
-        ("/out", "step 7 is saved in /out/run/c; the same command goes on from there"),
-        ("a/${now:b}", "step 7 is saved; the same command with hydra.sweep.dir=/home/a/b goes on from there"),
-    ],
-)
-def test_a_sweep_resumes_where_each_job_finds_its_own_checkpoints(
-    capsys: pytest.CaptureFixture[str], folder: str, message: str
-) -> None:
-    from hydra.core.utils import setup_globals
-    from hydra.types import RunMode
-
-    setup_globals()
-    hydra = OmegaConf.merge(HYDRA, {"sweep": {"dir": folder}})
-    hydra.mode = RunMode.MULTIRUN
-    print_exit(Preempted(7, "/out/run/c", signal.SIGTERM), hydra.runtime.output_dir, resume_override(hydra))
-    assert capsys.readouterr().err == f"preempted by SIGTERM: {message}\n"
 
 
 def test_a_signal_is_forwarded_and_a_later_one_ends_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,10 +232,7 @@ def test_a_signal_is_forwarded_and_a_later_one_ends_the_ranks(tmp_path: Path, mo
     script = f"trap 'echo received >> {log}' TERM USR1; echo ready >> {log}; while true; do sleep 0.01; done"
 
     def await_lines(lines: list[str]) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while time.monotonic() < deadline and not (log.exists() and log.read_text().split() == lines):
-            time.sleep(0.01)
-        assert log.read_text().split() == lines
+        assert comes_true(lambda: log.exists() and log.read_text().split() == lines), log.read_text()
 
     with LocalRanks() as ranks:
         ranks.start(0, ["sh", "-c", script], str(tmp_path), {**os.environ})

@@ -1,37 +1,33 @@
 """Host memory: no more than the copies in flight need, and the same after two hundred saves as after twenty.
 
-Each program runs in a process that has imported torch and done nothing else: one that does just that forks them all.
+Each program runs in a process that has imported torch and done nothing else.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
-import subprocess
-import sys
-from typing import Any
+import tempfile
+from pathlib import Path
 
 import pytest
 
-pytestmark = [
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc"),
-    pytest.mark.timeout(300),
-]
+from ..support.fork_server import ForkServer
+from .states import OPTIONS
+
+pytestmark = pytest.mark.timeout(300)
 
 STAGERS = {
-    "blocking": "",
-    "incremental": "frozen=['frozen.*']",
-    "incremental_content": "detect='content'",
-    "overlapped": "",
-    "pinned_cached": "",
-    "shared": "",
+    kind: {**options, **({"frozen": ["frozen.*"]} if kind == "incremental" else {})}
+    for kind, options in OPTIONS.items()
 }
 
 COMMON = """
-import gc, json, os, sys, threading, traceback
+import gc, os, threading
 from concurrent.futures import Future
 import torch, stagereg
+
+MIB = 2**20
 
 def status(key):
     with open("/proc/self/status") as lines:
@@ -40,27 +36,9 @@ def status(key):
 def settled(staged):
     return staged.result(timeout=60) if isinstance(staged, Future) else staged
 
-MIB = 2**20
+def build():
+    return stagereg.build("stager", {name!r}, **{options})
 
-def run(kind, options, program):
-    def build():
-        return stagereg.build("stager", kind.removesuffix("_content"), **eval(f"dict({options})"))
-    exec(program, globals() | {"build": build})
-
-for case in json.load(sys.stdin):
-    print("--", flush=True)
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            run(*case)
-            sys.stdout.flush()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        os._exit(code)
-    if os.waitpid(pid, 0)[1]:
-        sys.exit(f"{case[0]} failed")
 """
 
 PEAK = """
@@ -136,18 +114,19 @@ print(nbytes, status("VmRSS") - before)
 @functools.cache
 def reports() -> dict[str, list[list[int]]]:
     """What the programs of all stagers printed, a list for each line; run once for the tests of the outcome."""
-    cases = [(kind, options, PEAK + GROWTH) for kind, options in STAGERS.items()]
-    cases.append(("incremental_content", STAGERS["incremental_content"], RAGGED))
-    command = [sys.executable, "-W", "ignore", "-c", COMMON]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done: Any = subprocess.run(
-        command, input=json.dumps(cases), capture_output=True, text=True, timeout=250, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    printed = [
-        [[int(number) for number in line.split()] for line in part.splitlines()] for part in done.stdout.split("--\n")
-    ]
-    return dict(zip([*STAGERS, "bit by bit"], printed[1:], strict=True))
+    cases = [(kind, kind, PEAK + GROWTH) for kind in STAGERS] + [("bit by bit", "incremental_content", RAGGED)]
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        server = ForkServer(Path(folder, "printed"), {**os.environ, "OMP_NUM_THREADS": "1"})
+        for label, kind, program in cases:
+            common = COMMON.replace("{name!r}", repr(kind.removesuffix("_content")))
+            text = common.replace("{options}", repr(STAGERS[kind])) + program
+            code, printed = server.run(["-c", text], Path(folder))
+            assert code == 0, printed
+            lines = [line.split() for line in printed.splitlines()]
+            found[label] = [[int(number) for number in line] for line in lines if line[0].lstrip("-").isdigit()]
+        server.close()
+    return found
 
 
 @pytest.mark.parametrize("kind", STAGERS)

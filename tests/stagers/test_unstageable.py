@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import threading
 from types import SimpleNamespace
@@ -71,14 +72,11 @@ def test_a_type_that_cannot_be_copied_is_named(stager: AsyncStager, kind: str) -
         value.close()
 
 
-def test_a_bad_attribute_of_a_tensor_is_named(stager: AsyncStager) -> None:
+def test_a_bad_attribute_of_a_tensor_or_value_inside_a_tuple_is_named(stager: AsyncStager) -> None:
     w = torch.ones(2)
     w.lock = threading.Lock()
     with pytest.raises(UnstageableTypeError, match=r"model\.w\.lock"):
         stager.stage({"model": {"w": w}})
-
-
-def test_a_bad_value_inside_a_tuple_is_named(stager: AsyncStager) -> None:
     with pytest.raises(UnstageableTypeError) as caught:
         stager.stage({"a": (1, (torch.ones(1), threading.Lock()))})
     assert caught.value.path == ("a", 1, 1)
@@ -94,8 +92,6 @@ def test_a_bad_value_inside_a_tuple_is_named(stager: AsyncStager) -> None:
     ],
 )
 def test_type_check_refuses_the_same_as_torch(checking) -> None:
-    import io
-
     stager = checking()
     fine = {"a": [torch.ones(1), (1, 1.0, True, "s", b"b", None)], "io": io.BytesIO(b"x")}
     assert stager.stage(fine)["a"][1] == fine["a"][1]

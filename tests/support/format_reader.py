@@ -1,7 +1,8 @@
-"""Reads a checkpoint by docs/format.md alone: with ``json``, ``mmap`` and numpy, nothing of this project or torch."""
+"""Reads a checkpoint by docs/format.md alone: with the standard library and numpy, nothing of this project or torch."""
 
 from __future__ import annotations
 
+import base64
 import json
 import mmap
 import zlib
@@ -55,7 +56,9 @@ class FormatReader:
             return self.tensor(name)
         if tree["type"] == "float":
             return float(tree["value"])
-        if tree["type"] in ("tuple", "set", "Size"):
+        if tree["type"] == "bytes":
+            return base64.b64decode(tree["value"])
+        if tree["type"] in ("tuple", "set", "frozenset"):
             return tuple(self._value(item, "") for item in tree["value"])
         if isinstance(tree["value"], dict):
             return {key: self._value(item, f"{name}.{key}") for key, item in tree["value"].items()}

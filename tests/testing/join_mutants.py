@@ -283,7 +283,7 @@ class Text(Sum):
     join_device = "cpu"
 
 
-@breaks("1 of the 2 ranks", "device_and_group")
+@breaks("a sum of ones over it is 1, and 2 ranks train", "device_and_group")
 class Apart(Sum):
     """Returns a group in which each rank is alone."""
 
@@ -427,7 +427,7 @@ class SetsWarnings(Sum):
         return SumHook(self)
 
 
-@breaks("now also extra_repr", "leaves_no_trace")
+@breaks("now also ['extra_repr']", "leaves_no_trace")
 class Patching(Sum):
     """Replaces a method of a module."""
 

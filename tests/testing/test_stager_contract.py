@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import stagereg
 from stagereg import AsyncStager, BlockingAsyncStager
@@ -112,28 +113,22 @@ class RaisesTwice(BlockingAsyncStager):
         return future
 
 
-def halved(value: Any) -> Any:
+def halved(state: dict[str, Any]) -> dict[str, Any]:
     """The same in half the bytes; tensors over one storage stay over one."""
     storages: dict[int, torch.Tensor] = {}
 
     def half(x: Any) -> Any:
-        if isinstance(x, dict):
-            copied = x.copy()
-            copied.update((key, half(item)) for key, item in x.items())
-            return copied
-        if isinstance(x, (list, tuple)):
-            return type(x)(*map(half, x)) if hasattr(x, "_fields") else type(x)(map(half, x))
         if type(x) is not torch.Tensor or x.dtype is not torch.float32 or x.requires_grad:
             return x
         if not x.numel():
             return x.to(torch.bfloat16)
         storage = x.untyped_storage()
-        if storage.data_ptr() not in storages:
-            whole = torch.empty(0).set_(storage, 0, (storage.nbytes() // 4,), (1,))
-            storages[storage.data_ptr()] = whole.to(torch.bfloat16)
-        return storages[storage.data_ptr()].as_strided(x.shape, x.stride(), x.storage_offset())
+        whole = torch.empty(0).set_(storage, 0, (storage.nbytes() // 4,), (1,))
+        return storages.setdefault(storage.data_ptr(), whole.bfloat16()).as_strided(
+            x.shape, x.stride(), x.storage_offset()
+        )
 
-    return half(value)
+    return pytree.tree_map(half, state)
 
 
 class Halved(StagerContract):

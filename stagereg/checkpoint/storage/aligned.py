@@ -18,11 +18,7 @@ import fcntl
 import os
 import queue
 import threading
-from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future
-from mmap import mmap
-from types import TracebackType
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.failpoints import failpoint
@@ -36,10 +32,8 @@ PAGE = 4096
 _STRAIGHT_BYTES = 1 << 20  # what memory must have at least to be worth a write of its own
 _CHUNK_BYTES = 1 << 24
 _MOST_PENDING = 8  # or else memory would be held long after it was handed over
-_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_O_DIRECT = os.O_DIRECT
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
-_DONE: Future[None] = Future()
-_DONE.set_result(None)
 
 
 class AlignedFile:
@@ -49,26 +43,32 @@ class AlignedFile:
 
     Args:
         path: an older file there is emptied.
-        buffers: two or more of one size, for the use of this file alone until it is closed.
+        buffer_bytes: of each of the two buffers that small writes go through, a multiple of a page.
         direct: whether to bypass the page cache where that can be.
 
     Attributes:
         refused: whether the file system has refused to be written past the page cache.
+        error: what has gone wrong so far.
 
     Raises:
         OSError: from any method, with the path: the operating system's error for this write or an earlier one.
     """
 
-    def __init__(self, path: str | os.PathLike[str], buffers: Sequence[mmap], direct: bool) -> None:
+    def __init__(self, path: str | os.PathLike[str], buffer_bytes: int, direct: bool) -> None:
         self._path = os.fspath(path)
-        self._buffers = deque((memoryview(buffer), _DONE) for buffer in buffers)
-        self._filled = 0  # bytes in the first buffer
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for _ in range(2):
+            self._free.put(memoryview(mmap(-1, buffer_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)))
+        self._buffer = self._free.get()
+        self._filled = 0  # bytes in the buffer
         self._begin = 0  # where they go in the file, a multiple of PAGE
         self._crc32 = 0
-        self._pending: deque[Future[None]] = deque()
         self.refused = False
+        self.error: BaseException | None = None
+        self._given_up = False
         self._descriptor = self._open(direct)
-        self._writes: queue.SimpleQueue[tuple[Future[None], memoryview, int] | None] = queue.SimpleQueue()
+        # What to write, where, and the buffer that is free afterwards.
+        self._writes: queue.Queue[tuple[memoryview, int, memoryview | None] | None] = queue.Queue(_MOST_PENDING)
         # Not an executor's, which the end of the process would wait for, although a disk may never answer.
         self._thread = threading.Thread(target=self._work, name="stagereg-write", daemon=True)
         self._thread.start()
@@ -76,14 +76,12 @@ class AlignedFile:
     def __enter__(self) -> AlignedFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for future in self._pending:
-            future.cancel()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._given_up = error is not None
         self._writes.put(None)
         self._thread.join()
         os.close(self._descriptor)
+        self.error = None  # or else it and the caller's memory would keep each other
 
     def tell(self) -> int:
         """Return how many bytes have been written."""
@@ -97,12 +95,10 @@ class AlignedFile:
         rest = memoryview(data).cast("B")
         size = len(rest)
         while rest:
-            if self._filled == len(self._buffers[0][0]):
+            if self._filled == len(self._buffer):
                 self._submit_buffer()
-            buffer, written = self._buffers[0]
-            written.result()
-            count = min(len(rest), len(buffer) - self._filled)
-            buffer[self._filled : self._filled + count] = rest[:count]
+            count = min(len(rest), len(self._buffer) - self._filled)
+            self._buffer[self._filled : self._filled + count] = rest[:count]
             self._filled += count
             rest = rest[count:]
         return size
@@ -127,7 +123,8 @@ class AlignedFile:
             self.write(data[:before])
             self._submit_buffer()
             for at in range(before, before + pages, _CHUNK_BYTES):
-                self._submit(data[at : min(at + _CHUNK_BYTES, before + pages)])
+                chunk = data[at : min(at + _CHUNK_BYTES, before + pages)]
+                self._submit(chunk, len(chunk))
             data = data[before + pages :]
         self.write(data)
 
@@ -135,8 +132,8 @@ class AlignedFile:
         """Wait until all is written, flush it to the disk and return the mark of the file."""
         end = self.tell()
         self._submit_buffer()
-        while self._pending:
-            self._pending.popleft().result()
+        self._writes.join()
+        self._raise_error()
         try:
             os.ftruncate(self._descriptor, end)
             os.fsync(self._descriptor)
@@ -157,34 +154,35 @@ class AlignedFile:
     def _submit_buffer(self) -> None:
         if self._filled == 0:
             return
-        buffer, _ = self._buffers.popleft()
-        padded = -(-self._filled // PAGE) * PAGE
+        buffer, padded = self._buffer, -(-self._filled // PAGE) * PAGE
         buffer[self._filled : padded] = bytes(padded - self._filled)
-        self._buffers.append((buffer, self._submit(buffer[:padded], self._filled)))
+        self._submit(buffer[:padded], self._filled, buffer)
         self._filled = 0
+        self._buffer = self._free.get()
 
-    def _submit(self, data: memoryview, used: int | None = None) -> Future[None]:
+    def _submit(self, data: memoryview, used: int, buffer: memoryview | None = None) -> None:
         """Write ``data`` in the background; of it, ``used`` bytes belong to the file."""
-        while self._pending and (self._pending[0].done() or len(self._pending) >= _MOST_PENDING):
-            self._pending.popleft().result()  # raises what has gone wrong so far
-        future: Future[None] = Future()
-        self._writes.put((future, data, self._begin))
-        self._pending.append(future)
+        self._raise_error()
+        self._writes.put((data, self._begin, buffer))
         self._crc32 = crc32(data[:used], self._crc32)
-        self._begin += len(data) if used is None else used
-        return future
+        self._begin += used
+
+    def _raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
 
     def _work(self) -> None:
         while (given := self._writes.get()) is not None:
-            future, data, at = given
-            if future.set_running_or_notify_cancel():
-                try:
+            data, at, buffer = given
+            try:
+                if self.error is None and not self._given_up:
                     self._write(data, at)
-                except BaseException as error:
-                    future.set_exception(error)
-                else:
-                    future.set_result(None)
-            del given, future, data  # the memory is held no longer than it is needed
+            except BaseException as error:
+                self.error = error.with_traceback(None)
+            if buffer is not None:
+                self._free.put(buffer)
+            del given, data, buffer  # the memory is held no longer than it is needed
+            self._writes.task_done()
 
     def _write(self, data: memoryview, at: int) -> None:
         while data:

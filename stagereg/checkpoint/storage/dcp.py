@@ -15,7 +15,6 @@ only the order, and what lies between them, differ. A tensor goes one of three w
 from __future__ import annotations
 
 import ctypes
-import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -104,9 +103,8 @@ def direct(path: StrPath | None = None, buffer_mb: int = 4) -> DcpStorage:
         path: see :class:`DcpStorage`.
         buffer_mb: see :class:`DcpStorage`.
     """
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        text = "storage=direct is deprecated: storage=dcp writes the same, in the same way."
-        warnings.warn(text, FutureWarning, stacklevel=2)
+    text = "storage=direct is deprecated: storage=dcp writes the same, in the same way."
+    warnings.warn(text, FutureWarning, stacklevel=2)
     return DcpStorage(path, buffer_mb=buffer_mb)
 
 

@@ -16,7 +16,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemReader, _StorageInfo
@@ -68,14 +67,9 @@ class FileStorage(Storage):
     def __init__(self, path: StrPath | None = None, direct: bool = False, buffer_bytes: int = 1 << 20) -> None:
         self._direct = direct
         self._buffer_bytes = buffer_bytes
-        self._buffers: list[mmap] = []
         self._marks: dict[str, FileMark] = {}
         self.path = ""
         self.reset(path)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For a writer in another process, which makes buffers of its own."""
-        return {**vars(self), "_buffers": []}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
@@ -84,7 +78,7 @@ class FileStorage(Storage):
 
     @property
     def marks(self) -> Mapping[str, FileMark]:
-        """See :class:`.Storage`."""
+        """See :class:`.MarksFiles`."""
         return dict(self._marks)
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
@@ -119,12 +113,9 @@ class FileStorage(Storage):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files. Raises: ``OSError``, with the error of the operating system or the store."""
 
-        def write() -> list[WriteResult]:
-            self._marks.clear()
-            return self.write_files(plan.storage_data, plan.items, planner)
-
+        self._marks.clear()
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._persistently(write))
+        done.set_result(self._persistently(lambda: self.write_files(plan.storage_data, plan.items, planner)))
         return done
 
     @abstractmethod
@@ -154,7 +145,14 @@ class FileStorage(Storage):
     def create(self, name: str) -> Generator[NewFile, None, None]:
         """Write a new file in :attr:`path`; after the block it is durable, and has its mark."""
         with self._open(name) as file:
-            yield file
+            try:
+                yield file
+            except RuntimeError:
+                # When a write has failed, torch's archive writer fails once more while it unwinds and raises about
+                # positions in the archive. Other ranks get the error that is raised, not those behind it.
+                if file.error is not None:
+                    raise file.error from None
+                raise
             self._marks[name] = file.finish()
         if file.refused:
             self._direct = False
@@ -165,23 +163,13 @@ class FileStorage(Storage):
     def _open(self, name: str) -> NewFile:
         if is_url(self.path):
             return Upload(f"{self.path.rstrip('/')}/{name}")
-        if not self._buffers:
-            self._buffers = [mmap(-1, self._buffer_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS) for _ in range(2)]
-        return AlignedFile(os.path.join(self.path, name), self._buffers, self._direct)
+        return AlignedFile(os.path.join(self.path, name), self._buffer_bytes, self._direct)
 
     def _persistently(self, write: Callable[[], T]) -> T:
-        """Return what ``write`` returns; where files go to a URL, it is called again as long as that may help."""
-        try:
-            if not is_url(self.path):
-                return write()
-            with within(self._until - time.monotonic()):
-                return retrying("writing", self.path, write)
-        except RuntimeError as error:
-            # When the disk refuses a write, torch's archive writer fails once more while it unwinds and raises about
-            # positions in the archive. Other ranks get the error that is raised, not those behind it.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from error
-            raise
+        if not is_url(self.path):
+            return write()
+        with within(self._until - time.monotonic()):
+            return retrying("writing", self.path, write)
 
 
 def write_object(file: NewFile, name: str, item: WriteItem, data: io.BytesIO) -> ArchiveResult:

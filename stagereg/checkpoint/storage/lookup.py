@@ -15,7 +15,6 @@ from stagereg.installed import DISTRIBUTION
 __all__ = ["expect_fit", "name_of", "named"]
 
 _OURS = f"@{DISTRIBUTION}"
-_MEMORY = "memory://"
 _FORMER = {"direct": "dcp"}  # names in manifests of storages that have another one now
 
 
@@ -29,19 +28,11 @@ def name_of(storage: Storage) -> str:
     return entry.name.removesuffix(_OURS)
 
 
-def expect_fit(storage: Storage, path: str, processes: int = 1) -> None:
-    """Raise ``CheckpointError`` if ``storage`` cannot write to ``path``, or not from several ``processes``.
-
-    One whose ``remote`` is false writes to no URL.
-    """
+def expect_fit(storage: Storage, path: str) -> None:
+    """Raise ``CheckpointError`` if ``path`` is a URL and ``storage`` writes to none."""
     if is_url(path) and isinstance(storage, WritesUrls) and not storage.remote:
         raise CheckpointError(
             f"storage={name_of(storage)} writes to file systems of this machine alone, not to {path}; use storage=dcp."
-        )
-    if processes > 1 and path.startswith(_MEMORY):
-        raise CheckpointError(
-            f"{path} is in the memory of one process, and here {processes} write: the ranks, and with stager=shared a "
-            "process of its own. Use a directory or the URL of a store."
         )
 
 
@@ -54,17 +45,13 @@ def named(name: str, own: Storage) -> Storage:
     name = _FORMER.get(name, name)
     if name == name_of(own):
         return own
-    known = registry.names("storage")
-    chosen = name + _OURS if name + _OURS in known else name
     try:
-        registry.find("storage", chosen)
-    except StageregError as error:
-        raise CheckpointError(
-            f"It was written by the storage {name!r}, which is not registered here. There is: {', '.join(known)}. "
-            "Install or import what has it, or pass it to the Checkpointer."
-        ) from error
-    try:
-        storage: Storage = registry.build("storage", chosen)
+        storage: Storage = registry.build(
+            "storage", name + _OURS if name + _OURS in registry.names("storage") else name
+        )
     except (StageregError, TypeError) as error:
-        raise CheckpointError(f"It was written by the storage {name!r}, which cannot be built: {error}") from error
+        raise CheckpointError(
+            f"It was written by the storage {name!r}, which cannot be built; install or import what has it, or pass it "
+            f"to the Checkpointer: {error}"
+        ) from error
     return storage

@@ -17,14 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
@@ -104,24 +97,16 @@ class SafetensorsStorage(FileStorage):
             ) from error
         super().__init__(path)
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the directory. Raises: ``CheckpointError``, with the name of a tensor that cannot be written."""
-        names = set()
-        for item in plan.items:
-            if item.tensor_data is None:
-                continue
-            dtype = item.tensor_data.properties.dtype
-            if dtype not in DTYPES:
-                raise CheckpointError(
-                    f"safetensors cannot hold {item.index.fqn!r}: the format has no {dtype}; use storage=dcp."
-                )
-            if item.index.fqn in names:
-                raise CheckpointError("safetensors: this rank has two parts of one tensor; use storage=dcp.")
-            names.add(item.index.fqn)
-        return super().prepare_local_plan(plan)
-
     def write_files(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        """See :class:`.FileStorage`. Raises: ``CheckpointError``, with the name of a sparse tensor."""
+        """See :class:`.FileStorage`. Raises: ``CheckpointError``, with the name of a tensor that cannot be written."""
+        by_name = {item.index.fqn: item for item in items}
+        kinds = {name: item.tensor_data for name, item in by_name.items() if item.tensor_data is not None}
+        if len(by_name) < len(items):
+            raise CheckpointError("safetensors: this rank has two parts of one tensor; use storage=dcp.")
+        for name, kind in kinds.items():
+            if kind.properties.dtype not in DTYPES:
+                why = f"the format has no {kind.properties.dtype}; use storage=dcp."
+                raise CheckpointError(f"safetensors cannot hold {name!r}: {why}")
         results: list[WriteResult] = []
         others = [item for item in items if item.tensor_data is None]
         if others:
@@ -130,8 +115,6 @@ class SafetensorsStorage(FileStorage):
                 for item in others:
                     data: Any = planner.resolve_data(item)
                     results.append(write_object(file, name, item, data))
-        by_name = {item.index.fqn: item for item in items}
-        kinds = {name: item.tensor_data for name, item in by_name.items() if item.tensor_data is not None}
         if not kinds:
             return results
         order = sorted(kinds, key=lambda name: (-kinds[name].properties.dtype.itemsize, name))

@@ -20,32 +20,29 @@ _PIECE_BYTES = 1 << 22
 
 
 class Upload:
-    """A new object at ``url``, written from its beginning to its end.
+    """A new object at ``url``, written from its beginning to its end; see :class:`.AlignedFile`.
 
-    As a context manager it leaves nothing of what is not finished, if the store can be reached, and raises the error
-    of the store where torch's archive writer has raised another one on top of it.
+    As a context manager it leaves nothing of what is not finished, if the store can be reached.
     """
 
-    refused = False  # see AlignedFile
+    refused = False
 
     def __init__(self, url: str) -> None:
         store = ObjectStore(url)
         self._file: Any = store.fs.open(store.path(url), "wb")
         self._bytes = self._crc32 = 0
-        self._error: Exception | None = None
+        self.error: Exception | None = None
 
     def __enter__(self) -> Upload:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            return
-        with contextlib.suppress(Exception):
-            self._file.discard()
-        with contextlib.suppress(Exception):
-            self._file.closed = True  # or else it would send itself when it is let go of
-        if self._error is not None:
-            raise self._error from error
+        self.error = None
+        if error is not None:
+            with contextlib.suppress(Exception):
+                self._file.discard()
+            with contextlib.suppress(Exception):
+                self._file.closed = True  # or else it would send itself when it is let go of
 
     def tell(self) -> int:
         """Return how many bytes have been written."""
@@ -59,15 +56,15 @@ class Upload:
 
     def write(self, data: bytes | memoryview) -> int:
         """Write bytes; return how many. Raises: what the store has failed with, now or before."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         rest = memoryview(data).cast("B")
         try:
             # A large tensor whole would be a part of its own size, and as much memory once more.
             for at in range(0, len(rest), _PIECE_BYTES):
                 self._file.write(rest[at : at + _PIECE_BYTES])
         except Exception as error:
-            self._error = error
+            self.error = error
             raise
         self._bytes += len(rest)
         self._crc32 = crc32(rest, self._crc32)

@@ -5,7 +5,7 @@ meanwhile is either seen complete or not at all. *Writing*: the run that holds t
 except for :meth:`CheckpointStore.files` and :meth:`CheckpointStore.mark`, with which each rank looks after its own
 files.
 
-The order of calls of one run: :meth:`CheckpointStore.probe` and :meth:`CheckpointStore.sweep` once; then for each save
+The order of calls of one run: :meth:`CheckpointStore.lock` and :meth:`CheckpointStore.sweep` once; then for each save
 :meth:`CheckpointStore.temporary`, the storage writes there, :meth:`CheckpointStore.files` and
 :meth:`CheckpointStore.mark`, and then :meth:`CheckpointStore.publish`, or :meth:`CheckpointStore.discard` where
 something has failed.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from stagereg.checkpoint.damage import Condition, Damage, Found, Unclear, differences, of_error
 from stagereg.checkpoint.failpoints import failpoint
@@ -55,8 +55,7 @@ class CheckpointStore(ABC):
         Complete by manifest and sizes; no content is read. A store that does not exist has none.
         """
         found = self._conditions()
-        complete = [each.checkpoint for each in found if each.checkpoint is not None]
-        return newest_first(complete), {each.path: str(each) for each in found if each.damages}
+        return _complete(found), {each.path: str(each) for each in found if each.damages}
 
     @abstractmethod
     def condition(self, path: str) -> Condition:
@@ -74,7 +73,7 @@ class CheckpointStore(ABC):
         found: dict[str, Found] = {}
         for name in names:
             try:
-                found[name] = self.mark(path, name)
+                found[name] = self._read_mark(path, name)
             except OSError as error:
                 found[name] = of_error(error)
         return found
@@ -87,8 +86,7 @@ class CheckpointStore(ABC):
         condition = self.condition(path)
         if condition.manifest is None:
             return condition
-        found = self.contents(condition.path, condition.manifest.files)
-        wrong = differences(condition.manifest, found)
+        wrong = differences(condition.manifest, self.contents(condition.path, condition.manifest.files))
         if wrong and self.condition(path).manifest != condition.manifest:
             return self.examine(path)
         return Condition(condition.path, condition.manifest, wrong)
@@ -108,17 +106,13 @@ class CheckpointStore(ABC):
     # -- writing
 
     @abstractmethod
-    def probe(self) -> None:
-        """Create the directory if it does not exist and prove that files can be created in it."""
-
-    @abstractmethod
     def lock(self) -> StoreLock:
-        """Lock the store until the lock is released, so that no other run writes there; before :meth:`sweep`.
+        """Lock the store, which is made if it is not there, until the lock is released; before :meth:`sweep`.
 
-        From then on :meth:`publish` makes sure that it is still held.
+        So no other run writes there, and :meth:`publish` makes sure that it is still held.
 
         Raises:
-            CheckpointError: another run holds it, which the message names.
+            CheckpointError: another run holds it, which the message names. ``OSError``: nothing can be written there.
         """
 
     def sweep(self) -> None:
@@ -208,50 +202,47 @@ class CheckpointStore(ABC):
         """Return what each step directory is like by its manifest and sizes."""
 
     @abstractmethod
+    def _read_mark(self, path: str, name: str) -> Found:
+        """Read one file of a checkpoint; unlike :meth:`mark` this flushes nothing."""
+
+    @abstractmethod
     def _commit(self, written: str, manifest: Manifest) -> tuple[str, list[str]]:
         """Make a checkpoint of ``written`` in one step; return its path, and what is to be deleted afterwards."""
 
     @abstractmethod
-    def _point(self, name: str) -> None:
-        """Let ``latest`` point to the checkpoint of that name, in one step."""
+    def _point(self, name: str) -> None: ...
 
     @abstractmethod
-    def _pointed(self) -> str | None:
-        """Return the name that ``latest`` points to, if it is one of a checkpoint here."""
+    def _pointed(self) -> str | None: ...
 
     @abstractmethod
     def _delete(self, path: str) -> None:
         """Delete a checkpoint, in such an order that half of one is never a complete one."""
 
-    def _too_old(self, before: list[Condition], path: str, step: int, keep: int) -> Iterator[str]:
-        """Yield of what there was ``before`` the commit of ``path`` what it replaces, and what is not to be kept."""
+    def _too_old(self, before: list[Condition], path: str, step: int, keep: int) -> list[str]:
+        """Return what of ``before`` the commit of ``path`` replaces, and what is not to be kept."""
         replaced = {each.path for each in before if each.step == step}
         for each in before:
             if each.path in replaced and (each.damages or each.path in self.distrusted):
                 self.distrusted.discard(each.path)
                 text = "stagereg: the damaged checkpoint %s is replaced: step %d was saved again."
                 _log.warning(text, each.path, step)
-        complete = newest_first([each.checkpoint for each in before if each.checkpoint is not None])
-        counted = [each.path for each in complete if each.path not in replaced | self.distrusted]
+        counted = [each.path for each in _complete(before) if each.path not in replaced | self.distrusted]
         pointed = f"{self.root}/{self._pointed()}"
-        yield from (old for old in (*counted[keep - 1 :], *sorted(replaced)) if old not in (path, pointed))
+        return [old for old in (*counted[keep - 1 :], *sorted(replaced)) if old not in (path, pointed)]
 
 
 def look(path: str, step: int | None, size: Callable[[str], Found], read: Callable[[], bytes]) -> Condition:
-    """Return what is wrong with the checkpoint in ``path`` by its manifest and the sizes.
+    """Return what is wrong with a directory by the manifest that ``read`` returns and the ``size`` of each name in it.
 
-    Args:
-        path: the directory.
-        step: the one in its name, if there is one.
-        size: returns what lies under a name in it: a size, or what is wrong.
-        read: returns the content of the manifest.
+    ``step`` is the one in the name of the directory, if there is one.
     """
     found = size(MANIFEST)
+    if not isinstance(found, int):
+        return nothing_known(path, found)
+    if found > MANIFEST_BYTES:
+        return nothing_known(path, f"damaged (it has {found:,} bytes)")
     try:
-        if not isinstance(found, int):
-            return nothing_known(path, found)
-        if found > MANIFEST_BYTES:
-            return nothing_known(path, f"damaged (it has {found:,} bytes)")
         manifest = Manifest.loads(read())
     except OSError as error:
         return nothing_known(path, of_error(error))
@@ -266,3 +257,7 @@ def nothing_known(path: str, what: Found) -> Condition:
     """Return the condition of a directory without a manifest that can be read."""
     why = what.why if isinstance(what, Unclear) else str(what)
     return Condition(path, None, (Damage(MANIFEST, why, certain=not isinstance(what, Unclear)),))
+
+
+def _complete(found: list[Condition]) -> list[Checkpoint]:
+    return newest_first([each.checkpoint for each in found if each.checkpoint is not None])

@@ -18,7 +18,6 @@ import json
 import logging
 import math
 import os
-import socket
 import threading
 import time
 import uuid
@@ -68,30 +67,30 @@ class StoreLease(StoreLock):
     def _take(self) -> None:
         first, began = None, time.monotonic()
         while not self._create():
-            there, waited = self._read(), time.monotonic() - began
+            there, waited = _read(self._objects, self._url), time.monotonic() - began
             first = first or there
-            if there is None and waited > self._seconds:
-                raise CheckpointError(f"{self._url} can neither be made nor read: look at the rights for that name.")
-            if there is not None and there.token in _here and there.owner.pid == os.getpid():
+            if there is None:
+                if waited > self._seconds:
+                    text = f"{self._url} can neither be made nor read: look at the rights for that name."
+                    raise CheckpointError(text)
+            elif there.token in _here and there.owner.pid == os.getpid():
                 raise self._refused(None)
             # By our own clock too: one that is ahead or behind must not keep a dead run's object for ever.
-            if there is not None and (there.is_over(self._seconds) or (there == first and waited > self._seconds)):
+            elif there.is_over(self._seconds) or (there == first and waited > self._seconds):
                 if self._replace():
                     break
                 first, began = None, time.monotonic()
-            elif there is not None and (there != first or (there.is_near() and waited > _ENDING_S)):
+            elif there != first or (there.is_near() and waited > _ENDING_S):
                 raise self._refused(there.owner)
-            else:
-                self._ended.wait(_LOOK_S)
+            self._ended.wait(_LOOK_S)
         _here.add(self._token)
 
-    def _check(self) -> None:
+    def _check(self) -> tuple[bool, Owner | None]:
         with self._busy:
-            there = self._read()
-            if there is None and self._create():
-                _log.warning("stagereg: %s was deleted while this run held it; it is held again.", self._url)
-            elif there is None or there.token != self._token:
-                raise self._lost(there.owner if there is not None else None)
+            there = _read(self._objects, self._url)
+            if there is not None:
+                return there.token != self._token, there.owner
+            return True, None if self._create() else Owner()
 
     def _release(self) -> None:
         self._ended.set()
@@ -111,7 +110,7 @@ class StoreLease(StoreLock):
         try:
             made = retrying("writing", self._url, lambda: self._objects.create(self._url, self._text()))
         except NotImplementedError:
-            return self._read() is None and self._replace()
+            return _read(self._objects, self._url) is None and self._replace()
         return made or self._is_ours()  # the answer to an earlier try was lost
 
     def _replace(self) -> bool:
@@ -121,11 +120,8 @@ class StoreLease(StoreLock):
         return self._is_ours()
 
     def _is_ours(self) -> bool:
-        there = self._read()
+        there = _read(self._objects, self._url)
         return there is not None and there.token == self._token
-
-    def _read(self) -> _Note | None:
-        return _read(self._objects, self._url)
 
     def _text(self) -> bytes:
         return json.dumps(asdict(_Note(self._owner, self._token, _machine(), time.time()))).encode()
@@ -177,20 +173,15 @@ def _read(objects: ObjectStore, url: str) -> _Note | None:
     try:
         read = json.loads(data)
         note = _Note(Owner.parse(read["owner"]), str(read["token"]), str(read["machine"]), float(read["renewed"]))
-        if math.isfinite(note.renewed):
-            return note
     except Exception:
-        _log.debug("%s is not a lease", url)
-    return _Note(Owner(), "", "", 0.0)
+        return _Note(Owner(), "", "", 0.0)
+    return note if math.isfinite(note.renewed) else _Note(Owner(), "", "", 0.0)
 
 
 def _machine() -> str:
     """Return what is the same for processes that see the same process ids, and for no others."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _lives(pid: int) -> bool:
@@ -198,4 +189,4 @@ def _lives(pid: int) -> bool:
         # A zombie has ended, though its exit status was not read yet.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
-        return not Path("/proc/self/stat").exists()  # a system that does not say
+        return False

@@ -10,9 +10,9 @@
 The order makes every moment safe to be killed in: the files lie in a hidden sibling directory and are flushed; the
 manifest is written and flushed; sizes are checked; the directory is renamed to its final name and the parent flushed;
 ``latest`` moves by one atomic replacement; only then are old checkpoints deleted. Nothing is overwritten in place.
-Where the step has a directory already, the two change names in one atomic exchange (``renameat2``, Linux); a file
-system that cannot exchange gets two renames with the old one set aside, and :meth:`LocalStore.sweep` puts it back if
-the process died between them.
+Where the step has a directory already, the two change names in one atomic exchange (``renameat2``); a file system that
+cannot exchange gets two renames with the old one set aside, and :meth:`LocalStore.sweep` puts it back if the process
+died between them.
 
 Reading follows no link: a file of a checkpoint is a regular file inside its directory, or there is no checkpoint.
 """
@@ -25,8 +25,6 @@ import os
 import re
 import shutil
 import stat
-import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 from stagereg.checkpoint.checksum import crc32
@@ -41,7 +39,6 @@ __all__ = ["LocalStore", "mark_file"]
 
 _LEFTOVER = re.compile(r"\.step-\d+\.[0-9a-f]+\.tmp")
 _ASIDE = re.compile(r"\.(?P<name>step-\d+)\.[0-9a-f]+\.old")
-_NO_FILE = "no regular file"
 _AT_CWD, _EXCHANGE = -100, 2
 
 
@@ -55,26 +52,19 @@ class LocalStore(CheckpointStore):
     remote = False
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        super().__init__(str(Path(root).expanduser().absolute()))
+        super().__init__(str(Path(os.path.expanduser(root)).absolute()))
         self._latest = Path(self.root) / LATEST
         self._new_latest = self._latest.with_name(f".{LATEST}.tmp")
-
-    # -- reading
 
     def condition(self, path: str) -> Condition:
         """See :class:`.CheckpointStore`. The checkpoint's path is that of the directory itself, without links."""
         try:
-            there = Path(path).expanduser().resolve()
+            there = Path(path).resolve()
             found = _condition(there)
-            moved = found.damages and Path(path).expanduser().resolve() != there  # a run has moved `latest` meanwhile
+            moved = found.damages and Path(path).resolve() != there  # a run has moved `latest` meanwhile
             return self.condition(path) if moved else found
         except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, up to Python 3.12
             return nothing_known(path, Unclear(f"cannot be looked at ({error})"))
-
-    def contents(self, path: str, names: Iterable[str]) -> dict[str, Found]:
-        sizes = {name: _size(Path(path) / name) for name in names}
-        files = [name for name, size in sizes.items() if isinstance(size, int)]
-        return {**sizes, **super().contents(path, files)}
 
     def holder(self) -> Owner | None:
         return holder(self.root)
@@ -102,25 +92,25 @@ class LocalStore(CheckpointStore):
     def _pointed(self) -> str | None:
         return os.readlink(self._latest) if self._latest.is_symlink() else None
 
+    def _read_mark(self, path: str, name: str) -> Found:
+        file = Path(path) / name
+        found = _size(file)
+        return mark_file(file) if isinstance(found, int) else found
+
     # -- writing
 
-    def probe(self) -> None:
-        os.makedirs(self.root, exist_ok=True)
-        tempfile.TemporaryFile(dir=self.root).close()
-
     def lock(self) -> StoreLock:
+        os.makedirs(self.root, exist_ok=True)
         self._hold = DirectoryLock(self.root)
         return self._hold
 
     def sweep(self) -> None:
-        """See :class:`.CheckpointStore`. What was set aside goes back, unless what took its name is good."""
+        """See :class:`.CheckpointStore`. What was set aside goes back, or is deleted if what has its name is good."""
         for found in filter(None, map(_ASIDE.fullmatch, os.listdir(self.root))):
             aside, final = Path(self.root) / found[0], Path(self.root) / found["name"]
-            there = _condition(final)
-            if not os.path.lexists(final) or (there.damages and there.certain and not _condition(aside).damages):
-                self.discard(str(final))
+            if not os.path.lexists(final):
                 aside.rename(final)
-            elif there.certain:
+            elif not _condition(final).damages:
                 self.discard(str(aside))
         self._new_latest.unlink(missing_ok=True)
         super().sweep()
@@ -151,10 +141,7 @@ class LocalStore(CheckpointStore):
 
     def _commit(self, written: str, manifest: Manifest) -> tuple[str, list[str]]:
         hidden, final = Path(written), Path(self.root) / step_name(manifest.step)
-        with (hidden / MANIFEST).open("x") as file:
-            file.write(manifest.dumps())
-            file.flush()
-            os.fsync(file.fileno())
+        self.put(written, MANIFEST, manifest.dumps().encode())
         _sync(hidden)
         complete = _condition(hidden)
         if complete.damages:
@@ -206,7 +193,7 @@ def _size(path: Path) -> Found:
         found = os.lstat(path)
     except OSError as error:
         return of_error(error)
-    return found.st_size if stat.S_ISREG(found.st_mode) else _NO_FILE
+    return found.st_size if stat.S_ISREG(found.st_mode) else "no regular file"
 
 
 def _rename(hidden: Path, final: Path) -> None:
@@ -226,9 +213,9 @@ def _rename(hidden: Path, final: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two directories change names in one step; ``False`` where the system or the file system cannot."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    return renameat2 is not None and not renameat2(_AT_CWD, os.fsencode(one), _AT_CWD, os.fsencode(other), _EXCHANGE)
+    """Let two directories change names in one step; ``False`` where the file system cannot."""
+    libc = ctypes.CDLL(None)
+    return libc.renameat2(_AT_CWD, os.fsencode(one), _AT_CWD, os.fsencode(other), _EXCHANGE) == 0
 
 
 def _sync(path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import logging
 from typing import Any
@@ -23,17 +24,16 @@ _BLOCK_BYTES = 1 << 24
 _BLOCKS_KEPT = 3
 _BEST_EFFORT_S = 10.0
 _PRECONDITION_FAILED = 412
-_EXTRAS = {"s3": "hydra-stagereg[s3]", "s3a": "hydra-stagereg[s3]"}
+_S3 = {"s3", "s3a"}
+_LIST_BY_PREFIX = {*_S3, "gs", "gcs"}
 # Stores where a name needs no directory to be made first; making one would ask for rights that writing does not need.
-_FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "obs", "tos", "memory"}
-_PATTERNS = set("*?[]")
-_LIST_BY_PREFIX = {"s3", "s3a", "gs", "gcs"}
+_FLAT = {*_LIST_BY_PREFIX, "az", "abfs", "abfss", "adl", "oci", "oss", "obs", "tos", "memory"}
 
 _log = logging.getLogger(__name__)
 
 
 class ObjectStore:
-    """The store that a URL is in. Can be pickled; any thread may use it.
+    """The store that a URL is in. Any thread may use it.
 
     Args:
         url: of anything in it. fsspec takes credentials and endpoints from the environment, and from its own
@@ -41,27 +41,20 @@ class ObjectStore:
 
     Raises:
         ConfigError: fsspec does not know the protocol of the URL, or the package for it is not installed; the URL names
-            no bucket, or has a password in it.
+            no bucket, has a password in it, or a character that fsspec takes for a pattern.
     """
 
     def __init__(self, url: str) -> None:
         self._url = url
         self.protocol = url.partition("://")[0]
-        self._known: Any = None
         _check(url, self.protocol)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For a process of its own, which makes connections of its own."""
-        return {**vars(self), "_known": None}
-
-    @property
+    @functools.cached_property
     def fs(self) -> Any:
         """The file system of fsspec."""
-        if self._known is None:
-            from fsspec import url_to_fs
+        from fsspec import url_to_fs
 
-            self._known, _ = url_to_fs(self._url)
-        return self._known
+        return url_to_fs(self._url)[0]
 
     @property
     def _fresh(self) -> Any:
@@ -127,8 +120,7 @@ class ObjectStore:
     def open(self, url: str) -> io.BufferedReader:
         """Open an object for reading, at any offset.
 
-        Each byte is asked for about once: who reads an archive looks at its end, at its beginning, at its end again,
-        and then takes the large record in it, so the last few blocks are kept.
+        The last few blocks are kept, so that each byte is asked for about once.
         """
         from fsspec.caching import BlockCache
         from fsspec.spec import AbstractBufferedFile
@@ -143,10 +135,6 @@ class ObjectStore:
         file.cache = BlockCache(_BLOCK_BYTES, fetch, size, _BLOCKS_KEPT)
         return io.BufferedReader(file, _READ_BYTES)
 
-    def exists(self, url: str) -> bool:
-        """Whether there is an object of that name."""
-        return retrying("looking for", url, lambda: bool(self._fresh.exists(self.path(url))))
-
     def delete(self, url: str) -> None:
         """Delete one object, if it is there."""
 
@@ -160,14 +148,8 @@ class ObjectStore:
         """Delete all objects below ``url``."""
 
         def act() -> None:
-            path = self.path(url)
             with contextlib.suppress(FileNotFoundError):
-                if not set(path) & _PATTERNS:
-                    self._fresh.rm(path, recursive=True)
-                    return
-                # One by one, as fsspec would take the URL for a pattern, and delete what it matches.
-                for name in self._fresh.find(path):
-                    self.fs.rm_file(name)
+                self._fresh.rm(self.path(url), recursive=True)
 
         retrying("deleting", url, act)
 
@@ -181,23 +163,17 @@ class ObjectStore:
 
         Other stores let go of them by themselves. A store that refuses the question is warned of.
         """
-        if self.protocol not in _EXTRAS:
+        if self.protocol not in _S3:
             return
         bucket, key, _ = self.fs.split_path(self.path(prefix))
 
         def act() -> None:
-            more: dict[str, str] = {}
-            while True:
-                page = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key, **more)
-                for upload in page.get("Uploads", []):
-                    # Not every S3-compatible store applies the prefix.
-                    if upload["Key"].startswith(key):
-                        which = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
-                        with contextlib.suppress(FileNotFoundError):
-                            self.fs.call_s3("abort_multipart_upload", Bucket=bucket, **which)
-                if not page.get("IsTruncated"):
-                    return
-                more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+            listed = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key)  # up to 1000 of them
+            for upload in listed.get("Uploads", []):
+                if upload["Key"].startswith(key):  # not every S3-compatible store applies the prefix
+                    which = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+                    with contextlib.suppress(FileNotFoundError):
+                        self.fs.call_s3("abort_multipart_upload", Bucket=bucket, **which)
 
         try:
             with within(_BEST_EFFORT_S):
@@ -228,11 +204,13 @@ def _check(url: str, protocol: str) -> None:
             f"{protocol}://***@{below} has a password in it, which every message and log would show. Leave it out, and "
             f"set FSSPEC_{protocol.upper()}_USERNAME and FSSPEC_{protocol.upper()}_PASSWORD."
         )
+    if set(behind) & set("*?[]"):
+        raise ConfigError(f"{url} would be a pattern for fsspec: checkpoints need a name without *, ? and brackets.")
     try:
         fsspec.get_filesystem_class(protocol or "nothing")
     except ValueError as error:
         known = "a path, s3://bucket/…, gs://bucket/…, abfs://container/…"
         raise ConfigError(f"{url}: fsspec knows no {protocol}://. A directory of checkpoints is {known}") from error
     except ImportError as error:
-        what = f"pip install '{_EXTRAS[protocol]}'" if protocol in _EXTRAS else str(error)
+        what = "pip install 'hydra-stagereg[s3]'" if protocol in _S3 else str(error)
         raise ConfigError(f"{url} needs a package that is not installed: {what}") from error

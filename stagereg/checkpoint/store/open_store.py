@@ -25,8 +25,7 @@ def open_store(dir: str | os.PathLike[str]) -> CheckpointStore:
     Touches neither disk nor network.
 
     Raises:
-        ConfigError: fsspec does not know the protocol of the URL, or the package for it is not installed; a path begins
-            with ``~`` and the name of an unknown user.
+        ConfigError: fsspec does not know the protocol of the URL, or the package for it is not installed.
     """
     if isinstance(dir, str) and is_url(dir):
         from stagereg.checkpoint.store.remote_store import RemoteStore
@@ -56,7 +55,4 @@ def path_or_url(path: str) -> Path | str:
 def _plain(path: str | os.PathLike[str]) -> Path:
     if isinstance(path, str) and path.startswith(_LOCAL) and not path.startswith(f"{_LOCAL}/"):
         raise ConfigError(f"{path} names another machine; a directory of this one has three slashes: file:///runs.")
-    try:
-        return Path(os.fspath(path).removeprefix(_LOCAL)).expanduser()
-    except RuntimeError:
-        raise ConfigError(f"{path} begins with the home of a user who is not known here; ./{path} is a name.") from None
+    return Path(os.path.expanduser(os.fspath(path).removeprefix(_LOCAL)))

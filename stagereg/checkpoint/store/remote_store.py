@@ -25,10 +25,10 @@ import logging
 import re
 
 from stagereg.checkpoint.checksum import crc32
-from stagereg.checkpoint.damage import Condition, Unclear
+from stagereg.checkpoint.damage import Condition, Found, Unclear
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import Owner, StoreLock
-from stagereg.checkpoint.manifest import LATEST, MANIFEST, FileMark, Manifest, file_mark, new_token, step_name
+from stagereg.checkpoint.manifest import LATEST, MANIFEST, FileMark, Manifest, file_mark, step_name
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore, look, nothing_known
 from stagereg.checkpoint.store.lease import StoreLease, leaseholder
 from stagereg.checkpoint.store.object_store import ObjectStore
@@ -47,10 +47,7 @@ class RemoteStore(CheckpointStore):
     """A prefix of an object store.
 
     Args:
-        root: its URL.
-
-    Raises:
-        ConfigError: as :class:`.ObjectStore` raises it.
+        root: its URL. Raises ``ConfigError`` as :class:`.ObjectStore` does.
     """
 
     remote = True
@@ -59,8 +56,6 @@ class RemoteStore(CheckpointStore):
         super().__init__(root.rstrip("/"))
         self.objects = ObjectStore(root)
         self._committed = ""
-
-    # -- reading
 
     def condition(self, path: str) -> Condition:
         path = path.rstrip("/")
@@ -97,6 +92,9 @@ class RemoteStore(CheckpointStore):
                 steps.setdefault(folder, {})[name] = size
         return steps
 
+    def _read_mark(self, path: str, name: str) -> Found:
+        return self.mark(path, name)
+
     def _pointed(self) -> str | None:
         return self._name_in(f"{self.root}/{LATEST}")
 
@@ -108,14 +106,9 @@ class RemoteStore(CheckpointStore):
 
     # -- writing
 
-    def probe(self) -> None:
+    def lock(self) -> StoreLock:
         """See :class:`.CheckpointStore`. The bucket has to be there."""
         self.objects.make_directory(self.root)
-        trial = f"{self.root}/.probe.{new_token()}"
-        self.objects.put(trial, b"")
-        self.objects.delete(trial)
-
-    def lock(self) -> StoreLock:
         self._hold = StoreLease(self.objects, self.root)
         return self._hold
 
@@ -134,6 +127,7 @@ class RemoteStore(CheckpointStore):
         return FileMark(len(data), crc32(data))
 
     def mark(self, written: str, name: str) -> FileMark:
+        """See :class:`.CheckpointStore`. What was written is safely stored already."""
         with self.objects.open(f"{written}/{name}") as stream:
             return file_mark(stream)
 

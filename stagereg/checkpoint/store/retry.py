@@ -1,12 +1,11 @@
 """How often a request is tried that a network may lose, and which errors are not worth another try.
 
-A trial that fails for a reason that may pass (no connection, a time-out, a store that is busy or in trouble: statuses
-408, 425, 429, 5xx but for 501) is made again, after waits that double from half a second to a minute, each shortened
-at random by up to half so that the ranks do not come back all at once ("equal jitter", M. Brooker, AWS Architecture
-Blog, 2015).
-What cannot get better by waiting (no permission, no such bucket, bad credentials, a bad argument) is raised at once. A
-series ends with its last trial, or when the time is up that :func:`within` gave the thread; it warns once, at its first
-failure. A call that does not come back at all is for :func:`answered`.
+A trial that fails for a reason that may pass (no connection, a time-out, a store that is busy or in trouble) is made
+again, after waits that double from half a second to a minute, each shortened at random by up to half so that the ranks
+do not come back all at once ("equal jitter", M. Brooker, AWS Architecture Blog, 2015). What cannot get better by
+waiting (no permission, no such bucket, bad credentials, a bad argument) is raised at once. A series ends with its last
+trial, or when the time is up that :func:`within` gave the thread; it warns once, at its first failure. A call that does
+not come back at all is for :func:`answered`.
 """
 
 from __future__ import annotations
@@ -32,12 +31,16 @@ TRIALS = 10
 FIRST_S = 0.5
 LONGEST_S = 60.0
 
-_PASSING_STATUS = (408, 425, 429)
-_NOT_IMPLEMENTED = 501
-# S3's names of errors whose status does not show it: content lost on its way, an upload that was cleared away,
-# another write of the same object at the same moment.
+# What may pass: statuses; S3's names of errors whose status does not show it (content lost on its way, an upload that
+# was cleared away, another write of the same object at the same moment); and parts of the names of exceptions, as the
+# clients of object stores have no common base for what goes wrong on the network.
+_PASSING_STATUS = {408, 425, 429, *range(500, 600)} - {501}
 _PASSING_CODES = {"BadDigest", "ConditionalRequestConflict", "IncompleteBody", "NoSuchUpload", "OperationAborted"}
 _PASSING_CODES |= {"RequestTimeout", "XAmzContentSHA256Mismatch"}
+_PASSING_NAMES = ["Connect", "Timeout", "HTTPClient", "Incomplete", "Payload", "Protocol", "Transport", "Response"]
+# What does not, and the numbers of errors that packages raise without one.
+_FINAL_ERRNO = {errno.EEXIST, errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EINVAL}
+_FINAL_ERRNO |= {errno.ENOSYS, errno.EROFS, errno.ENOSPC, errno.ENAMETOOLONG, errno.EOPNOTSUPP, errno.EREMCHG}
 _ERRNO = {
     FileExistsError: errno.EEXIST,
     FileNotFoundError: errno.ENOENT,
@@ -46,12 +49,6 @@ _ERRNO = {
     PermissionError: errno.EACCES,
     TimeoutError: errno.ETIMEDOUT,
 }
-"""The numbers of errors that packages raise without one."""
-_FINAL_ERRNO = {errno.EEXIST, errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EINVAL}
-_FINAL_ERRNO |= {errno.ENOSYS, errno.EROFS, errno.ENOSPC, errno.ENAMETOOLONG, errno.EOPNOTSUPP}
-_FINAL_ERRNO |= {getattr(errno, "EREMCHG", errno.EINVAL)}
-# The clients of object stores have no common base for what goes wrong on the network.
-_PASSING_NAMES = ["Connect", "Timeout", "HTTPClient", "Incomplete", "Payload", "Protocol", "Transport", "Response"]
 
 _log = logging.getLogger(__name__)
 _thread = threading.local()
@@ -99,15 +96,13 @@ def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable
             give_back(ended.result())
 
     threading.Thread(target=work, name="stagereg-answer", daemon=True).start()
-    in_time = False
     try:
-        in_time = bool(wait([answer], min(seconds, threading.TIMEOUT_MAX)).done)
-    finally:
-        if not in_time:
-            answer.add_done_callback(late)
-    if not in_time:
-        raise TimeoutError(errno.ETIMEDOUT, f"no answer within {seconds:g} s", url)
-    return answer.result()
+        if not wait([answer], min(seconds, threading.TIMEOUT_MAX)).done:
+            raise TimeoutError(errno.ETIMEDOUT, f"no answer within {seconds:g} s", url)
+        return answer.result()
+    except BaseException:
+        answer.add_done_callback(late)
+        raise
 
 
 def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
@@ -121,29 +116,28 @@ def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
     Raises:
         OSError: what it raised last, naming ``url``. Errors of the program itself come as they are.
     """
-    for trial in range(1, TRIALS + 1):
+    trial = 1
+    while True:
         try:
             return act()
         except Exception as error:
             pause = min(FIRST_S * 2 ** (trial - 1), LONGEST_S) * random.uniform(0.5, 1.0)
-            late = time.monotonic() + pause > until()
-            if trial == TRIALS or late or not may_pass(error):
-                of_store = isinstance(error, OSError) or answer_of(error)[1] is not None or may_pass(error)
-                if not of_store and "Credential" not in type(error).__name__:
+            if trial == TRIALS or time.monotonic() + pause > until() or not may_pass(error):
+                if not (isinstance(error, OSError) or _denied(error) or answer_of(error)[1] or may_pass(error)):
                     raise  # a mistake in a program
                 often = f", tried {trial} times" if trial > 1 else ""
                 raise OSError(_errno(error), f"{_text(error)} ({doing}{often})", url) from error
             if trial == 1:
                 _log.warning("%s %s: %s. Trying again, up to %d times.", doing, url, _text(error), TRIALS - 1)
         time.sleep(pause)
-    raise AssertionError("unreachable")
+        trial += 1
 
 
 def may_pass(error: BaseException) -> bool:
     """Whether another trial may go better than the one that ended with ``error``."""
     code, status = answer_of(error)
     if status is not None:
-        return code in _PASSING_CODES or status in _PASSING_STATUS or (status >= 500 and status != _NOT_IMPLEMENTED)
+        return code in _PASSING_CODES or status in _PASSING_STATUS
     if isinstance(error, OSError):
         return _errno(error) not in _FINAL_ERRNO
     return any(part in kind.__name__ for part in _PASSING_NAMES for kind in type(error).__mro__)
@@ -162,12 +156,15 @@ def answer_of(error: BaseException) -> tuple[str | None, int | None]:
     return None, None
 
 
+def _denied(error: BaseException) -> bool:
+    return "Credential" in type(error).__name__
+
+
 def _errno(error: BaseException) -> int:
-    own = getattr(error, "errno", None)
-    if isinstance(own, int) and own in errno.errorcode:
-        return own
+    if isinstance(error, OSError) and error.errno is not None and error.errno in errno.errorcode:
+        return error.errno
     known = (number for kind, number in _ERRNO.items() if isinstance(error, kind))
-    return next(known, errno.EACCES if "Credential" in type(error).__name__ else errno.EIO)
+    return next(known, errno.EACCES if _denied(error) else errno.EIO)
 
 
 def _text(error: BaseException) -> str:

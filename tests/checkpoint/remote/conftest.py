@@ -1,17 +1,12 @@
-"""A real S3-compatible server for these tests, which start it, make it fail, and kill it by its process id."""
+"""An S3-compatible server for these tests: moto's, on a thread, with faults on request."""
 
 from __future__ import annotations
 
-import json
+import io
 import os
-import re
-import select
-import subprocess
-import sys
-import urllib.parse
-import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -27,102 +22,111 @@ ENVIRONMENT = {
     "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
 }
 
-HEADERS = {
-    "Authorization": "AWS4-HMAC-SHA256 Credential=test/20200101/us-east-1/s3/aws4_request",
-    "Content-Type": "application/octet-stream",
-}
 
+class Server:
+    """moto's application behind faults.
 
-class Servers:
-    """The program that starts servers; importing moto takes it a second, once."""
+    A fault is a dict: ``method`` and ``contains`` select the requests (a part of path and query), ``times`` how many of
+    them are hit, and ``do`` what happens to them:
+
+    * ``refuse``: they are answered with the status ``status`` and the code ``code``, and do nothing;
+    * ``cut``: half of the body is read, and the connection is closed;
+    * ``lose``: they are carried out, and the connection is closed before the answer;
+    * ``hang``: they are not answered before the faults are cleared, or a minute has passed.
+
+    Attributes:
+        endpoint: its URL.
+        seen: method, path and query of every request.
+    """
 
     def __init__(self) -> None:
-        program = [sys.executable, str(Path(__file__).with_name("server.py"))]
-        self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+        from werkzeug.serving import make_server
 
-    def ask(self, **asked: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
-        ready, _, _ = select.select([self._process.stdout], [], [], BOUND_S)
-        line = self._process.stdout.readline() if ready else b""
-        answer: dict[str, Any] = json.loads(line or b'{"error": "the program that starts servers does not answer"}')
-        assert "error" not in answer, answer["error"]
-        return answer
+        self._app = DomainDispatcherApplication(create_backend_app)
+        self._lock = threading.Lock()
+        self._cleared = threading.Event()
+        self.seen: list[tuple[str, str, str]] = []
+        self.fail()
+        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=MotoRequestHandler)
+        self.endpoint = f"http://127.0.0.1:{self._server.port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(BOUND_S)
-        finally:
-            self._process.kill()
-            self._process.wait(BOUND_S)
+        self._server.shutdown()
+
+    def fail(self, *faults: dict[str, Any]) -> None:
+        """Set the faults, replacing those before."""
+        with self._lock:
+            self._cleared.set()
+            self._cleared, self._met = threading.Event(), threading.Event()
+            self._faults = [{"times": 1, **fault} for fault in faults]
+
+    def hit(self) -> None:
+        """Return when a request has met with one of the faults."""
+        assert self._met.wait(BOUND_S)
+
+    def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        method, path, query = environ["REQUEST_METHOD"], environ["PATH_INFO"], environ.get("QUERY_STRING", "")
+        length = int(environ.get("CONTENT_LENGTH") or 0)
+        with self._lock:
+            self.seen.append((method, path, query))
+            fault = self._next_fault(method, f"{path}?{query}")
+            cleared = self._cleared
+        do = fault.get("do")
+        if do:
+            self._met.set()
+        if do == "cut":
+            environ["wsgi.input"].read(length // 2)
+            _hang_up(environ)
+        body = environ["wsgi.input"].read(length)
+        if do == "refuse":
+            start_response(f"{fault['status']} Refused", [("Content-Type", "application/xml")])
+            code = fault.get("code", "SlowDown")
+            return [f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>by request</Message></Error>".encode()]
+        if do == "hang":
+            cleared.wait(BOUND_S)
+        environ["wsgi.input"] = io.BytesIO(body) if length else environ["wsgi.input"]
+        answer = list(self._app(environ, start_response))
+        if do == "lose":
+            _hang_up(environ)
+        return answer
+
+    def _next_fault(self, method: str, asked: str) -> dict[str, Any]:
+        for fault in self._faults:
+            if fault["times"] and fault.get("method", method) == method and fault.get("contains", "") in asked:
+                fault["times"] -= 1
+                return fault
+        return {}
+
+
+def _hang_up(environ: dict[str, Any]) -> None:
+    environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)  # which is kept for the next request otherwise
+    raise ConnectionAbortedError
 
 
 class Store:
-    """One server, and its content, read without the code under test.
+    """An empty bucket, and its content, read without the code under test.
 
     Attributes:
         url: a directory of checkpoints in it.
-        pid: of the server.
+        server: has the faults.
+        client: for other requests.
     """
 
-    def __init__(self, servers: Servers, disk: Path) -> None:
-        self._servers = servers
-        self._disk = disk
-        self._port = 0
-        self.pid = 0
-        self.start()
-        self.request("PUT", f"/{BUCKET}")
-        self.url = f"s3://{BUCKET}/gpt/first"
+    url = f"s3://{BUCKET}/gpt/first"
 
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+    def __init__(self, server: Server) -> None:
+        import boto3
+        import requests
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """What a process needs to know to use it."""
-        return {**ENVIRONMENT, "AWS_ENDPOINT_URL": self.endpoint}
-
-    def start(self) -> None:
-        """Start it, or start it again: same port, and everything that it had acknowledged."""
-        shown = self._servers.ask(do="start", port=self._port, disk=str(self._disk))
-        self.pid, self._port = shown["pid"], shown["port"]
-
-    def kill(self) -> None:
-        if self.pid:
-            self._servers.ask(do="kill", pid=self.pid)
-            self.pid = 0
-
-    def died(self) -> None:
-        """Return when it has killed itself."""
-        self._servers.ask(do="wait", pid=self.pid)
-        self.pid = 0
-
-    def request(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        asked = urllib.request.Request(self.endpoint + path, body, HEADERS, method=method)
-        with urllib.request.urlopen(asked, timeout=BOUND_S) as answer:
-            content: bytes = answer.read()
-        return content
-
-    def fail(self, *faults: dict[str, Any]) -> None:
-        """Set the faults, replacing those before; see ``server.py``."""
-        self.request("POST", "/_faults", json.dumps(faults).encode())
-
-    def hit(self) -> None:
-        """Return when a request has met with one of the faults; not for one that kills the server."""
-        self.request("GET", "/_hit")
-
-    def seen(self) -> list[tuple[str, str, str]]:
-        """Method, path and query of every request so far."""
-        return [(method, path, query) for method, path, query in json.loads(self.request("GET", "/_seen"))]
+        self.server, self.client = server, boto3.client("s3", endpoint_url=server.endpoint)
+        requests.post(f"{server.endpoint}/moto-api/reset", timeout=BOUND_S)
+        self.client.create_bucket(Bucket=BUCKET)
 
     def objects(self) -> list[str]:
         """The keys of all objects in the bucket."""
-        found = self.request("GET", f"/{BUCKET}?list-type=2&max-keys=1000").decode()
-        return sorted(urllib.parse.unquote(key) for key in re.findall("<Key>(.*?)</Key>", found))
+        return sorted(found["Key"] for found in self.client.list_objects_v2(Bucket=BUCKET).get("Contents", []))
 
     def names(self) -> list[str]:
         """The keys below :attr:`url`, without what they have in common."""
@@ -131,35 +135,33 @@ class Store:
 
     def uploads(self) -> list[str]:
         """The keys of all multipart uploads that were begun and neither completed nor aborted."""
-        found = self.request("GET", f"/{BUCKET}?uploads").decode()
-        return sorted(re.findall("<Key>(.*?)</Key>", found))
-
-    def read(self, key: str) -> bytes:
-        return self.request("GET", f"/{BUCKET}/{urllib.parse.quote(key)}")
+        return [found["Key"] for found in self.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])]
 
     def write(self, key: str, content: bytes) -> None:
-        self.request("PUT", f"/{BUCKET}/{urllib.parse.quote(key)}", content)
+        self.client.put_object(Bucket=BUCKET, Key=key, Body=content)
+
+    def begin_upload(self, key: str) -> None:
+        self.client.create_multipart_upload(Bucket=BUCKET, Key=key)
 
 
 @pytest.fixture(scope="session")
-def servers() -> Iterator[Servers]:
+def server() -> Iterator[Server]:
     for package in ("moto", "flask", "s3fs"):
         pytest.importorskip(package)
-    servers = Servers()
-    yield servers
-    servers.close()
+    server = Server()
+    yield server
+    server.close()
 
 
 @pytest.fixture
-def store(servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """A server with an empty bucket, set in this process's environment."""
+def store(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """An empty bucket, set in this process's environment."""
     import s3fs
 
-    store = Store(servers, tmp_path / "disk")
-    for name, value in store.environment.items():
+    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": server.endpoint}.items():
         monkeypatch.setenv(name, value)
     # What fsspec keeps of a file system does not know that the environment is another one.
     s3fs.S3FileSystem.clear_instance_cache()
-    yield store
+    yield Store(server)
+    server.fail()
     s3fs.S3FileSystem.clear_instance_cache()
-    store.kill()

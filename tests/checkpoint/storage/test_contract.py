@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_flatten
 
 import stagereg
 import stagereg.checkpoint.manifest as manifest
@@ -31,7 +29,7 @@ from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.lookup import name_of
 from stagereg.checkpoint.storage.protocol import MarksFiles, UsesPadding, WrapsStorage, WritesUrls
 from stagereg.checkpoint.store.local_store import LocalStore, mark_file
-from stagereg.errors import CheckpointError, ConfigError, RegistryError
+from stagereg.errors import CheckpointError, ConfigError
 from stagereg.testing import run_ranks
 from stagereg.testing.faults import FaultyStorage
 
@@ -69,22 +67,14 @@ def values() -> dict[str, Any]:
     }
 
 
-def plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return type(value), [(key, plain(item)) for key, item in value.items()]
-    if isinstance(value, (list, tuple)):
-        return type(value), [plain(item) for item in value]
-    if isinstance(value, torch.Tensor):
-        return value.dtype, tuple(value.shape), value.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
-    return type(value), value
+def plain(state: dict[str, Any]) -> Any:
+    """Something to compare with: the structure, and type and bytes of each leaf."""
+    leaves, structure = tree_flatten(state)
+    return structure, [form(x) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves]
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+def form(x: torch.Tensor) -> Any:
+    return x.dtype, x.shape, x.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("storage", [*STORAGES, "torch_dcp"])
@@ -101,7 +91,7 @@ def test_a_checkpoint_of_any_storage_is_restored_with_any_other_configured(
     with Checkpointer(str(tmp_path)) as restoring:
         state: dict[str, Any] = dict.fromkeys(values())
         assert restoring.restore(state) == 2
-    assert same(plain(state), plain({**values(), "int": 2}))
+    assert plain(state) == plain({**values(), "int": 2})
 
 
 @each
@@ -150,36 +140,6 @@ def test_a_flipped_bit_is_found_in_every_file(tmp_path: Path, storage: str) -> N
             assert restoring.restore({"int": 0}) == 1
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    root = tmp_path / "disk"
-    root.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(root)], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        pytest.skip(f"cannot mount a small file system: {done.stderr.strip()}")
-    yield root
-    subprocess.run(["umount", str(root)], check=True)
-
-
-@each
-@pytest.mark.parametrize("stager", STAGERS)
-def test_a_full_disk_is_reported_and_the_checkpoints_before_it_stay(
-    small_disk: Path, storage: str, stager: str
-) -> None:
-    with checkpointer(small_disk, storage, stager, keep=9) as saving:
-        saving.save(1, {"x": torch.ones(400_000)})
-        saving.wait()
-        saving.save(2, {"x": torch.ones(800_000)})
-        with pytest.raises(CheckpointError, match="No space left on device"):
-            saving.wait()
-        state = {"x": torch.zeros(400_000)}
-        assert saving.restore(state) == 1
-        assert state["x"].sum() == 400_000
-        assert sorted(os.listdir(small_disk)) == [".lock", "latest", "step-00000001"]
-
-
 @each
 def test_torch_saves_with_it_again_and_again_in_any_process(tmp_path: Path, storage: str) -> None:
     writer = stagereg.build("storage", storage, path=tmp_path / "0")
@@ -222,26 +182,6 @@ def test_a_file_that_was_not_fully_written_has_no_mark(tmp_path: Path, storage: 
 def test_a_storage_without_a_directory_is_reported(storage: str) -> None:
     with pytest.raises(dcp.api.CheckpointException, match=r"given no directory: build it with path="):
         dcp.save({"x": 1}, storage_writer=stagereg.build("storage", storage), no_dist=True)
-
-
-LOAD_WITH_TORCH_ALONE = """
-import sys, torch, torch.distributed.checkpoint as dcp
-template = {"w": torch.zeros(3, 1000), "t": torch.zeros(1000, 3), "s": torch.zeros(()), "n": 0}
-dcp.load(template, checkpoint_id=sys.argv[1], no_dist=True)
-assert torch.equal(template["w"], torch.arange(3000.0).view(3, 1000)), template
-assert torch.equal(template["t"], torch.arange(3000.0).view(3, 1000).t()), template
-assert (template["s"].item(), template["n"]) == (2.5, 7), template
-assert "stagereg" not in sys.modules
-"""
-
-
-def test_torch_alone_reads_it_in_a_fresh_process(tmp_path: Path) -> None:
-    w = torch.arange(3000.0).view(3, 1000)
-    with checkpointer(tmp_path, "dcp") as saving:
-        saving.save(1, {"w": w.clone(), "t": w.t(), "s": torch.tensor(2.5), "n": 7})
-    command = [sys.executable, "-I", "-W", "ignore", "-c", LOAD_WITH_TORCH_ALONE, str(tmp_path / "latest")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def save_and_load_shards_everywhere(rank: int, world_size: int, root: str) -> dict[str, list[str]]:
@@ -303,36 +243,18 @@ class Foreign(FileSystemWriter):
         return FileSystemReader(path)
 
 
-def test_every_storage_declares_its_optional_members() -> None:
-    built = {name: stagereg.build("storage", name) for name in STORAGES}
-    declared = {name: (storage.marks, isinstance(storage, UsesPadding)) for name, storage in built.items()}
-    assert declared == {name: ({}, name == "dcp") for name in STORAGES}
-    local = {name for name, storage in built.items() if isinstance(storage, WritesUrls) and not storage.remote}
-    assert local == {"safetensors"}
+@each
+def test_a_storage_and_one_around_it_declare_the_same_members(storage: str) -> None:
+    inner = stagereg.build("storage", storage)
+    around = FaultyStorage(inner, saves=())
+    assert isinstance(around, WrapsStorage)
+    assert around.wraps is inner
+    assert name_of(around) == storage
+    for each in (inner, around):
+        assert isinstance(each, MarksFiles)
+        assert isinstance(each, WritesUrls)
+        assert isinstance(each, UsesPadding) == each.remote == (storage == "dcp")
     assert not isinstance(FileSystemWriter("x"), (MarksFiles, UsesPadding, WrapsStorage, WritesUrls))
-
-
-def test_a_forwarding_storage_declares_the_members_of_the_inner_one() -> None:
-    for name in STORAGES:
-        inner = stagereg.build("storage", name)
-        around = FaultyStorage(inner, saves=())
-        assert isinstance(around, WrapsStorage)
-        assert around.wraps is inner
-        assert name_of(around) == name
-        for protocol in (MarksFiles, UsesPadding, WritesUrls):
-            assert isinstance(around, protocol) == isinstance(inner, protocol), (name, protocol)
-
-
-class Padded(DcpStorage):
-    padding = (64, 128)
-
-
-def test_a_stager_reserves_the_padding_that_a_storage_declares(tmp_path: Path) -> None:
-    stager, reserved = stagereg.build("stager", "pinned_cached"), []
-    stager.reserve_padding = lambda before, after: reserved.append((before, after))
-    for storage in (Padded(), stagereg.build("storage", "torch_dcp")):
-        Checkpointer(str(tmp_path), storage=storage, stager=stager).close()
-    assert reserved == [(64, 128)]
 
 
 def test_a_storage_without_marks_has_its_files_read(tmp_path: Path) -> None:
@@ -344,27 +266,12 @@ def test_a_storage_without_marks_has_its_files_read(tmp_path: Path) -> None:
         assert files == {name: mark_file(path / name) for name in (".metadata", "__0_0.distcp", "index.json")}
 
 
-def test_the_manifest_names_the_storage_and_an_old_one_means_dcp(tmp_path: Path) -> None:
-    with checkpointer(tmp_path, "torch_dcp") as saving:
-        saving.save(1, {"x": 1})
-    path = tmp_path / "step-00000001" / manifest.MANIFEST
-    data = json.loads(path.read_text())
-    assert data.pop("storage") == "torch_dcp"
-    del data["time"], data["crc32"]
-    path.write_text(json.dumps({**data, "format": 1}))
-    with Checkpointer(str(tmp_path)) as restoring:
-        state = {"x": 0}
-        assert restoring.restore(state) == 1
-    assert manifest.Manifest.loads(path.read_text()).storage == "dcp"
-    assert state == {"x": 1}
-
-
 def test_a_checkpoint_of_an_unregistered_storage_is_read_by_that_storage_alone(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), storage=Foreign()) as saving:
         saving.save(1, {"x": 1})
         saving.wait()
         assert saving.restore({"x": 0}) == 1
-    with Checkpointer(str(tmp_path)) as other, pytest.raises(CheckpointError, match=r"Foreign.*There is: dcp, direct"):
+    with Checkpointer(str(tmp_path)) as other, pytest.raises(CheckpointError, match=r"Foreign.*cannot be built"):
         other.restore({"x": 0})
 
 
@@ -374,23 +281,13 @@ def test_a_storage_that_is_none_is_refused_at_once(tmp_path: Path, storage: Any)
         Checkpointer(str(tmp_path), storage=storage)
 
 
-def test_torchs_own_writer_lacks_a_reader_to_be_a_storage() -> None:
-    with pytest.raises(RegistryError, match=r"'reader' is missing\. Write:\n    def reader\(self, path\)"):
-        stagereg.register("storage", "theirs")(dcp.FileSystemWriter)
-
-
 def test_it_is_a_group_of_the_command_line_with_dcp_as_its_default(tmp_path: Path) -> None:
     (tmp_path / "app.yaml").write_text("defaults: [stagereg, _self_]\n")
-    chosen = {}
-    for overrides in (
-        [],
-        ["storage=dcp", "storage.buffer_mb=2", "storage.direct=never"],
-        ["storage=torch_dcp"],
-        ["storage=safetensors"],
-    ):
+    chosen = []
+    for overrides in ([], ["storage=torch_dcp"], ["storage=safetensors"], ["storage=dcp", "storage.direct=never"]):
         with initialize_config_dir(str(tmp_path), version_base="1.3"):
             config = compose("app", [*overrides, f"checkpoint.dir={tmp_path}"])
         with stagereg.instantiate(config.checkpoint) as saving:
             saving.save(1, {"x": 1})
-        chosen[tuple(overrides)] = json.loads((tmp_path / "latest" / manifest.MANIFEST).read_text())["storage"]
-    assert list(chosen.values()) == ["dcp", "dcp", "torch_dcp", "safetensors"]
+        chosen.append(json.loads((tmp_path / "latest" / manifest.MANIFEST).read_text())["storage"])
+    assert chosen == ["dcp", "torch_dcp", "safetensors", "dcp"]

@@ -3,57 +3,12 @@
 from __future__ import annotations
 
 import io
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
 from stagereg.checkpoint.storage.envelope import _asked, envelope
-
-
-def saved(x: torch.Tensor) -> bytes:
-    file = io.BytesIO()
-    torch.save(x, file)
-    return file.getvalue()
-
-
-def of_bytes(dtype: torch.dtype) -> torch.Tensor:
-    storage = torch.arange(24 * dtype.itemsize).to(torch.uint8).untyped_storage()
-    return torch.empty(0, dtype=dtype).set_(storage).view(2, 3, 4).permute(1, 2, 0)
-
-
-def torch_saves(dtype: torch.dtype) -> bool:
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            saved(of_bytes(dtype))
-    except (RuntimeError, KeyError, NotImplementedError):
-        return False
-    return True
-
-
-DTYPES = [d for d in sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str) if torch_saves(d)]
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_head_content_and_tail_load_as_torchs_archive_does(dtype: torch.dtype) -> None:
-    x = of_bytes(dtype)
-    expected = saved(x)
-    around = envelope(x)
-    if around is None:
-        assert x.is_quantized
-        return
-    content = bytes(x.untyped_storage())
-    whole = around.head + content + around.tail
-    assert len(whole) == len(expected)
-    loaded, reference = (torch.load(io.BytesIO(data), weights_only=True) for data in (whole, expected))
-    assert (loaded.dtype, loaded.shape, loaded.stride()) == (x.dtype, x.shape, x.stride())
-    assert bytes(loaded.untyped_storage()) == bytes(reference.untyped_storage()) == content
-
-
-def test_the_dtypes_tried_are_those_of_models() -> None:
-    assert {torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn} <= set(DTYPES)
 
 
 def test_a_tensor_beyond_4_gib_has_an_envelope_too(tmp_path: Path) -> None:

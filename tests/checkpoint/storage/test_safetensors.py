@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,23 +15,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.safetensors import SafetensorsStorage
-from stagereg.errors import CheckpointError, ConfigError
+from stagereg.errors import ConfigError
 from stagereg.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 safetensors = pytest.importorskip("safetensors.torch")
-
-
-def test_load_file_reads_the_tensors_by_their_dotted_names(tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 2)
-    with Checkpointer(str(tmp_path), storage=SafetensorsStorage()) as saving:
-        saving.save(1, {"model": model, "step": 7, "turned": torch.arange(6.0).view(2, 3).t()})
-    (file,) = (tmp_path / "latest").glob("*.safetensors")
-    tensors = safetensors.load_file(file)
-    assert torch.equal(tensors["model.weight"], model.weight)
-    assert torch.equal(tensors["model.bias"], model.bias)
-    assert torch.equal(tensors["turned"], torch.arange(6.0).view(2, 3).t())
 
 
 def save_shards(rank: int, world_size: int, root: str) -> None:
@@ -51,37 +39,30 @@ def test_torchs_reader_puts_shards_together_without_this_project(tmp_path: Path)
     assert torch.equal(torch.cat(parts), torch.arange(35.0).view(5, 7))
 
 
-@pytest.mark.parametrize(
-    ("x", "why"),
-    [
-        (torch.ones(2, dtype=torch.complex128), r"no torch\.complex128"),
-        (torch.ones(2).to_sparse(), r"torch\.sparse_coo"),
-    ],
-)
-def test_a_tensor_it_cannot_hold_is_named(tmp_path: Path, x: torch.Tensor, why: str) -> None:
-    with pytest.raises(dcp.api.CheckpointException, match=rf"safetensors cannot hold 'model\.w'.*{why}"):
-        dcp.save({"model": {"w": x}}, storage_writer=SafetensorsStorage(tmp_path), no_dist=True)
-
-
-def test_a_checkpointer_names_a_tensor_it_cannot_hold(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path), storage=SafetensorsStorage()) as saving:
-        saving.save(1, {"w": torch.ones(2, dtype=torch.complex128)})
-        with pytest.raises(CheckpointError, match=r"cannot hold 'w': the format has no torch\.complex128"):
-            saving.wait()
-
-
 def test_without_the_package_the_error_shows_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ConfigError, match=r"pip install 'hydra-stagereg\[safetensors\]'"):
         stagereg.build("storage", "safetensors")
 
 
-def test_tied_and_overlapping_tensors_come_back_each_under_its_name(tmp_path: Path) -> None:
-    base = torch.arange(12.0).view(3, 4)
-    state: dict[str, Any] = {"a": base, "b": base, "c": base.t(), "d": base[1], "e": base[:, 0]}
-    dcp.save(state, storage_writer=SafetensorsStorage(tmp_path), no_dist=True)
-    (file,) = tmp_path.glob("*.safetensors")
+@pytest.mark.parametrize(
+    ("x", "why"),
+    [
+        (torch.ones(2, dtype=torch.complex128), r"the format has no torch\.complex128"),
+        (torch.ones(2).to_sparse(), r"torch\.sparse_coo"),
+    ],
+)
+def test_a_tensor_it_cannot_hold_is_named(tmp_path: Path, x: torch.Tensor, why: str) -> None:
+    with pytest.raises(dcp.api.CheckpointException, match=rf"safetensors cannot hold 'model\.w': .*{why}"):
+        dcp.save({"model": {"w": x}}, storage_writer=SafetensorsStorage(tmp_path), no_dist=True)
+
+
+def test_load_file_reads_each_tensor_by_its_dotted_name(tmp_path: Path) -> None:
+    model, base = torch.nn.Linear(3, 2), torch.arange(12.0).view(3, 4)
+    views = {"a": base, "b": base, "c": base.t(), "d": base[1], "e": base[:, 0]}
+    with Checkpointer(str(tmp_path), storage=SafetensorsStorage()) as saving:
+        saving.save(1, {"model": model, "step": 7, **views})
+    (file,) = (tmp_path / "latest").glob("*.safetensors")
     tensors = safetensors.load_file(file)
-    assert sorted(tensors) == sorted(state)
-    for name, x in state.items():
+    for name, x in {**views, "model.weight": model.weight, "model.bias": model.bias}.items():
         assert torch.equal(tensors[name], x), name

@@ -48,25 +48,19 @@ def stored(url: str) -> dict[str, FileMark]:
     return {name: store.mark(url, name) for name in store.files(url)}
 
 
-def test_torch_writes_and_reads_a_url_through_a_storage(url: str) -> None:
-    storage = DcpStorage()
-    dcp.save(STATE, checkpoint_id=url, storage_writer=storage, no_dist=True)
-    assert storage.marks == stored(url)
-    assert loaded(url, storage_reader=storage.reader(url))
-    assert loaded(url, storage_reader=FsspecReader(url))
-
-
-def test_staged_memory_is_uploaded_as_it_lies(url: str) -> None:
-    stager, storage = stagereg.build("stager", "pinned_cached", pin=False), DcpStorage()
+@pytest.mark.parametrize("staged", [False, True])
+def test_torch_writes_and_reads_a_url_through_a_storage(url: str, staged: bool) -> None:
+    storage, stager = DcpStorage(), stagereg.build("stager", "pinned_cached", pin=False)
     stager.reserve_padding(*storage.padding)
-    large = {**STATE, "large": torch.arange(3_000_000.0), "n": 1}
-    dcp.save(stager.stage(large), checkpoint_id=url, storage_writer=storage, no_dist=True)
+    state = {**STATE, "large": torch.arange(3_000_000.0), "n": 1}
+    dcp.save(stager.stage(state) if staged else state, checkpoint_id=url, storage_writer=storage, no_dist=True)
     assert storage.marks == stored(url)
-    template = {**large, "large": torch.zeros(3_000_000), "n": 0}
+    template = {"large": torch.zeros(3_000_000), "n": 0}
     dcp.load(template, storage_reader=FsspecReader(url), no_dist=True)
-    assert torch.equal(template["large"], large["large"])
+    assert torch.equal(template["large"], state["large"])
     assert template["n"] == 1
     assert loaded(url, storage_reader=storage.reader(url))
+    assert loaded(url, storage_reader=FsspecReader(url))
 
 
 def test_one_storage_writes_to_paths_and_urls_in_turn(url: str, tmp_path: Path) -> None:

@@ -80,68 +80,47 @@ def test_an_unfinished_save_is_listed_and_deleted(root: Path) -> None:
     assert (nowhere.checkpoints(), nowhere.leftovers(), nowhere.latest()) == (([], {}), [], None)
 
 
-@pytest.mark.parametrize(
-    ("taken", "aside", "left"),
-    [("gone", "good", 1), ("good", "good", 2), ("damaged", "good", 1), ("damaged", "damaged", None)],
-)
-def test_of_a_checkpoint_and_its_successor_the_good_one_is_kept(
-    root: Path, taken: str, aside: str, left: int | None
+@pytest.mark.parametrize(("taken", "left", "kept"), [("gone", 1, False), ("good", 2, False), ("damaged", None, True)])
+def test_what_was_set_aside_goes_only_if_its_successor_is_good(
+    root: Path, taken: str, left: int | None, kept: bool
 ) -> None:
     old, new = root / ".step-00000003.ab12.old", root / "step-00000003"
-    for source, path, state in (("step-00000001", old, aside), ("step-00000002", new, taken)):
-        if state == "gone":
-            continue
+    for source, path in (("step-00000001", old), ("step-00000002", new)):
         shutil.copytree(root / source, path)
         manifest = Manifest.loads((path / "manifest.json").read_text())
         (path / "manifest.json").write_text(dataclasses.replace(manifest, step=3).dumps())
-        if state == "damaged":
-            (path / "__0_0.distcp").write_bytes(b"")
+    if taken == "gone":
+        shutil.rmtree(new)
+    elif taken == "damaged":
+        (new / "__0_0.distcp").write_bytes(b"")
     LocalStore(root).sweep()
     found = LocalStore(root).condition(str(new)).checkpoint
-    assert (found.manifest.serial if isinstance(found, Checkpoint) else None) == left
-    assert not old.exists()
-
-
-def test_a_replaced_one_is_kept_while_its_successor_is_unclear(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new = root / ".step-00000002.ab12.old", root / "step-00000002"
-    shutil.copytree(new, old)
-    real = os.lstat
-
-    def lstat(path: Path, **more: Any) -> os.stat_result:
-        if path == new / "manifest.json":
-            raise PermissionError(13, "no", str(path))
-        return real(path, **more)
-
-    monkeypatch.setattr(os, "lstat", lstat)
-    LocalStore(root).sweep()
-    assert (old / "manifest.json").exists()
-    assert (new / "manifest.json").exists()
+    assert (found and found.manifest.serial, old.exists()) == (left, kept)
 
 
 def test_a_directory_that_may_not_be_entered_is_reported(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(name: str) -> Callable[..., os.stat_result]:
-        real: Callable[..., os.stat_result] = getattr(os, name)
+    real = os.lstat
 
-        def look(path: Any, *args: Any, **more: Any) -> os.stat_result:
-            if isinstance(path, (str, Path)) and "/step-0000000" in str(path):
-                raise PermissionError(13, "Permission denied", str(path))
-            return real(path, *args, **more)
+    def lstat(path: Any, **more: Any) -> os.stat_result:
+        if "/step-0000000" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, **more)
 
-        return look
-
-    for name in ("stat", "lstat"):
-        monkeypatch.setattr(os, name, forbidden(name))
+    monkeypatch.setattr(os, "lstat", lstat)
     complete, refused = LocalStore(root).checkpoints()
     assert complete == []
     assert all("Permission denied" in why for why in refused.values())
     assert len(refused) == 2
 
 
-def test_a_file_that_was_not_marked_on_its_way_is_flushed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_flushed_to_be_marked_and_not_to_be_verified(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[Path] = []
     monkeypatch.setattr(local, "_sync", flushed.append)
-    LocalStore(root).mark(str(root / "step-00000002"), "__0_0.distcp")
-    assert flushed == [root / "step-00000002" / "__0_0.distcp"]
+    path, name = root / "step-00000002", "__0_0.distcp"
+    assert LocalStore(root).contents(str(path), [name]) == {name: local.mark_file(path / name)}
+    assert flushed == []
+    assert LocalStore(root).mark(str(path), name) == local.mark_file(path / name)
+    assert flushed == [path / name]
 
 
 def save(root: Path, *steps: int, keep: int = 2, text: str = "") -> None:

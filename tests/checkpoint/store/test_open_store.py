@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -11,7 +10,6 @@ import pytest
 
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store, path_or_url
 from stagereg.checkpoint.store.remote_store import RemoteStore
@@ -22,20 +20,14 @@ from stagereg.registry import build
 def test_paths_are_local_and_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    given = {"a/b": "a/b", "~/x": "home/x", "file:relative": "file:relative", "a:b": "a:b"}
-    for path, expected in given.items():
+    unchanged = ("a/b", "file:relative", "a:b", "~nobody-here/x")
+    for path, expected in {**dict.fromkeys(unchanged), "~/x": "home/x"}.items():
         store = open_store(path)
         assert isinstance(store, LocalStore)
-        assert store.root == str(tmp_path / expected)
+        assert store.root == str(tmp_path / (expected or path))
     for same in (tmp_path / "x", f"{tmp_path}/x/", f"file://{tmp_path}/x"):
         assert open_store(same).root == str(tmp_path / "x")
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("find", [open_store, open_parent_store])
-def test_the_home_of_an_unknown_user_is_no_store(find: Callable[[str], CheckpointStore]) -> None:
-    with pytest.raises(ConfigError, match=r"home of a user who is not known here; \./~nobody-here"):
-        find("~nobody-here/runs/step-00000001")
 
 
 def test_urls_are_remote_and_not_changed() -> None:
@@ -59,6 +51,7 @@ def test_urls_are_remote_and_not_changed() -> None:
         ("s3:///runs", r"names no bucket.*s3://bucket/runs"),
         ("://x", r"fsspec knows no ://"),
         ("file://host/x", "has three slashes: file:///runs"),
+        ("memory://runs/gpt[12]*", r"would be a pattern for fsspec.*without \*, \? and brackets"),
         ("ftp://user:secret@host/x", r"ftp://\*\*\*@host/x has a password.*FSSPEC_FTP_PASSWORD"),
     ],
 )
@@ -87,9 +80,9 @@ def test_a_missing_package_of_ours_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         open_store("s3://bucket/x")
 
 
-@pytest.mark.parametrize("storage", ["safetensors"])
-def test_a_storage_that_cannot_write_to_a_url_is_refused_at_once(storage: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"storage={storage} writes to .* not to memory://x; use storage=dcp"):
-        Checkpointer("memory://x", storage=build("storage", storage))
+def test_a_storage_that_cannot_write_to_a_url_is_refused_at_once() -> None:
+    storage = build("storage", "safetensors")
+    with pytest.raises(CheckpointError, match=r"storage=safetensors writes to .* not to memory://x; use storage=dcp"):
+        Checkpointer("memory://x", storage=storage)
     with pytest.raises(CheckpointError, match="use storage=dcp"):
-        build("storage", storage).reset("memory://x")
+        storage.reset("memory://x")

@@ -50,41 +50,28 @@ def with_status(status: int) -> Exception:
     return error
 
 
-PASSING = [
+PASSING = [  # one for each rule
     ConnectionResetError(errno.ECONNRESET, "reset"),
     TimeoutError(),
     FSTimeoutError(),
-    OSError(errno.EIO, "who knows"),
-    OSError(errno.EBUSY, "SlowDown"),
     boto.EndpointConnectionError(endpoint_url="http://nowhere"),
     boto.ReadTimeoutError(endpoint_url="http://slow"),
-    answered(500),
     answered(503, "SlowDown"),
     answered(429),
-    answered(400, "RequestTimeout"),
-    answered(400, "BadDigest"),
-    answered(404, "NoSuchUpload"),
-    answered(409, "ConditionalRequestConflict"),
-    answered(409, "OperationAborted"),
+    *(answered(400, code) for code in sorted(retry._PASSING_CODES)),
     with_status(502),
 ]
 FINAL = [
     PermissionError(errno.EACCES, "Access Denied"),
     IsADirectoryError("no file"),
-    FileNotFoundError(errno.ENOENT, "NoSuchBucket"),
-    OSError(errno.EINVAL, "no such thing"),
     OSError(errno.ENOSPC, "full"),
-    boto.NoCredentialsError(),
     boto.PartialCredentialsError(provider="env", cred_var="secret_key"),
     boto.ParamValidationError(report="x"),
     answered(403),
     answered(501, "NotImplemented"),
     answered(404, "NoSuchBucket"),
-    answered(400, "InvalidBucketName"),
     with_status(401),
     ValueError("a mistake"),
-    RuntimeError("a mistake of torch's"),
-    KeyError("x"),
     NotImplementedError("no writing here"),
     CheckpointError("ours"),
 ]
@@ -128,17 +115,9 @@ def test_an_error_keeps_its_type_and_names_the_object(error: Exception, kind: ty
 def test_no_trial_begins_after_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "FIRST_S", 60.0)
     trials = Trials(*[TimeoutError()] * 9)
-    with within(20.0), within(1000.0), pytest.raises(OSError, match="writing"):
+    with within(20.0), within(1000.0), pytest.raises(OSError, match="writing"):  # the earlier limit applies
         retrying("writing", "s3://a/b", trials)
     assert trials.made == 1
-
-
-def test_of_two_nested_time_limits_the_earlier_one_applies() -> None:
-    with within(100.0):
-        outer = until()
-        with within(10.0):
-            assert until() < outer
-        assert until() == outer
     assert until() == math.inf
 
 
@@ -150,24 +129,19 @@ def test_waits_double_up_to_a_minute_and_differ(monkeypatch: pytest.MonkeyPatch)
         retrying("writing", "s3://a/b", Trials(*[TimeoutError()] * 9))
     for trial in range(9):
         longest = min(0.5 * 2**trial, 60.0)
-        of_trial = waits[trial::9]
-        assert all(longest / 2 <= wait <= longest for wait in of_trial)
-        assert len(set(of_trial)) == 5
+        assert all(longest / 2 <= wait <= longest for wait in waits[trial::9])
+        assert len(set(waits[trial::9])) == 5
 
 
 def test_an_unresponsive_store_is_left_and_its_answer_given_back() -> None:
     answer, given_back, given = threading.Event(), threading.Event(), list[str]()
-
-    def give_back(late: str) -> None:
-        given.append(late)
-        given_back.set()
 
     def unresponsive() -> str:
         assert answer.wait(60)
         return "late"
 
     with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s: 's3://b/x'"):
-        retry.answered("s3://b/x", 0.05, unresponsive, give_back)
+        retry.answered("s3://b/x", 0.05, unresponsive, lambda late: (given.append(late), given_back.set())[0])
     assert given == []
     answer.set()
     assert given_back.wait(60)

@@ -1,0 +1,96 @@
+"""An app in its own folder, run as a user runs it: many command lines in one process where that is enough."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["App"]
+
+# Many command lines of the app in one process: most of the time goes into importing Hydra.
+MANY = """
+import contextlib, io, json, os, runpy, sys
+ended = []
+for line in json.load(sys.stdin):
+    sys.argv, os.environ["COMP_LINE"] = ["app.py", *line["arguments"]], line["completed"]
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_path("app.py", run_name="__main__")
+        except SystemExit as left:
+            code = left.code
+    ended.append([sys.argv, code or 0, out.getvalue(), err.getvalue()])
+json.dump(ended, sys.stdout)
+"""
+
+
+class App:
+    """An app in a folder; what lies in ``site`` there is installed for it.
+
+    Args:
+        folder: where it is.
+        files: texts by path.
+    """
+
+    def __init__(self, folder: Path, files: dict[str, str]) -> None:
+        self.folder = folder
+        for path, text in files.items():
+            self.write(path, text)
+
+    def write(self, path: str, text: str) -> None:
+        (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / path).write_text(text)
+
+    def run(
+        self, *arguments: str, script: str = "app.py", given: str = "", **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *(arguments if given else (script, *arguments))],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(self.folder / "site"), **env},
+            input=given,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+
+    def run_each(self, *lines: tuple[str, ...]) -> list[subprocess.CompletedProcess[str]]:
+        """Run each command line, one after the other in one process."""
+        return self._run_each([{"arguments": line, "completed": ""} for line in lines])
+
+    def _run_each(self, lines: list[dict[str, Any]]) -> list[subprocess.CompletedProcess[str]]:
+        done = self.run("-c", MANY, given=json.dumps(lines))
+        assert done.returncode == 0, done.stderr
+        return [subprocess.CompletedProcess(*ended) for ended in json.loads(done.stdout)]
+
+    def prints(self, *arguments: str, script: str = "app.py", **env: str) -> str:
+        done = self.run(*arguments, script=script, **env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def prints_each(self, *lines: tuple[str, ...]) -> list[str]:
+        done = self.run_each(*lines)
+        assert [each.returncode for each in done] == [0] * len(lines), done
+        return [each.stdout for each in done]
+
+    def refuses(self, *arguments: str, script: str = "app.py") -> str:
+        return self.refusal(self.run(*arguments, script=script))
+
+    def refusal(self, done: subprocess.CompletedProcess[str]) -> str:
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        assert len(done.stderr.splitlines()) <= 24  # one screen; Hydra's own list takes a line an option
+        return done.stderr
+
+    def completes(self, line: str, script: str = "app.py") -> list[str]:
+        return self.prints("-sc", "query=bash", script=script, COMP_LINE=f"python {script} {line}").split()
+
+    def completes_each(self, *lines: str) -> list[list[str]]:
+        ask = ("-sc", "query=bash")
+        done = self._run_each([{"arguments": ask, "completed": f"python app.py {line}"} for line in lines])
+        assert [each.returncode for each in done] == [0] * len(lines), done
+        return [each.stdout.split() for each in done]

@@ -1,0 +1,98 @@
+"""A user's program in a folder, started from a shell, and the processes that come of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 110
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+class Program:
+    """A script, its config, and a folder in which each rank writes a line for each of its jobs."""
+
+    def __init__(self, folder: Path, script: str, config: str) -> None:
+        self.folder = folder
+        self.answers = folder / "answers"
+        self.answers.mkdir()
+        (folder / "conf").mkdir()
+        (folder / "conf" / "app.yaml").write_text(config)
+        (folder / "train.py").write_text(script)
+
+    def command(self, *arguments: str, start: list[str] | None = None) -> list[str]:
+        return [*(start or [sys.executable]), "train.py", *arguments, f"answers={self.answers}"]
+
+    def run(self, *arguments: str, start: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+        return run(self.command(*arguments, start=start), self.folder)
+
+    def answers_of(self, rank: int) -> list[dict[str, Any]]:
+        """What a rank wrote, a line for each job that it came to."""
+        return [json.loads(line) for line in (self.answers / f"{rank}.json").read_text().splitlines()]
+
+    def answer(self, rank: int, job: int = -1) -> dict[str, Any]:
+        return self.answers_of(rank)[job]
+
+    def run_folders(self) -> list[Path]:
+        return sorted(path.parent for path in self.folder.rglob(".hydra"))
+
+
+def run(command: list[str], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    plain = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | variables
+    return subprocess.run(command, cwd=cwd, env=plain, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def await_job(programs: Iterable[subprocess.Popen[str]], ranks: int) -> None:
+    """Wait until so many ranks of each have printed that they are in the job; the pipe ends when they die before."""
+    for program in programs:
+        seen = 0
+        assert program.stdout is not None
+        while seen < ranks:
+            line = program.stdout.readline()
+            assert line, "the ranks ended before their job"
+            seen += line.count("IN THE JOB")  # ranks that print at once may share a line
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def await_port(port: int) -> None:
+    """Wait until a process listens at a port, without connecting to it."""
+
+    def listens() -> bool:
+        tables = [Path(f"/proc/net/{table}") for table in ("tcp", "tcp6")]
+        sockets = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+        return any(int(fields[1].rpartition(":")[2], 16) == port and fields[3] == "0A" for fields in sockets)
+
+    assert comes_true(listens), "nothing listens there"
+
+
+def await_gone(*pids: int) -> bool:
+    """Whether these processes end in a while; one that only waits to be reaped has ended."""
+    return comes_true(lambda: not any(map(_runs, pids)))
+
+
+def comes_true(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
