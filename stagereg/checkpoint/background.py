@@ -1,9 +1,9 @@
-"""Saves in the background, in order, and failures that cannot get lost.
+"""One thread that works off saves in order, and failures that cannot get lost.
 
-Each save is written by a thread of its own, which waits for the end of the save before it. At most two saves are under
-way: one being written and one waiting, which matches a stager that hands out two copies. A failure is kept until it is
-raised or logged: by the next call that asks, or else at the end of the job or process (:mod:`stagereg.shutdown`). It is
-kept without tracebacks, which would keep the staged memory alive; they are logged at level DEBUG.
+At most two saves are under way: one being written and one waiting, which matches a stager that hands out two copies. A
+failure is kept until it is raised or logged: by the next call that asks, or else at the end of the job or process
+(:mod:`stagereg.shutdown`). It is kept without tracebacks, which would keep the staged memory alive; they are logged at
+level DEBUG.
 
 A save that takes longer than the time-out counts as failed from then on, and as hanging until it ends: a thread that
 waits for the storage cannot be ended. So it is a daemon thread, and every wait here ends with the time-out.
@@ -14,8 +14,10 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import queue
 import threading
 import time
+import weakref
 from collections import deque
 
 import stagereg.record as record
@@ -34,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Background:
-    """The saves under way, and what has become of them.
+    """The thread, and what has become of its saves.
 
     All methods are for the training thread, and for the end of the process, which may come while that still runs. In a
     forked child nothing is under way: it has no such thread.
@@ -48,11 +50,14 @@ class Background:
         self._timeout_s = timeout.total_seconds()  # of one save, from when the one before it has ended
         self._schedule = schedule
         self._warns = warns  # only, when a save fails; then the exit status is 1 if the last save has failed
+        self._queue: queue.SimpleQueue[tuple[Background, PendingSave] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._under_way: deque[PendingSave] = deque()
         self._failures: deque[tuple[CheckpointError, bool]] = deque()  # each with whether all ranks report it
         self._refused: list[int] = []  # steps, since the save before them hangs, until that is logged
+        weakref.finalize(self, self._queue.put, None)  # or the thread of one that was never closed would stay
         shutdown.wait_for(self)
 
     @property
@@ -73,13 +78,15 @@ class Background:
 
     def submit(self, save: PendingSave) -> None:
         """Have ``save`` written after those before it; its failure is kept for :meth:`raise_failure`."""
-        before = self._under_way[-1] if self._under_way else None
-        thread = threading.Thread(target=self._write, args=(save, before), name="stagereg-checkpoint", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise CheckpointError(f"No thread to write checkpoints could be started: {error}") from error
+        if self._thread is None:
+            thread = threading.Thread(target=_work, args=(self._queue,), name="stagereg-checkpoint", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise CheckpointError(f"No thread to write checkpoints could be started: {error}") from error
+            self._thread = thread
         self._under_way.append(save)
+        self._queue.put((self, save))
 
     def drain(self) -> bool:
         """Wait until every save has ended, well or not; False if one has taken too long."""
@@ -116,10 +123,11 @@ class Background:
         if save.step not in self._refused:  # which are logged together
             self._warn(error)
 
-    def abandon(self) -> None:
-        """Let a save that hangs commit nothing, should it ever go on."""
+    def close(self) -> None:
+        """End the thread after its last save; one that hangs commits nothing, should it ever go on."""
         for save in self._under_way:
             save.abandoned = True
+        self._queue.put(None)
 
     def _warn(self, failure: CheckpointError, everywhere: bool = True) -> None:
         """Log a failed save while training goes on; what is reported ``everywhere`` is a warning on rank 0 only."""
@@ -175,11 +183,9 @@ class Background:
             return f"This run has no complete checkpoint in {self._target.store.root} yet."
         return f"The newest good checkpoint is step {self.newest}, in {self._target.store.root}."
 
-    # -- on the thread of a save
+    # -- on the thread
 
-    def _write(self, save: PendingSave, before: PendingSave | None) -> None:
-        if before is not None:
-            before.over.wait()
+    def _write(self, save: PendingSave) -> None:
         save.until = time.monotonic() + self._timeout_s
         failed: BaseException | None = None
         failure: CheckpointError | None = None
@@ -248,3 +254,11 @@ class Background:
         except OSError:  # such as of a server that is away, and may have them still
             return
         self.newest = None
+
+
+def _work(saves: queue.SimpleQueue[tuple[Background, PendingSave] | None]) -> None:
+    while (given := saves.get()) is not None:
+        background, save = given
+        background._write(save)
+        # While it waits for the next save, the thread keeps nothing alive.
+        del given, background, save

@@ -316,7 +316,7 @@ class Checkpointer:
         self._closed = True
         if self.preemption is not None:
             self.preemption.close()
-        self._background.abandon()
+        self._background.close()
         if ended:  # otherwise a thread hangs, and no other run may write there before this process has ended
             self._let_go()
         if self._process is not None:

@@ -133,11 +133,28 @@ def test_a_save_that_hangs_at_the_end_commits_nothing(write: Write) -> None:
     background = write.background(0.0)
     save = write.submitted(background)
     background.drain()
-    background.abandon()
+    background.close()
     assert save.abandoned
     assert not background.finish()
     write.go.set()
     assert save.over.wait(30)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_background_that_is_closed_or_dropped_leaves_no_thread(write: Write, closed: bool) -> None:
+    write.go.set()
+    background = write.background()
+    write.submitted(background)
+    background.drain()
+    thread = background._thread
+    assert thread is not None
+    assert thread.daemon, "it must not hold up the end of the process"
+    if closed:
+        background.close()
+    else:
+        del background
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_the_end_may_look_while_the_training_thread_does(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -99,27 +100,20 @@ def test_after_a_full_disk_saves_work_once_space_is_free(tmp_path: Path, storage
     assert reached.count("flushed") >= 2, "the metadata and the files"
 
 
-def test_a_failure_while_saving_a_step_again_leaves_the_old_one(tmp_path: Path, fail_writing: Any) -> None:
-    with Checkpointer(str(tmp_path)) as checkpointer:
+def test_a_failure_leaves_the_old_one_and_does_not_mask_an_error(
+    tmp_path: Path, fail_writing: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ZeroDivisionError), Checkpointer(str(tmp_path)) as checkpointer:  # noqa: PT012
         checkpointer.save(1, {"x": "old"})
         checkpointer.wait()
         fail_writing(FULL)
         checkpointer.save(1, {"x": "new"})
-        with pytest.raises(CheckpointError):
-            checkpointer.wait()
-        state = {"x": ""}
-        checkpointer.restore(state)
-    assert state == {"x": "old"}
-
-
-def test_a_failed_write_does_not_mask_the_error_of_the_loop(
-    tmp_path: Path, fail_writing: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    fail_writing(FULL)
-    with pytest.raises(ZeroDivisionError), Checkpointer(str(tmp_path)) as checkpointer:  # noqa: PT012
-        checkpointer.save(1, {"x": 1})
         raise ZeroDivisionError
     assert "No space left" in caplog.text
+    state = {"x": ""}
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        assert checkpointer.restore(state) == 1
+    assert state == {"x": "old"}
 
 
 class Tracked(AsyncStager):
@@ -147,36 +141,26 @@ def no_collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("error", [None, FULL, RuntimeError("broken")])
-def test_the_copy_is_released_when_the_write_has_ended(
-    tmp_path: Path, fail_writing: Any, error: BaseException | None
+def test_the_copy_is_released_when_it_is_written_or_lost(
+    tmp_path: Path, fail_writing: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException | None
 ) -> None:
     fail_writing(error)
     stager = Tracked()
+    at_commit: list[Any] = []
+    publish = LocalStore.publish
+
+    def publish_and_look(*args: Any) -> str:
+        at_commit.extend(copy() for copy in stager.copies)
+        return publish(*args)
+
+    monkeypatch.setattr(LocalStore, "publish", publish_and_look)
     checkpointer = Checkpointer(str(tmp_path), stager=stager)
     checkpointer.save(1, {"x": torch.ones(10), "nested": {"l": [{"a": 1}]}})
     checkpointer._background.drain()
     assert [copy() for copy in stager.copies] == [None]
-    if error is None:
+    assert at_commit == ([None] if error is None else [])
+    with contextlib.nullcontext() if error is None else pytest.raises(CheckpointError):
         checkpointer.close()
-    else:
-        with pytest.raises(CheckpointError):
-            checkpointer.close()
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_the_copy_is_released_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stager = Tracked()
-    alive: list[Any] = []
-    publish = LocalStore.publish
-
-    def publish_and_check(*args: Any) -> str:
-        alive.extend(copy() for copy in stager.copies)
-        return publish(*args)
-
-    monkeypatch.setattr(LocalStore, "publish", publish_and_check)
-    with Checkpointer(str(tmp_path), stager=stager) as checkpointer:
-        checkpointer.save(1, {"x": torch.ones(10)})
-    assert alive == [None]
 
 
 def test_a_state_that_cannot_be_staged_raises_once(tmp_path: Path) -> None:

@@ -101,15 +101,6 @@ def test_the_lost_fraction_is_that_of_simulated_failures(
     assert interval.lost_fraction(*times) == pytest.approx(found, abs=5 * error)
 
 
-def test_the_write_time_moves_the_optimum_only_as_a_bound() -> None:
-    cost, mtbf = 2.0, 3600.0
-    free = interval.optimum(cost, mtbf)
-    assert interval.best(cost, mtbf, write_s=free / 2) == free
-    losses = [interval.lost_fraction(free, cost, mtbf, write_s=write) for write in (0, cost, 30, 60)]
-    assert losses[0] == losses[1] < losses[2] < losses[3]
-    assert interval.best(cost, mtbf, write_s=3 * free) == pytest.approx(3 * free - cost)
-
-
 @settings(deadline=None)
 @given(st.floats(0, 1e9), st.floats(0, 1e9), st.floats(1e-6, 1e9), st.floats(0, 1e9), st.floats(0, 1e9))
 def test_any_times_give_a_fraction(at: float, cost: float, mtbf: float, restart: float, write: float) -> None:
