@@ -66,7 +66,7 @@ def read_plain_dcp(path: str) -> dict[str, Any]:
     state: dict[str, Any] = {}
     try:
         reader = _Reader(Path(path).expanduser())
-        _load_state_dict(state, storage_reader=reader, planner=_Planner(), no_dist=True)
+        _load_state_dict(state, storage_reader=reader, planner=_DataPlanner(), no_dist=True)
     except CheckpointError:
         raise
     except (Exception, CheckpointException) as error:
@@ -97,7 +97,7 @@ class _Reader(filesystem.FileSystemReader):
         return self._metadata
 
 
-class _Planner(_EmptyStateDictLoadPlanner):
+class _DataPlanner(_EmptyStateDictLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         path = self.mappings[read_item.dest_index.fqn]
         set_element(self.original_state_dict, path, torch.load(value, weights_only=True))
