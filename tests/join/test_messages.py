@@ -60,8 +60,7 @@ def test_the_error_of_a_joinable_or_hook_of_the_wrong_object_names_what_it_needs
     needs = {"ddp": "needs a DistributedDataParallel module", "zero": "needs a ZeroRedundancyOptimizer"}[name]
     with pytest.raises(JoinError, match=needs):
         stagereg.build("joinable", name, **{key: nn.Linear(1, 1)})
-    serves = {"ddp": "is the hook of a DdpJoinable", "zero": "is the hook of a ZeroJoinable"}[name]
-    with pytest.raises(JoinError, match=f"{serves}, and was chosen for a StepJoinable"):
+    with pytest.raises(JoinError, match="Hook was chosen for a StepJoinable, of which it is no hook"):
         stagereg.build("joinable", "step", step=print, hook={"ddp": DdpHook, "zero": ZeroHook}[name]).join_hook()
 
 
