@@ -182,7 +182,7 @@ class FailureDetector:
         self._poll_all("a collective")
         self._ended.wait(_ANSWER_S)
         absent = self._absent()
-        if absent and re.search(_LOST, _texts(error), re.IGNORECASE):  # it may have been killed before its first status
+        if absent and _matches(_LOST, error):  # it may have been killed before its first status
             advice = "If it was killed as it entered: look at the end of its output."
             self._publish(_failure_of(absent, "is not in this join, or no more, and a connection was lost", advice))
         return self._known()
@@ -380,17 +380,17 @@ def _close_connections(backend: Any) -> None:
 
 def is_broken_operation(error: BaseException) -> bool:
     """Whether ``error``, or what it came from, looks as if a collective or a call of the store has ended with it."""
-    return re.search(_BROKEN, _texts(error), re.IGNORECASE) is not None
+    return _matches(_BROKEN, error)
 
 
 def is_timeout(error: BaseException) -> bool:
     """Whether ``error``, or what it came from, looks as if an operation has waited too long for another rank."""
-    return re.search(_TIMEOUT, _texts(error), re.IGNORECASE) is not None
+    return _matches(_TIMEOUT, error)
 
 
-def _texts(error: BaseException) -> str:
+def _matches(pattern: str, error: BaseException) -> bool:
     # Gloo raises a plain RuntimeError, as so much else does; only its text tells them apart.
-    return "".join(traceback.format_exception(error, limit=0))
+    return re.search(pattern, "".join(traceback.format_exception(error, limit=0)), re.IGNORECASE) is not None
 
 
 def _backends(group: Any) -> list[Any]:

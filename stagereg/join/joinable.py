@@ -10,12 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
+from typing import Any, Generic, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable as TorchJoinable
+from torch.distributed.algorithms.join import _JoinConfig
 
 from stagereg.errors import JoinableNotInitializedError, JoinError
 from stagereg.join.session import JoinSession
@@ -50,23 +51,8 @@ class JoinHook:
         """
 
 
-class JoinConfig(NamedTuple):
-    """What a joinable has to know of the join it is in; torch's joinables read the same fields.
-
-    Attributes:
-        enable: whether the join is on.
-        throw_on_early_termination: whether it throws when some rank runs out of data.
-        is_first_joinable: whether this joinable is the one that announces its rank each step.
-    """
-
-    enable: bool
-    throw_on_early_termination: bool
-    is_first_joinable: bool
-
-    @staticmethod
-    def construct_disabled_join_config() -> JoinConfig:
-        """The configuration of a joinable outside any join."""
-        return JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
+class JoinConfig(_JoinConfig):
+    """What a joinable has to know of the join it is in; a class of its own, as torch's ``Join`` leaves its own behind."""
 
 
 class Joinable(ABC):

@@ -436,7 +436,7 @@ class Loop:
                 "what an empty one is: join.iterate(loader, example=...)"
             )
         wait = self._session.detector.wait
-        wait(lambda seconds: wait_for_keys(self.store, "example", seconds), "publishing an empty batch")
+        wait(lambda seconds: wait_for_keys(self.store, ["example"], seconds), "publishing an empty batch")
         return fetch(self.store, "example", self._session.wire.device)
 
     @property
