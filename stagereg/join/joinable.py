@@ -52,7 +52,7 @@ class JoinHook:
 
 
 class JoinConfig(_JoinConfig):
-    """What a joinable has to know of the join it is in; a class of its own, as torch's ``Join`` leaves its own behind."""
+    """What a joinable has to know of the join it is in; not torch's class, which torch's ``Join`` leaves behind."""
 
 
 class Joinable(ABC):

@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -202,7 +203,7 @@ def read_many(to: array[int], source: array[int], nbytes: int) -> bool:
 
 @functools.cache
 def _readv() -> Callable[..., int]:
-    readv = ctypes.CDLL(None).process_vm_readv
+    readv: Any = ctypes.CDLL(None).process_vm_readv
     readv.restype = ctypes.c_ssize_t
     readv.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
     return readv
