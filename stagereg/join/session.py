@@ -45,22 +45,14 @@ class JoinSession:
     """All ranks construct theirs in the same order.
 
     Attributes:
-        wire: torch's, among the ranks.
-        joinables: what takes part, in order.
-        mode: as the user chose it.
-        throw: whether uneven inputs are an error.
         needs_active_ranks: whether a step depends on who is active, so that planned lengths are not enough.
         foreign: the type of a first joinable that announces through torch's ``Join``, and whose steps on torch's wire
             are not counted; empty if it announces here.
-        timeout_s: seconds after which a rank that does not come is an error.
-        hooks: of the joinables.
         own_hooks: those that are no hooks of torch's, which have ``main_hook`` and ``post_hook`` alone.
         announced: how many steps the first joinable has announced on torch's wire.
         followed: how many steps of torch's wire this rank has taken part in without data.
         loop: the loop that was entered last; ``None`` on torch's wire.
         loops: all loops that this rank has entered.
-        detector: finds and reports failures of ranks.
-        store: of this join alone.
         responder: sums for :meth:`stagereg.Join.mean`; ``None`` on torch's wire.
         suspended: whether another join has been entered inside this one.
         failed: whether this rank leaves with an error, so that some rank may still wait on a channel.
@@ -256,7 +248,7 @@ class JoinSession:
             )
 
     def stop(self) -> None:
-        """Leave, whatever has happened; the join around this one goes on."""
+        """Leave; the join around this one goes on."""
         _entered.set(tuple(each for each in _entered.get() if each is not self))
         for outer in _entered.get()[-1:]:
             outer.suspended = False
@@ -291,7 +283,6 @@ class Loop:
         loader: this rank's batches; ``None`` if they are not known.
 
     Attributes:
-        store: with keys that nothing else uses.
         iterates: whether it runs its body on all ranks.
         running: whether the generator of :meth:`run` has begun, and has neither ended nor been closed.
         awaits_step: whether it has given its body a batch of which no step has begun.
