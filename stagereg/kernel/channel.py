@@ -26,6 +26,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 __all__ = [
     "ControlChannel",
     "PendingSum",
+    "Waiting",
     "WorkerThread",
     "control_channel",
     "resources_of",
