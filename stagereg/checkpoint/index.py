@@ -157,6 +157,9 @@ def make_index(
         metadata: of the checkpoint, as torch has planned it.
         results: of each rank's ``write_data``.
         structures: of each rank's entries, by name.
+
+    Raises:
+        CheckpointError: it would be longer than what is read back.
     """
     files: dict[str, int] = {}
 
@@ -195,7 +198,14 @@ def make_index(
                 objects[name] = place(found, info.offset, info.length) if isinstance(found, ArchiveResult) else None
         head = {"format": _FORMAT, "files": [*files], "tensors": tensors, "objects": objects}
         texts = ",\n".join(f"{json.dumps(name)}: {encoded.text}" for name, encoded in state.items())
-        return f'{json.dumps(head)[:-1]},\n"state": {{\n{texts}\n}}}}\n'.encode()
+        data = f'{json.dumps(head)[:-1]},\n"state": {{\n{texts}\n}}}}\n'.encode()
+    if len(data) > INDEX_BYTES:
+        largest = max(state, key=lambda name: len(state[name].text))
+        raise CheckpointError(
+            f"{INDEX} would have {len(data):,} bytes, and no more than {INDEX_BYTES:,} are read back; the largest "
+            f"entry in it is {largest!r:.100}, with {len(state[largest].text):,} bytes. Save large values as tensors."
+        )
+    return data
 
 
 def _is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
