@@ -234,7 +234,7 @@ class WriterProcess:
             except OSError as error:
                 self._connection.close()
                 raise CheckpointError(f"No process to write checkpoints could be started: {error}") from error
-        self._end = weakref.finalize(self, _end, self._process, self._connection)
+        self._end = weakref.finalize(self, _end, self._process, self._connection, os.getpid())
 
     def _answered(self, question: bytes, until: float) -> bytes | None:
         """Return the answer; ``None`` if the process has died, which it is made to when it is late."""
@@ -256,9 +256,10 @@ class WriterProcess:
             kill.cancel()
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+def _end(process: subprocess.Popen[bytes], connection: Connection, parent: int) -> None:
     connection.close()
-    # In a forked child, which has the socket too, ``Popen`` sees that the process is not its own, and kills nothing.
+    if os.getpid() != parent:  # a forked child has the socket too, but the process is not its own
+        return
     process.kill()
     try:
         process.wait(_END_S)
