@@ -404,6 +404,7 @@ def test_the_registrations_of_a_failed_import_are_undone(package: Any) -> None:
     for _ in range(2):
         with pytest.raises(RegistryError, match="division by zero"):
             stagereg.build("join", "both")
+        assert not [each for each in registry.REGISTRY.decorated if each.name == "both"]
 
 
 @pytest.mark.parametrize("value", ["theirs", "theirs:", "theirs make", "", "theirs:make:again", "a/b:c"])

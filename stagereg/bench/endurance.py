@@ -71,16 +71,7 @@ def measured(stager: str, storage: str, saves: int, keep: int, folder: Path) -> 
 
 
 def endure(stager: str, storage: str, saves: int, keep: int, folder: Path, temporary: Path) -> list[Mark]:
-    """Train, save after each step, and look around at each of the marks.
-
-    Args:
-        stager: its name.
-        storage: its name.
-        saves: how many checkpoints, at least :data:`MARKS`.
-        keep: how many of them stay.
-        folder: an empty directory for them.
-        temporary: the directory for temporary files.
-    """
+    """Train, save after each step into an empty directory, and look around at each of the marks."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
     optimizer = torch.optim.Adam(model.parameters())
@@ -107,31 +98,25 @@ def endure(stager: str, storage: str, saves: int, keep: int, folder: Path, tempo
 
 
 def grown(marks: Sequence[Mark]) -> list[str]:
-    """Return what has grown from the first mark to the last ones, a line each; nothing is as it should be.
+    """Return what has grown from the first mark to the last, a line each; nothing is as it should be.
 
     By the first mark, a tenth of the saves, everything is there that is kept: both copies of the stager, the plans, the
-    writer process, the thread, and as many checkpoints as stay. From then on
-
-    * descriptors, threads, processes, names and temporary names may not be one more at the last mark: they are counted,
-      nothing blurs them;
-    * no unfinished checkpoint may lie on the disk, at no mark: no save is under way;
-    * the bytes on the disk may be a fiftieth more: numbers in pickles have more digits later. So may the mappings, of
-      which the allocator makes some when it likes;
-    * objects may be one more with every save, which is what ``Checkpointer.stats`` keeps of it, and 100 more for caches
-      that fill slowly: a second one left behind by each save would be far above that;
-    * memory may be 4 MiB more, by the medians of the first and the last three marks, as the allocator comes and goes
-      by pages: 12 KiB left behind by each of 500 saves are as much as that.
-
-    The time of a save is shown and not judged: it depends on the machine too.
+    writer process, the thread, and as many checkpoints as stay. The time of a save depends on the machine, and is not
+    judged; memory is, by the medians of the first and the last three marks.
     """
     first, last = dict(marks[0]), dict(marks[-1])
     first["memory"], last["memory"] = (
         statistics.median(mark["memory"] for mark in some) for some in (marks[:3], marks[-3:])
     )
     first["unfinished"], last["unfinished"] = 0, max(mark["unfinished"] for mark in marks)
-    slack = dict.fromkeys(("descriptors", "threads", "processes", "names", "temporary", "unfinished"), 0.0)
-    slack |= {"disk": first["disk"] * _SLACK, "mappings": first["mappings"] * _SLACK, "memory": _MEMORY_SLACK_BYTES}
-    slack |= {"objects": last["saves"] - first["saves"] + _OBJECTS_SLACK}
+    slack = {
+        **dict.fromkeys(("descriptors", "threads", "processes", "names", "temporary", "unfinished"), 0.0),
+        "disk": first["disk"] * _SLACK,  # numbers in pickles have more digits later
+        "mappings": first["mappings"] * _SLACK,  # of which the allocator makes some when it likes
+        "memory": _MEMORY_SLACK_BYTES,  # it comes and goes by pages; 12 KiB left by each of 500 saves are more
+        # One with every save is what Checkpointer.stats keeps of it, and caches fill slowly.
+        "objects": last["saves"] - first["saves"] + _OBJECTS_SLACK,
+    }
     return [
         f"{name}: {_cell(name, first[name])} at first, {_cell(name, last[name])} later"
         for name, more in slack.items()

@@ -204,12 +204,7 @@ Taken = tuple[dict[str, Series], dict[str, float | None]]
 
 
 def measure(rank: int, world: int, model: str, rows: Sequence[str], rounds: int) -> Taken:
-    """Measure ``rows`` in turns; for :func:`stagereg.testing.run_ranks`.
-
-    Args:
-        model: its name in :data:`MODELS`.
-        rows: names of :data:`WAYS`.
-        rounds: that count.
+    """Measure ``rows`` of :data:`WAYS` in turns; for :func:`stagereg.testing.run_ranks`.
 
     Raises:
         JoinError: the ranks ended with different parameters.

@@ -38,9 +38,7 @@ _Save = Callable[[Path], object]
 def cases(state: State, folder: Path, note: Callable[[str], None]) -> list[Case]:
     """The cases of one state dict, the ceiling first and once more last; nothing is made before its first sample.
 
-    Args:
-        folder: on the file system to be measured; emptied before each sample.
-        note: called with what a reader of the figures has to know.
+    What a reader of the figures has to know goes to ``note``.
     """
 
     @functools.cache

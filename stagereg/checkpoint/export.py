@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -30,10 +31,30 @@ from stagereg.checkpoint.storage.safetensors import DTYPES, METADATA, head
 from stagereg.errors import CheckpointError, nearest
 from stagereg.kernel.memory import view_of
 
-__all__ = ["SUFFIXES", "Export"]
+__all__ = ["SUFFIXES", "Export", "write_file"]
 
 SUFFIXES = (".pt", ".pth", ".safetensors")
 """What a file may be called."""
+
+
+def write_file(out: Path, replace: bool, write: Callable[[IO[bytes]], None]) -> None:
+    """Let ``write`` fill a file beside ``out``, flush it, and rename it.
+
+    Raises:
+        CheckpointError: ``out`` is there already, and ``replace`` is not set. What ``write`` raises. ``OSError``.
+    """
+    beside = out.with_name(f".{out.name}.{new_token()}.tmp")
+    try:
+        with beside.open("xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        if not replace and os.path.lexists(out):
+            raise CheckpointError(f"{out} is there already; --force replaces it.")
+        beside.replace(out)
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink()
 
 
 class Export:
@@ -94,18 +115,7 @@ class Export:
         Raises:
             CheckpointError: such a file cannot hold a tensor, or it is there already. ``OSError``.
         """
-        beside = out.with_name(f".{out.name}.{new_token()}.tmp")
-        try:
-            with beside.open("xb") as file:
-                self._write_tensors(file) if out.suffix == ".safetensors" else self._write_all(file)
-                file.flush()
-                os.fsync(file.fileno())
-            if not replace and os.path.lexists(out):
-                raise CheckpointError(f"{out} is there already; --force replaces it.")
-            beside.replace(out)
-        finally:
-            with contextlib.suppress(OSError):
-                beside.unlink()
+        write_file(out, replace, self._write_tensors if out.suffix == ".safetensors" else self._write_all)
 
     def _write_all(self, file: IO[bytes]) -> None:
         self._files.read([leaf for structure in self._parts.values() for leaf in encoding.marks(structure)])

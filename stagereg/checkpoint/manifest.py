@@ -1,12 +1,7 @@
 """What a checkpoint is made of, wherever it lies: the names, the manifest, and the marks of its files.
 
-::
-
-    runs/gpt/                          the directory, or URL, given to the checkpointer: a checkpoint store
-        step-00000100/                 one complete checkpoint, readable by ``torch.distributed.checkpoint.load``
-            .metadata  __0_0.distcp …  what the storage wrote, here one of torch's own format
-            manifest.json              size and CRC-32 of each of those files, step, world size, serial, storage, time
-        latest -> step-00000100        the checkpoint committed last
+``step-00000100/manifest.json`` has size and CRC-32 of each other file in that directory, step, world size, serial,
+storage and time. ``latest`` names the directory committed last.
 
 A directory without a readable manifest, or with a file missing or of another size, is not a checkpoint. Serials count
 commits, so "newest" means committed last, also after a run was resumed from an older step. A manifest has a CRC-32 of

@@ -16,9 +16,8 @@ import logging
 import shlex
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.rng as rng
@@ -38,21 +37,13 @@ __all__ = ["restore"]
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """What there is to go on from.
+class _Choice(NamedTuple):
+    """What there is to go on from; all but ``others`` is in the order in which it is tried or reported."""
 
-    Attributes:
-        candidates: complete by manifest and sizes, in the order in which they are to be tried.
-        damaged: step directories that are no complete checkpoints, and would come before or between the candidates.
-        others: complete ones that are not to be tried, and may be offered; newest first.
-        latest: the manifest of the one that ``latest`` points to, if that is complete.
-    """
-
-    candidates: Sequence[Checkpoint]
-    damaged: Sequence[Condition] = ()
-    others: Sequence[Checkpoint] = ()
-    latest: Manifest | None = None
+    candidates: Sequence[Checkpoint]  # complete by manifest and sizes
+    damaged: Sequence[Condition] = ()  # step directories that would come before or between the candidates
+    others: Sequence[Checkpoint] = ()  # complete ones that are not tried, and may be offered; newest first
+    latest: Manifest | None = None  # of what ``latest`` points to, if that is complete
 
 
 def restore(

@@ -94,7 +94,7 @@ def adapt(objects: Mapping[str, Any]) -> dict[str, Joinable]:
     listed = {name: auto(thing) for name, thing in objects.items()}
     joinables = dict(sorted(listed.items(), key=lambda item: not item[1].runs_first))
     name, first = next(iter(joinables.items()))
-    if first.has_no_collectives:
+    if first.has_no_collectives or isinstance(first, ZeroJoinable):
         raise JoinError(
             "the first joinable must announce its rank before each step, and a "
             f"{type(objects[name]).__name__} does not; put the DDP module first: Join([model, optimizer])"

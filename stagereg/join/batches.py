@@ -1,14 +1,13 @@
 """What a batch is to a join: how many samples it has, its empty form, and how that reaches ranks that never had one.
 
-The empty form is ``batch[:0]`` for whatever a loader gives: nested dicts, lists, tuples, named tuples, dataclasses and
-mappings of tensors and arrays, as ``torch.utils.data.default_collate`` makes them. Types, dtypes, devices and the sizes
-of all but the first dimension stay, so the loop body runs on it as on any other. What cannot be emptied is an error
-that names its place in the batch and how the user supplies one.
+The empty form is ``batch[:0]`` for what a loader gives: nested dicts, lists, tuples, named tuples and dataclasses of
+tensors and arrays, as ``torch.utils.data.default_collate`` makes them. Types, dtypes, devices and the sizes of all but
+the first dimension stay, so the loop body runs on it as on any other. What cannot be emptied is an error that names its
+place in the batch and how the user supplies one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import datetime
@@ -17,8 +16,7 @@ import io
 import numbers
 import pathlib
 import sys
-from collections import UserDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from itertools import islice
 from typing import Any
 
@@ -70,10 +68,7 @@ def samples_in(batch: Any) -> int | None:
 
     This runs at every step, so it looks at little: ``None`` for a batch that hides that tensor well.
     """
-    try:
-        return _samples_in(batch, _DEPTH)
-    except Exception:  # containers are of anybody's making
-        return None
+    return _samples_in(batch, _DEPTH)
 
 
 def emptied(batch: Any) -> Any:
@@ -82,7 +77,7 @@ def emptied(batch: Any) -> Any:
     * Tensors and NumPy arrays lose the entries of their first dimension; those without dimensions stay.
     * Lists and tuples that hold no tensor or array at any depth, such as the strings of a batch, become empty. Others
       are taken for the fields of a batch and keep their length, as do named tuples, dataclasses and mappings.
-    * Numbers, strings and the like stay as they are. Any other object has to give its own type back for ``[:0]``.
+    * Numbers, strings and the like stay as they are.
 
     A batch whose tensors and arrays have no samples already comes back with all that it holds: that is how a user
     supplies what these rules get wrong.
@@ -94,25 +89,27 @@ def emptied(batch: Any) -> Any:
         JoinError: something in it cannot be emptied, or nothing in it can; the message says what and where.
     """
     sizes = list(_sizes(batch))
-    result = _emptied(batch, "", is_empty=bool(sizes) and not any(sizes))
+    if sizes and not any(sizes):
+        return copy.deepcopy(batch)
+    result = _emptied(batch, "")
     if not sizes:
         raise _refusal(batch, "", "it holds no tensor or array")
     return result
 
 
-def publish(store: Any, key: str, batch: Any) -> None:
-    """Put the empty form of ``batch`` into the store, for ranks that never had a batch. Any rank with one may call it.
+def publish(store: Any, key: str, empty: Any) -> None:
+    """Put an empty batch into the store, for ranks that never had a batch. Any rank with one may call it.
 
     Args:
         store: a ``torch.distributed`` store.
         key: where; if this raises, the key has the error, for the ranks that wait for it.
-        batch: what the loader gave; tensors of accelerators travel through host memory.
+        empty: from :func:`emptied`, or what that has raised; tensors of accelerators travel through host memory.
 
     Raises:
-        JoinError: the batch cannot be emptied or pickled, or is larger than :data:`LIMIT` bytes even when empty.
+        JoinError: the batch cannot be pickled, or is larger than :data:`LIMIT` bytes.
     """
     try:
-        content = _saved(emptied(batch))
+        content = _saved(empty)
     except JoinError as error:
         store.set(key, _saved(error))
         raise
@@ -194,73 +191,54 @@ def _samples_in(thing: Any, depth: int) -> int | None:
 
 
 def _sizes(thing: Any) -> Iterator[int]:
-    """The number of samples of everything in ``thing`` that can lose them."""
+    """The number of samples of every tensor and array in ``thing``."""
     if _is_tensor(thing):
         if thing.ndim:
             yield 1 if getattr(thing, "is_nested", False) else thing.shape[0]
-    elif (parts := _parts(thing)) is not None:
-        if not _is_plain_list(thing):
-            for part in parts.values():
-                yield from _sizes(part)
-    elif not isinstance(thing, _CONSTANTS):
-        yield len(thing) if hasattr(type(thing), "__len__") else 1
+    else:
+        for part in (_parts(thing) or {}).values():
+            yield from _sizes(part)
 
 
 # -- emptying
 
 
-def _emptied(thing: Any, path: str, is_empty: bool) -> Any:
+def _emptied(thing: Any, path: str) -> Any:
     if isinstance(thing, _CONSTANTS):
         return thing
     if isinstance(thing, torch.Tensor):
-        return _emptied_tensor(thing, path)
+        if isinstance(thing, DTensor) or thing.is_nested or thing.layout != torch.strided:
+            what = "on several ranks" if isinstance(thing, DTensor) else f"nested or of the layout {thing.layout}"
+            raise _refusal(thing, path, f"it is {what}")
+        whole = thing.detach()
+        return (whole[:0] if whole.dim() else whole).clone().requires_grad_(thing.requires_grad)
     if _is_tensor(thing):  # an array
         return (thing[:0] if thing.ndim else thing).copy()
-    if isinstance(thing, PackedSequence):
-        raise _refusal(thing, path, "its samples are packed in one tensor")
     if _is_plain_list(thing):
-        return copy.copy(thing) if is_empty else type(thing)()
+        return type(thing)()
     parts = _parts(thing)
-    if parts is not None:
-        fields = not isinstance(thing, (Mapping, list)) and (not isinstance(thing, tuple) or hasattr(thing, "_fields"))
-        where = {key: f"{path}.{key}" if fields else f"{path}[{key!r}]" for key in parts}
-        return _rebuilt(thing, path, {key: _emptied(part, where[key], is_empty) for key, part in parts.items()})
-    with contextlib.suppress(Exception):  # whatever it raises for a key that it does not know
-        part = thing[:0]
-        if type(part) is type(thing) and not (hasattr(part, "__len__") and len(part)):
-            return part.clone() if hasattr(part, "clone") else copy.copy(part)
-    if is_empty:
-        return thing
-    raise _refusal(thing, path, "it does not give a part of its own type for [:0]")
-
-
-def _emptied_tensor(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    if isinstance(tensor, DTensor) or tensor.is_nested or tensor.layout != torch.strided:
-        what = "on several ranks" if isinstance(tensor, DTensor) else f"nested or of the layout {tensor.layout}"
-        raise _refusal(tensor, path, f"it is {what}")
-    whole = tensor.detach()
-    return (whole[:0] if whole.dim() else whole).clone().requires_grad_(tensor.requires_grad)
+    if parts is None or isinstance(thing, PackedSequence):
+        raise _refusal(thing, path, "it is no tensor, array, dict, list, tuple or dataclass of them")
+    fields = not isinstance(thing, (Mapping, list)) and (not isinstance(thing, tuple) or hasattr(thing, "_fields"))
+    where = {key: f"{path}.{key}" if fields else f"{path}[{key!r}]" for key in parts}
+    return _rebuilt(thing, path, {key: _emptied(part, where[key]) for key, part in parts.items()})
 
 
 def _rebuilt(thing: Any, path: str, parts: dict[Any, Any]) -> Any:
     """A container like ``thing`` of other parts."""
     kind: Any = type(thing)
-    if isinstance(thing, Mapping):
-        with contextlib.suppress(Exception):  # a constructor that takes something else, as defaultdict's
-            made = kind(parts)
-            if list(made) == list(parts):
-                return made
-        if not isinstance(thing, (dict, UserDict)):  # the copy of another one may share its items
-            raise _refusal(thing, path, "it cannot be made of a dict of its items")
-        made = copy.copy(thing)
-        made.update(parts)
-        return made
-    if dataclasses.is_dataclass(thing):
-        twin = copy.copy(thing)
+    if isinstance(thing, (list, tuple)):
+        return kind(*parts.values()) if hasattr(kind, "_fields") else kind(parts.values())
+    twin = copy.copy(thing)
+    if isinstance(thing, MutableMapping):
+        for key, part in parts.items():
+            twin[key] = part
+    elif isinstance(thing, Mapping):
+        raise _refusal(thing, path, "it is a mapping that cannot be changed")
+    else:
         for name, part in parts.items():
             object.__setattr__(twin, name, part)  # also where it is frozen; its checks are for real batches
-        return twin
-    return kind(*parts.values()) if hasattr(kind, "_fields") else kind(parts.values())
+    return twin
 
 
 def _refusal(thing: Any, path: str, reason: str) -> JoinError:

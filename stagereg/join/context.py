@@ -26,24 +26,14 @@ import torch
 import torch.distributed as dist
 
 import stagereg.record as record
-from stagereg.errors import (
-    JoinError,
-    PeerFailedError,
-    Preempted,
-    Stopped,
-    UnevenInputsError,
-    nearest,
-)
+from stagereg.errors import JoinError, UnevenInputsError, nearest
 from stagereg.join.adapt import ForeignJoinable, adapt, auto, common_group, type_name
 from stagereg.join.batches import SampleCounter
 from stagereg.join.failure import discard_channels
-from stagereg.join.iterate import Loop
-from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, notify
-from stagereg.join.kinds.zero import ZeroJoinable
+from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, TorchHook, notify
 from stagereg.join.session import JoinSession, Mode, one_of
 from stagereg.kernel.channel import resources_of
-from stagereg.kernel.membership import StoreMembership
-from stagereg.kernel.shadow import PEER_EXHAUSTED, TorchWire
+from stagereg.kernel.shadow import TorchWire
 from stagereg.registry import register
 
 __all__ = ["Join", "configured"]
@@ -132,17 +122,14 @@ class Join:
         self._group = common_group(self._joinables, process_group)
         self._wire = TorchWire(self._group, self._joinables[0].join_device)
         self._configs: list[Any] = []
-        self._hooks: list[JoinHook] = []
         self._session: JoinSession | None = None
-        self._loop: Loop | None = None
-        self._failed = False  # so that some rank may still wait on a channel
         self._counter = SampleCounter()
         self._collectives = 0  # that this rank had run in the group when it entered
 
     def __enter__(self) -> Join:
         if self._enable:
             self._refuse_to_enter()
-        self._counter, self._failed = SampleCounter(), False
+        self._counter = SampleCounter()
         self._configs = [getattr(joinable, "_join_config", None) for joinable in self._joinables]
         try:
             session = self._start() if self._enable else None
@@ -151,7 +138,8 @@ class Join:
                 if session is not None:
                     joinable.attach(session)
         except BaseException as error:
-            self._failed = not isinstance(error, UnevenInputsError)
+            if self._session is not None:
+                self._session.failed = not isinstance(error, UnevenInputsError)
             self._restore()
             raise
         return self
@@ -159,11 +147,17 @@ class Join:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        session = self._session
         try:
-            if self._session is not None and error is None:
-                self._finish(self._session)
-            elif self._session is not None and error is not None:
-                self._give_up(self._session, error)
+            if session is not None and error is None:
+                try:
+                    self._must_have_announced(session)
+                    session.finish()
+                except BaseException as own:
+                    session.give_up(own)
+                    raise
+            elif session is not None and error is not None:
+                session.give_up(error)
         finally:
             self._record()
             self._restore()
@@ -210,16 +204,7 @@ class Join:
             return
         if self._session is None:
             raise JoinError("join.iterate works inside the join: with stagereg.Join(...) as join: ...")
-        if self._loop is not None:
-            if self._loop.running:
-                raise JoinError(
-                    "another join.iterate of this join has not come to its end, and only one runs at a time. Evaluate "
-                    "after it, or loop over the loader itself under torch.no_grad(), with the metrics joinable for "
-                    "what is reported"
-                )
-            self._loop.leave()
-        self._loop = Loop(self._session, loader, self._counter)
-        yield from self._loop.run(example, self._wire.device)
+        yield from self._session.enter_loop(loader).run(example, self._counter)
 
     def mean(self, loss_sum: torch.Tensor, n: float | torch.Tensor, over: str | None = None) -> torch.Tensor:
         """Return the loss whose gradients, averaged over the ranks as DDP and FSDP do it, are those of a mean.
@@ -243,16 +228,16 @@ class Join:
         world = self._group.size()
         if not self._enable or world == 1:
             return _weighted(loss_sum, 1.0, count)
-        responder = None if self._session is None else self._session.responder
-        if responder is None:
+        session = self._session
+        if session is None or session.responder is None:
             raise JoinError(
                 "join.mean works inside the join, with join.iterate, or in a plain loop with join.mode=counted or "
                 "planned; it is not to be had on torch's wire (join.mode=torch)"
             )
         if over == "world" and self._divides_by_world:
             return _weighted(loss_sum, 1.0, count)
-        has_data = float(self._loop is None or not self._loop.membership.empty)
-        samples, active = responder.request(count, has_data)
+        has_data = float(session.loop is None or not session.loop.membership.empty)
+        samples, active = session.responder.request(count, has_data)
         ranks = world if self._divides_by_world else active  # by which the gradients are going to be divided
         divisors = {"samples": samples, "world": world * count, "active": active * count}
         return _weighted(loss_sum, ranks if count else 0.0, divisors[over])
@@ -276,60 +261,21 @@ class Join:
     def _start(self) -> JoinSession:
         first = self._joinables[0]
         session = self._session = JoinSession(
-            self._group,
+            self._wire,
             self._joinables,
             self._mode,
             self._throw,
             any(joinable.needs_active_ranks(self._divides_by_world) for joinable in self._joinables),
-            type_name(first) if isinstance(first, (ForeignJoinable, ZeroJoinable)) else "",  # of torch's own
+            type_name(first) if isinstance(first, ForeignJoinable) else "",
             self._timeout,
-            self._shadow_step,
         )
         session.start(self._loader)
-        self._hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
+        hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
+        session.hooks = [hook if isinstance(hook, JoinHook) else TorchHook(hook) for hook in hooks]
         self._collectives = _collectives(self._group)
         return session
 
     # -- leaving
-
-    def _finish(self, session: JoinSession) -> None:
-        """This rank leaves the loop with nothing wrong."""
-        try:
-            if any(joinable.has_unfinished_step for joinable in self._joinables):
-                raise JoinError(
-                    "this rank leaves the join after a forward without a backward, and the others wait for its "
-                    "gradients. Run forwards that are no training steps under torch.no_grad()."
-                )
-            self._must_have_announced(session)
-            self._shadow(session)
-        except BaseException as error:
-            self._give_up(session, error)
-            raise
-
-    def _give_up(self, session: JoinSession, error: BaseException) -> None:
-        """This rank leaves with an error: report it to the other ranks, or raise what theirs was."""
-        if type(error) is RuntimeError and str(error) == PEER_EXHAUSTED:
-            raise UnevenInputsError(PEER_EXHAUSTED) from error  # raised by torch's notify, inside a torch joinable
-        loop = self._loop or session.plain
-        membership = loop.membership if loop is not None and loop.is_decided else None
-        if isinstance(error, UnevenInputsError) and not isinstance(membership, StoreMembership):
-            if session.responder is not None:
-                session.responder.close()
-            return  # all ranks raise it; of a plan, only this rank can know that it ran out too early
-        self._failed = True
-        if isinstance(error, (PeerFailedError, Preempted, Stopped)):  # by the latter two all ranks leave together
-            return
-        if isinstance(error, RuntimeError) and not isinstance(error, JoinError):
-            cause = session.detector.explain(error)
-            if cause is not None:
-                raise cause from error
-        session.detector.report(error)
-        if membership is not None and membership.empty:
-            error.add_note(
-                "This rank has no more data, and join.iterate ran the loop body on an empty batch to keep it in step "
-                "with the others. What the body does with samples must bear that there are none: x.flatten(1) in "
-                "place of x.view(len(x), -1), sums in place of means and maxima."
-            )
 
     def _must_have_announced(self, session: JoinSession) -> None:
         """Refuse a first joinable that ran collectives and never said so; the others would wait for it, or worse."""
@@ -341,31 +287,6 @@ class Join:
             "without data do not know of its steps. Call stagereg.Join.notify_join_context(self) before the collectives"
             " of each; a class that announces otherwise, as through torch's Join, says so by announces_itself = True."
         )
-
-    def _shadow(self, session: JoinSession) -> None:
-        """Stay until no rank is active any more."""
-        for hook in self._hooks:
-            if isinstance(hook, JoinHook):  # torch's hooks have no such member
-                hook.on_exhausted()
-        was_last = self._loop is None or self._loop.leave()
-        if session.plain is not None:
-            was_last = session.plain.leave() and was_last
-        elif not session.cannot_plan:
-            while self._wire.count_active():
-                if self._throw:
-                    self._wire.raise_if_exhausted(joined=True)
-                session.followed += 1
-                self._shadow_step()
-            was_last = was_last and not session.followed
-        for hook in self._hooks:
-            hook.post_hook(was_last)
-
-    def _shadow_step(self) -> None:
-        for hook in self._hooks:
-            if isinstance(hook, JoinHook):
-                hook.before_step()
-        for hook in self._hooks:
-            hook.main_hook()
 
     def _record(self) -> None:
         """Record how many steps this rank took in this join, and the samples it was given."""
@@ -379,10 +300,10 @@ class Join:
             record.emit("join", steps=self._counter.batches, shadowed=0, **counts)
 
     def _restore(self) -> None:
-        session, self._session, self._loop, self._hooks = self._session, None, None, []
+        session, self._session = self._session, None
         with contextlib.ExitStack() as every:  # whatever one of them raises
             if session is not None:
-                if self._failed:
+                if session.failed:
                     every.callback(discard_channels, self._group)
                 every.callback(session.stop)
             for joinable, config in zip(self._joinables, self._configs, strict=True):

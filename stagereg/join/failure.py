@@ -22,6 +22,7 @@ import re
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -31,13 +32,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from stagereg.errors import PeerFailedError, StageregError
-from stagereg.kernel.channel import WorkerThread, resources_of
+from stagereg.kernel.channel import HEARTBEAT_S, WorkerThread, resources_of
 
 __all__ = ["FailureDetector", "RankStatus", "abort", "discard_channels", "is_broken_operation", "is_timeout"]
 
 _GRACE_S = 2.0
 """Seconds within which a rank that is alive publishes another status, at most."""
-_BEATS = 8
+_BEATS = int(_GRACE_S / HEARTBEAT_S)
 """How many statuses a rank publishes in that time."""
 _MERCY_S = 0.6
 """Seconds in which a rank may leave by itself after another has failed: all may have raised the same, and go on."""
@@ -50,6 +51,7 @@ _TAG = 0x57A6E
 """Of a receive that no rank sends for; a tag that no program uses."""
 _NOTHING = "-"
 _TIMEOUT = r"Timed out waiting \d+ ?ms|pair closure|operation timeout|Operation timed out!|wait timeout|Socket Timeout"
+_LOST = r"Connection (closed|reset)|Broken pipe"
 _BROKEN = rf"\bDist\w*Error:|gloo|nccl|c10d|{_TIMEOUT}"
 
 
@@ -74,8 +76,9 @@ class FailureDetector:
     detector may be in the group, and are never suspected of having failed.
 
     In the store each rank has a key for its status, and there is one for the failure, which only the first to fail can
-    set. A thread that is kept for the group writes the status and reads the failure a few times a second. A rank that
-    leaves erases its status, so a join in which all went well leaves nothing.
+    set. A thread that is kept for the group writes the status and reads the failure a few times a second. Neither
+    entering nor leaving wakes it, so a short join publishes nothing. A status is erased soon after the rank has left,
+    so a join in which all went well leaves nothing.
 
     Each rank watches its next neighbour that has a status, so every dead rank has one live rank watching it. If that
     status has not changed for long, or a collective has failed, a rank reads all statuses twice, and gives up the ranks
@@ -99,7 +102,7 @@ class FailureDetector:
         self, group: dist.ProcessGroup, timeout_s: float, name: str, step: Callable[[], int | None] = lambda: None
     ) -> None:
         self.failure: PeerFailedError | None = None
-        self._group, self._timeout_s, self._name, self._step = group, timeout_s, name, step
+        self._group, self._timeout_s, self._name, self._step = weakref.ref(group), timeout_s, name, step
         self._grace_s = min(_GRACE_S, timeout_s / 5)
         self._patience = max(1, int(timeout_s / self._grace_s) - 3)  # multiples of the grace
         ranks = dist.get_process_group_ranks(group)
@@ -112,11 +115,11 @@ class FailureDetector:
         self._own: PeerFailedError | None = None  # to be published
         self._poll: threading.Event | None = None  # the poll that was asked for; set when it is over
         self._statuses: Mapping[int, RankStatus] = {}  # what it has found
-        self._wake = threading.Event()
         self._left = threading.Event()
         self._ended = threading.Event()  # nothing more is found
         self._store_error = "it does not answer"
-        self._store: Any = None  # the thread's own, as the beat
+        self._thread: WorkerThread
+        self._store: Any = None  # for the thread alone, as the beat
         self._beat = 0
 
     def start(self) -> None:
@@ -125,25 +128,25 @@ class FailureDetector:
         Operations on the group, and on its channels that are not polled, may last ``timeout_s`` until :meth:`stop`. In
         a group of one rank it does nothing.
         """
-        if not self._others or self._running:
+        group = self._group()
+        if not self._others or self._running or group is None:
             return
         self._running = True
-        resources = resources_of(self._group)
-        for backend in [*_backends(self._group), *resources.backends(polled=False)]:
+        resources = resources_of(group)
+        self._thread = resources.heartbeat
+        for backend in [*_backends(group), *resources.backends(polled=False)]:
             with contextlib.suppress(Exception):  # not all have one
                 limit = backend.options._timeout
                 backend._set_default_timeout(timedelta(seconds=self._timeout_s))
                 self._limits.callback(backend._set_default_timeout, limit)
-        self._wake.set()
-        thread = resources.heartbeat
-        thread.submit(lambda: self._run(thread))
+        self._store = PrefixStore(self._name, group.get_group_store())
+        self._thread.submit(self._run, wake=False)
 
     def stop(self) -> None:
         """Put the group's limit back; from now on this rank is not missed, and not aborted. Twice is harmless."""
         if self._running:
             self._running = False
             self._left.set()
-            self._wake.set()
             with contextlib.suppress(Exception):
                 self._limits.close()
 
@@ -181,10 +184,14 @@ class FailureDetector:
             return None
         if is_timeout(error):
             return self._overdue("a collective")
-        answered = self._poll_all("a collective")
-        if answered:
-            self._ended.wait(_ANSWER_S)
-        return self._known() or (None if answered else self._store_gone())
+        if not self._poll_all("a collective"):
+            return self._known() or self._store_gone()
+        self._ended.wait(_ANSWER_S)
+        absent = self._absent()
+        if absent and re.search(_LOST, _texts(error), re.IGNORECASE):  # it may have been killed before its first status
+            advice = "If it was killed as it entered: look at the end of its output."
+            self._publish(_failure_of(absent, "is not in this join, or no more, and a connection was lost", advice))
+        return self._known()
 
     def wait(self, ready: Callable[[float], bool], what: str) -> None:
         """Wait until ``ready``, and no longer than ``timeout_s`` and the seconds that it takes to name a rank.
@@ -233,13 +240,17 @@ class FailureDetector:
         busy = {rank: status for rank, status in statuses.items() if not status.waits_for}
         if busy:
             return _failure_of(busy, f"is alive, but {within}", "Raise join.timeout if that is how long a step takes.")
-        absent = [rank for rank in sorted(self._others) if rank not in statuses]
+        absent = self._absent()
         if absent:
             advice = "All ranks have to enter the same joins in the same order, and none may leave by itself."
-            return _failure_of(dict.fromkeys(absent), f"is not in this join, or no more, and {within}", advice)
+            return _failure_of(absent, f"is not in this join, or no more, and {within}", advice)
         others = [f"rank {rank} for {status.waits_for}{_last_step(status)}" for rank, status in statuses.items()]
         message = f"all ranks are alive and wait for each other, this one for {what}, {', '.join(others)}"
         return PeerFailedError(f"{message}. They do not make the same calls in the same order.", None, message)
+
+    def _absent(self) -> dict[int, RankStatus | None]:
+        """The ranks that have published nothing in this join."""
+        return dict.fromkeys(rank for rank in sorted(self._others) if rank not in self._statuses)
 
     def _known(self) -> PeerFailedError | None:
         failure, text = self.failure, str(self.failure)
@@ -253,7 +264,7 @@ class FailureDetector:
         """Publish a failure to all ranks, unless one is known. It waits a second at most until that is done."""
         if self.failure is None:
             self._own = failure
-            self._wake.set()
+            self._thread.wake.set()
             self._ended.wait(_ANSWER_S)
             self.failure = self.failure or failure
 
@@ -261,7 +272,7 @@ class FailureDetector:
         """Find out which ranks are alive, and what they do; return whether the store has answered."""
         self._waits_for = waits_for
         poll = self._poll = threading.Event()
-        self._wake.set()
+        self._thread.wake.set()
         ends = time.monotonic() + self._grace_s + _ANSWER_S
         while not (poll.wait(_TURN_S / 4) or self._ended.is_set() or time.monotonic() > ends):
             pass
@@ -270,23 +281,23 @@ class FailureDetector:
 
     # What follows runs on the thread.
 
-    def _run(self, thread: WorkerThread) -> None:
+    def _run(self) -> None:
         try:
-            self._store = PrefixStore(self._name, self._group.get_group_store())
-            self._watch(thread)
-            if self.failure is None:
+            self._thread.wake.set()  # for the first turn
+            self._watch()
+            if self._beat and self.failure is None:
                 self._store.delete_key(str(self._rank))
         except Exception as error:
             self._store_error = " ".join(f"it says {type(error).__name__}: {error}".split())[:200]
         self._ended.set()
-        if self.failure is not None and not self._left.wait(_MERCY_S):
-            abort(self._group)
+        if self.failure is not None and not self._left.wait(_MERCY_S) and (group := self._group()) is not None:
+            abort(group)
 
-    def _watch(self, thread: WorkerThread) -> None:
+    def _watch(self) -> None:
         """Publish that this rank is alive, and look at the others, until it leaves or a failure is known."""
         watched: tuple[int, RankStatus] | None = None
         turns = unchanged = 0
-        while self._turn() and not thread.closing:
+        while self._turn() and not self._thread.closing:
             turns += 1
             if turns % _BEATS == 0:
                 before, watched = watched, next(self._others_statuses(), None)
@@ -297,8 +308,8 @@ class FailureDetector:
 
     def _turn(self) -> bool:
         """Wait a moment, publish, and read the failure; return whether this rank goes on."""
-        self._wake.wait(self._grace_s / _BEATS)
-        self._wake.clear()
+        self._thread.wake.wait(self._grace_s / _BEATS)
+        self._thread.wake.clear()
         if self.failure is not None or (self._left.is_set() and self._own is None):
             return False
         self._beat += 1

@@ -21,7 +21,7 @@ from stagereg.errors import JoinableNotInitializedError, JoinError
 from stagereg.join.session import JoinSession
 from stagereg.kernel.shadow import TorchWire
 
-__all__ = ["BuiltInJoinable", "JoinConfig", "JoinHook", "Joinable", "is_native", "notify", "serves"]
+__all__ = ["BuiltInJoinable", "JoinConfig", "JoinHook", "Joinable", "TorchHook", "is_native", "notify", "serves"]
 
 J = TypeVar("J", bound="Joinable")
 
@@ -48,6 +48,18 @@ class JoinHook:
         Args:
             is_last_joiner: whether this rank was among the last to run out of data.
         """
+
+
+class TorchHook(JoinHook):
+    """A hook of torch's, or of a class that derives from none, which has these two methods only.
+
+    Args:
+        hook: has them.
+    """
+
+    def __init__(self, hook: Any) -> None:
+        self.main_hook = hook.main_hook  # type: ignore[method-assign]
+        self.post_hook = hook.post_hook  # type: ignore[method-assign]
 
 
 class JoinConfig(NamedTuple):

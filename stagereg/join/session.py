@@ -1,7 +1,9 @@
-"""One join on one rank, from entering to leaving: its ranks, its steps, and for each loop who still has data.
+"""One join on one rank, from entering to leaving: its ranks, its hooks, its loops, and who still has data in each.
 
-A joinable gets the session by ``attach``. The session knows process groups, loaders' lengths and the modes of a join;
-it does not know what a joinable or a hook does in a step.
+The join's context manager makes a session when it is entered, and a joinable gets it by ``attach``. The session knows
+process groups, loaders' lengths and the modes of a join; it does not know what a joinable or a hook does in a step.
+
+All steps of a join belong to the loop that was entered last, or go over torch's wire, where there is no loop.
 """
 
 from __future__ import annotations
@@ -9,20 +11,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from stagereg.errors import JoinError, nearest
+from stagereg.errors import JoinError, PeerFailedError, Preempted, Stopped, UnevenInputsError, nearest
+from stagereg.join.batches import SampleCounter, emptied, fetch, publish
 from stagereg.join.failure import FailureDetector
 from stagereg.join.responder import Responder
-from stagereg.kernel.channel import PendingSum, control_channel, resources_of
+from stagereg.kernel.channel import PendingSum, control_channel, resources_of, wait_for_keys
 from stagereg.kernel.membership import AllReduceMembership, Membership, StoreMembership
+from stagereg.kernel.shadow import PEER_EXHAUSTED, TorchWire
 
-__all__ = ["EnteredLoop", "JoinSession", "Mode", "one_of"]
+__all__ = ["JoinSession", "Loop", "Mode", "one_of"]
 
 Mode = Literal["planned", "counted", "torch", "auto"]
 
@@ -40,7 +43,7 @@ class JoinSession:
     """All ranks construct theirs in the same order.
 
     Attributes:
-        group: the ranks.
+        wire: torch's, among the ranks.
         joinables: what takes part, in order.
         mode: as the user chose it.
         throw: whether uneven inputs are an error.
@@ -48,39 +51,38 @@ class JoinSession:
         foreign: the type of a first joinable that announces through torch's ``Join``, and whose steps on torch's wire
             are not counted; empty if it announces here.
         timeout_s: seconds after which a rank that does not come is an error.
-        shadow: takes part in a step by hooks.
+        hooks: of the joinables.
         announced: how many steps the first joinable has announced on torch's wire.
         followed: how many steps of torch's wire this rank has taken part in without data.
-        plain: the loop that ranks leave when they run out of data; ``None`` if it goes over torch's wire.
-        loop: the loop that runs its body on all ranks, while there is one.
-        loops: all loops that this rank has entered off torch's wire.
+        loop: the loop that was entered last; ``None`` on torch's wire.
+        loops: all loops that this rank has entered.
         detector: finds and reports failures of ranks.
         store: of this join alone.
         responder: sums for :meth:`stagereg.Join.mean`; ``None`` on torch's wire.
-        awaits_step: whether a loop has given its body a batch of which no step has begun.
         suspended: whether another join has been entered inside this one.
         cannot_plan: whether a loop that ranks leave is an error, as it is to be planned and has no length.
+        failed: whether this rank leaves with an error, so that some rank may still wait on a channel.
     """
 
-    group: dist.ProcessGroup
+    wire: TorchWire
     joinables: Sequence[Any]
     mode: str | None
     throw: bool
     needs_active_ranks: bool
     foreign: str
     timeout_s: float
-    shadow: Callable[[], None]
+    hooks: Sequence[Any] = ()
     announced: int = 0
     followed: int = 0
-    plain: EnteredLoop | None = None
-    loop: EnteredLoop | None = None
-    loops: list[EnteredLoop] = field(default_factory=list)
+    loop: Loop | None = None
+    loops: list[Loop] = field(default_factory=list)
     responder: Responder | None = None
-    awaits_step: bool = False
     suspended: bool = False
     cannot_plan: bool = False
+    failed: bool = False
 
     def __post_init__(self) -> None:
+        self.group = self.wire.group
         name = resources_of(self.group).next_name("join")
         self.detector = FailureDetector(self.group, self.timeout_s, name, self._current_step)
         several = self.group.size() > 1
@@ -98,13 +100,17 @@ class JoinSession:
                 "a joinable of an outer join was used inside an inner one, where ranks without data do not answer it. "
                 "Put all that the inner loop uses in the inner join, or in one join alone."
             )
-        loop = self.loop or self.plain
-        return None if loop is None else loop.membership
+        return None if self.loop is None else self.loop.membership
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether a loop has given its body a batch of which no step has begun."""
+        return self.loop is not None and self.loop.awaits_step
 
     @property
     def all_took_every_step(self) -> bool:
         """Once no rank has data any more: whether all are known to have had data in every step; the same on all."""
-        if self.plain is None and (self.announced or self.followed or not self.loops):
+        if self.loop is None:
             return False  # on torch's wire it is not known
         return all(loop.membership.over and loop.membership.all_took_every_step for loop in self.loops)
 
@@ -144,26 +150,41 @@ class JoinSession:
             )
         self.cannot_plan = self.mode == "planned" and loader is None
         if not self.cannot_plan:
-            self.plain = EnteredLoop(self, loader)
+            self.enter_loop(loader)
 
-    def stop(self) -> None:
-        """Leave, whatever has happened; the join around this one goes on."""
-        if self in _entered.sessions:
-            _entered.sessions.remove(self)
-        for outer in _entered.sessions[-1:]:
-            outer.suspended = False
-        self.detector.stop()
-        self._delete_keys()
+    def enter_loop(self, loader: Any) -> Loop:
+        """Enter a loop in the place of the one before, which ends now on this rank. Collective.
 
-    def _delete_keys(self) -> None:
-        """Delete the keys of the join before, if all ranks are past it, and leave this join's to the next one."""
-        resources = resources_of(self.group)
-        if any(membership.over for membership in self._memberships):
-            channel = control_channel(self.group, "membership", self.wait_for_ranks)
-            for delete in resources.expired:
-                channel.thread.submit(delete)
-            resources.expired = []
-        resources.expired += [functools.partial(_delete, each.store, each.keys) for each in self.loops]
+        Raises:
+            JoinError: the loop before runs its body on all ranks and has not come to its end, or the first joinable
+                announces elsewhere.
+        """
+        if self.foreign:
+            raise JoinError(
+                f"join.iterate needs a first joinable that announces through stagereg's Join, but {self.foreign} "
+                "does so through torch's. Put the model first."
+            )
+        before = self.loop
+        if before is not None and before.running:
+            raise JoinError(
+                "another join.iterate of this join has not come to its end, and only one runs at a time. Evaluate "
+                "after it, or loop over the loader itself under torch.no_grad(), with the metrics joinable for "
+                "what is reported"
+            )
+        if self.announced or (before is not None and not before.iterates and before.steps):
+            raise JoinError(
+                "a step of this join has begun outside of join.iterate already. Take all steps of a join inside of "
+                "join.iterate, or none; put others in a join of their own."
+            )
+        if before is not None and before.iterates:
+            before.leave()
+        elif before is not None:
+            self.loops.remove(before)
+        self.loop = Loop(self, loader)
+        self.loops.append(self.loop)
+        if self.throw:
+            _ = self.loop.membership
+        return self.loop
 
     def begin(self, reduces: bool) -> Membership | None:
         """A step begins on this rank: announce it; on torch's wire only count it.
@@ -174,18 +195,89 @@ class JoinSession:
         Returns:
             As :attr:`membership`.
         """
-        self.awaits_step = False
         membership = self.membership
-        if membership is None and self.cannot_plan:
+        if membership is not None and self.loop is not None:
+            self.loop.begin(membership, reduces)
+        elif self.cannot_plan:
             raise JoinError(
                 "join.mode=planned has to know how many batches there are: loop over join.iterate(loader), or give the "
                 "loader to the join, as in stagereg.instantiate(cfg.join, [model, optimizer], loader=loader)."
             )
-        if membership is None:
-            self.announced += 1
         else:
-            membership.begin(reduces)
+            self.announced += 1
         return membership
+
+    def shadow_step(self) -> None:
+        """Take part in a step by hooks."""
+        for hook in self.hooks:
+            hook.before_step()
+        for hook in self.hooks:
+            hook.main_hook()
+
+    def finish(self) -> None:
+        """This rank has left its loop with nothing wrong: take part until no rank has data any more.
+
+        Raises:
+            JoinError: a step of this rank has no end, and the others wait for it.
+        """
+        if any(joinable.has_unfinished_step for joinable in self.joinables):
+            raise JoinError(
+                "this rank leaves the join after a forward without a backward, and the others wait for its "
+                "gradients. Run forwards that are no training steps under torch.no_grad()."
+            )
+        for hook in self.hooks:
+            hook.on_exhausted()
+        if self.loop is not None:
+            was_last = self.loop.leave()
+        else:
+            while not self.cannot_plan and self.wire.count_active():
+                if self.throw:
+                    self.wire.raise_if_exhausted(joined=True)
+                self.followed += 1
+                self.shadow_step()
+            was_last = not self.followed
+        for hook in self.hooks:
+            hook.post_hook(was_last)
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank leaves with an error: report it to the other ranks, or raise what theirs was."""
+        if type(error) is RuntimeError and str(error) == PEER_EXHAUSTED:
+            raise UnevenInputsError(PEER_EXHAUSTED) from error  # raised by torch's notify, inside a torch joinable
+        membership = self.loop.membership if self.loop is not None and self.loop.is_decided else None
+        if isinstance(error, UnevenInputsError) and not isinstance(membership, StoreMembership):
+            if self.responder is not None:
+                self.responder.close()
+            return  # all ranks raise it; of a plan, only this rank can know that it ran out too early
+        self.failed = True
+        if isinstance(error, (PeerFailedError, Preempted, Stopped)):  # by the latter two all ranks leave together
+            return
+        if isinstance(error, RuntimeError) and not isinstance(error, JoinError):
+            cause = self.detector.explain(error)
+            if cause is not None:
+                raise cause from error
+        self.detector.report(error)
+        if membership is not None and membership.empty:
+            error.add_note(
+                "This rank has no more data, and join.iterate ran the loop body on an empty batch to keep it in step "
+                "with the others. What the body does with samples must bear that there are none: x.flatten(1) in "
+                "place of x.view(len(x), -1), sums in place of means and maxima."
+            )
+
+    def stop(self) -> None:
+        """Leave, whatever has happened; the join around this one goes on."""
+        if self in _entered.sessions:
+            _entered.sessions.remove(self)
+        for outer in _entered.sessions[-1:]:
+            outer.suspended = False
+        # The keys of the join before are deleted once all ranks are past it, and this join's are left to the next one.
+        resources = resources_of(self.group)
+        if any(membership.over for membership in self._memberships):
+            thread = control_channel(self.group, "membership", self.wait_for_ranks).thread
+            for delete in resources.expired:
+                thread.submit(delete, wake=False)
+            resources.expired = []
+        resources.expired += [functools.partial(_delete, each.store, each.keys) for each in self.loops]
+        self.detector.stop()
 
     def wait_for_ranks(self, ready: Callable[[float], bool], what: str) -> None:
         """Wait without a time limit, since other ranks may still prepare their data; raises if a rank has failed."""
@@ -198,15 +290,20 @@ class JoinSession:
         return memberships[-1].steps if memberships else None
 
 
-class EnteredLoop:
-    """A loop over data. Constructing it is collective: it sends this rank's length to the others, if the mode needs it.
+class Loop:
+    """A loop over data, on one rank. Ranks leave it when they run out of data, or it runs its body on all ranks.
+
+    Constructing it is collective: it sends this rank's length to the others, if the mode needs it.
 
     Args:
         session: of its join.
-        loader: this rank's batches, of which the length is used; ``None`` if that is not known.
+        loader: this rank's batches; ``None`` if they are not known.
 
     Attributes:
         store: with keys that nothing else uses.
+        iterates: whether it runs its body on all ranks.
+        running: whether the generator of :meth:`run` has begun, and has neither ended nor been closed.
+        awaits_step: whether it has given its body a batch of which no step has begun.
     """
 
     def __init__(self, session: JoinSession, loader: Any) -> None:
@@ -216,23 +313,28 @@ class EnteredLoop:
             channel = control_channel(session.group, "mean", session.wait_for_ranks)
             session.responder = Responder(channel, 2, session.detector.wait)
         self._responder = session.responder
+        self.store: Any = PrefixStore(f"loop/{len(session.loops)}", session.store)
+        self.iterates = self.running = self.awaits_step = False
         self._closed = False
         self._membership: Membership | None = None
-        self.store: Any = PrefixStore(f"loop/{len(session.loops)}", session.store)
+        self._example: Any = None  # an empty batch for ranks that have none, or why there is none, until it is needed
+        self._loader = loader
         self._length = _length_of(loader)
         self._lengths: PendingSum | None = None
         if session.mode != "counted" and loader is not None:
             lengths = [0.0] * self._channel.size
             lengths[self._channel.rank] = 0.0 if self._length is None else self._length + 1.0
             self._lengths = self._channel.add(lengths)
-        session.loops.append(self)
-        if session.throw:
-            _ = self.membership
 
     @property
     def is_decided(self) -> bool:
         """Whether :attr:`membership` has been asked for."""
         return self._membership is not None
+
+    @property
+    def steps(self) -> int:
+        """How many steps have begun."""
+        return 0 if self._membership is None else self._membership.steps
 
     @property
     def membership(self) -> Membership:
@@ -243,17 +345,26 @@ class EnteredLoop:
             UnevenInputsError: the join is to throw, and the lengths differ.
         """
         if self._membership is None:
-            self._membership = self._decided()
+            session, wait = self._session, self._session.detector.wait
+            planned = None if self._lengths is None else self._planned(self._lengths)
+            if planned is None or session.needs_active_ranks:
+                self._membership = AllReduceMembership(self._channel, session.throw, wait, self._length)
+            else:
+                self._membership = planned
         return self._membership
 
-    def _decided(self) -> Membership:
-        session = self._session
-        planned = None if self._lengths is None else self._planned(self._lengths)
-        if planned is not None and not session.needs_active_ranks:
-            return planned
-        counted = AllReduceMembership(self._channel, session.throw, session.detector.wait, self._length)
-        counted.even = planned is not None and planned.even
-        return counted
+    def begin(self, membership: Membership, reduces: bool) -> None:
+        """A step begins on this rank."""
+        self.awaits_step = False
+        if self.iterates and membership.over:
+            raise JoinError(
+                "a step began in a join after its join.iterate had ended. Take all steps of a join inside of "
+                "join.iterate, or put others in a join of their own."
+            )
+        membership.begin(reduces)
+        if self._example is not None and not membership.empty:
+            example, self._example = self._example, None
+            self._publish(example, membership)
 
     def leave(self) -> bool:
         """Take part by hooks in what is left of the loop, which this rank has left by itself.
@@ -273,15 +384,78 @@ class EnteredLoop:
     def shadow_step(self) -> None:
         """Take part in a step by hooks, and in its :meth:`stagereg.Join.mean` by zeros."""
         self._responder.start()
-        self._session.shadow()
+        self._session.shadow_step()
 
     def close(self) -> None:
         """The loop is over on all ranks; twice is harmless."""
         if not self._closed:
             self._closed = True
-            self._session.loop = None
             if not self.membership.all_took_every_step:  # else none has answered, and nothing is to end
                 self._responder.close()
+
+    def run(self, example: Any, counter: SampleCounter) -> Iterator[Any]:
+        """Yield this rank's batches, then empty ones for as long as others have some.
+
+        A rank out of data asks, before each step, whether it begins anywhere, and if so its body gets an empty batch.
+        The body's forward is no announcement then. What is announced is a forward, not a batch: a batch that the body
+        skips is no step.
+
+        Args:
+            example: a batch to be emptied, or ``None``.
+            counter: counts this rank's batches.
+        """
+        self.iterates = self.running = True
+        try:
+            yield from self._run(example, counter)
+        finally:
+            self.running = False
+
+    def _run(self, example: Any, counter: SampleCounter) -> Iterator[Any]:
+        empty = None if example is None else _emptied_or_given(example)
+        batch = None
+        for i, batch in enumerate(self._loader):
+            if i == 0 and example is None and self._channel.size > 1:
+                self._example = _emptied_or_error(batch)  # before the body can change it
+            self.awaits_step = True
+            counter.add(batch)
+            yield batch
+        self.awaits_step = False
+        membership = self.membership
+        while membership.wait_for_next_step() is not None:
+            if empty is None:
+                empty = self._from_other_rank() if batch is None else emptied(batch)
+            batch = None  # so that its memory can be freed
+            membership.expects_empty_step = True
+            membership.empty = self.awaits_step = True
+            yield _emptied_or_given(empty)  # anew each time: the body may take its items out
+            membership.empty = False
+            if membership.expects_empty_step:  # the body has skipped it, so it also calls no join.mean
+                self.shadow_step()
+        self.close()
+
+    def _publish(self, example: Any, membership: Membership) -> None:
+        """Give ranks that never had a batch an empty one; this rank's first step has begun."""
+
+        def publish_if_needed() -> None:
+            with contextlib.suppress(JoinError, RuntimeError):  # those ranks have the error, or all have failed
+                if membership.some_never_had_data():
+                    publish(self.store, "example", example)
+
+        if isinstance(membership, StoreMembership):
+            publish_if_needed()
+        else:
+            self._channel.thread.submit(publish_if_needed)  # it waits for the other ranks to begin the step
+
+    def _from_other_rank(self) -> Any:
+        """Return the empty batch of a rank that had one, which it publishes as its first step begins."""
+        if self._length and isinstance(self.membership, StoreMembership):
+            raise JoinError(
+                f"the loader of this rank has a length of {self._length}, but gave no batch at all, so it is not known "
+                "what an empty one is: join.iterate(loader, example=...)"
+            )
+        wait = self._session.detector.wait
+        wait(lambda seconds: wait_for_keys(self.store, "example", seconds), "publishing an empty batch")
+        return fetch(self.store, "example", self._session.wire.device)
 
     @property
     def keys(self) -> list[str]:
@@ -329,3 +503,17 @@ def _length_of(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError, AttributeError):
         return None
+
+
+def _emptied_or_given(example: Any) -> Any:
+    try:
+        return emptied(example)
+    except JoinError:
+        return example  # an empty one, as the user has said
+
+
+def _emptied_or_error(batch: Any) -> Any:
+    try:
+        return emptied(batch)
+    except JoinError as error:
+        return error

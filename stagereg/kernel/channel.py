@@ -10,12 +10,11 @@ Connections and threads cost milliseconds to make. They are made once for a proc
 from __future__ import annotations
 
 import pickle
-import queue
 import threading
 import time
 import weakref
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -35,6 +34,9 @@ __all__ = [
     "wait_until",
 ]
 
+HEARTBEAT_S = 0.25
+"""Seconds after which a thread notices at the latest what has come without waking it."""
+
 Waiting = Callable[[Callable[[float], bool], str], None]
 """Calls a function with seconds to wait, again and again until it returns True; the text says what is waited for."""
 
@@ -50,30 +52,36 @@ class WorkerThread:
 
     Attributes:
         closing: whether :meth:`close` was called; a job that runs for long ends then.
+        wake: set to end the thread's wait for jobs, or that of a job which waits for it.
     """
 
     def __init__(self, name: str) -> None:
         self.closing = False
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.wake = threading.Event()
+        self._jobs: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run ``job`` after those before it. It handles its own errors."""
-        self._jobs.put(job)
+    def submit(self, job: Callable[[], None], wake: bool = True) -> None:
+        """Run ``job`` after those before it, at once or within :data:`HEARTBEAT_S`. It handles its own errors."""
+        self._jobs.append(job)
+        if wake:
+            self.wake.set()
         if self._thread.ident is None:
             self._thread.start()
 
     def close(self) -> None:
         """End the thread after the job that runs; waits a second at most, as where the store does not answer."""
         self.closing = True
-        self._jobs.put(None)
+        self.wake.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None and not self.closing:
-            job()
-            del job  # what it refers to, such as the process group, is not kept while the thread waits
+        while not self.closing:
+            while self._jobs and not self.closing:
+                self._jobs.popleft()()
+            self.wake.wait(HEARTBEAT_S)
+            self.wake.clear()
 
 
 class PendingSum:
@@ -98,8 +106,9 @@ class PendingSum:
 
     def wait(self) -> list[float]:
         """Wait for the sums, one for each of the values."""
-        if self._work is not None:
-            self._work.wait()
+        work = self._work
+        if work is not None:
+            work.wait()
         return self._values.tolist()
 
 

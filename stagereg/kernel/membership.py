@@ -44,13 +44,11 @@ class Membership(ABC):
         steps: how many steps have begun, here or for this rank while it had no data.
         shadowed: how many of them came since it ran out of data.
         over: whether no rank has data any more.
-        even: whether all ranks are known to have as many batches.
         all_took_every_step: once it is over, whether every rank had data in every step; the same on all ranks.
         empty: whether the loop's body runs on an empty batch.
         expects_empty_step: whether the body got an empty batch of which no step has begun.
     """
 
-    even = False
     all_took_every_step = True
     empty = False
     expects_empty_step = False
@@ -73,6 +71,13 @@ class Membership(ABC):
         else:
             self._begin(syncing)
             self.steps += 1
+
+    @abstractmethod
+    def some_never_had_data(self) -> bool:
+        """Return whether some rank is without data in the first step, which has begun here.
+
+        Any thread may call it. It waits for the other ranks to begin that step, unless that was planned.
+        """
 
     @abstractmethod
     def read(self) -> ActiveRanks:
@@ -143,10 +148,15 @@ class AllReduceMembership(Membership):
         self._channel = channel
         self._length = length
         self._pending: PendingSum | None = None
+        self._first: PendingSum | None = None  # of all that were
         self._values = [_UNSURE] * channel.size + [float(channel.size)]
         self._active = ActiveRanks(tuple(range(channel.size)), channel.size)
         self._number = 0  # of the step that is summed
         self._sure = False  # whether the step that has begun is one that all ranks had announced they would take
+
+    def some_never_had_data(self) -> bool:
+        """See :meth:`Membership.some_never_had_data`."""
+        return self._first is not None and _ABSENT in self._first.wait()[:-1]
 
     def read(self) -> ActiveRanks:
         """See :meth:`Membership.read`."""
@@ -198,6 +208,7 @@ class AllReduceMembership(Membership):
         values[-1] = float(syncing)
         self._number = self.steps + 1
         self._pending = self._channel.add(values)
+        self._first = self._first or self._pending
 
     def _look_back(self) -> None:
         """Read the sum of the step before, which has long arrived, and stop where it says that this one is uneven."""
@@ -243,12 +254,16 @@ class StoreMembership(Membership):
         self.store = store
         self._taken: PendingSum | None = None
         self._active = ActiveRanks()
-        self.even = min(lengths) == max(lengths)
-        if throw and not self.even:
+        self._shortest, self._longest = min(lengths), max(lengths)
+        if throw and self._shortest < self._longest:
             each = ", ".join(f"rank {rank} has {length}" for rank, length in enumerate(lengths))
             raise UnevenInputsError(
-                f"The inputs are uneven, so no step was taken: {each} batches.", lengths.index(min(lengths))
+                f"The inputs are uneven, so no step was taken: {each} batches.", lengths.index(self._shortest)
             )
+
+    def some_never_had_data(self) -> bool:
+        """See :meth:`Membership.some_never_had_data`; goes by the plan."""
+        return self._shortest == 0
 
     def read(self) -> ActiveRanks:
         """See :meth:`Membership.read`; never waits, and does not know who is active."""
@@ -281,13 +296,15 @@ class StoreMembership(Membership):
         assert self._taken is not None
         started = time.monotonic()
         waited = 0.0
-        while not self.store.check([f"begun/{self.steps}"]):
-            if self._taken.ready(min(waited / 8, 0.002)):  # it looks less and less often
-                taken = self._taken.wait()
-                self.over = max(taken) == self.steps
-                self.all_took_every_step = min(taken) == max(taken)
-                return True  # a rank that has taken more steps had begun the next one before it left
+        # As the plan ends, the sum is likely to be there soon, and asking the store takes longer.
+        ended = self.steps >= self._longest and self._taken.ready(min(seconds, 0.002))
+        while not ended and not self.store.check([f"begun/{self.steps}"]):
+            ended = self._taken.ready(min(waited / 8, 0.002))  # it looks less and less often
             waited = time.monotonic() - started
-            if waited > seconds:
+            if waited > seconds and not ended:
                 return False
+        if ended:
+            taken = self._taken.wait()
+            self.over = max(taken) == self.steps  # a rank that has taken more had begun the next step before it left
+            self.all_took_every_step = min(taken) == max(taken)
         return True

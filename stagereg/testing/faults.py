@@ -18,7 +18,6 @@ One at a time in a process: the moments do not show which checkpointer they belo
 from __future__ import annotations
 
 import errno
-import inspect
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -129,9 +128,8 @@ class FaultyStorage(Storage):
         return self.wraps.write_data(plan, planner)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """As the storage inside, which gets more than ``is_coordinator`` only where it takes that, as from torch."""
-        takes_more = "kwargs" in inspect.signature(self.wraps.set_up_storage_writer).parameters
-        self.wraps.set_up_storage_writer(is_coordinator, **(kwargs if takes_more else {}))
+        """As the storage inside; the rest says that ranks use collectives, which is the default."""
+        self.wraps.set_up_storage_writer(is_coordinator)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """As the storage inside."""

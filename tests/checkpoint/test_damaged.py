@@ -87,13 +87,15 @@ def test_any_damage_is_named_and_the_one_before_is_loaded(
     shutil.rmtree(root, ignore_errors=True)
     shutil.copytree(good, root, symlinks=True)
     name = data.draw(st.sampled_from([".metadata", DATA, INDEX, "manifest.json"]))
-    how = data.draw(st.sampled_from(["flip", "cut", "remove", "other"]))
+    how = data.draw(st.sampled_from(["flip", "cut", "grow", "remove", "other"]))
     path = path_of(root, 200) / name
     size = path.stat().st_size
     if how == "flip":
         flip(path, data.draw(st.integers(0, 8 * size - 1)))
     elif how == "cut":
         path.write_bytes(path.read_bytes()[: data.draw(st.integers(0, size - 1))])
+    elif how == "grow":
+        path.write_bytes(path.read_bytes() + b"x")
     elif how == "remove":
         path.unlink()
     else:
@@ -105,10 +107,10 @@ def test_any_damage_is_named_and_the_one_before_is_loaded(
     assert step == 100
     block, end = seen(caplog)
     assert block.startswith(f"{path_of(root, 200)} is damaged and passed over:\n  {name}: ")
-    expected = {"flip": "flipped bits", "cut": "truncated: ", "remove": "missing"}
+    expected = {"flip": "flipped bits", "cut": "truncated: ", "grow": "too long: ", "remove": "missing"}
     expected["other"] = "flipped bits"
     if name == "manifest.json":
-        expected |= {"flip": "damaged (", "cut": "damaged (", "other": "of step 100"}
+        expected |= {"flip": "damaged (", "cut": "damaged (", "grow": "damaged (", "other": "of step 100"}
     assert expected[how] in block
     assert end == "Resumed from step 100, NOT from step 200, which is damaged: 100 steps are lost."
 

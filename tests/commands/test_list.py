@@ -35,25 +35,22 @@ def test_every_component_is_listed_with_its_package(capsys: pytest.CaptureFixtur
     assert "No kind 'joinabel' of component. Did you mean 'joinable'?" in capsys.readouterr().err
 
 
-def test_components_of_packages_are_listed_unimported(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+def test_components_of_packages_are_listed_unimported_and_nonsense_named(
+    install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
     for package in ("one", "two"):
         install(package, "raise SystemExit('imported')", {"stager.same": "Same", f"stager.of_{package}": "Same"})
-    found = {each["name"]: each for each in listed(capsys, "stager")}
-    assert {"same@one", "same@two", "of_one"} < set(found)
+    install("odd", "", {"stagr.x": "X", "stager.good": "Good"})
+    assert cli.main(["list", "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    found = {each["name"]: each for each in seen["components"]}
+    assert {"same@one", "same@two", "of_one", "good"} < set(found)
     assert (found["of_one"]["distribution"], found["of_one"]["version"]) == ("one", "1.2")
     assert "one" not in sys.modules
-
-
-def test_a_package_that_announces_nonsense_is_reported(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
-    install("odd", "", {"stagr.x": "X", "stager.good": "Good"})
+    assert [each["distribution"] for each in seen["unreadable"]] == ["odd 1.2"]
+    assert "stagr.x" in seen["unreadable"][0]["reason"]
     assert cli.main(["list"]) == 0
-    seen = capsys.readouterr().out
-    assert "good" in seen
-    assert "Not all can be listed of: odd 1.2. See `stagereg doctor`." in seen
-    cli.main(["list", "--json"])
-    [unreadable] = json.loads(capsys.readouterr().out)["unreadable"]
-    assert unreadable["distribution"] == "odd 1.2"
-    assert "stagr.x" in unreadable["reason"]
+    assert "Not all can be listed of: odd 1.2. See `stagereg doctor`." in capsys.readouterr().out
 
 
 def test_listing_and_help_import_nothing_heavy() -> None:

@@ -413,14 +413,7 @@ def test_an_allowed_object_goes_by_the_path_of_its_definition_and_by_no_other() 
     [
         ({"chrge": 1}, r"^lock_trap\.fire takes no 'chrge'\. Did you mean 'charge'\? It takes: charge, name"),
         ({"charge": "???"}, r"^charge needs a value: add charge=\.\.\. to the command line"),
-        ({"_args_": [1], "charge": 1}, r"^_args_ of lock_trap\.fire: multiple values for argument 'charge'"),
-        ({"_args_": 1}, r"^_args_ is 1; it is a list"),
-        ({"_target_": "lock_trap.Bomb"}, r"^size needs a value"),
         ({"_target_": "lock_trap.Bomb", "size": 1}, r"^lock_trap\.Bomb takes no 'size'"),
-        (
-            {"_target_": "lock_trap.Bomb", "_args_": [1, 2, 3]},
-            r"^_args_ of lock_trap\.Bomb: too many positional arguments",
-        ),
     ],
 )
 def test_an_argument_that_an_allowed_target_lacks_is_refused(node: dict[str, Any], message: str) -> None:

@@ -30,31 +30,29 @@ def message_of(app: Path, override: str) -> str:
     return explain(caught.value)
 
 
-def test_unknown_key_of_a_component_names_the_nearest_and_all(app: Path) -> None:
-    assert message_of(app, "stager.pim=true").startswith(
-        "stager/pinned_cached takes no 'pim'. Did you mean 'pin'? It takes: "
-    )
+NO_NAME = "a config group takes the name of an option. For none write ~GROUP, in place of GROUP=null"
 
 
-def test_unknown_key_of_the_apps_own_config_names_the_nearest_and_how_to_add_it(app: Path) -> None:
-    expected = "train takes no 'stepz'. Did you mean 'steps'? It takes: steps, lr. To add it, write +train.stepz=..."
-    assert message_of(app, "train.stepz=5") == expected
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("stager.pim=true", "stager/pinned_cached takes no 'pim'. Did you mean 'pin'? It takes: "),
+        (
+            "train.stepz=5",
+            "train takes no 'stepz'. Did you mean 'steps'? It takes: steps, lr. To add it, write +train.stepz=...",
+        ),
+        ("data=unevn", "there is no data=unevn. Did you mean 'uneven'? There is: even, uneven"),
+        *((override, NO_NAME) for override in ("stager=null", "data=null", "+stager@other=null", "stager=3")),
+    ],
+)
+def test_the_error_for_an_unknown_name_has_the_nearest_and_what_to_write(app: Path, override: str, line: str) -> None:
+    assert message_of(app, override).startswith(line)
 
 
-def test_unknown_key_at_the_top_names_the_nearest_and_leaves_hydra_out(app: Path) -> None:
+def test_an_unknown_key_at_the_top_names_the_nearest_and_leaves_hydra_out(app: Path) -> None:
     line = message_of(app, "stagerr=blocking")
     assert "Did you mean 'stager'?" in line
     assert "hydra" not in line
-
-
-def test_unknown_option_of_the_apps_own_group_names_the_nearest_and_all(app: Path) -> None:
-    assert message_of(app, "data=unevn") == "there is no data=unevn. Did you mean 'uneven'? There is: even, uneven"
-
-
-@pytest.mark.parametrize("override", ["stager=null", "data=null", "+stager@other=null", "stager=3"])
-def test_the_error_for_a_group_without_a_name_shows_how_to_leave_it_out(app: Path, override: str) -> None:
-    line = message_of(app, override)
-    assert line == "a config group takes the name of an option. For none write ~GROUP, in place of GROUP=null"
 
 
 @pytest.mark.parametrize("override", ["stager.max_in_flight=many", "join.throw=maybe", "~nothing"])

@@ -31,31 +31,34 @@ def test_every_dtype_of_torch_is_read_again() -> None:
     assert read(torch.dtype, "half") is torch.float16
 
 
-@pytest.mark.parametrize(("text", "near"), [("flaot16", "float16"), ("bf16", "bfloat16"), ("torch.flaot32", "float32")])
-def test_an_invalid_dtype_is_refused_with_the_nearest(text: str, near: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^'{text}' is not a dtype\. Did you mean '{near}'\? Write the name of one"):
-        read(torch.dtype, text)
+def test_a_device_is_read_again() -> None:
+    for text in ("cpu", "cuda", "cuda:1", "meta"):
+        assert read(torch.device, text) == torch.device(text)
+        assert written(torch.device(text)) == text
 
 
-@pytest.mark.parametrize("text", ["nn", "Tensor", "", "__name__"])
-def test_other_names_of_torch_are_no_dtypes(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not a dtype"):
-        read(torch.dtype, text)
-
-
-@pytest.mark.parametrize("text", ["cpu", "cuda", "cuda:1", "meta"])
-def test_a_device_is_read_again(text: str) -> None:
-    assert read(torch.device, text) == torch.device(text)
-    assert written(torch.device(text)) == text
+DTYPE = r"is not a dtype\."
+DEVICE = r"is not a device, such as cpu, cuda or cuda:0\. .*"
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
-    [("cuad:0", "one of cpu, cuda, "), ("cuda:x", "Invalid"), ("0", "Invalid"), ("", "must not be empty")],
+    ("type_", "text", "message"),
+    [
+        (torch.dtype, "flaot16", rf"{DTYPE} Did you mean 'float16'\? Write the name of one"),
+        (torch.dtype, "bf16", rf"{DTYPE} Did you mean 'bfloat16'\?"),
+        (torch.dtype, "torch.flaot32", rf"{DTYPE} Did you mean 'float32'\?"),
+        (torch.dtype, "nn", DTYPE),
+        (torch.dtype, "__name__", DTYPE),
+        (torch.dtype, "", DTYPE),
+        (torch.device, "cuad:0", rf"{DEVICE}one of cpu, cuda, "),
+        (torch.device, "cuda:x", rf"{DEVICE}Invalid"),
+        (torch.device, "0", rf"{DEVICE}Invalid"),
+        (torch.device, "", rf"{DEVICE}must not be empty"),
+    ],
 )
-def test_an_invalid_device_is_refused_with_the_reason_that_torch_gives(text: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^'{text}' is not a device, such as cpu, cuda or cuda:0\. .*{why}"):
-        read(torch.device, text)
+def test_an_invalid_text_is_refused_with_the_nearest_or_torchs_reason(type_: type, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^'{text}' {message}"):
+        read(type_, text)
 
 
 @pytest.mark.parametrize("type_", [timedelta, torch.dtype, torch.device])

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils import _pytree as pytree
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train.py"
 SMALL = ["model.width=16", "model.layers=1", "model.heads=2", "data.context=64", "train.eval_every=4"]
@@ -37,13 +38,14 @@ def saved(checkpoint: Path, tmp_path: Path) -> dict:
     return torch.load(file, weights_only=False)
 
 
-def differing(a: object, b: object, path: str = "") -> list[str]:
-    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-        return [found for key in a for found in differing(a[key], b[key], f"{path}/{key}")]
-    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return [found for i in range(len(a)) for found in differing(a[i], b[i], f"{path}/{i}")]
-    same = torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
-    return [] if same else [path]
+def differing(a: object, b: object) -> list[str]:
+    """Where two checkpoints are not the same."""
+    (left, spec), (right, other) = pytree.tree_flatten_with_path(a), pytree.tree_flatten_with_path(b)
+    assert spec == other
+    pairs = zip(left, right, strict=True)
+    return [
+        str(path) for (path, x), (_, y) in pairs if not (torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y)
+    ]
 
 
 def uneven(done: subprocess.CompletedProcess[str]) -> tuple[int, list[int]]:
@@ -61,17 +63,8 @@ def test_readme_command_trains_from_its_folder_and_plain_torch_loads_the_checkpo
     overrides = ["stager=pinned_cached", "join.throw=true", "train.steps=8", "checkpoint.every=4", *ranks]
     done = run(*overrides, f"hydra.run.dir={tmp_path}/run", cwd=SCRIPT.parent, script=Path("train.py"))
     assert done.returncode == 0, done.stderr
-    for row in (
-        "steps",
-        "samples",
-        "loss, first and last",
-        "checkpoints",
-        "staged",
-        "stall per",
-        "write per",
-        "shadowed",
-    ):
-        assert re.search(rf"^  {row}", done.stdout, re.M), done.stdout
+    shown = ("steps", "samples", "loss, first and last", "checkpoints", "staged", "stall per", "write per", "shadowed")
+    assert [row for row in shown if not re.search(rf"^  {row}", done.stdout, re.M)] == [], done.stdout
     latest = tmp_path / "run" / "checkpoints" / "latest"
     weight = torch.zeros(256, 16)
     dcp.load({"model": {"token.weight": weight}}, checkpoint_id=str(latest))
@@ -139,7 +132,6 @@ def test_throw_takes_no_step_where_the_ranks_know_their_lengths(tmp_path: Path) 
     overrides = ["data=uneven", "join.throw=true", "data.files=8", "train.steps=60", "checkpoint.every=1000"]
     done = run(*overrides, f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
     assert done.returncode == 1
-    assert re.match(
-        r"rank \d: The inputs are uneven, so no step was taken: rank 0 has \d+", done.stderr.splitlines()[-1]
-    )
+    message = r"rank \d: The inputs are uneven, so no step was taken: rank 0 has \d+"
+    assert re.match(message, done.stderr.splitlines()[-1])
     assert not (tmp_path / "run/checkpoints/latest").exists()

@@ -344,14 +344,14 @@ def test_no_group_is_aborted_once_a_rank_has_left() -> None:
     assert not detector.acted.is_set()
 
 
-class Broken(Member):
-    def get_group_store(self) -> dist.Store:
+class Broken(dist.Store):
+    def set(self, key: str, value: str) -> None:
         raise RuntimeError("Connection reset by peer")
 
 
 @pytest.mark.usefixtures("simulated_abort")
 def test_a_store_that_is_gone_ends_the_detector_and_holds_no_rank_up() -> None:
-    detector = Detecting(Broken(dist.HashStore(), 0, 2), 60)
+    detector = Detecting(Member(Broken(), 0, 2), 60)
     detector.start()
     start = time.monotonic()
     error = detector.explain(RuntimeError("gloo"))

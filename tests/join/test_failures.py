@@ -161,6 +161,7 @@ def dying(rank: int, world_size: int, way: str, number: int, folder: str) -> Non
 
     pids: list[Any] = [None] * world_size
     dist.all_gather_object(pids, os.getpid())
+    trains(rank, way, LENGTHS[rank], lambda step: None)  # so the next join needs no time to be entered
     seen = outcome(lambda: trains(rank, way, LENGTHS[rank], trouble))
     Path(folder, f"{rank}.part").write_text("\n".join(map(str, [seen[0], seen[2], seen[1]])))
     Path(folder, f"{rank}.part").rename(Path(folder, str(rank)))

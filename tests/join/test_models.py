@@ -131,24 +131,6 @@ def in_one_process(lengths: tuple[int, ...], divide: bool) -> list[torch.Tensor]
     return values(one, two)
 
 
-def zero_alone(rank: int, world_size: int) -> Any:
-    """ZeRO over parameters whose gradients are not reduced: each rank's shard follows its owner, to the end."""
-    module = seeded()
-    zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.05)
-    with stagereg.Join([zero]):
-        for _ in range(1 + 2 * rank):
-            module.zero_grad()
-            module(batch(0, 0, 0)).sum().backward()
-            zero.step()
-    return values(module), zero._join_config.enable
-
-
-def test_zero_may_be_the_only_joinable() -> None:
-    (one, enabled), (other, _) = run_ranks(zero_alone, 2, timeout_s=30)
-    assert difference(one, other) == 0.0
-    assert not enabled
-
-
 def subgroup(rank: int, world_size: int, lengths: tuple[int, ...]) -> list[torch.Tensor]:
     group = dist.new_group([1, 2])
     if rank == 0:

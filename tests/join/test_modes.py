@@ -182,7 +182,7 @@ class Unkept(list[Any]):
 
 def looped(data: list[Any], read: Any, mode: str | None = None, example: Any = None) -> list[int] | str:
     """The samples of each batch, or the error of the loop."""
-    ddp = DistributedDataParallel(net(Case(net="norm")).eval())
+    ddp = DistributedDataParallel(net(Case() if mode == "planned" else Case(net="norm")).eval())
     join = stagereg.Join([ddp], mode=mode, timeout=20)
     lengths = []
     try:
@@ -197,7 +197,12 @@ def looped(data: list[Any], read: Any, mode: str | None = None, example: Any = N
 
 def odd_batches(rank: int, world_size: int) -> dict[str, list[int] | str]:
     boxes = [Sealed(batch(rank, 0, step)) for step in range(2)]
-    dicts = [{"x": batch(rank, 0, step)} for step in range(2)]
+
+    def dicts() -> list[Any]:
+        return [{"x": batch(rank, 0, step)} for step in range(2)]
+
+    def unkept() -> list[Any]:
+        return Unkept(dicts()) if rank == 0 else dicts()
 
     def read(box: Sealed) -> torch.Tensor:
         return box.x
@@ -205,22 +210,24 @@ def odd_batches(rank: int, world_size: int) -> dict[str, list[int] | str]:
     empty = Sealed(torch.zeros(0, 4, dtype=torch.float64))
     found = {
         "even": looped(boxes, read),
-        "popped": looped(dicts * rank, lambda taken: taken.pop("x")),
+        "popped": looped(dicts() * rank, lambda taken: taken.pop("x")),
         "example": looped(boxes * rank, read, example=empty),
         "counted": looped(boxes, read, "counted"),
+        "unkept": looped(unkept(), lambda taken: taken.pop("x"), "counted"),
     }
+    found["sealed"] = looped(boxes * rank, read, "counted")
     new_group()  # a failed join may have aborted this one
-    return found | {"unkept": looped(Unkept(boxes) if rank == 0 else boxes, read)}
+    return found | {"wrong plan": looped(unkept(), lambda taken: taken.pop("x"), "planned")}
 
 
 def test_only_batches_that_a_rank_may_need_have_to_be_emptied() -> None:
     first, second = run_ranks(odd_batches, 2, timeout_s=60)
     for found in (first, second):
-        assert found["even"] == [3, 3]
-        assert "a batch that is a Sealed cannot be emptied" in found["counted"]
-        assert "gave no batch at all, so it is not known what an empty one is" in found["unkept"]
-    assert first["popped"] == first["example"] == [0, 0]
-    assert second["popped"] == second["example"] == [3, 3]
+        assert found["even"] == found["counted"] == [3, 3]
+        assert "a batch that is a Sealed cannot be emptied" in found["sealed"]
+        assert "gave no batch at all, so it is not known what an empty one is" in found["wrong plan"]
+    assert first["popped"] == first["example"] == first["unkept"] == [0, 0]
+    assert second["popped"] == second["example"] == second["unkept"] == [3, 3]
 
 
 def among_torchs(rank: int, world_size: int) -> list[torch.Tensor]:

@@ -123,8 +123,7 @@ class Scenario:
     def can_be_followed(self) -> bool:
         """Whether no rank needs an example batch from another although all had announced as many batches."""
         return all(
-            len({script.length for script in scripts}) > 1 or all(script.batches or script.quits for script in scripts)
-            for scripts in self.loops
+            all(script.batches or script.quits or not script.length for script in scripts) for scripts in self.loops
         )
 
     def syncs(self, step: int) -> bool:
@@ -197,7 +196,7 @@ class Gradients(stagereg.Joinable):
 
     def begin(self) -> None:
         membership = self.session.membership
-        membership.begin(self._scenario.syncs(membership.steps - membership.expects_empty_step))
+        self.session.begin(self._scenario.syncs(membership.steps - membership.expects_empty_step))
         if self._scenario.throw:
             membership.raise_if_exhausted()
 

@@ -9,9 +9,10 @@ The tests draw what the ranks do, and state the outcome.
 
 from __future__ import annotations
 
-import faulthandler
 import random
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ class _Actor:
         self.simulation, self.name = simulation, name
         self.ready: Callable[[], bool] = lambda: True
         self.waits = "its start"
+        self.ended = False
         self.turn = threading.Semaphore(0)
 
 
@@ -81,8 +83,7 @@ class Simulation:
         self._random.shuffle(self._actors)
         self._pass_on()
         if not self._finished.wait(PATIENCE_S):
-            faulthandler.dump_traceback()
-            raise Stuck(f"still running after {PATIENCE_S:g} s")
+            raise Stuck(f"still running after {PATIENCE_S:g} s:\n{self._stacks()}")
         if self._stuck is not None:
             raise self._stuck
         if self._failure is None and not any(isinstance(result, Exception) for result in results):
@@ -105,7 +106,7 @@ class Simulation:
             raise self._failure()
 
     def waiting(self, ready: Callable[[float], bool], what: str) -> None:
-        """A ``Waiting`` of stagereg.kernel.channel."""
+        """A ``stagereg.kernel.membership.Waiting``."""
         self.wait(lambda: ready(0.0), what)
 
     def pause(self) -> None:
@@ -126,8 +127,8 @@ class Simulation:
         self._failure = lambda: Stuck(str(stuck))
         return stuck
 
-    def enlist(self, name: str, target: Callable[[], None]) -> None:
-        """Start a thread that takes turns with the others."""
+    def enlist(self, name: str, target: Callable[[], None]) -> Callable[[], bool]:
+        """Start a thread that takes turns with the others; return a function that returns whether it is alive."""
         actor = _Actor(self, name)
 
         def live() -> None:
@@ -136,11 +137,13 @@ class Simulation:
             try:
                 target()
             finally:
+                actor.ended = True
                 self._actors.remove(actor)
                 self._pass_on()
 
         self._actors.append(actor)
         threading.Thread(target=live, name=name, daemon=True).start()
+        return lambda: not actor.ended
 
     def _pass_on(self) -> None:
         """Give the turn to a thread that can go on, be it the caller's."""
@@ -162,6 +165,11 @@ class Simulation:
         self.stick("no thread can go on")
         actors[0].turn.release()
 
+    def _stacks(self) -> str:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        frames = sys._current_frames().items()
+        return "\n".join(f"{names.get(ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames)
+
 
 _here = threading.local()
 
@@ -171,15 +179,15 @@ class _Round:
 
     def __init__(self, kind: tuple[Any, ...], caller: int, size: int) -> None:
         self.kind, self.caller, self.size = kind, caller, size
-        self.given: dict[int, list[float]] = {}
+        self.things: dict[int, Any] = {}
         self._sums: list[float] = []
 
     @property
     def full(self) -> bool:
-        return len(self.given) == self.size
+        return len(self.things) == self.size
 
     def sums(self) -> list[float]:
-        self._sums = self._sums or [sum(column) for column in zip(*self.given.values(), strict=True)]
+        self._sums = self._sums or [sum(column) for column in zip(*self.things.values(), strict=True)]
         return list(self._sums)
 
 
@@ -191,7 +199,7 @@ class _ChannelState:
         self.calls = [0] * simulation.size
         self._rounds: list[_Round] = []
 
-    def enter(self, rank: int, kind: tuple[Any, ...], values: list[float]) -> _Round:
+    def enter(self, rank: int, kind: tuple[Any, ...], thing: Any) -> _Round:
         self.simulation.pause()
         number = self.calls[rank]
         self.calls[rank] += 1
@@ -203,7 +211,7 @@ class _ChannelState:
                 f"call {number} on the channel for {self.purpose} is {kind} on rank {rank} and {found.kind} on rank "
                 f"{found.caller}"
             )
-        found.given[rank] = values
+        found.things[rank] = thing
         return found
 
     def must_be_empty(self) -> None:
@@ -220,6 +228,19 @@ class SimulatedChannel:
 
     def add(self, values: Sequence[float]) -> SimulatedSum:
         return SimulatedSum(self._state, self._state.enter(self.rank, ("sum", len(values)), list(values)))
+
+    def gather(self, thing: Any) -> list[Any]:
+        call = self._state.enter(self.rank, ("gather",), thing)
+        self._state.simulation.wait(lambda: call.full, f"a gather for {self._state.purpose}")
+        return [call.things[rank] for rank in range(self.size)]
+
+    @property
+    def thread(self) -> SimulatedChannel:
+        return self
+
+    def submit(self, job: Callable[[], None], wake: bool = True) -> None:
+        rank: _Actor = _here.actor
+        self._state.simulation.enlist(f"the thread for {self._state.purpose} of {rank.name}", job)
 
     def meet(self, label: object, value: float) -> float:
         """Sum one number under a label that must be equal on all ranks: a collective of the training step."""
@@ -262,3 +283,12 @@ class _Store(dist.Store):
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self._simulation.pause()
+        total = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(total).encode()
+        return total
+
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None

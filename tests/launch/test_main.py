@@ -11,15 +11,10 @@ import sys
 
 import pytest
 from omegaconf import OmegaConf
-from torch.distributed import HashStore
 
 from stagereg import record
-from stagereg.errors import LaunchError
 from stagereg.launch.command_line import CommandLine
 from stagereg.launch.launch import LocalRanks, RanksFailedError, _raise
-from stagereg.launch.main import _follow
-from stagereg.launch.rank import Rank
-from stagereg.launch.run_store import RunStore
 from stagereg.machine import tunables
 
 from .programs import TORCHRUN, Program, await_gone, await_job, free_port, run
@@ -248,13 +243,6 @@ def test_jobs_of_a_sweep_get_fresh_ranks_and_return_once(app):
     assert ranks == [(first["pid"], 0, 2), (second["pid"], 1, 2), (alone["pid"], 0, 1)]
     assert [lines[1]["values"]["rank"] for lines in found] == [0, 1, 0]
     assert [lines[2]["status"] for lines in found] == ["completed"] * 3
-
-
-def test_a_sweep_is_refused_on_every_rank_of_torchrun(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "lr=1,2"])
-    for rank in range(2):
-        with pytest.raises(LaunchError, match=r"`python train\.py -m nproc=2 \.\.\.`"):
-            _follow(Rank(rank, 2, rank, 2, False, RunStore(HashStore(), rank, 2)))
 
 
 @pytest.mark.parametrize("start", [None, pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["python", "torchrun"])

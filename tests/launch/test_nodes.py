@@ -23,7 +23,7 @@ import stagereg.launch.rank as rank
 import stagereg.launch.run_store as run_store
 import stagereg.shutdown as shutdown
 from stagereg.errors import LaunchError
-from stagereg.launch.main import _how_to_sweep
+from stagereg.launch.main import _follow
 from stagereg.launch.rank import Rank
 from stagereg.launch.run_store import RunStore
 
@@ -342,7 +342,9 @@ def test_a_rank_that_waits_for_others_finds_the_lost_ones(monkeypatch: pytest.Mo
 def test_a_sweep_below_torchrun_names_the_command_that_does_it(
     monkeypatch: pytest.MonkeyPatch, world: int, local: int, command: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["train.py", "-m"])
-    message = _how_to_sweep(Rank(0, world, 0, local, False, RunStore(HashStore(), 0, world)))
-    assert f"`{command}`" in message
-    assert "\n" not in message
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "lr=1,2"])
+    for number in range(2):
+        with pytest.raises(LaunchError) as caught:
+            _follow(Rank(number, world, number, local, False, RunStore(HashStore(), number, world)))
+        assert f"`{command}`" in str(caught.value)
+        assert "\n" not in str(caught.value)

@@ -133,7 +133,7 @@ def test_e_a_full_disk_while_a_step_is_saved_again(kind: str, state: str, fails:
     assert ("CheckpointError" in done.stderr) is fails
 
 
-# -- f: what was damaged on the disk (a crash while writing: see the module's docstring)
+# -- f: what was damaged on the disk; ours is in tests/checkpoint/test_damaged.py
 
 
 def flip_one_byte(folder: Path, value: float) -> None:
@@ -151,17 +151,6 @@ def test_f_torch_loads_a_damaged_file_without_an_error(tmp_path: Path) -> None:
     found = {"w": torch.zeros(100)}
     dcp.load(found, checkpoint_id=tmp_path)
     assert found["w"].ne(7).sum() == 1
-
-
-def test_f_ours_goes_back_to_the_checkpoint_before(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path)) as checkpointer:
-        for step in (6, 7):
-            checkpointer.save(step, {"w": torch.full((100,), float(step))})
-        checkpointer.wait()
-        flip_one_byte(tmp_path / "step-00000007", 7.0)
-        found = {"w": torch.zeros(100)}
-        assert checkpointer.restore(found) == 6
-        assert found["w"].eq(6).all()
 
 
 # -- g: two saves into one directory at once

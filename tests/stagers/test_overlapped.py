@@ -309,6 +309,15 @@ def test_a_copy_with_an_unforeseen_write_is_never_handed_out(door: str, gate, st
     assert torch.equal(stager.stage(state_of(net)).result(WAIT_S)["net"]["inner.weight"], net.inner.weight)
 
 
+def test_the_state_of_an_optimizer_is_copied_late_too(gate, stager) -> None:
+    net, optimizer = trained()
+    future = stager.stage(state_of(net, optimizer))
+    optimizer.state[net.inner.weight]["momentum_buffer"].add_(1)
+    gate.set()
+    with pytest.raises(StagingError, match=r"optimizers\.0\.state\.0\.momentum_buffer"):
+        future.result(WAIT_S)
+
+
 @settings(max_examples=20, deadline=None)
 @given(at=st.integers(0, 99_999), verify=st.booleans())
 def test_verify_finds_a_single_element_written_by_a_side_door(at: int, verify: bool) -> None:

@@ -90,9 +90,12 @@ class DdpContract(JoinableContract):
     def divisor(self, values: list[float], world_size: int) -> int:
         return world_size
 
+    def alone(self) -> Training:
+        return Training(net())
+
     def single(self, steps: list[list[float]], world_size: int) -> Training:
         """The same training in one process."""
-        training = Training(net())
+        training = self.alone()
         for values in steps:
             training.optimizer.zero_grad()
             for value in values:
@@ -149,14 +152,14 @@ class ZeroContract(DdpContract):
         ddp = build("joinable", "ddp", module=subject.model)
         return [ddp, build("joinable", "zero", optimizer=subject.optimizer, after=ddp)]
 
+    def alone(self) -> Training:
+        training: Any = Training(net())
+        training.advance = training.optimizer.step
+        return training
+
     def expected(self, steps: list[list[float]], world_size: int) -> dict[str, Any]:
-        training = Training(net())
-        for values in steps:
-            training.optimizer.zero_grad()
-            for value in values:
-                (loss_of(training.model, value) / world_size).backward()
-            training.optimizer.step()
-        return {name: training.state()[name] for name in ("weights", "moments")}
+        state = super().expected(steps, world_size)
+        return {name: state[name] for name in ("weights", "moments")}
 
 
 class ZeroHookContract(JoinHookContract, ZeroContract):
@@ -360,21 +363,13 @@ class Verbatim:
     """A joinable of torch's as it is: stagereg's ``Join`` would replace a bare module by its own joinable."""
 
     def __init__(self, joinable: Any) -> None:
-        self.joinable = joinable
+        vars(self)["joinable"] = joinable
 
-    @property
-    def _join_config(self) -> Any:
-        return self.joinable._join_config
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["joinable"], name)
 
-    @_join_config.setter
-    def _join_config(self, config: Any) -> None:
-        self.joinable._join_config = config
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        return self.joinable.join_hook(**kwargs)
-
-    join_device = property(lambda self: self.joinable.join_device)
-    join_process_group = property(lambda self: self.joinable.join_process_group)
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.joinable, name, value)
 
 
 class TorchsDdp(DdpContract):

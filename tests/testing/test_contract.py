@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 import threading
@@ -58,24 +59,19 @@ class Larger(Small):
 def test_promises_are_test_methods_and_their_first_line() -> None:
     assert list(Small.promises().items())[:2] == [("test_kept", "It is kept."), ("test_broken", "It is broken.")]
     assert list(Small.promises()) == ["test_kept", "test_broken", "test_skipped", "test_odd", "test_leaving"]
-
-
-def test_a_subclass_adds_replaces_and_removes_promises() -> None:
     assert list(Larger.promises()) == ["test_kept", "test_broken", "test_odd", "test_leaving", "test_more"]
     assert Larger.promises()["test_broken"] == "It is broken."
     assert Larger.outcome("test_broken").kept is True
-    assert Small.outcome("test_broken").kept is False
 
 
 def test_every_end_of_a_trial_is_an_outcome() -> None:
-    assert Small.outcome("test_kept") == Outcome("test_kept", "It is kept.", True, "")
-    assert Small.outcome("test_broken") == Outcome("test_broken", "It is broken.", False, "seen 3, not 4")
-    assert Small.outcome("test_skipped") == Outcome("test_skipped", "It cannot be tried.", None, "no such device")
-    odd = Small.outcome("test_odd")
+    kept, broken, skipped, odd, leaving = map(Small.outcome, Small.promises())
+    assert kept == Outcome("test_kept", "It is kept.", True, "")
+    assert broken == Outcome("test_broken", "It is broken.", False, "seen 3, not 4")
+    assert skipped == Outcome("test_skipped", "It cannot be tried.", None, "no such device")
     assert odd.kept is False
-    assert odd.seen.startswith("KeyError: 'w' (")
-    assert "test_contract.py:" in odd.seen
-    assert "SystemExit: that was all" in Small.outcome("test_leaving").seen
+    assert re.match(r"KeyError: 'w' \(.*test_contract\.py:", odd.seen)
+    assert "SystemExit: that was all" in leaving.seen
 
 
 def test_an_interrupt_is_no_outcome() -> None:
@@ -102,12 +98,8 @@ def test_a_bounded_call_returns_and_raises_what_the_call_does() -> None:
 
 def test_a_bounded_call_that_hangs_is_broken_with_its_stack() -> None:
     never = threading.Event()
-
-    def wait_for_ever() -> None:
-        never.wait()
-
-    with pytest.raises(BrokenPromiseError, match=r"did not come back within 1 s; it is at .*wait_for_ever"):
-        Small().within(wait_for_ever, 1.0)
+    with pytest.raises(BrokenPromiseError, match=r"did not come back within 1 s; it is at .* in wait$"):
+        Small().within(never.wait, 1.0)
     never.set()
 
 

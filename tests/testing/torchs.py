@@ -5,7 +5,7 @@ Options that need an accelerator are left off, so the table is the same on a mac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.distributed._state_dict_utils import _create_cpu_state_dict
@@ -17,11 +17,6 @@ from stagereg.testing import Contract, StagerContract
 __all__ = ["TORCHS", "table"]
 
 
-class Blocking(StagerContract):
-    def make(self) -> Any:
-        return BlockingAsyncStager()
-
-
 class Unpinned(BlockingAsyncStager):
     """Its cache is not page-locked. torch page-locks it whether there is an accelerator or not, which fails without."""
 
@@ -31,33 +26,20 @@ class Unpinned(BlockingAsyncStager):
         return super().stage(state_dict)
 
 
-class Cached(StagerContract):
-    def make(self) -> Any:
-        return Unpinned(cache_staged_state_dict=True)
+def held_to(name: str, make: Callable[..., Any], *args: Any, **options: Any) -> type[StagerContract]:
+    """The contract of what ``make`` makes; ranks find it by its name."""
+    facts = {"make": lambda self: make(*args, **options), "__module__": __name__}
+    contract = globals()[name] = type(name, (StagerContract,), facts)
+    return contract
 
 
-class Default(StagerContract):
-    def make(self) -> Any:
-        return DefaultStager(StagingOptions(False, False, False, False))
-
-
-class DefaultAsync(StagerContract):
-    def make(self) -> Any:
-        return DefaultStager(StagingOptions(False, False, True, False))
-
-
-class TorchDefault(StagerContract):
-    def make(self) -> Any:
-        options = dict.fromkeys(("use_pinned_memory", "use_async_staging", "use_non_blocking_copy"), False)
-        return build("stager", "torch_default", **options)
-
-
+PLAIN = dict.fromkeys(("use_pinned_memory", "use_async_staging", "use_non_blocking_copy"), False)
 TORCHS: dict[str, type[StagerContract]] = {
-    "`BlockingAsyncStager`": Blocking,
-    "the same, cached": Cached,
-    "`DefaultStager`": Default,
-    "the same, async": DefaultAsync,
-    "`torch_default`": TorchDefault,
+    "`BlockingAsyncStager`": held_to("Blocking", BlockingAsyncStager),
+    "the same, cached": held_to("Cached", Unpinned, cache_staged_state_dict=True),
+    "`DefaultStager`": held_to("Default", DefaultStager, StagingOptions(False, False, False, False)),
+    "the same, async": held_to("DefaultAsync", DefaultStager, StagingOptions(False, False, True, False)),
+    "`torch_default`": held_to("TorchDefault", build, "stager", "torch_default", **PLAIN),
 }
 
 

@@ -18,8 +18,7 @@ import fcntl
 import os
 import queue
 import threading
-from collections.abc import Sequence
-from mmap import mmap
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.failpoints import failpoint
@@ -44,7 +43,7 @@ class AlignedFile:
 
     Args:
         path: an older file there is emptied.
-        buffers: two or more of one size, for the use of this file alone until it is closed.
+        buffer_bytes: of each of the two buffers that small writes go through, a multiple of a page.
         direct: whether to bypass the page cache where that can be.
 
     Attributes:
@@ -55,11 +54,11 @@ class AlignedFile:
         OSError: from any method, with the path: the operating system's error for this write or an earlier one.
     """
 
-    def __init__(self, path: str | os.PathLike[str], buffers: Sequence[mmap], direct: bool) -> None:
+    def __init__(self, path: str | os.PathLike[str], buffer_bytes: int, direct: bool) -> None:
         self._path = os.fspath(path)
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        for buffer in buffers:
-            self._free.put(memoryview(buffer))
+        for _ in range(2):
+            self._free.put(memoryview(mmap(-1, buffer_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)))
         self._buffer = self._free.get()
         self._filled = 0  # bytes in the buffer
         self._begin = 0  # where they go in the file, a multiple of PAGE

@@ -16,7 +16,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemReader, _StorageInfo
@@ -68,14 +67,9 @@ class FileStorage(Storage):
     def __init__(self, path: StrPath | None = None, direct: bool = False, buffer_bytes: int = 1 << 20) -> None:
         self._direct = direct
         self._buffer_bytes = buffer_bytes
-        self._buffers: list[mmap] = []
         self._marks: dict[str, FileMark] = {}
         self.path = ""
         self.reset(path)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For a writer in another process, which makes buffers of its own."""
-        return {**vars(self), "_buffers": []}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
@@ -169,9 +163,7 @@ class FileStorage(Storage):
     def _open(self, name: str) -> NewFile:
         if is_url(self.path):
             return Upload(f"{self.path.rstrip('/')}/{name}")
-        if not self._buffers:
-            self._buffers = [mmap(-1, self._buffer_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS) for _ in range(2)]
-        return AlignedFile(os.path.join(self.path, name), self._buffers, self._direct)
+        return AlignedFile(os.path.join(self.path, name), self._buffer_bytes, self._direct)
 
     def _persistently(self, write: Callable[[], T]) -> T:
         if not is_url(self.path):

@@ -233,20 +233,16 @@ class CheckpointStore(ABC):
 
 
 def look(path: str, step: int | None, size: Callable[[str], Found], read: Callable[[], bytes]) -> Condition:
-    """Return what is wrong with the checkpoint in ``path`` by its manifest and the sizes.
+    """Return what is wrong with a directory by the manifest that ``read`` returns and the ``size`` of each name in it.
 
-    Args:
-        path: the directory.
-        step: the one in its name, if there is one.
-        size: returns what lies under a name in it: a size, or what is wrong.
-        read: returns the content of the manifest.
+    ``step`` is the one in the name of the directory, if there is one.
     """
     found = size(MANIFEST)
+    if not isinstance(found, int):
+        return nothing_known(path, found)
+    if found > MANIFEST_BYTES:
+        return nothing_known(path, f"damaged (it has {found:,} bytes)")
     try:
-        if not isinstance(found, int):
-            return nothing_known(path, found)
-        if found > MANIFEST_BYTES:
-            return nothing_known(path, f"damaged (it has {found:,} bytes)")
         manifest = Manifest.loads(read())
     except OSError as error:
         return nothing_known(path, of_error(error))

@@ -72,7 +72,7 @@ class DdpHook(JoinHook):
         """Take parameters and buffers from the last rank to join, as torch does."""
         session, ddp = self.joinable.session, self.joinable.module
         self.joinable.end_steps()  # torch's ``Join`` may be entered again, so the watch goes on
-        if session is not None and session.all_took_every_step and not list(ddp.buffers()):
+        if session is not None and session.all_took_every_step and not ddp.modules_buffers:
             return  # it is the same on all ranks
         announce_write()  # a stager may still be copying these parameters
         ddp._sync_final_model(is_last_joiner)
@@ -197,7 +197,7 @@ class DdpJoinable(ReducingJoinable):
 
     def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool:
         """Whether a step depends on which ranks are active: through the divisor, or through buffers that are shared."""
-        shares = self.module.forward_sync_buffers and bool(list(self.module.module.buffers()))
+        shares = self.module.forward_sync_buffers and bool(self.module.modules_buffers)
         return shares or super().needs_active_ranks(divide_by_initial_world_size)
 
     @property
@@ -242,8 +242,8 @@ class DdpJoinable(ReducingJoinable):
 
     def _inner_forward_done(self, *_: Any) -> None:
         # The sum has had the whole forward to arrive, and nothing of the step has been prepared yet.
-        membership = self.membership
-        if membership is None or not self.in_step:
+        membership = self.membership if self.in_step else None
+        if membership is None:
             return
         if self._join_config.throw_on_early_termination:
             membership.raise_if_exhausted()

@@ -196,14 +196,17 @@ class Fsdp2Joinable(ReducingJoinable):
         """Keep an empty version of what the module is called with in a step, and publish that of the first."""
         if self._example is not None or self.is_shadowing or not torch.is_grad_enabled():
             return
+        first = self.module not in _inputs
+        if first or is_step:
+            _inputs[self.module] = []
         try:
-            if self.module not in _inputs:
-                _inputs[self.module] = []
-                publish(self.policy.store, "inputs", (args, kwargs))
-            if is_step:
-                _inputs[self.module] = []
-            _inputs[self.module].append(emptied((args, kwargs)))
+            empty = emptied((args, kwargs))
+            _inputs[self.module].append(empty)
+            if first:
+                publish(self.policy.store, "inputs", empty)
         except JoinError as error:
+            if first:
+                publish(self.policy.store, "inputs", error)
             raise JoinError(f"The inputs of {type(self.module).__name__}: {error} {_ADVICE}") from error
 
     def after_forward(self, is_step: bool) -> None:

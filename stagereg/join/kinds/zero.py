@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from stagereg.errors import JoinError
-from stagereg.join.joinable import BuiltInJoinable, Joinable, JoinConfig, JoinHook, serves
+from stagereg.join.joinable import BuiltInJoinable, Joinable, JoinHook, serves
 from stagereg.registry import register
 
 __all__ = ["ZeroHook", "ZeroJoinable"]
@@ -33,20 +33,15 @@ class ZeroHook(JoinHook):
 
     def main_hook(self) -> None:
         """Step this rank's shard and take part in the broadcasts."""
-        if not self.joinable.is_due():
-            return
-        optimizer = self.joinable.optimizer
-        config = optimizer._join_config
-        optimizer._join_config = JoinConfig.construct_disabled_join_config()  # a shadowed step announces no rank
-        try:
-            optimizer.step()
-        finally:
-            optimizer._join_config = config
+        if self.joinable.is_due():
+            self.joinable.optimizer.step()
 
 
 @register("joinable", "zero")
 class ZeroJoinable(BuiltInJoinable):
     """Joins a ``ZeroRedundancyOptimizer``: joined ranks go on stepping the shard they own.
+
+    It cannot be the first joinable.
 
     ``Join`` wraps a bare optimizer of that class in this by itself.
 
@@ -57,7 +52,6 @@ class ZeroJoinable(BuiltInJoinable):
         hook: another hook in the place of ``zero``.
     """
 
-    announces_itself = True
     own_hook = ZeroHook
 
     def __init__(

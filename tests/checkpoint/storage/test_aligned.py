@@ -22,7 +22,7 @@ from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile
 from stagereg.checkpoint.store.local_store import mark_file
 
-BUFFERS = [mmap(-1, 2 * PAGE) for _ in range(2)]
+BUFFER = 2 * PAGE
 SIZES = st.one_of(st.integers(0, 5 * PAGE), st.sampled_from([PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 4 * PAGE]))
 MEMORY = mmap(-1, 16 * PAGE)
 MEMORY.write(os.urandom(16 * PAGE))
@@ -43,7 +43,7 @@ def test_the_file_has_the_written_bytes_in_order_and_its_mark_is_right(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "file"
     expected = bytearray()
-    with mock.patch.object(aligned, "_STRAIGHT_BYTES", PAGE), AlignedFile(path, BUFFERS, direct) as file:
+    with mock.patch.object(aligned, "_STRAIGHT_BYTES", PAGE), AlignedFile(path, BUFFER, direct) as file:
         for seed, (how, size, at) in enumerate(steps):
             assert file.tell() == len(expected)
             data: bytes = pattern(size, seed)
@@ -63,7 +63,7 @@ def test_the_file_has_the_written_bytes_in_order_and_its_mark_is_right(
 
 
 def write_some(path: Path) -> AlignedFile:
-    with AlignedFile(path, BUFFERS, direct=True) as file:
+    with AlignedFile(path, BUFFER, direct=True) as file:
         file.write(pattern(5 * PAGE + 7, 1))
         assert file.finish() == mark_file(path)
     assert path.read_bytes() == pattern(5 * PAGE + 7, 1)
@@ -86,7 +86,7 @@ def test_large_memory_is_written_from_where_it_lies(
     monkeypatch.setattr(os, "pwrite", pwrite)
     memory = mmap(-1, 3 << 20)
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    with AlignedFile(tmp_path / "file", BUFFERS, direct) as file:
+    with AlignedFile(tmp_path / "file", BUFFER, direct) as file:
         file.write(b"head")
         file.align(address + 100, len(memory) - 100)
         file.write_memory(memoryview(memory)[100:])
@@ -140,7 +140,7 @@ def test_a_failed_write_is_the_systems_error_with_the_path(
     before = os.listdir("/proc/self/fd"), threading.active_count()
     monkeypatch.setattr(os, call, full)
     with pytest.raises(OSError, match="No space left") as caught:  # noqa: PT012, SIM117
-        with AlignedFile(tmp_path / "file", BUFFERS, direct=True) as file:
+        with AlignedFile(tmp_path / "file", BUFFER, direct=True) as file:
             for _ in range(9):
                 file.write(bytes(PAGE))
             file.finish()

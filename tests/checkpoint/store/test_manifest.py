@@ -37,21 +37,15 @@ def test_a_written_manifest_is_read_back(manifest: Manifest) -> None:
 
 
 @given(st.data())
-def test_a_changed_character_is_noticed(data: st.DataObject) -> None:
+def test_a_cut_or_a_changed_character_is_noticed(data: st.DataObject) -> None:
     text = ONE.dumps()
     at = data.draw(st.integers(0, len(text) - 1))
-    changed = text[:at] + data.draw(st.characters(codec="utf-8")) + text[at + 1 :]
+    changed = text[:at] + data.draw(st.just("") | st.characters(codec="utf-8").map(lambda c: c + text[at + 1 :]))
     if changed == text:
         assert Manifest.loads(changed) == ONE
     else:
         with pytest.raises(ValueError, match=r".+"):
             Manifest.loads(changed)
-
-
-@given(st.integers(0, len(ONE.dumps()) - 1))
-def test_a_torn_one_is_none(length: int) -> None:
-    with pytest.raises(ValueError, match=r".+"):
-        Manifest.loads(ONE.dumps()[:length])
 
 
 NAMES = [
