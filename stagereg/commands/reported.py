@@ -74,7 +74,7 @@ class SweepReport:
             shown = {"parameters": row.parameters, "status": row.status, "again": row.again, "error": row.error}
             rows.append({**shown, "note": row.note, "cells": cells, "jobs": [job.directory for job in row.jobs]})
         return {
-            **{"kind": "sweep", "directory": comparison.directory, "answer": answer(comparison).text},
+            **{"kind": "sweep", "directory": comparison.directory, "answer": answer(comparison)},
             **{"metric": comparison.ranking.name, "better": comparison.ranking.better, "repeats": comparison.repeats},
             **{"parameters": comparison.parameters, "constant": comparison.constant},
             **{"warnings": comparison.warnings, "rows": rows},

@@ -23,7 +23,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -138,8 +138,8 @@ class Compare(Callback):
         repeats = OmegaConf.select(config, "sweep.repeats", default=1) if OmegaConf.is_dict(config.get("sweep")) else 1
         if "repeats" not in sweeper and repeats != 1:
             raise ConfigError(
-                f"sweep.repeats={repeats} needs hydra/sweeper=interleaved: {_sweeper(config.hydra)} "
-                "chooses its jobs by itself, so leave sweep.repeats at 1 with it"
+                f"sweep.repeats={repeats} needs hydra/sweeper=interleaved: {sweeper._target_} chooses its jobs by "
+                "itself, so leave sweep.repeats at 1 with it"
             )
         searched = _searched(sweeper)
         if self._metric is not None and searched is not None and DIRECTIONS.get(searched) != ranking.better:
@@ -152,24 +152,28 @@ class Compare(Callback):
     def _result(self, config: DictConfig, returned: Any, error: Exception | None) -> JobResult:
         hydra = config.hydra
         directory = Path(hydra.runtime.output_dir)
-        overrides, repeat, again = split(map(str, hydra.overrides.task))
-        job = {key: None if OmegaConf.is_missing(hydra.job, key) else hydra.job[key] for key in ("num", "id", "name")}
-        run = _known("records", lambda: _run(directory, self._began), None)
+        overrides, repeat, again = split([str(override) for override in hydra.overrides.task])
+        facts: dict[str, Any] = {}
+        try:
+            run = _run(directory, self._began)
+            facts["figures"] = figures(run, returned)
+            facts["environment"] = _environment(run) | {"load": list(self._load)}
+        except Exception as trouble:
+            log.error("Not all figures of this job are known: %s", _one_text(trouble))
         return JobResult(
             directory=directory,
             status="completed" if error is None else "failed",
             error=None if error is None else _error_text(error),
             overrides=overrides,
-            job=job | {"sweeper": _sweeper(hydra)},
+            job={key: OmegaConf.select(hydra.job, key) for key in ("num", "id", "name")},
             repeat=repeat,
             again=again,
             started=self._began,
             seconds=record.now() - self._began,
             returned=returned,
-            figures=_known("figures", lambda: figures(run, returned), {}),
-            versions=_known("versions", _versions, {}),
-            environment=_known("environment", lambda: _environment(run), {}) | {"load": list(self._load)},
+            versions=_versions(),
             command=self._command(hydra, overrides),
+            **facts,
         )
 
     def _for_sweeper(self, config: DictConfig, failed: bool, value: Any, found: dict[str, float]) -> Any:
@@ -203,10 +207,6 @@ def _sweep_directory(config: DictConfig) -> Path:
     return Path(config.hydra.runtime.cwd, str(config.hydra.sweep.dir))
 
 
-def _sweeper(hydra: Any) -> str:
-    return str(hydra.sweeper._target_).rpartition(".")[2]
-
-
 def _searched(sweeper: Any) -> str | None:
     """In which direction a sweeper searches, which may be an enum; ``None`` where it does not, or in several."""
     direction = OmegaConf.select(sweeper, "direction")
@@ -226,14 +226,6 @@ def _one_text(error: BaseException) -> str:
 
 
 # -- what a job leaves behind
-
-
-def _known(what: str, ask: Callable[[], Any], otherwise: Any) -> Any:
-    try:
-        return ask()
-    except Exception as error:
-        log.error("The %s of this job are not known: %s", what, _one_text(error))
-        return otherwise
 
 
 def _run(directory: Path, began: float) -> Run | None:

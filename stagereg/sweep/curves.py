@@ -1,4 +1,4 @@
-"""What a run logged with ``stagereg.log``, as curves over its steps: the loss, and each other number in a small panel.
+"""What a run logged with ``stagereg.log``, as curves over its steps: a panel for each name, a line for each rank.
 
 Needs matplotlib; the figure becomes a file by :mod:`stagereg.sweep.render.plots`, whose style it has.
 """
@@ -6,61 +6,45 @@ Needs matplotlib; the figure becomes a file by :mod:`stagereg.sweep.render.plots
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from stagereg.sweep.render.plots import COLOURS, plain, styled
+from stagereg.sweep.render.plots import plain, styled
 from stagereg.sweep.run import Run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["curves_figure", "logged"]
+__all__ = ["curves_figure"]
 
 _MOST = 9
 """Panels of one picture, three in a line."""
 
 
-def logged(run: Run) -> dict[str, dict[int, list[tuple[int, float]]]]:
-    """What was logged, by name, and there by rank: (step, value) in the order of logging; NaN for no number.
-
-    The loss comes first, the other names as they were first logged; ``samples`` are counts that figures are made of,
-    and are left out.
-    """
-    curves: dict[str, dict[int, list[tuple[int, float]]]] = {"loss": {}}
-    for rank in run.ranks:
-        for step, _, values in rank.logs:
-            for name, value in values.items():
-                points = curves.setdefault(name, {}).setdefault(rank.rank, [])
-                points.append((step, math.nan if value is None else value))
-    return {name: ranks for name, ranks in curves.items() if ranks and name != "samples"}
-
-
 def curves_figure(run: Run) -> Figure | None:
-    """Draw what ``run`` logged; ``None`` where there is nothing of that. Rank 0 in colour, the other ranks behind it.
+    """Draw what ``run`` logged; ``None`` where that is nothing but ``samples``, which figures are made of.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    shown = list(logged(run).items())[:_MOST]
-    if not shown:
+    curves: defaultdict[str, dict[int, list[tuple[int, float]]]] = defaultdict(dict)
+    for rank in run.ranks:
+        for step, _, values in rank.logs:
+            for name, value in values.items():
+                curves[name].setdefault(rank.rank, []).append((step, math.nan if value is None else value))
+    names = [name for name in curves if name != "samples"][:_MOST]
+    if not names:
         return None
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
-    across = min(len(shown), 3)
-    down = math.ceil(len(shown) / across)
+    across = min(len(names), 3)
+    down = math.ceil(len(names) / across)
     with styled():
         figure = Figure(figsize=(12, 2.6 * down + 0.2))
-        for at, (name, ranks) in enumerate(shown):
-            axes = figure.add_subplot(down, across, at + 1)
-            for rank in sorted(ranks, reverse=True):
-                steps, values = zip(*ranks[rank], strict=True)
-                colour, width = (COLOURS["best"], 1.5) if rank == min(ranks) else (COLOURS["plain"], 0.7)
-                # A line alone would hide that there are few values, and show nothing of single ones.
-                marker = "o" if len(values) <= 2 or any(map(math.isnan, values)) else ""
-                axes.plot(steps, values, color=colour, linewidth=width, marker=marker, markersize=3)
-            others = f", rank {min(ranks)} and the others (grey)" if len(ranks) > 1 else ""
-            axes.set_title(plain(f"{name}{others}"))
-            axes.set_xlabel("step")
-            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        for at, name in enumerate(names):
+            axes = figure.add_subplot(down, across, at + 1, xlabel="step", title=plain(name))
+            for number, points in curves[name].items():
+                axes.plot(*zip(*points, strict=True), marker=".", linewidth=1, label=f"rank {number}")
+            if 1 < len(curves[name]) <= _MOST:
+                axes.legend()
     return figure

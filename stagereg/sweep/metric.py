@@ -92,20 +92,6 @@ METRICS = (
 )
 """All figures that have a name of their own, in the order of their columns."""
 _BY_NAME = {one.name: one for one in METRICS}
-_MIB = 2**20
-_FACTS = {
-    "steps": ("steps", ""),
-    "step_s": ("undisturbed step", "s"),
-    "train_s": ("training time", "s"),
-    "lost_s": ("lost to checkpoints", "s"),
-    "checkpoints": ("checkpoints", ""),
-    "lost_checkpoints": ("lost checkpoints", ""),
-    "stall_s": ("stalls in sum", "s"),
-    "write_s": ("write of a checkpoint", "s"),
-    "state_bytes": ("size of a checkpoint", "MiB"),
-    "bytes_staged": ("staged in all", "MiB"),
-}
-"""Heads and units of the figures that nothing is ranked by."""
 
 
 def metric(name: str) -> Metric:
@@ -158,16 +144,16 @@ def columns(names: Collection[str]) -> list[Metric]:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Return the names of figures as a list of them has them: metrics, what tasks returned, and then the rest."""
-    every = sorted(names)
-    order = [*_BY_NAME, *(name for name in every if name.startswith(RETURNED)), *_FACTS]
-    return sorted(every, key=lambda name: order.index(name) if name in order else len(order))
+    """Return the names of figures as a list of them has them: metrics, and then the rest by their letters."""
+    order = list(_BY_NAME)
+    return sorted(names, key=lambda name: (order.index(name) if name in order else len(order), name))
 
 
 def labelled(name: str, value: float) -> tuple[str, float, str]:
-    """Return what people read of a figure: its heading if it has one, its number and its unit."""
-    head, unit = _FACTS.get(name, (name, _BY_NAME[name].unit if name in _BY_NAME else ""))
-    return head, value / _MIB if unit == "MiB" else value, unit
+    """Return what people read of a figure: its name, its number and its unit."""
+    if "bytes" in name:
+        return name, value / 2**20, "MiB"
+    return name, value, _BY_NAME[name].unit if name in _BY_NAME else "s" if name.endswith("_s") else ""
 
 
 def counted(number: float, noun: str) -> str:

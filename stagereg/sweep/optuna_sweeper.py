@@ -20,6 +20,7 @@ import logging
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,11 @@ _DRAWS = 1000
 """Draws without a new combination after which a search ends: it has seen them all, or nearly."""
 
 
+@dataclass(eq=False)
 class OptunaSweeper(Sweeper):
     """Hydra's sweeper that searches.
 
-    Args:
+    Attributes:
         n_trials: trials in all, also of earlier searches in the same storage.
         repeats: jobs of a trial.
         metric: a figure of stagereg; ``None`` for the number that the task returns.
@@ -63,28 +65,14 @@ class OptunaSweeper(Sweeper):
         pruner: config of an Optuna pruner.
     """
 
-    # Hydra 1.3 takes no sweeper from elsewhere. The file that packaging puts there has this class.
-    __module__ = "hydra_plugins.stagereg_plugin"
-
-    def __init__(
-        self,
-        n_trials: int,
-        repeats: Any,
-        metric: str | None,
-        direction: str | None,
-        storage: str,
-        seed: int,
-        sampler: DictConfig,
-        pruner: DictConfig,
-    ) -> None:
-        self._n_trials = n_trials
-        self._repeats = repeats
-        self._metric = metric
-        self._direction = direction
-        self._storage = storage
-        self._seed = seed
-        self._sampler = sampler
-        self._pruner = pruner
+    n_trials: int
+    repeats: Any
+    metric: str | None
+    direction: str | None
+    storage: str
+    seed: int
+    sampler: DictConfig
+    pruner: DictConfig
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self._loader = hydra_context.config_loader
@@ -95,8 +83,13 @@ class OptunaSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Search until there are ``n_trials`` trials, or all was tried. Raises: ``SweepError``, before any job."""
-        check_repeats(self._repeats)
-        self._optuna = _optuna()
+        check_repeats(self.repeats)
+        try:
+            import optuna
+        except ImportError as error:
+            raise SweepError(f"Searching needs Optuna ({error}): pip install 'hydra-stagereg[optuna]'") from None
+        optuna.logging.set_verbosity(logging.WARNING)
+        self._optuna: Any = optuna
         overrides = OverridesParser.create(config_loader=self._loader).parse_overrides(arguments)
         check_swept(overrides)
         swept = [override for override in overrides if override.is_sweep_override()]
@@ -114,9 +107,8 @@ class OptunaSweeper(Sweeper):
     def _search(self, study: Any) -> None:
         ended = [trial for trial in study.get_trials(deepcopy=False) if _has_ended(trial)]
         self._tried = {self._overrides(trial.params) for trial in ended}
-        if ended:
-            log.info("%d of %d trials were done before: going on", len(ended), self._n_trials)
-        for done in range(len(ended), self._n_trials):
+        log.info("%d of %d trials were done before", len(ended), self.n_trials)
+        for done in range(len(ended), self.n_trials):
             asked = self._asked(study)
             if asked is None:
                 log.info("Nothing is left to try after %d trials", done)
@@ -127,7 +119,7 @@ class OptunaSweeper(Sweeper):
         """Run the jobs of a trial, until one fails or the pruner ends them, and keep what came of it."""
         states = self._optuna.trial.TrialState
         values: list[float] = []
-        for repeat in range(self._repeats):
+        for repeat in range(self.repeats):
             index = study.user_attrs.get(_JOBS, 0)
             # Before it starts: no job may ever run in the directory of one that was killed.
             study.set_user_attr(_JOBS, index + 1)
@@ -141,7 +133,7 @@ class OptunaSweeper(Sweeper):
                 return
             values.append(value)
             trial.report(statistics.median(values), repeat)
-            if repeat + 1 < self._repeats and trial.should_prune():
+            if repeat + 1 < self.repeats and trial.should_prune():
                 study.tell(trial, state=states.PRUNED)
                 return
         study.tell(trial, statistics.median(values))
@@ -151,26 +143,26 @@ class OptunaSweeper(Sweeper):
     def _opened(self, swept: Sequence[Override]) -> Any:
         """The study, new or begun earlier. What a search that was killed has left under way counts as not tried."""
         optuna = self._optuna
-        direction = self._direction or "minimize"
-        if self._metric is not None:
-            direction = "maximize" if directed(self._metric, self._direction).better == "higher" else "minimize"
+        direction = self.direction or "minimize"
+        if self.metric is not None:
+            direction = "maximize" if directed(self.metric, self.direction).better == "higher" else "minimize"
         try:
             study = optuna.create_study(
-                storage=self._storage, study_name=_STUDY, direction=direction, load_if_exists=True
+                storage=self.storage, study_name=_STUDY, direction=direction, load_if_exists=True
             )
         except Exception as error:  # of Optuna, of the database below it, or of that one's driver
-            raise SweepError(f"Optuna cannot use {self._storage}: {str(error).splitlines()[0]}") from error
-        study.pruner = instantiate(self._pruner)
+            raise SweepError(f"Optuna cannot use {self.storage}: {str(error).splitlines()[0]}") from error
+        study.pruner = instantiate(self.pruner)
         search = {
             "over": sorted(str(override.input_line) for override in swept),
             "with": sorted(each for each in self._fixed if each.lstrip("+").partition("=")[0] not in KEYS),
-            "metric": self._metric,
+            "metric": self.metric,
             "direction": direction,
         }
         before = study.user_attrs.get(_SEARCH, search)
         if before != search:
             raise SweepError(
-                f"{self._storage} has another search, whose values cannot be mixed with these: name another one.\n"
+                f"{self.storage} has another search, whose values cannot be mixed with these: name another one.\n"
                 f"It has {json.dumps(before)}\nThis is {json.dumps(search)}"
             )
         study.set_user_attr(_SEARCH, search)
@@ -179,8 +171,8 @@ class OptunaSweeper(Sweeper):
             if trial.state == optuna.trial.TrialState.RUNNING:
                 study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
         # The same seed again would draw the same again.
-        study.sampler = instantiate(self._sampler, seed=self._seed + len(trials))
-        self._random = optuna.create_study(sampler=optuna.samplers.RandomSampler(self._seed + len(trials)))
+        study.sampler = instantiate(self.sampler, seed=self.seed + len(trials))
+        self._random = optuna.create_study(sampler=optuna.samplers.RandomSampler(self.seed + len(trials)))
         if not any(map(_has_ended, trials)):
             study.enqueue_trial(self._defaults())
         return study
@@ -193,15 +185,14 @@ class OptunaSweeper(Sweeper):
             if self._overrides(chosen) not in self._tried:
                 break
             chosen = self._chosen(self._random.ask())
-        if chosen != trial.params:
+        overrides = self._overrides(chosen)
+        if chosen != trial.params or overrides in self._tried:
             study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
+            if overrides in self._tried:
+                return None
             study.enqueue_trial(chosen)
             trial = study.ask()
             self._chosen(trial)
-        overrides = self._overrides(chosen)
-        if overrides in self._tried:
-            study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
-            return None
         self._tried.add(overrides)
         return trial, overrides
 
@@ -234,9 +225,9 @@ class OptunaSweeper(Sweeper):
 
     def _own(self, key: str) -> Any:
         """What the program has for a key or a group by itself."""
-        path, choices = key.lstrip("+"), self._config.hydra.runtime.choices
+        path = key.lstrip("+")
         own = OmegaConf.select(self._config, path, throw_on_resolution_failure=False)
-        return choices.get(path, own)
+        return self._config.hydra.runtime.choices.get(path, own)
 
     def _defaults(self) -> dict[str, Any]:
         """What the program has by itself, as far as it is among the values that are searched."""
@@ -244,10 +235,11 @@ class OptunaSweeper(Sweeper):
         for key, values in self._space.items():
             own = self._own(key)
             if isinstance(values, self._optuna.distributions.CategoricalDistribution):
-                text = "null" if own is None else str(own)
-                if text in values.choices:
-                    defaults[key] = text
-            elif isinstance(own, (int, float)) and values.low <= own <= values.high:
+                own = "null" if own is None else str(own)
+                fits = own in values.choices
+            else:
+                fits = isinstance(own, (int, float)) and values.low <= own <= values.high
+            if fits:
                 defaults[key] = own
         return defaults
 
@@ -268,13 +260,8 @@ class OptunaSweeper(Sweeper):
             raise SweepError(f"{override.input_line} cannot be searched: {error}") from error
 
 
-def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as error:
-        raise SweepError(f"Searching needs Optuna ({error}): pip install 'hydra-stagereg[optuna]'") from None
-    optuna.logging.set_verbosity(logging.WARNING)
-    return optuna
+# Hydra 1.3 takes no sweeper from elsewhere. The file that packaging puts there has this class.
+OptunaSweeper.__module__ = "hydra_plugins.stagereg_plugin"
 
 
 def _has_ended(trial: Any) -> bool:

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -51,7 +51,7 @@ class JobResult:
         status: ``"completed"``, ``"failed"``, or ``"unfinished"``: killed half-way, preempted, or still running.
         error: why it failed, or ``None``.
         overrides: of the task, as they were given; without those that only distinguish repeats.
-        job: Hydra's ``num`` (``None`` outside of a sweep), ``id`` and ``name``, and the class of its ``sweeper``.
+        job: Hydra's ``num`` (``None`` outside of a sweep), ``id`` and ``name``.
         repeat: which run of its combination this is, from 0 on.
         again: whether it runs the first combination once more, as if it were another one.
         started: seconds since the epoch.
@@ -198,18 +198,13 @@ def kind_of(directory: Path) -> Literal["run", "sweep"]:
     raise ConfigError(_nothing_in(directory))
 
 
-def split(overrides: Iterable[str]) -> tuple[tuple[str, ...], int, bool]:
+def split(overrides: Sequence[str]) -> tuple[tuple[str, ...], int, bool]:
     """Part overrides into those of the combination, and which repeat of it this is and whether it is the A/A job."""
-    kept: list[str] = []
-    marks = {"repeat": "0", "again": "false"}
-    for override in overrides:
-        mark = _MARK.fullmatch(override)
-        if mark is None:
-            kept.append(override)
-        else:
-            marks[mark[1]] = mark[2]
-    repeat = int(marks["repeat"]) if marks["repeat"].isdecimal() else 0
-    return tuple(kept), repeat, marks["again"].lower() == "true"
+    marks = [_MARK.fullmatch(override) for override in overrides]
+    kept = tuple(override for override, mark in zip(overrides, marks, strict=True) if mark is None)
+    found = {mark[1]: mark[2] for mark in marks if mark is not None}
+    repeat = found.get("repeat", "")
+    return kept, int(repeat) if repeat.isdecimal() else 0, found.get("again", "").lower() == "true"
 
 
 # -- folders
@@ -242,9 +237,8 @@ def _nothing_in(path: Path) -> str:
 
 
 def _command(directory: Path) -> str:
-    shown = os.path.relpath(directory)
     kind = "sweep" if _is_sweep(directory) else "run"
-    return f"  stagereg report {shlex.quote(str(directory) if shown.startswith('..') else shown)}  # a {kind}"
+    return f"  stagereg report {shlex.quote(os.path.relpath(directory))}  # a {kind}"
 
 
 # -- a job without a result
@@ -252,11 +246,9 @@ def _command(directory: Path) -> str:
 
 def _without_result(directory: Path, trouble: str) -> JobResult:
     """What Hydra and the ranks have left of a job."""
-    overrides, repeat, again = split(map(str, _of(list, _yaml(directory / _OVERRIDES))))
+    overrides, repeat, again = split([str(each) for each in _of(list, _yaml(directory / _OVERRIDES))])
     hydra = _of(dict, _of(dict, _yaml(directory / ".hydra" / "hydra.yaml")).get("hydra"))
     job = {name: value for name, value in _of(dict, hydra.get("job")).items() if name in ("num", "id", "name")}
-    if target := _of(dict, hydra.get("sweeper")).get("_target_"):
-        job["sweeper"] = str(target).rpartition(".")[2]
     known: dict[str, Any] = {"overrides": overrides, "job": job, "repeat": repeat, "again": again}
     try:
         run = Run.read(directory)

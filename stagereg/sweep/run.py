@@ -203,15 +203,16 @@ class Run:
     @property
     def versions(self) -> dict[str, str]:
         """Of stagereg, torch, hydra-core and python, as far as they were recorded."""
-        start = self.ranks[0].start
-        names = ("stagereg", "torch", "hydra-core", "python")
-        return {name: start[name] for name in names if isinstance(start.get(name), str)}
+        return self._texts("stagereg", "torch", "hydra-core", "python")
 
     @property
     def environment(self) -> dict[str, str]:
         """What rank 0, or the first there is, recorded of its machine: ``host`` and, where it has one, ``device``."""
+        return self._texts("host", "device")
+
+    def _texts(self, *names: str) -> dict[str, str]:
         start = self.ranks[0].start
-        return {name: start[name] for name in ("host", "device") if isinstance(start.get(name), str)}
+        return {name: start[name] for name in names if isinstance(start.get(name), str)}
 
     @property
     def damaged(self) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,29 +61,27 @@ def write_sweep(comparison: Comparison, directory: Path) -> list[Path]:
     Raises:
         ConfigError: the package tensorboard is missing, or the directory cannot be written.
     """
-    rows = comparison.rows
-    numeric = [name for name in comparison.parameters if all(_is_number(row.parameters.get(name)) for row in rows)]
     written = []
-    for row in rows:
-        given: dict[str, float | str] = {name: row.parameters.get(name, "") for name in comparison.parameters}
-        given |= {name: float(row.parameters[name]) for name in numeric}
+    for row in comparison.rows:
+        given: dict[str, float | str] = {}
+        for name in comparison.parameters:
+            texts = [each.parameters.get(name, "") for each in comparison.rows]
+            value = row.parameters.get(name, "")
+            given[name] = float(value) if all(map(_is_number, texts)) else value
         for job in row.jobs:
-            if comparison.repeats > 1:
-                given |= {"repeat": job.repeat, "A/A": "yes" if job.again else "no"}
-            inside = job.directory.is_relative_to(comparison.directory)
-            name = job.directory.relative_to(comparison.directory) if inside else job.directory.name
-            written.append(directory / name)
+            repeat: dict[str, float | str] = {"repeat": job.repeat, "A/A": "yes" if job.again else "no"}
+            written.append(directory / job.directory.relative_to(comparison.directory))
             with _opened(written[-1]) as writer:
                 with contextlib.suppress(ConfigError):  # a job that recorded nothing has its figures
                     _write_scalars(Run.read(job.directory), writer)
                 known = {metric.name: job.figures.get(metric.name) for metric in comparison.metrics}
-                _write_hparams(given, known, job.status == "completed", writer)
+                _write_hparams(given | repeat, known, job.status == "completed", writer)
     return written
 
 
-def _is_number(text: str | None) -> bool:
+def _is_number(text: str) -> bool:
     try:
-        return text is not None and math.isfinite(float(text))
+        return math.isfinite(float(text))
     except ValueError:
         return False
 
@@ -105,17 +103,15 @@ def _opened(directory: Path) -> Iterator[SummaryWriter]:
 
 
 def _write_scalars(run: Run, writer: SummaryWriter) -> None:
-    spans = {
-        "checkpoint/stall_ms": [span for rank in run.ranks for span in rank.stalls],
-        "checkpoint/stage_ms": [span for rank in run.ranks for span in rank.stages],
-        "checkpoint/write_ms": [span for rank in run.ranks for span in rank.writes],
-        "train/step_ms": [span for rank in run.ranks for span in rank.step_spans()[1:]],
+    spans: dict[str, list[Sequence[Span]]] = {
+        "checkpoint/stall_ms": [rank.stalls for rank in run.ranks],
+        "checkpoint/stage_ms": [rank.stages for rank in run.ranks],
+        "checkpoint/write_ms": [rank.writes for rank in run.ranks],
+        "train/step_ms": [rank.step_spans()[1:] for rank in run.ranks],
     }
-    for tag, every in spans.items():
-        slowest: dict[int, Span] = {}
-        for span in sorted(every, key=lambda span: span.seconds):
-            slowest[span.step] = span
-        for step, span in sorted(slowest.items()):
+    for tag, of_ranks in spans.items():
+        every = sorted((span for spans in of_ranks for span in spans), key=lambda span: span.seconds)
+        for step, span in sorted({span.step: span for span in every}.items()):
             writer.add_scalar(tag, span.seconds * 1e3, step, walltime=span.end)
     for rank in run.ranks:
         for step, at, values in rank.logs:

@@ -124,14 +124,13 @@ def usual_window(run: Run) -> Window:
     ends = sorted(t - run.began for _, t in max((record.steps for record in run.ranks), key=len))
     if len(ends) <= _MOST_STEPS and len(checkpoints) <= _MOST_CHECKPOINTS:
         return whole
-    if not checkpoints:
-        return whole[0], ends[_MOST_STEPS - 1]
     if not ends:
         return whole[0], checkpoints[_MOST_CHECKPOINTS].end
-    first = max(bisect_right(ends, checkpoints[0].start) - 1 - _BEFORE, 0)
+    first = checkpoints[0] if checkpoints else None
+    begin = max(bisect_right(ends, first.start) - 1 - _BEFORE, 0) if first else 0
+    start, end = max(ends[begin], whole[0]), ends[min(begin + _MOST_STEPS, len(ends) - 1)]
     # Ranks need not be at the same step at the same time.
-    start = min(max(ends[first], whole[0]), checkpoints[0].start)
-    return start, max(checkpoints[0].end, ends[min(first + _MOST_STEPS, len(ends) - 1)])
+    return (min(start, first.start), max(end, first.end)) if first else (whole[0], end)
 
 
 def _whole(run: Run) -> Window:
@@ -155,27 +154,16 @@ def _whole(run: Run) -> Window:
 # -- the picture: the top lane is at 0, each rank has its three lanes from ``top`` on, and y points down
 
 
-def _readable(axes: Axes, places: Sequence[float]) -> list[bool]:
-    """Which of these places, in their order, can have a label: those in the picture that are far enough apart."""
+def _draw_checkpoints(axes: Axes, checkpoints: Sequence[Saved]) -> None:
     left, right = axes.get_xlim()
     labelled = -inf
-    readable = []
-    for place in places:
-        readable.append(left <= place <= right and place - labelled >= _LABEL * (right - left))
-        if readable[-1]:
-            labelled = place
-    return readable
-
-
-def _draw_checkpoints(axes: Axes, checkpoints: Sequence[Saved]) -> None:
-    readable = _readable(axes, [one.start for one in checkpoints])
-    for one, has_label in zip(checkpoints, readable, strict=True):
+    for one in checkpoints:
         colour = _GREY if one.state == "complete" else _STALL
         axes.hlines(0.62, one.start, one.end, color=colour, linewidth=2.2, label="checkpoint, until complete")
         axes.axvline(one.start, color=colour, linewidth=0.7, linestyle=":", zorder=1.5)
-        if has_label:
-            text = str(one.step) if one.state == "complete" else f"{one.step} {one.state}"
-            axes.text(one.start, 0.38, text, va="bottom", clip_on=True)
+        if left <= one.start <= right and one.start - labelled >= _LABEL * (right - left):
+            labelled = one.start
+            axes.text(one.start, 0.38, str(one.step) if one.state == "complete" else f"{one.step} {one.state}")
 
 
 def _draw_rank(axes: Axes, top: float, record: RankRecord, began: float, last: float) -> None:
@@ -187,7 +175,7 @@ def _draw_rank(axes: Axes, top: float, record: RankRecord, began: float, last: f
         if shown:
             axes.broken_barh(shown, (top + lane[0], lane[1]), facecolors=colour, label=label, **looks)
 
-    opening, steps = record.step_spans()[:1], record.step_spans()[1:]
+    steps = record.step_spans()[1:]
     with_data = max(record.steps_with_data - 1, 0)
     full, empty = steps[:with_data], steps[with_data:]
     if (record.join or {}).get("shadowed") and not empty and record.steps and last > record.steps[-1][1]:
@@ -195,20 +183,12 @@ def _draw_rank(axes: Axes, top: float, record: RankRecord, began: float, last: f
         empty = [Span(0, record.steps[-1][1], last - record.steps[-1][1])]
     if sum(span.end - began >= left and span.start - began <= right for span in steps) > _MERGED_FROM:
         full, empty = ([Span(0, some[0].start, some[-1].end - some[0].start)] if some else [] for some in (full, empty))
-    if opening and opening[0].end - began - left > 2 * _MARGIN * (right - left):
-        draw(opening, _TRAINING, "none", "start, up to the first step", edgecolor=_GREY, linestyle=":")
     draw(full[::2], _TRAINING, _GREY, "steps of training", alpha=0.55, linewidth=0)
     draw(full[1::2], _TRAINING, _GREY, "steps of training", alpha=0.3, linewidth=0)
     draw(empty, _TRAINING, "none", "steps without data", hatch="////", edgecolor=_GREY, linewidth=0.3)
     draw(record.stages, _STAGING, _STAGE, "staging: copy to memory", edgecolor=_STAGE)
     draw(record.writes, _WRITING, _WRITE, "writing: copy to disk", edgecolor=_WRITE)
     draw(record.stalls, _TRAINING, _STALL, "stall: training stands still", edgecolor=_STALL, zorder=2)
-    middles = [span.start + span.seconds / 2 - began for span in record.stalls]
-    for span, middle, has_label in zip(record.stalls, middles, _readable(axes, middles), strict=True):
-        if has_label:
-            ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
-            style: dict[str, Any] = {"fontsize": 7.5, "color": _STALL, "ha": "center", "va": "bottom", "bbox": ground}
-            axes.text(middle, top + 0.12, _duration(span.seconds), **style)
 
 
 def _duration(seconds: float) -> str:

@@ -130,3 +130,19 @@ def test_the_device_is_done_before_the_clock_is_looked_at() -> None:
     watch.start()  # what was under way before, 2 s, does not count
     assert watch.lap(settled=False) == 0.0
     assert watch.lap() == 5.0
+
+
+def test_only_the_last_time_of_a_case_waits_for_the_device() -> None:
+    clock = Clock()
+
+    def settle() -> None:
+        clock.now += 1.0
+
+    def turn() -> Iterator[None]:
+        yield
+        clock.now += 2.0
+        yield
+        yield
+
+    sample = Case("blocked", "done", turn=turn).sample(Stopwatch(settle, clock))
+    assert sample == {"blocked": 2.0, "done": 3.0}

@@ -208,29 +208,35 @@ def handed(directory: Path, returned: JobReturn, metric: str | None, sweeper: di
     return returned.return_value
 
 
-def test_a_sweeper_gets_the_number_it_is_to_search_by(tmp_path: Path) -> None:
-    seen = {"score": 3, "loss": 0.5}
-    assert handed(tmp_path, ended(dict(seen)), "returned.score") == 3
-    assert handed(tmp_path, ended(dict(seen)), "loss") == 0.5
-    assert handed(tmp_path, ended(0.25), "loss") == 0.25
-    assert handed(tmp_path, ended(dict(seen)), None) == seen
+def failed() -> JobReturn:
+    return ended(KeyError("x"), JobStatus.FAILED)
 
 
-def test_a_failed_job_is_no_number_or_the_worst_for_a_sweeper_that_searches(tmp_path: Path) -> None:
-    def failed() -> JobReturn:
-        return ended(KeyError("x"), JobStatus.FAILED)
-
-    for returned, status in ((failed(), "failed"), (ended({"score": 3}), "completed")):
-        value = handed(tmp_path, returned, "stall_ms")
-        assert value != value
-        assert JobResult.read(tmp_path / "0").status == status
-    for direction, worst in (("minimize", math.inf), ("maximize", -math.inf)):
-        assert handed(tmp_path, failed(), "stall_ms", {"direction": direction}) == worst
-    assert handed(tmp_path, ended({"score": 3}), "stall_ms", {"direction": "minimize"}) == math.inf
+@pytest.mark.parametrize(
+    ("returned", "metric", "sweeper", "value"),
+    [
+        ({"score": 3, "loss": 0.5}, "returned.score", {}, 3),
+        ({"score": 3, "loss": 0.5}, "loss", {}, 0.5),
+        (0.25, "loss", {}, 0.25),
+        ({"score": 3}, None, {}, {"score": 3}),
+        ({"score": 3}, "stall_ms", {}, math.nan),
+        ({"score": 3}, "stall_ms", {"direction": "minimize"}, math.inf),
+        (None, "stall_ms", {}, math.nan),
+        (None, "stall_ms", {"direction": "minimize"}, math.inf),
+        (None, "stall_ms", {"direction": "maximize"}, -math.inf),
+    ],
+)
+def test_a_sweeper_gets_the_number_it_searches_by_or_the_worst(
+    returned: Any, metric: str | None, sweeper: dict[str, Any], value: Any, tmp_path: Path
+) -> None:
+    job = failed() if returned is None else ended(returned)
+    given = handed(tmp_path, job, metric, sweeper)
+    assert given == value or (given != given and value != value)
+    assert JobResult.read(tmp_path / "0").status == ("failed" if returned is None else "completed")
 
 
 def test_a_single_job_that_fails_stays_failed_and_leaves_its_result(tmp_path: Path) -> None:
-    returned = ended(KeyError("x"), JobStatus.FAILED)
+    returned = failed()
     Compare().on_job_end(config(tmp_path, mode="RUN"), returned)
     assert returned.status == JobStatus.FAILED
     assert JobResult.read(tmp_path / "0").status == "failed"
@@ -267,8 +273,8 @@ def test_an_error_of_the_callback_costs_no_job_its_value_and_no_sweep_its_table(
     }
     monkeypatch.setattr(where[broken], fail)
     assert handed(tmp_path, ended(0.5), None) == 0.5
-    failed = handed(tmp_path, ended(KeyError("x"), JobStatus.FAILED), None)
-    assert failed != failed
+    worst = handed(tmp_path, failed(), None)
+    assert worst != worst
     assert "the disk is full" in caplog.text
     assert (tmp_path / "0" / "result.json").exists() == (broken != "write")
 
@@ -279,19 +285,16 @@ def test_an_error_of_the_callback_costs_no_job_its_value_and_no_sweep_its_table(
         ("stal_ms", None, {}, {}, "There is no metric 'stal_ms'. Did you mean 'stall_ms'?"),
         ("loss", "down", {}, {}, "minimize or maximize, not 'down'"),
         ("shadowed_steps", None, {}, {}, "sweep.direction=minimize"),
-        ("loss", None, {}, {"repeats": 3}, "sweep.repeats=3 needs hydra/sweeper=interleaved: BasicSweeper chooses"),
-        (
-            "loss",
-            None,
-            {"direction": "maximize"},
-            {},
-            "hydra.sweeper.direction=maximize: set hydra",
-        ),
+        ("loss", None, {}, {"repeats": 3}, "sweep.repeats=3 needs hydra/sweeper=interleaved: "),
+        ("loss", None, {"direction": "maximize"}, {}, "hydra.sweeper.direction=maximize: set hydra"),
         ("samples_per_s", None, {"direction": "minimize"}, {}, "samples_per_s is to maximize, but"),
+        (None, None, {"direction": "maximize"}, {}, ""),
+        ("loss", "maximize", {"direction": "maximize"}, {}, ""),
+        ("loss", None, {"repeats": 3}, {"repeats": 3}, ""),
     ],
 )
 def test_settings_that_make_a_sweep_useless_are_refused_before_it(
-    metric: str,
+    metric: str | None,
     direction: str | None,
     sweeper: dict[str, Any],
     sweep: dict[str, Any],
@@ -299,28 +302,17 @@ def test_settings_that_make_a_sweep_useless_are_refused_before_it(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    callback, cfg = Compare(metric, direction), config(tmp_path, sweeper, **sweep)
+    if not line:
+        callback.on_multirun_start(cfg)
+        return
     with pytest.raises(SystemExit) as left:
-        Compare(metric, direction).on_multirun_start(config(tmp_path, sweeper, **sweep))
+        callback.on_multirun_start(cfg)
     assert left.value.code == 1
     seen = capsys.readouterr().err
     assert seen.startswith("stagereg: ")
     assert line in seen
     assert len(seen.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("metric", "direction", "sweeper"),
-    [
-        (None, None, {"direction": "maximize"}),
-        ("loss", "maximize", {"direction": "maximize"}),
-        ("samples_per_s", None, {"direction": "maximize"}),
-        ("loss", None, {"repeats": 3}),
-    ],
-)
-def test_useful_settings_are_not_refused(
-    metric: str | None, direction: str | None, sweeper: dict[str, Any], tmp_path: Path
-) -> None:
-    Compare(metric, direction).on_multirun_start(config(tmp_path, sweeper, **sweeper))
 
 
 def test_a_sweep_that_cannot_be_compared_shows_how_to_try_again(

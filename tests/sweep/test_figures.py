@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -100,25 +101,6 @@ class TestLostTime:
         found = figures(run_of(record))
         assert (found["train_s"], found["lost_s"], found["lost_percent"]) == (5, 1, 20)
 
-    def test_staging_within_the_stall_disturbs_no_step(self) -> None:
-        held = Span(2, 1, 0.5)
-        record = RankRecord(0, steps=steps(1, 1.5, 1, 1), stalls=(held,), stages=(held,))
-        found = figures(run_of(record))
-        assert (found["step_s"], found["lost_s"]) == (1, 0.5)
-
-    def test_only_stalls_count_where_fewer_than_three_steps_were_undisturbed(self) -> None:
-        stall, write = Span(1, 0, 0.5), Span(1, 0.5, 3.0)
-        two = figures(
-            run_of(RankRecord(0, steps=steps(1.5, 9, 1, 1), stalls=(stall,), writes=(replace(write, seconds=9),)))
-        )
-        three = figures(
-            run_of(RankRecord(0, steps=steps(1.5, 9, 1, 1, 1), stalls=(stall,), writes=(replace(write, seconds=9),)))
-        )
-        assert two["lost_s"] == 0.5
-        assert "step_s" not in two
-        assert three["lost_s"] == 8.5
-        assert three["step_s"] == 1
-
     def test_the_work_of_other_ranks_disturbs_on_the_same_machine_only(self) -> None:
         here, there = {"host": "a"}, {"host": "b"}
         own = RankRecord(0, here, steps=steps(1, 2, 1, 1), stalls=(Span(9, 99, 0.0),))
@@ -161,6 +143,7 @@ class TestLostTime:
             lost += max(0, sum(disturbed) - len(disturbed) * statistics.median(usual))
         found = figures(run_of(record))
         assert found["lost_s"] == pytest.approx(lost)
+        assert ("step_s" in found) == (len(usual) >= 3)
         assert found["train_s"] == pytest.approx(training)
         assert found["lost_percent"] == pytest.approx(100 * lost / training)
 
@@ -207,26 +190,17 @@ class TestLoss:
 
 
 def test_numbers_that_a_task_returns_have_figures_also_without_a_run() -> None:
-    returned = {"accuracy": 0.5, "count": 3, "nan": math.nan, "name": "x", "flag": True, "list": [1], "loss": 1}
+    returned = {
+        "accuracy": 0.5,
+        "count": 3,
+        "nan": math.nan,
+        "name": "x",
+        "flag": True,
+        "list": [1],
+        "loss": Decimal(1),
+    }
     assert figures(None, returned) == {"returned.accuracy": 0.5, "returned.count": 3.0, "loss": 1.0}
     assert figures(None) == {}
-
-
-class Scalar:
-    """Like a tensor: a number if it has one element."""
-
-    def __init__(self, *elements: float) -> None:
-        self.elements = elements
-
-    def __float__(self) -> float:
-        if len(self.elements) != 1:
-            raise RuntimeError("only one element tensors can be converted to scalars")
-        return self.elements[0]
-
-
-def test_values_that_convert_to_a_number_are_numbers() -> None:
-    assert figures(None, {"loss": Scalar(1.5), "many": Scalar(1, 2)}) == {"loss": 1.5}
-    assert figures(None, Scalar(math.nan)) == {}
 
 
 def test_saves_that_failed_are_counted(tmp_path: Path) -> None:

@@ -72,12 +72,11 @@ def test_numbers_come_with_their_unit() -> None:
 
 
 def test_a_list_of_figures_begins_with_metrics_and_has_units_people_read() -> None:
-    names = ["zeal", "state_bytes", "returned.b", "loss", "returned.a", "steps", "stall_ms"]
-    ordered = ["stall_ms", "loss", "returned.a", "returned.b", "steps", "state_bytes", "zeal"]
-    assert in_order(names) == ordered
-    assert labelled("state_bytes", 3 * 2**20) == ("size of a checkpoint", 3.0, "MiB")
+    ordered = ["stall_ms", "loss", "returned.a", "returned.b", "state_bytes", "steps", "zeal"]
+    assert in_order(sorted(ordered)) == ordered
+    assert labelled("state_bytes", 3 * 2**20) == ("state_bytes", 3.0, "MiB")
     assert labelled("lost_percent", 0.5) == ("lost_percent", 0.5, "%")
-    assert labelled("zeal", 2.0) == ("zeal", 2.0, "")
+    assert labelled("train_s", 2.0) == ("train_s", 2.0, "s")
     assert [quantity(1.5, "%"), quantity(1.5, "ms"), quantity(1.5, "")] == ["1.5%", "1.5 ms", "1.5"]
 
 

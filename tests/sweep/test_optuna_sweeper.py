@@ -163,16 +163,15 @@ def test_a_trial_that_is_worse_than_the_others_is_pruned(search: Search) -> None
 
 @pytest.mark.parametrize(
     ("settings", "best"),
-    [({"metric": "stall_ms"}, "1"), ({"metric": "samples_per_s"}, "3"), ({"direction": "maximize"}, "3")],
+    [
+        ({"metric": "stall_ms"}, "1"),
+        ({"metric": "samples_per_s"}, "3"),
+        ({"direction": "maximize", "sampler": OmegaConf.create({"_target_": "optuna.samplers.RandomSampler"})}, "3"),
+    ],
 )
 def test_the_direction_is_that_of_the_metric(settings: dict[str, Any], best: str, search: Search) -> None:
     search(lr, "lr=1,2,3", **settings)
     assert search.study().best_params == {"lr": best}
-
-
-def test_another_sampler_is_named_by_its_class(search: Search) -> None:
-    sampler = OmegaConf.create({"_target_": "optuna.samplers.RandomSampler"})
-    assert len(search(lr, "lr=1,2,3", sampler=sampler)) == 3
 
 
 def test_another_search_is_not_mixed_into_a_study(search: Search) -> None:

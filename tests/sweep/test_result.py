@@ -180,15 +180,9 @@ class TestResults:
         assert {job.directory.parent for job in results(tmp_path)} == {tmp_path}
 
     def test_the_error_for_an_empty_folder_names_the_expected_files(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"holds no job.*result\.json.*hydra\.sweep\.dir"):
-            results(tmp_path)
-        (tmp_path / "multirun.yaml").write_text("")
-        with pytest.raises(ConfigError, match=r"holds no job"):
-            results(tmp_path)
-        with pytest.raises(ConfigError, match=r"absent holds no job"):
-            results(tmp_path / "absent")
-        with pytest.raises(ConfigError, match=r"multirun\.yaml holds no job"):
-            results(tmp_path / "multirun.yaml")
+        for directory in (tmp_path, tmp_path / "absent"):
+            with pytest.raises(ConfigError, match=r"holds no job.*result\.json.*hydra\.sweep\.dir"):
+                results(directory)
 
 
 def test_repeats_are_distinguished_from_combinations() -> None:

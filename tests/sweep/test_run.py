@@ -166,14 +166,11 @@ def test_joins_that_were_left_one_after_the_other_are_summed(tmp_path: Path) -> 
     assert lines(tmp_path, START).ranks[0].join is None
 
 
-def test_a_run_is_unfinished_until_every_rank_has_recorded_its_end(tmp_path: Path) -> None:
+def test_a_run_has_ended_as_its_ranks_have(tmp_path: Path) -> None:
     assert lines(tmp_path, {**START, "world_size": 2}, END).status == "unfinished"
     assert lines(tmp_path, START, rank=1).status == "unfinished"
     run = lines(tmp_path, START, END, rank=1)
     assert (run.status, run.finished) == ("completed", True)
-
-
-def test_a_run_has_failed_when_some_rank_has(tmp_path: Path) -> None:
     lines(tmp_path, {**START, "world_size": 3})
     lines(tmp_path, START, {**END, "status": "failed", "error": "RuntimeError: rank 2 is gone"}, rank=1)
     run = lines(tmp_path, START, {**END, "t": 8.9, "status": "failed", "error": "ValueError: no"}, rank=2)
@@ -186,10 +183,9 @@ def test_a_newer_format_is_reported(tmp_path: Path) -> None:
 
 
 def test_the_error_for_a_directory_without_a_run_names_the_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no metrics\.jsonl in it"):
-        Run.read(tmp_path)
-    with pytest.raises(ConfigError, match=r"there is no metrics\.jsonl in it"):
-        Run.read(tmp_path / "absent")
+    for directory in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ConfigError, match=r"there is no metrics\.jsonl in it"):
+            Run.read(directory)
     (tmp_path / "metrics_of_mine.jsonl").write_text('{"event": "step", "t": 1, "step": 1}\n')
     with pytest.raises(ConfigError, match=r"there is no metrics\.jsonl in it"):
         Run.read(tmp_path)

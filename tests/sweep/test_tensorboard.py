@@ -100,7 +100,9 @@ def test_parameters_that_are_numbers_in_all_jobs_are_numbers(tmp_path: Path) -> 
     numbers = {"lr=0.1": 3.0, "lr=1e-3": 2.0}
     comparison = compare(results(sweep(tmp_path / "a", numbers, repeats=1, again=False, failing="", unfinished="")))
     tensorboard.write_sweep(comparison, tmp_path / "b")
-    assert [hparams(tmp_path / "b" / job)[0] for job in "01"] == [{"lr": 0.1}, {"lr": 0.001}]
+    assert [hparams(tmp_path / "b" / job)[0] for job in "01"] == [
+        {"lr": lr, "repeat": 0, "A/A": "no"} for lr in (0.1, 0.001)
+    ]
 
 
 def test_without_the_package_or_a_directory_one_line_is_the_reason(

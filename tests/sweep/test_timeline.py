@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagereg.errors import ConfigError
-from stagereg.sweep.curves import curves_figure, logged
+from stagereg.sweep.curves import curves_figure
 from stagereg.sweep.figures import Saved, saved
 from stagereg.sweep.run import RankRecord, Run, Span
 from stagereg.sweep.timeline import timeline_figure, usual_window
@@ -216,15 +216,6 @@ def test_the_number_of_steps_with_data_is_that_of_the_join() -> None:
 # -- the checkpoints and the curves beside it
 
 
-def test_a_checkpoint_is_as_slow_as_its_slowest_rank_and_as_large_as_all(read: Read) -> None:
-    run = read(ranks=3, stall_s=0.002, nbytes=100)
-    first = saved(run)[0]
-    assert (first.step, first.state, first.nbytes) == (10, "complete", 300)
-    assert first.stall_s == pytest.approx(0.0022, abs=1e-6)
-    assert first.end - first.start == pytest.approx(0.025, abs=1e-6)
-    assert [one.step for one in saved(run)] == [10, 20, 30, 40]
-
-
 def test_lost_checkpoints_have_their_error_and_a_step_saved_twice_is_two() -> None:
     stalls = (Span(10, BEGAN + 1, 0.1), Span(10, BEGAN + 3, 0.3), Span(20, BEGAN + 5, 0.1))
     writes = (Span(10, BEGAN + 1.1, 0.5), Span(10, BEGAN + 3.3, 0.5))
@@ -241,10 +232,9 @@ def test_lost_checkpoints_have_their_error_and_a_step_saved_twice_is_two() -> No
 
 def test_logged_values_are_drawn_except_sample_counts(read: Read) -> None:
     run = read(ranks=2)
-    assert list(logged(run)) == ["loss"]
     figure = curves_figure(run)
     assert figure is not None
     (axes,) = figure.axes
+    assert axes.get_title("left") + axes.get_title() == "loss"
     assert [len(line.get_xdata()) for line in axes.lines] == [40, 40]
-    assert axes.lines[-1].get_color() == COLOURS["best"], "rank 0 is on top"
     assert curves_figure(replace(run, ranks=tuple(replace(rank, logs=()) for rank in run.ranks))) is None

@@ -14,7 +14,6 @@ import base64
 import hashlib
 import json
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,15 +23,12 @@ from typing import Any
 import stagereg.sweep.render.tables as tables_of
 from stagereg.sweep.answer import answer as answer_of
 from stagereg.sweep.comparison import Comparison, ComparisonRow
-from stagereg.sweep.metric import METRICS, counted, in_order, labelled, shown
+from stagereg.sweep.metric import METRICS, in_order, labelled, shown
 from stagereg.sweep.render.tables import Table
 from stagereg.sweep.result import CONFIG
 from stagereg.sweep.run import Run
 
 __all__ = ["Picture", "compare_page", "config_text", "run_page"]
-
-_LONGEST_CONFIG = 200_000
-"""Characters of a config that a page takes."""
 
 
 @dataclass(frozen=True)
@@ -73,31 +69,20 @@ def compare_page(
     table = tables_of.compare_table(comparison)
     ranking, best = comparison.ranking, comparison.best
     jobs = [job for row in comparison.ranked for job in row.jobs]
-    found = answer_of(comparison)
-    done = sum(job.status == "completed" for job in jobs)
-    rows = [row for row in comparison.rows if not row.again]
-    repeats = f"{counted(len(rows), 'combination')}, {counted(comparison.repeats, 'run')} each"
-    again = "; and the A/A row" if len(rows) < len(comparison.rows) else ""
-    tiles = [
-        ("the difference is", found.difference, found.why, found.kind),
-        ("runs", f"{done} of {len(jobs)} completed", repeats + again, "" if done == len(jobs) else "bad"),
-    ]
-    if best is not None:
-        tiles.insert(0, (f"best {ranking.name}", tables_of.one_line(best.cells[ranking.name]), best.label, "best"))
     began = min((job.started for job in jobs if job.started > 0), default=0.0)
     return _rendered(
         title=f"Sweep {comparison.directory.name}",
         kicker=f"stagereg sweep · {comparison.directory} · {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(began))}",
         directory=comparison.directory,
-        answer=found.text,
+        answer=answer_of(comparison),
         warnings=comparison.warnings,
-        tiles=tiles,
         command_label="The best, once more",
         command=_command(best) if best else "",
         tables=[replace(table, title=f"Table: {table.title}")],
         ranking=ranking,
         remarks=tables_of.remarks(comparison),
-        pictures=pictures,
+        above=(),
+        below=pictures,
         details=[_row_detail(row, ranking.name, timelines or {}) for row in comparison.ranked],
         environment=_facts([{**job.environment, **job.versions} for job in jobs]),
     )
@@ -138,10 +123,6 @@ def run_page(
         warnings: lines for the top of the page.
         error: what the run has failed of, in full; folded, for a line of it is expected among the warnings.
     """
-    kind = {"completed": "good", "failed": "bad"}.get(run.status, "open")
-    tiles = [("status", run.status, f"after {shown(run.seconds)} s", kind)]
-    metrics = [metric for metric in METRICS if metric.name in figures][:3]
-    tiles += [(one.name, one.text(figures[one.name]), re.split(r"[:.]", one.doc)[0], "") for one in metrics]
     docs = {metric.name: metric.doc for metric in METRICS}
     rows = tuple((*labelled(name, figures[name]), docs.get(name, "")) for name in in_order(figures))
     return _rendered(
@@ -150,24 +131,22 @@ def run_page(
         directory=run.directory,
         answer=answer,
         warnings=warnings,
-        tiles=tiles,
         command_label="Run it again",
         command=command,
         tables=[Table("Figures", ("figure", "value", "unit", "what it is"), rows), *tables],
         ranking=None,
         remarks=(),
-        pictures=pictures,
+        above=pictures,
+        below=(),
         details=[_Detail(name, [("", text)]) for name, text in (("Error", error), ("Config", config)) if text],
         environment=_facts([environment or {}]),
     )
 
 
 def config_text(directory: Path) -> str:
-    """Return the config of the job in a directory, as far as a page takes it; empty if there is none."""
+    """Return the config of the job in a directory; empty if there is none."""
     file = directory / CONFIG
-    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    more = len(text) - _LONGEST_CONFIG
-    return f"{text[:_LONGEST_CONFIG]}\n# {more} more characters are left out here" if more > 0 else text
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
 def _rendered(**values: Any) -> str:

@@ -48,7 +48,6 @@ _STYLE: dict[Any, Any] = {
     "axes.titlelocation": "left",
     "axes.titlesize": 10.0,
     "axes.titleweight": "bold",
-    "axes.ymargin": 0.0,
     "figure.constrained_layout.use": True,
     "font.size": 9.0,
     "grid.color": "#dde2e8",

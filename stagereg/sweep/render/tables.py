@@ -49,8 +49,6 @@ _FOLDED = 24
 """Characters that a parameter's text has in a line."""
 _INDENT, _GAP = 2, 2
 """Columns before a table, and between those of it."""
-_NAMED = 2
-"""Rows that are named before they are counted."""
 _FINER = 4
 """Digits that a median may have beyond three, where its spread is as small."""
 
@@ -102,10 +100,7 @@ def remarks(comparison: Comparison) -> list[str]:
     lines = [_MARKED] if cells else []
     lines += [_TIES] if any(cell.verdict == "tie" for cell in cells) else []
     lines += [_AGAIN] if any(row.again for row in rows) else []
-    for note in dict.fromkeys(row.note for row in rows if row.note):
-        names = [row_name(row) for row in rows if row.note == note]
-        which = " and ".join(names) if len(names) <= _NAMED else f"{len(names)} of {len(rows)} rows"
-        lines.append(f"{which}: {note}.")
+    lines += [f"{row_name(row)}: {row.note}." for row in rows if row.note]
     return lines + [f"{row_name(row)} {row.status}: {first_line(row.error)}" for row in rows if row.error]
 
 
@@ -167,7 +162,7 @@ def terminal(comparison: Comparison) -> None:
         output.echo(f"  {line}")
     for warning in comparison.warnings:
         output.echo(f"Beware: {warning}", "yellow")
-    output.echo(f"\n{answer(comparison).text}", "bold")
+    output.echo(f"\n{answer(comparison)}", "bold")
 
 
 def _column(head: str | Metric, values: Sequence[Value]) -> list[str]:
@@ -192,27 +187,28 @@ def _width(columns: Sequence[Sequence[str]]) -> int:
 
 
 def csv_text(comparison: Comparison) -> str:
-    """Return CSV with a head: per row its status, parameters, and per metric median, spread and number of runs, raw.
+    """Return CSV with a head: the columns of the table, with raw numbers, and what else is known of each row.
 
-    What is not known is empty. Columns: ``verdict, status, again``, the swept parameters by name, ``versions`` where
-    rows differ in them, ``NAME.median, NAME.spread, NAME.n`` per metric, ``error, note, overrides, directories`` (the
-    last two separated by blanks).
+    What is not known is empty. In the place of a metric are ``NAME.median, NAME.spread, NAME.n``, its runs. At the end
+    are ``status, error, note, overrides, directories`` (the last two separated by blanks).
     """
-    table, metrics = compare_table(comparison), comparison.metrics
-    heads = table.columns[1 : -len(metrics) - 1]
-    per_metric = [f"{metric.name}.{what}" for metric in metrics for what in ("median", "spread", "n")]
+    table = compare_table(comparison)
+    heads: list[str] = []
+    for head in table.columns:
+        heads += [head] if isinstance(head, str) else [f"{head.name}.{what}" for what in ("median", "spread", "n")]
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["verdict", "status", "again", *heads, *per_metric, "error", "note", "overrides", "directories"])
+    writer.writerow([*heads, "status", "error", "note", "overrides", "directories"])
     for row, values in zip(comparison.ranked, table.rows, strict=True):
-        numbers: list[object] = []
-        for cell in (row.cells.get(metric.name) for metric in metrics):
-            numbers += [cell.median, cell.spread, len(cell.values)] if cell else [None, None, 0]
+        raw: list[object] = []
+        for head, value in zip(table.columns, values, strict=True):
+            if isinstance(head, str):
+                raw.append(value)
+            else:
+                raw += [value.median, value.spread, len(value.values)] if isinstance(value, Cell) else [None, None, 0]
         overrides = [*comparison.constant, *(f"{name}={value}" for name, value in row.parameters.items())]
         directories = " ".join(str(job.directory) for job in row.jobs)
-        ends = [first_line(row.error), row.note, " ".join(overrides), directories]
-        given = values[1 : 1 + len(heads)]
-        writer.writerow([values[0], row.status, str(row.again).lower(), *given, *numbers, *ends])
+        writer.writerow([*raw, row.status, first_line(row.error), row.note, " ".join(overrides), directories])
     return stream.getvalue()
 
 
@@ -222,7 +218,7 @@ def markdown_text(comparison: Comparison) -> str:
     heads = [head if isinstance(head, str) else head.head for head in table.columns]
     aligned = [":---" if isinstance(head, str) else "---:" for head in table.columns]
     lines = [
-        f"**{_escaped(answer(comparison).text)}**",
+        f"**{_escaped(answer(comparison))}**",
         "",
         _markdown_row(map(_escaped, heads)),
         _markdown_row(aligned),

@@ -96,6 +96,15 @@ def test_a_damaged_one_stays_until_its_step_is_saved_again(url: str) -> None:
     assert not store.distrusted
 
 
+def test_a_deletion_begins_with_the_manifest(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RemoteStore(url)
+    old = publish(store, 1, "aa")
+    monkeypatch.setattr(ObjectStore, "delete_below", lambda *_: None)  # as if it were killed right before
+    publish(store, 2, "bb", keep=1)
+    assert str(store.condition(old)) == "manifest.json: missing"
+    assert store.leftovers() == [old]
+
+
 def test_sweeping_deletes_only_our_unfinished_saves(url: str) -> None:
     store = RemoteStore(url)
     publish(store, 1, "aa")

@@ -57,33 +57,21 @@ def made_comparison(
 
 def usual() -> Comparison:
     """Three rows that completed, one of them the best, one a tie; the first once more; and one that failed."""
-    two = ("stager", "join.mode")
 
     def of(stager: str, mode: str) -> dict[str, str]:
-        return dict(zip(two, (stager, mode), strict=True))
+        return {"stager": stager, "join.mode": mode}
 
-    return made_comparison(
-        [
-            made_row(
-                of("blocking", "planned"),
-                {"stall_ms": (48.0, 50.0, 47.0), "samples_per_s": (9000, 9100, 9050), "loss": (2.4, 2.4, 2.4)},
-                {"loss": "best"},
-            ),
-            made_row(of("blocking", "planned"), {"stall_ms": (49.5,), "samples_per_s": (9020,)}, again=True),
-            made_row(of("pinned", "planned"), {}, error="CheckpointError: the disk is full\nand more of it"),
-            made_row(
-                of("pinned", "counted"),
-                {"stall_ms": (9.0, 9.5, 10.0), "samples_per_s": (18000, 18100, 17900), "loss": (2.5, 2.5, 2.5)},
-                {"stall_ms": "tie", "samples_per_s": "best"},
-            ),
-            made_row(
-                of("overlapped", "counted"),
-                {"stall_ms": (9.1, 8.2, 10.1), "samples_per_s": (17900, 18050, 17950)},
-                {"stall_ms": "best", "samples_per_s": "tie"},
-            ),
-        ],
-        warnings=("The machine was busy.",),
-    )
+    slow = {"stall_ms": (48.0, 50.0, 47.0), "samples_per_s": (9000, 9100, 9050), "loss": (2.4, 2.4, 2.4)}
+    close = {"stall_ms": (9.0, 9.5, 10.0), "samples_per_s": (18000, 18100, 17900), "loss": (2.5, 2.5, 2.5)}
+    best = {"stall_ms": (9.1, 8.2, 10.1), "samples_per_s": (17900, 18050, 17950)}
+    rows = [
+        made_row(of("blocking", "planned"), slow, {"loss": "best"}),
+        made_row(of("blocking", "planned"), {"stall_ms": (49.5,), "samples_per_s": (9020,)}, again=True),
+        made_row(of("pinned", "planned"), {}, error="CheckpointError: the disk is full\nand more of it"),
+        made_row(of("pinned", "counted"), close, {"stall_ms": "tie", "samples_per_s": "best"}),
+        made_row(of("overlapped", "counted"), best, {"stall_ms": "best", "samples_per_s": "tie"}),
+    ]
+    return made_comparison(rows, warnings=("The machine was busy.",))
 
 
 @pytest.fixture

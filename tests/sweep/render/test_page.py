@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import stagereg.sweep.render.page as page
-import stagereg.sweep.render.plots as plots
 from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import Comparison, ComparisonRow
 from stagereg.sweep.render.tables import Table
@@ -34,8 +33,8 @@ CONTRAST = """() => {
   const ground = (one) => { for (let e = one; e; e = e.parentElement) {
     const c = rgb(getComputedStyle(e).backgroundColor); if (c[3] === 255) return c; } return [255, 255, 255, 255]; };
   const ratios = {};
-  for (const name of ["h1", ".kicker", ".note", ".warnings li", ".tiles strong", ".tiles span", "td.best",
-      "td.tie small", "tr.failed td", ".chip.best", ".chip.tie", ".chip.aa", ".chip.failed", "th button", "footer"])
+  for (const name of ["h1", ".kicker", ".note", ".warnings li", "td.best", "td.tie small", "tr.failed td",
+      ".chip.best", ".chip.tie", ".chip.aa", ".chip.failed", "th button", "footer"])
     for (const one of document.querySelectorAll(name)) {
       const [a, b] = [light(rgb(getComputedStyle(one).color)), light(ground(one))];
       ratios[name] = Math.min(ratios[name] ?? 99, (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05));
@@ -55,33 +54,19 @@ class Opened:
         self.view.on("request", lambda request: self.asked.append(request.url))
         self.view.on("console", lambda message: self.complaints.append(message.text))
         self.view.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.view.on("dialog", lambda dialog: (self.complaints.append(dialog.message), dialog.dismiss()))
         self.view.goto(path.as_uri())
 
-    def column(self, number: int) -> list[str]:
-        """The texts of a column, from top to bottom."""
-        rows = self.view.locator("#table-0 tbody tr")
-        return [row.locator("td").nth(number).inner_text() for row in rows.all()]
-
-    def numbers(self, head: str) -> list[float | None]:
-        """The keys of a column, top to bottom; None for gaps."""
-        found: list[float | None] = self.view.evaluate(
-            """(head) => { const heads = [...document.querySelectorAll("#table-0 th")];
-            const at = heads.findIndex((one) => one.innerText.trim().startsWith(head));
-            return [...document.querySelectorAll("#table-0 tbody tr")].map((row) =>
-              row.cells[at]?.dataset.key === undefined ? null : Number(row.cells[at].dataset.key)); }""",
-            head,
-        )
-        return found
+    def column(self, head: str, table: int = 0) -> list[str]:
+        """The medians or texts of a column, from top to bottom."""
+        heads = [one.strip() for one in self.view.locator(f"#table-{table} th").all_inner_texts()]
+        at = heads.index(head) + 1
+        cells = self.view.locator(f"#table-{table} tbody td:nth-child({at})").all_inner_texts()
+        return [cell.split()[0].rstrip("*~") if cell else "" for cell in cells]
 
     def sorted_by(self) -> dict[str, str]:
         """The heads that show a sort order."""
-        heads = self.view.locator("#table-0 th").all()
-        return {
-            head.inner_text().strip(): way
-            for head in heads
-            if (way := head.get_attribute("aria-sort")) in ("ascending", "descending")
-        }
+        heads = self.view.locator('#table-0 th[aria-sort$="ending"]').all()
+        return {head.inner_text().strip(): head.get_attribute("aria-sort") for head in heads}
 
 
 Opener = Callable[..., Opened]
@@ -123,17 +108,16 @@ def test_the_page_makes_no_request_and_logs_no_error(opened: Opener, usual: str)
     one.view.locator("#table-0 th button").first.click()
     assert [url for url in one.asked if not url.startswith(("file://", "data:"))] == []
     assert one.complaints == []
+    assert one.view.locator("figure img").evaluate("(one) => one.naturalWidth") > 0, "its picture is inside"
 
 
 def test_the_answer_is_on_the_first_screen_and_the_table_begins_there(
     opened: Opener, usual: str, comparison: Comparison
 ) -> None:
     view = opened(usual, viewport={"width": 1280, "height": 800}).view
-    assert view.locator("h1").inner_text() == answer(comparison).text
+    assert view.locator("h1").inner_text() == answer(comparison)
     assert "The machine was busy." in view.locator(".warnings").inner_text()
-    assert view.locator(".tiles strong").all_inner_texts() == ["9.10 ±0.95", "a tie", "10 of 11 completed"]
-    table = view.locator("#table-0").bounding_box()
-    assert table["y"] < 600
+    assert view.locator("#table-0").bounding_box()["y"] < 600
     best = view.locator("#table-0 tbody tr").first
     assert best.inner_text().split()[:3] == ["best", "overlapped", "counted"]
     assert best.locator("td.best b").inner_text() == "*"
@@ -145,17 +129,14 @@ def test_a_click_sorts_by_number_and_back_with_gaps_last(opened: Opener, usual: 
     one = opened(usual)
     assert one.sorted_by() == {"stall ms": "ascending"}
     head = one.view.get_by_role("button", name="samples/s")
-    head.click()
-    assert one.sorted_by() == {"samples/s": "descending"}
-    assert one.numbers("samples/s") == [18000.0, 17950.0, 9050.0, 9020.0, None]
-    head.click()
-    assert one.sorted_by() == {"samples/s": "ascending"}
-    assert one.numbers("samples/s") == [9020.0, 9050.0, 17950.0, 18000.0, None]
+    for way, seen in (
+        ("descending", ["18,000", "17,950", "9,050", "9,020", "-"]),
+        ("ascending", ["9,020", "9,050", "17,950", "18,000", "-"]),
+    ):
+        head.click()
+        assert one.sorted_by() == {"samples/s": way}
+        assert one.column("samples/s") == seen
     assert one.view.locator(".live").inner_text() == "Sorted by samples/s, ascending."
-    for way in ("ascending", "descending"):
-        one.view.get_by_role("button", name="loss").click()
-        assert one.sorted_by() == {"loss": way}
-        assert one.numbers("loss") == [*((2.4, 2.5) if way == "ascending" else (2.5, 2.4)), None, None, None]
 
 
 def test_the_keyboard_alone_sorts(opened: Opener, usual: str) -> None:
@@ -164,12 +145,11 @@ def test_the_keyboard_alone_sorts(opened: Opener, usual: str) -> None:
         one.view.keyboard.press("Tab")
         if one.view.evaluate("document.activeElement.innerText").startswith("stager"):
             break
-    one.view.keyboard.press("Enter")
-    assert one.sorted_by() == {"stager": "ascending"}
-    assert one.column(1) == ["blocking", "blocking", "overlapped", "pinned", "pinned"], "by letters"
-    one.view.keyboard.press("Space")
-    assert one.sorted_by() == {"stager": "descending"}
-    assert one.column(1) == ["pinned", "pinned", "overlapped", "blocking", "blocking"]
+    for key, way in (("Enter", "ascending"), ("Space", "descending")):
+        one.view.keyboard.press(key)
+        assert one.sorted_by() == {"stager": way}
+        names = ["blocking", "blocking", "overlapped", "pinned", "pinned"]
+        assert one.column("stager") == (names if way == "ascending" else names[::-1])
     assert one.view.evaluate("document.activeElement.innerText").startswith("stager")
 
 
@@ -177,7 +157,7 @@ def test_numbers_among_parameters_are_sorted_as_numbers(row_of: Rows, compared: 
     rows = [row_of({"threads": text}, {"stall_ms": (1.0,)}) for text in ("10", "9", "1e3", "-2")]
     one = opened(page.compare_page(compared(rows)))
     one.view.get_by_role("button", name="threads").click()
-    assert one.column(1) == ["-2", "9", "10", "1e3"]
+    assert one.column("threads") == ["-2", "9", "10", "1e3"]
 
 
 def test_texts_of_a_run_are_escaped(row_of: Rows, compared: Compared, opened: Opener, tmp_path: Path) -> None:
@@ -187,42 +167,33 @@ def test_texts_of_a_run_are_escaped(row_of: Rows, compared: Compared, opened: Op
         row_of({EVIL: EVIL}, {"stall_ms": (1.0,)}, {"stall_ms": "best"}, directory=tmp_path),
         row_of({EVIL: "b"}, {}, error=EVIL),
     ]
-    evil = compared(rows, warnings=[EVIL])
     job = replace(rows[0].jobs[0], environment={EVIL: EVIL}, command=EVIL)
-    evil = replace(evil, rows=(replace(rows[0], jobs=(job,), note=EVIL), rows[1]), directory=Path(EVIL))
-    pytest.importorskip("matplotlib", reason="pictures need hydra-stagereg[report]")
-    figure = plots.compare_figure(evil)
-    assert figure is not None
-    drawn = page.Picture(EVIL, plots.document(figure, "svg").decode(), caption=EVIL)
-    text = page.compare_page(evil, [drawn], {tmp_path: page.Picture(EVIL, SVG, caption=EVIL)})
+    evil = replace(compared(rows, warnings=[EVIL]), directory=Path(EVIL))
+    evil = replace(evil, rows=(replace(rows[0], jobs=(job,), note=EVIL), rows[1]))
+    picture = page.Picture(EVIL, SVG, caption=EVIL)
+    text = page.compare_page(evil, [picture], {tmp_path: picture})
+    assert EVIL not in text
+    assert text.count("<script") == 1
     one = opened(text)
-    assert one.view.evaluate("window.owned") is None
-    assert one.view.locator("script").count() == 1
     assert one.view.locator("img").count() == 2
     one.view.locator("summary").first.click()
     assert f"name: {EVIL}\n" in one.view.locator("details pre").all_text_contents()
-    assert one.view.title().startswith("Sweep ")
     one.view.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=y onerror=\"window.owned = 3\">')")
     one.view.wait_for_function("document.querySelector('img[src=y]').complete")
     assert one.view.evaluate("window.owned") is None
     assert not any(url.startswith("http") for url in one.asked)
 
 
-def test_no_text_of_a_run_is_markup(row_of: Rows, compared: Compared) -> None:
-    row = row_of({EVIL: EVIL}, {"stall_ms": (1.0,)}, {"stall_ms": "best"})
-    text = page.compare_page(compared([row, row_of({EVIL: "b"}, {}, error=EVIL)], warnings=[EVIL]))
-    assert EVIL not in text
-    assert text.count("<script") == 1
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_all_text_can_be_read_in_light_and_in_dark(opened: Opener, usual: str, scheme: str) -> None:
     view = opened(usual, color_scheme=scheme).view
     seen = view.evaluate(CONTRAST)
-    assert len(seen) == 15
+    assert len(seen) == 13
     assert {name: ratio for name, ratio in seen.items() if ratio < 4.5} == {}
     ground = view.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (max(json.loads(f"[{ground[4:-1]}]")) < 60) == (scheme == "dark")
+    view.emulate_media(media="print", color_scheme="dark")
+    assert view.evaluate("getComputedStyle(document.body).color") == "rgb(27, 36, 48)", "a print is light"
 
 
 def test_on_a_narrow_screen_the_table_scrolls_in_its_box_and_the_page_does_not(opened: Opener, usual: str) -> None:
@@ -233,61 +204,31 @@ def test_on_a_narrow_screen_the_table_scrolls_in_its_box_and_the_page_does_not(o
     assert box.get_attribute("tabindex") == "0"
 
 
-def test_a_print_is_light_and_cuts_nothing_off(opened: Opener, usual: str) -> None:
-    view = opened(usual, color_scheme="dark").view
-    view.emulate_media(media="print", color_scheme="dark")
-    assert view.evaluate("getComputedStyle(document.body).color") == "rgb(27, 36, 48)"
-    assert view.locator(".scroll:has(#table-0)").evaluate("(one) => getComputedStyle(one).overflowX") == "visible"
-
-
-def test_the_page_of_a_run_shows_figures_tables_pictures_and_how_it_ended(opened: Opener) -> None:
-    start = {"world_size": 2, "torch": "2.13.0", "t": 10.0}
-    ended = {"status": "failed", "error": "it stumbled"}
-    run = Run(Path("runs/7"), tuple(RankRecord(rank, start, end=ended, last=15.0) for rank in range(2)))
+def test_the_page_of_a_run_shows_pictures_figures_tables_and_its_error(opened: Opener) -> None:
+    run = Run(Path("runs/7"), (RankRecord(0, {"world_size": 1, "t": 10.0}, last=15.0),))
     rows = ((1, 3.25, "x"), (10, 0.5, "y"), (2, None, "z"), (3, math.nan, "w"))
     text = page.run_page(
         run,
         {"stall_ms": 1.25, "steps": 30.0, "zeal": 3.0, "loss": 0.5},
-        [page.Picture("Timeline", SVG), page.Picture("Loss", SVG)],
+        [page.Picture("Timeline", SVG)],
         tables=[Table("Checkpoints", ("step", "stall", "name"), rows)],
         config="a: 1",
-        command="python train.py a=1",
         answer="It stumbled.",
         environment={"cores": 2, "device": "H200"},
-        warnings=["beware"],
         error="it stumbled\nTraceback",
     )
-    view = opened(text).view
-    assert "beware" in view.locator(".warnings").inner_text()
-    assert view.locator(".tiles .box").all_inner_texts()[:2] == [
-        "status\nfailed\nafter 15 s",
-        "stall_ms\n1.25 ms\nHow long a checkpoint holds the training loop",
-    ]
+    one = opened(text)
+    view = one.view
     assert view.locator("h1").inner_text() == "It stumbled."
+    assert view.locator("h2").all_inner_texts() == ["Timeline", "Figures", "Checkpoints", "Details"]
     error = view.locator("details", has_text="Error")
     assert not error.locator("pre").is_visible()
     error.locator("summary").click()
     assert error.locator("pre").inner_text() == "it stumbled\nTraceback"
-    assert view.locator("#table-0 tbody td:first-child").all_inner_texts() == ["stall_ms", "loss", "steps", "zeal"]
+    assert one.column("figure") == ["stall_ms", "loss", "steps", "zeal"]
     for _ in range(2):
         view.locator("#table-1 th button").nth(1).click()
-    assert view.locator("#table-1 tbody td:first-child").all_inner_texts() == ["1", "10", "2", "3"]
+    assert one.column("step", 1) == ["1", "10", "2", "3"]
     view.locator("#table-1 th button").first.click()
-    assert view.locator("#table-1 tbody td:first-child").all_inner_texts() == ["1", "2", "3", "10"]
-    assert view.locator("h2").all_inner_texts()[:4] == ["Figures", "Checkpoints", "Timeline", "Loss"]
+    assert one.column("step", 1) == ["1", "2", "3", "10"]
     assert "H200" in view.locator(".facts").inner_text()
-
-
-@pytest.mark.parametrize(
-    ("runs", "ties", "answer"),
-    [((1, 1), False, "not proven"), ((2, 2), False, "likely"), ((3, 3), False, "real"), ((3, 3), True, "a tie")],
-)
-def test_the_page_shows_no_more_than_the_runs_do(
-    runs: tuple[int, int], ties: bool, answer: str, row_of: Rows, compared: Compared
-) -> None:
-    verdicts = ("best", "tie" if ties else "")
-    rows = [
-        row_of({"a": str(i)}, {"stall_ms": (5.0 + i,) * count}, {"stall_ms": verdict})
-        for i, (count, verdict) in enumerate(zip(runs, verdicts, strict=True))
-    ]
-    assert f"<strong>{answer}</strong>" in page.compare_page(compared(rows))

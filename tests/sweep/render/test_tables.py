@@ -87,7 +87,7 @@ def test_the_terminal_shows_marks_spreads_errors_and_the_answer(
     assert any("best of its column" in line for line in lines)
     assert "Beware: The machine was busy." in lines
     assert lines[0] == "All with train.steps=60"
-    assert lines[-1] == answer(comparison).text
+    assert lines[-1] == answer(comparison)
 
 
 def test_a_table_fits_its_line_or_names_what_it_leaves_out(
@@ -134,7 +134,7 @@ def test_csv_has_raw_numbers_and_reads_back(comparison: Comparison, row_of: Rows
     assert [row["verdict"] for row in rows] == ["best", "tie", "", "A/A", "failed"]
     assert (rows[0]["stall_ms.median"], rows[0]["stall_ms.n"]) == ("9.1", "3")
     assert float(rows[0]["stall_ms.spread"]) == pytest.approx(0.95)
-    assert (rows[3]["again"], rows[3]["stall_ms.spread"]) == ("true", "")
+    assert (rows[3]["runs"], rows[3]["stall_ms.spread"]) == ("1", "")
     assert (rows[4]["status"], rows[4]["stall_ms.median"], rows[4]["stall_ms.n"]) == ("failed", "", "0")
     assert rows[4]["error"] == "CheckpointError: the disk is full"
     assert rows[0]["overrides"] == "train.steps=60 stager=overlapped join.mode=counted"

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,16 +72,6 @@ def test_where_all_failed_no_older_picture_stays(row_of: Rows, compared: Compare
     names = {path.name for path in render.write(failed, tmp_path)}
     assert names == {"compare.csv", "compare.md", "report.html"}
     assert {path.name for path in tmp_path.iterdir()} == names | {"other.txt"}
-
-
-def test_a_page_takes_no_more_than_so_much_of_a_config(comparison: Comparison, tmp_path: Path) -> None:
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "config.yaml").write_text("x: 1\n" * 100_000)
-    job = replace(comparison.rows[0].jobs[0], directory=tmp_path)
-    one = replace(comparison, rows=(replace(comparison.rows[0], jobs=(job,)),))
-    text = render.page.compare_page(one)
-    assert len(text) < 300_000
-    assert "more characters are left out here" in text
 
 
 def test_importing_it_imports_neither_matplotlib_nor_jinja2() -> None:
