@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from stagereg.checkpoint.encoding import Encoded, without_gc
@@ -157,6 +157,9 @@ def make_index(
         metadata: of the checkpoint, as torch has planned it.
         results: of each rank's ``write_data``.
         structures: of each rank's entries, by name.
+
+    Raises:
+        CheckpointError: it would be longer than what is read back.
     """
     files: dict[str, int] = {}
 
@@ -178,24 +181,31 @@ def make_index(
         for each in structures:
             state = {**each, **state}  # the lowest rank's, as of everything that several ranks have
         wanted = {name for encoded in state.values() for name in encoded.objects}
-        written = {result.index: result for rank in results for result in rank}
+        written = {(result.index.fqn, result.index.offset): result for rank in results for result in rank}
         tensors: dict[str, Any] = {}
         objects: dict[str, Any] = {}
         for name, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
-                parts = [(part, written[MetadataIndex(name, part.offsets)]) for part in entry.chunks]
+                parts = [(part, written[name, part.offsets]) for part in entry.chunks]
                 located = all(isinstance(result, (TensorResult, ArchiveResult)) for _, result in parts)
                 chunks = (
                     [chunk(entry, part, result) for part, result in parts if part.sizes.numel()] if located else None
                 )
                 tensors[name] = [_NAMES[entry.properties.dtype], [*entry.size], chunks]
             elif name in wanted:  # all else that is no tensor stands in the structure; torch alone reads it
-                found = written[MetadataIndex(name)]
+                found = written[name, None]
                 info = found.storage_data
                 objects[name] = place(found, info.offset, info.length) if isinstance(found, ArchiveResult) else None
         head = {"format": _FORMAT, "files": [*files], "tensors": tensors, "objects": objects}
         texts = ",\n".join(f"{json.dumps(name)}: {encoded.text}" for name, encoded in state.items())
-        return f'{json.dumps(head)[:-1]},\n"state": {{\n{texts}\n}}}}\n'.encode()
+        data = f'{json.dumps(head)[:-1]},\n"state": {{\n{texts}\n}}}}\n'.encode()
+    if len(data) > INDEX_BYTES:
+        largest = max(state, key=lambda name: len(state[name].text))
+        raise CheckpointError(
+            f"{INDEX} would have {len(data):,} bytes, and no more than {INDEX_BYTES:,} are read back; the largest "
+            f"entry in it is {largest!r:.100}, with {len(state[largest].text):,} bytes. Save large values as tensors."
+        )
+    return data
 
 
 def _is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -41,18 +41,24 @@ def restore(state: dict[str, bytes]) -> None:
     """Set the generators of this process to what :func:`capture` returned, as far as they are here.
 
     Raises:
-        CheckpointError: it is not the state of generators.
+        CheckpointError: it is not the state of generators; all of them are as they were.
     """
+    before = capture()
     try:
-        version, words, gauss = json.loads(state["python"])
-        random.setstate((version, tuple(words), gauss))
-        torch.set_rng_state(_tensor(state["torch"]))
-        if "accelerator" in state and (accelerator := _accelerator()):
-            accelerator.set_rng_state(_tensor(state["accelerator"]))
-        if "numpy" in state and (numpy := sys.modules.get("numpy")):
-            numpy.random.set_state(_checked(json.loads(state["numpy"])))
+        _set(state)
     except Exception as error:
+        _set(before)
         raise CheckpointError(f"what it has of random number generators is none of their states: {error}") from error
+
+
+def _set(state: dict[str, bytes]) -> None:
+    version, words, gauss = json.loads(state["python"])
+    random.setstate((version, tuple(words), gauss))
+    torch.set_rng_state(_tensor(state["torch"]))
+    if "accelerator" in state and (accelerator := _accelerator()):
+        accelerator.set_rng_state(_tensor(state["accelerator"]))
+    if "numpy" in state and (numpy := sys.modules.get("numpy")):
+        numpy.random.set_state(_checked(json.loads(state["numpy"])))
 
 
 def _bytes(x: torch.Tensor) -> bytes:

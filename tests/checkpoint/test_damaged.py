@@ -78,16 +78,16 @@ def root(tmp_path: Path, good: Path) -> Path:
     return Path(shutil.copytree(good, tmp_path / "run", symlinks=True))
 
 
+@pytest.mark.parametrize("how", ["flip", "cut", "grow", "remove", "other"])
 @given(data=st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_damage_is_named_and_the_one_before_is_loaded(
-    tmp_path: Path, good: Path, caplog: pytest.LogCaptureFixture, data: st.DataObject
+    tmp_path: Path, good: Path, caplog: pytest.LogCaptureFixture, how: str, data: st.DataObject
 ) -> None:
     root = tmp_path / "run"
     shutil.rmtree(root, ignore_errors=True)
     shutil.copytree(good, root, symlinks=True)
     name = data.draw(st.sampled_from([".metadata", DATA, INDEX, "manifest.json"]))
-    how = data.draw(st.sampled_from(["flip", "cut", "grow", "remove", "other"]))
     path = path_of(root, 200) / name
     size = path.stat().st_size
     if how == "flip":
@@ -272,8 +272,10 @@ def unreadable(files: CheckpointFiles, leaves: Any) -> Any:
     return open_in_place(files, leaves)
 
 
-def restore_on_two_ranks(rank: int, world_size: int, root: str) -> list[tuple[int | str, int, float]]:
+def restore_on_two_ranks(rank: int, world_size: int, root: str) -> tuple[list[tuple[int | str, int, float]], list[str]]:
     found: list[tuple[int | str, int, float]] = []
+    logged: list[str] = []
+    logging.getLogger("stagereg.checkpoint.restoring").addFilter(lambda each: logged.append(each.getMessage()))
     own = f"own.rank{rank}"
     with Checkpointer(root, keep=9) as checkpointer:
         for step in (1, 2):
@@ -305,14 +307,19 @@ def restore_on_two_ranks(rank: int, world_size: int, root: str) -> list[tuple[in
             CheckpointFiles.open_in_place = unreadable  # type: ignore[method-assign]
         again()
         CheckpointFiles.open_in_place = open_in_place  # type: ignore[method-assign]
-    return found
+    return found, logged
 
 
 def test_ranks_load_nothing_before_all_have_read(tmp_path: Path) -> None:
-    for whole, blind, flipped, unreadable in run_ranks(restore_on_two_ranks, nproc=2, args=(str(tmp_path),)):
+    results = run_ranks(restore_on_two_ranks, nproc=2, args=(str(tmp_path),))
+    for (whole, blind, flipped, unreadable), _ in results:
         assert whole == (2, 2, 2.0)
         assert blind[1:] == (0, 0.0)
         assert "Rank 1 does not find" in str(blind[0])
         assert "which rank 0 does" in str(blind[0])
         assert flipped == (1, 1, 1.0)
         assert unreadable == (1, 1, 1.0), "rank 0 could read all of its own, and has taken nothing of it"
+    (_, first), (_, second) = results
+    assert first[0].startswith(f"{path_of(tmp_path, 2)} is damaged and passed over")
+    assert first[1].startswith("Resumed from step 1, NOT from step 2")
+    assert second == [], "rank 0 alone logs what all have found"

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import stagereg.checkpoint.index as index
 from stagereg import Checkpointer
 from stagereg.checkpoint.encoding import Leaf, decode, encode, fill, leaves, marks
 from stagereg.errors import CheckpointError
@@ -97,6 +98,16 @@ def test_a_state_that_is_nested_too_deeply_is_refused_and_named(tmp_path: Path) 
         deep = {"x": deep}
     with pytest.raises(CheckpointError, match="nested more than 200 deep"):
         encode(deep, "deep")
+
+
+def test_more_plain_values_than_are_read_back_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "INDEX_BYTES", 100_000)
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(1, {"small": 1, "tensor": torch.ones(100_000)})
+        checkpointer.save(2, {"small": 1, "large": "x" * 100_000})
+        with pytest.raises(CheckpointError, match=r"100,000 are read back.* is 'large', with 100,002 bytes"):
+            checkpointer.wait()
+        assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000001"]
 
 
 def test_objects_with_tensors_come_back(tmp_path: Path) -> None:

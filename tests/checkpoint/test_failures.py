@@ -116,6 +116,22 @@ def test_a_failure_leaves_the_old_one_and_does_not_mask_an_error(
     assert state == {"x": "old"}
 
 
+def test_a_file_that_vanishes_after_its_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_data = DcpStorage.write_data
+
+    def lose(self: DcpStorage, plan: Any, planner: Any) -> Any:
+        written = write_data(self, plan, planner)
+        (Path(self.path) / "__0_0.distcp").unlink()
+        return written
+
+    monkeypatch.setattr(DcpStorage, "write_data", lose)
+    checkpointer = Checkpointer(str(tmp_path))
+    checkpointer.save(1, {"x": 1})
+    with pytest.raises(CheckpointError, match=r"has lost what was just written there: __0_0\.distcp"):
+        checkpointer.close()
+    assert os.listdir(tmp_path) == []
+
+
 class Tracked(AsyncStager):
     """Hands out fresh copies of tensor ``x`` and keeps only weak references to them."""
 

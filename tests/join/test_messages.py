@@ -47,6 +47,20 @@ def test_what_cannot_be_joined_is_refused(name: str) -> None:
     assert len(str(error.value)) < 400
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "plannd"}, "Did you mean 'planned'"),
+        ({"average": "sample"}, "Did you mean 'samples'"),
+        ({"timeout": 0}, "join.timeout must be a number of seconds above 0"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_the_nearest_name(options: dict[str, Any], message: str) -> None:
+    joinable = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce"}])
+    with pytest.raises(JoinError, match=message):
+        stagereg.Join([joinable], **options)
+
+
 def test_an_optimizer_that_a_schedule_has_wrapped_is_not_refused_for_its_self() -> None:
     optimizer = sgd()
     torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
+from stagereg.sweep.metric import METRICS, metric
 from stagereg.sweep.result import JobResult
 
 BEGAN = 1_750_000_000.0
 MIB = 2**20
 VERSIONS = {"stagereg": "0.1.0", "torch": "2.13.0", "hydra-core": "1.3.8", "python": "3.11.9"}
+CONSTANT = ("train.steps=40", "nproc=2")
+"""Overrides that all jobs of a sweep share."""
 ENVIRONMENT = {**VERSIONS, "cpu": "a processor", "cores": 2, "load": [0.1, 0.1, 0.1], "host": "here"}
 
 
@@ -135,10 +139,42 @@ def failed(directory: Path, num: int, overrides: Sequence[str], **fields: Any) -
     return result(directory, num, status="failed", error=error, overrides=tuple(overrides), **fields)
 
 
+def row_of(
+    parameters: Mapping[str, str],
+    values: Mapping[str, Sequence[float]],
+    verdicts: Mapping[str, str] | None = None,
+    *,
+    error: str = "",
+    again: bool = False,
+    directory: Path = Path("sweep/0"),
+) -> ComparisonRow:
+    """A row of as many jobs as the longest of ``values`` has, or of one that failed."""
+    found = verdicts or {}
+    cells = {name: replace(Cell.of(list(many)), verdict=found.get(name, "")) for name, many in values.items()}
+    overrides = tuple(f"{name}={value}" for name, value in parameters.items())
+    job = result(directory, status="failed" if error else "completed", error=error or None, overrides=overrides)
+    repeats = range(max(map(len, values.values()), default=1))
+    several = tuple(replace(job, repeat=repeat) for repeat in repeats)
+    return ComparisonRow(dict(parameters), several, cells, again=again, error=error)
+
+
+def compared(rows: Sequence[ComparisonRow], ranking: str = "stall_ms", warnings: Sequence[str] = ()) -> Comparison:
+    """The rows side by side, in that order; columns are the figures that any has."""
+    return Comparison(
+        directory=Path("sweep"),
+        parameters=tuple(dict.fromkeys(name for row in rows for name in row.parameters)),
+        constant=("train.steps=60",),
+        metrics=tuple(one for one in METRICS if any(one.name in row.cells for row in rows)),
+        rows=tuple(rows),
+        repeats=max(len(row.jobs) for row in rows),
+        ranking=metric(ranking),
+        warnings=tuple(warnings),
+    )
+
+
 def jobs(
     figures: Mapping[str, Sequence[Mapping[str, float]]],
     directory: Path = Path("sweep"),
-    constant: Sequence[str] = ("train.steps=40", "nproc=2"),
     again: Sequence[Mapping[str, float]] = (),
     **fields: Any,
 ) -> list[JobResult]:
@@ -147,7 +183,6 @@ def jobs(
     Args:
         figures: the figures of each repeat, by combination as one would type it (``"stager=blocking lr=1"``).
         directory: of the sweep; jobs are in 0, 1, 2 …
-        constant: overrides that all jobs share.
         again: likewise of the A/A row, which repeats the first combination.
         **fields: of all results.
     """
@@ -159,7 +194,7 @@ def jobs(
         result(
             directory / str(num),
             num,
-            overrides=(*constant, *name.split()),
+            overrides=(*CONSTANT, *name.split()),
             repeat=repeat,
             again=is_again,
             figures=dict(seen),
@@ -182,58 +217,41 @@ FAILING = "stager=missing join.mode=planned"
 UNFINISHED = "stager=missing join.mode=counted"
 
 
-def figures(stall_ms: float, **others: float) -> dict[str, float]:
-    """All that is known of a run whose checkpoints stalled for that long."""
-    whole = {
+def figures(stall_ms: float) -> dict[str, float]:
+    """Figures of a run whose checkpoints stalled for that long."""
+    return {
         "stall_ms": stall_ms,
-        "lost_percent": stall_ms / 10,
         "samples_per_s": 1600 - 4 * stall_ms,
-        "staged_gib_per_s": 30 / stall_ms,
-        "write_gib_per_s": 1.25,
-        "peak_host_gib": 1.0,
         "loss": 2.5,
         "shadowed_steps": 3.0,
-        "steps": 40.0,
         "checkpoints": 4.0,
-        "train_s": 0.41,
-        "lost_s": stall_ms / 1e3,
-        "stall_s": 4 * stall_ms / 1e3,
-        "bytes_staged": 512.0 * MIB,
-        "state_bytes": 128.0 * MIB,
-        "write_s": 0.02,
-        "step_s": 0.01,
     }
-    return whole | others
 
 
 def sweep(
     directory: Path,
     stalls: Mapping[str, float] = STALLS,
     repeats: int = 3,
-    noise: float = 0.1,
-    again: bool = True,
-    failing: str = FAILING,
-    unfinished: str = UNFINISHED,
     runs: bool = False,
+    others: bool = True,
 ) -> Path:
     """Write a sweep to disk as its jobs would, and return its directory.
 
     Args:
         directory: where it goes.
         stalls: median stall in ms, by combination.
-        repeats: of each combination; they differ by ``noise`` ms.
-        noise: see ``repeats``; the A/A row differs as much.
-        again: whether there is an A/A job.
-        failing: a combination of which each job failed; empty for none.
-        unfinished: a combination whose last job was killed half-way and left no result; empty for none.
+        repeats: of each combination; they differ by 0.1 ms, as the A/A job does.
         runs: whether each job has the files of its run, too.
+        others: whether there are an A/A job, a combination of which each job failed, and one whose job was killed
+            half-way and left no result.
     """
-    around = [(at - (repeats - 1) / 2) * noise for at in range(repeats)]
+    around = [(at - (repeats - 1) / 2) * 0.1 for at in range(repeats)]
     planned = {name: [figures(stall + each) for each in around] for name, stall in stalls.items()}
-    every = jobs(planned, directory, again=[figures(next(iter(stalls.values())) + noise)] if again else ())
+    again = [figures(next(iter(stalls.values())) + 0.1)] if others else []
+    every = jobs(planned, directory, again)
     num = len(every)
-    if failing:
-        overrides = ("train.steps=40", "nproc=2", *failing.split())
+    if others:
+        overrides = (*CONSTANT, *FAILING.split())
         every += [failed(directory / str(num + at), num + at, overrides, repeat=at) for at in range(repeats)]
     for job in every:
         number = job.job["num"]
@@ -243,9 +261,9 @@ def sweep(
         if runs and job.status == "completed":
             write_run(job.directory, Sample(stall_s=job.figures["stall_ms"] / 1e3, began=job.started))
         job.write()
-    if unfinished:
+    if others:
         last = directory / str(len(every))
-        write_hydra(last, ["train.steps=40", "nproc=2", *unfinished.split(), "++sweep.repeat=0"], len(every))
+        write_hydra(last, [*CONSTANT, *UNFINISHED.split(), "++sweep.repeat=0"], len(every))
         write_run(last, Sample(killed=True, began=BEGAN + 60 * len(every)))
     (directory / "multirun.yaml").write_text("hydra: {}\n")
     return directory

@@ -13,17 +13,6 @@ from stagereg.sweep.metric import METRICS, directed, in_order, labelled, metric,
 
 
 def test_each_metric_is_found_by_its_name_and_has_a_description() -> None:
-    names = [one.name for one in METRICS]
-    assert names == [
-        "stall_ms",
-        "lost_percent",
-        "samples_per_s",
-        "staged_gib_per_s",
-        "write_gib_per_s",
-        "peak_host_gib",
-        "loss",
-        "shadowed_steps",
-    ]
     for one in METRICS:
         assert metric(one.name) is one
         assert one.doc.endswith(".")

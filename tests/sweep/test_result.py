@@ -207,7 +207,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for age, name in enumerate((LATER, RUN)):
         write_hydra(write_run(tmp_path / name), ["lr=1"])
         os.utime(tmp_path / name, (2e9 - age, 2e9 - age))
-    sweep(tmp_path / SWEEP, {"stager=blocking": 30.0}, repeats=1, again=False, failing="", unfinished="")
+    sweep(tmp_path / SWEEP, {"stager=blocking": 30.0}, repeats=1, others=False)
     (tmp_path / RUN / "checkpoints" / "step-00000010").mkdir(parents=True)
     (tmp_path / "other" / "conf").mkdir(parents=True)
     write_run(tmp_path / "trials" / "0")

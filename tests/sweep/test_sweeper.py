@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +14,8 @@ from hypothesis import strategies as st
 
 from stagereg.errors import ConfigError
 from stagereg.sweep.interleaved import InterleavedSweeper, SweepError, interleaved
+
+from .programs import App
 
 # Nothing of stagereg is imported: an app has the sweeper where stagereg is installed.
 APP = """
@@ -33,16 +34,13 @@ CONFIG = "defaults: [override hydra/sweeper: interleaved, _self_]\na: 0\nb: 0\ne
 
 
 @pytest.fixture
-def app(tmp_path: Path) -> Path:
-    (tmp_path / "app.py").write_text(APP)
-    (tmp_path / "app.yaml").write_text(CONFIG)
-    return tmp_path
+def app(tmp_path: Path) -> App:
+    return App(tmp_path, APP, CONFIG)
 
 
-def sweep(app: Path, *arguments: str) -> tuple[list[dict[str, object]], subprocess.CompletedProcess[str]]:
+def sweep(app: App, *arguments: str) -> tuple[list[dict[str, object]], subprocess.CompletedProcess[str]]:
     """The configs of the jobs, and how the program ended."""
-    command = [sys.executable, "-W", "ignore", "app.py", "-m", *arguments]
-    ended = subprocess.run(command, cwd=app, capture_output=True, text=True, timeout=60, check=False)
+    ended = app.run("-m", *arguments)
     return [json.loads(line[4:]) for line in ended.stdout.splitlines() if line.startswith("JOB ")], ended
 
 
@@ -102,32 +100,32 @@ def test_batches_are_as_large_as_the_basic_sweepers() -> None:
     assert [len(batch) for batch in batches] == [3, 3, 1]
 
 
-def test_jobs_run_in_rounds_and_know_which_repeat_they_are(app: Path) -> None:
+def test_jobs_run_in_rounds_and_know_which_repeat_they_are(app: App) -> None:
     jobs, ended = sweep(app, "a=1,2", "b=3", "+sweep.repeats=2")
     assert ended.returncode == 0, ended.stderr
     seen = [(job["a"], job["sweep"].get("repeat"), job["sweep"].get("again")) for job in jobs]
     assert seen == [(1, 0, None), (2, 0, None), (1, 0, True), (2, 1, None), (1, 1, None)]
     assert {job["b"] for job in jobs} == {3}
-    folders = sorted(path.parent.parent.name for path in app.rglob("overrides.yaml"))
+    folders = sorted(path.parent.parent.name for path in app.folder.rglob("overrides.yaml"))
     assert folders == ["0", "1", "2", "3", "4"]
 
 
-def test_a_wrong_number_of_repeats_is_one_line_and_no_job_runs(app: Path) -> None:
+def test_a_wrong_number_of_repeats_is_one_line_and_no_job_runs(app: App) -> None:
     jobs, ended = sweep(app, "a=1,2", "+sweep.repeats=many")
     assert ended.returncode == 1
     assert jobs == []
     assert ended.stderr.startswith("sweep.repeats=many is no number of repeats: use 1 or more, such as sweep.repeats=3")
     assert "Traceback" not in ended.stderr
-    assert not (app / "multirun").exists()
+    assert not (app.folder / "multirun").exists()
 
 
 @pytest.mark.parametrize(("code", "ends"), [(0, 0), pytest.param(3, 1, marks=pytest.mark.slow)])
-def test_a_job_that_leaves_by_itself_lets_the_others_run(code: int, ends: int, app: Path) -> None:
+def test_a_job_that_leaves_by_itself_lets_the_others_run(code: int, ends: int, app: App) -> None:
     jobs, ended = sweep(app, "a=1,2", f"exit=[{code}]")
     assert (ended.returncode, [job["a"] for job in jobs]) == (ends, [1, 2])
     assert ("left by sys.exit(3)" in ended.stderr) == (code == 3)
 
 
-def test_a_job_that_a_signal_has_stopped_stops_the_sweep(app: Path) -> None:
+def test_a_job_that_a_signal_has_stopped_stops_the_sweep(app: App) -> None:
     jobs, ended = sweep(app, "a=1,2", "exit=[130]")
     assert (ended.returncode, [job["a"] for job in jobs]) == (130, [1])

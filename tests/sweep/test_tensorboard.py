@@ -79,9 +79,9 @@ def hparams(directory: Path) -> tuple[dict[str, Any], list[str], bool]:
 
 def test_a_sweep_has_its_parameters_and_figures_as_hparams(tmp_path: Path) -> None:
     stalls = {"stager=blocking lr=0.1": 30.0, "stager=pinned_cached lr=1e-3": 2.0}
-    comparison = compare(results(sweep(tmp_path / "sweep", stalls, repeats=2, runs=True, unfinished="")))
+    comparison = compare(results(sweep(tmp_path / "sweep", stalls, repeats=2, runs=True)))
     logdirs = tensorboard.write_sweep(comparison, tmp_path / "logdir")
-    assert sorted(logdir.name for logdir in logdirs) == [str(num) for num in range(7)]
+    assert sorted(logdir.name for logdir in logdirs) == [str(num) for num in range(8)]
     first, names, ended = hparams(tmp_path / "logdir" / "0")
     assert first["stager"] == "blocking"
     assert (first["repeat"], first["A/A"], ended) == (0, "no", True)
@@ -98,7 +98,7 @@ def test_a_sweep_has_its_parameters_and_figures_as_hparams(tmp_path: Path) -> No
 
 def test_parameters_that_are_numbers_in_all_jobs_are_numbers(tmp_path: Path) -> None:
     numbers = {"lr=0.1": 3.0, "lr=1e-3": 2.0}
-    comparison = compare(results(sweep(tmp_path / "a", numbers, repeats=1, again=False, failing="", unfinished="")))
+    comparison = compare(results(sweep(tmp_path / "a", numbers, repeats=1, others=False)))
     tensorboard.write_sweep(comparison, tmp_path / "b")
     assert [hparams(tmp_path / "b" / job)[0] for job in "01"] == [
         {"lr": lr, "repeat": 0, "A/A": "no"} for lr in (0.1, 0.001)

@@ -17,14 +17,15 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
+from stagereg.checkpoint.encoding import without_gc
 from stagereg.checkpoint.options import at_least_one, one_of
 from stagereg.checkpoint.storage.envelope import Envelope, envelope
 from stagereg.checkpoint.storage.files import FileStorage, NewFile, StrPath, archived, write_object
@@ -108,8 +109,7 @@ def direct(path: StrPath | None = None, buffer_mb: int = 4) -> DcpStorage:
     return DcpStorage(path, buffer_mb=buffer_mb)
 
 
-@dataclass(frozen=True, slots=True)
-class _InPlace:
+class _InPlace(NamedTuple):
     """A tensor that lies in memory, from ``begin`` to ``end``, as it will in the file."""
 
     begin: int
@@ -120,9 +120,8 @@ class _InPlace:
 
 
 def _write_items(file: NewFile, name: str, items: list[WriteItem], planner: SavePlanner) -> Iterator[WriteResult]:
-    in_place: list[_InPlace] = []
-    written: dict[int, Envelope] = {}
-    for item in items:
+    in_place, others = _placed(items, planner)
+    for item in others:
         data = planner.resolve_data(item)
         if not isinstance(data, torch.Tensor):
             yield write_object(file, name, item, data)
@@ -133,15 +132,33 @@ def _write_items(file: NewFile, name: str, items: list[WriteItem], planner: Save
             begin = file.tell()
             torch.save(_own_storage(x.cpu()), file)  # type: ignore[arg-type]
             yield archived(file, name, item, begin)
-        elif _put_around(x, around, written):
-            begin, end = x.data_ptr() - len(around.head), x.data_ptr() + x.nbytes + len(around.tail)
-            in_place.append(_InPlace(begin, end, item, x, around))
         else:
             yield _result(item, name, _write_tensor(file, x, around), x, around)
     for run in _runs(in_place):
-        offset = _write_run(file, run) - run[0].begin
-        for each in run:
-            yield _result(each.item, name, each.begin + offset, each.tensor, each.around)
+        yield from _results(run, name, _write_run(file, run) - run[0].begin)
+
+
+@without_gc()
+def _placed(items: list[WriteItem], planner: SavePlanner) -> tuple[list[_InPlace], list[WriteItem]]:
+    """Write head and tail around the tensors with padding, and return those; and the items that are none of them."""
+    in_place: list[_InPlace] = []
+    others: list[WriteItem] = []
+    written: dict[int, Envelope] = {}
+    for item in items:
+        data = planner.resolve_data(item) if item.type is not WriteItemType.BYTE_IO else None
+        x = data.detach().resolve_conj().resolve_neg() if isinstance(data, torch.Tensor) else None
+        around = None if x is None else envelope(x)
+        if x is not None and around is not None and _put_around(x, around, written):
+            begin, end = x.data_ptr() - len(around.head), x.data_ptr() + x.nbytes + len(around.tail)
+            in_place.append(_InPlace(begin, end, item, x, around))
+        else:
+            others.append(item)
+    return in_place, others
+
+
+@without_gc()
+def _results(run: list[_InPlace], name: str, offset: int) -> list[TensorResult]:
+    return [_result(each.item, name, each.begin + offset, each.tensor, each.around) for each in run]
 
 
 def _result(item: WriteItem, name: str, begin: int, x: torch.Tensor, around: Envelope) -> TensorResult:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
+from stagereg.checkpoint.encoding import without_gc
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.storage.aligned import AlignedFile
@@ -128,7 +129,7 @@ class FileStorage(Storage):
         metadata.storage_data = {result.index: result.storage_data for share in results for result in share}
 
         def write() -> None:
-            with self.create(_METADATA) as file:
+            with without_gc(), self.create(_METADATA) as file:
                 pickle.dump(metadata, file)
 
         self._persistently(write)

@@ -59,7 +59,7 @@ class _Detail:
 def compare_page(
     comparison: Comparison, pictures: Sequence[Picture] = (), timelines: Mapping[Path, Picture] | None = None
 ) -> str:
-    """Return the page of a sweep: the sentence, tiles, table, ``pictures``, and of each row its config and command.
+    """Return the page of a sweep: the sentence, the table, ``pictures``, and of each row its config and command.
 
     Args:
         comparison: the sweep.

@@ -14,12 +14,11 @@ import pytest
 
 import stagereg.sweep.render.page as page
 from stagereg.sweep.answer import answer
-from stagereg.sweep.comparison import Comparison, ComparisonRow
+from stagereg.sweep.comparison import Comparison
 from stagereg.sweep.render.tables import Table
 from stagereg.sweep.run import RankRecord, Run
 
-Rows = Callable[..., ComparisonRow]
-Compared = Callable[..., Comparison]
+from ..samples import compared, row_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="72pt" height="36pt" viewBox="0 0 72 36"><g id="a"/></svg>'
@@ -153,14 +152,14 @@ def test_the_keyboard_alone_sorts(opened: Opener, usual: str) -> None:
     assert one.view.evaluate("document.activeElement.innerText").startswith("stager")
 
 
-def test_numbers_among_parameters_are_sorted_as_numbers(row_of: Rows, compared: Compared, opened: Opener) -> None:
+def test_numbers_among_parameters_are_sorted_as_numbers(opened: Opener) -> None:
     rows = [row_of({"threads": text}, {"stall_ms": (1.0,)}) for text in ("10", "9", "1e3", "-2")]
     one = opened(page.compare_page(compared(rows)))
     one.view.get_by_role("button", name="threads").click()
     assert one.column("threads") == ["-2", "9", "10", "1e3"]
 
 
-def test_texts_of_a_run_are_escaped(row_of: Rows, compared: Compared, opened: Opener, tmp_path: Path) -> None:
+def test_texts_of_a_run_are_escaped(opened: Opener, tmp_path: Path) -> None:
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "config.yaml").write_text(f"name: {EVIL}\n")
     rows = [

@@ -6,20 +6,18 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 
 import stagereg.sweep.render.plots as plots
-from stagereg.sweep.comparison import Comparison, ComparisonRow
+from stagereg.sweep.comparison import Comparison
 from stagereg.sweep.metric import metric
 
-matplotlib = pytest.importorskip("matplotlib", reason="pictures need hydra-stagereg[report]")
+from ..samples import compared, row_of
 
-Rows = Callable[..., ComparisonRow]
-Compared = Callable[..., Comparison]
+matplotlib = pytest.importorskip("matplotlib", reason="pictures need hydra-stagereg[report]")
 
 
 def drawn(comparison: Comparison) -> str:
@@ -61,7 +59,9 @@ def test_the_same_comparison_gives_the_same_bytes_whatever_the_user_has_set(
 
 
 @pytest.mark.parametrize("values", [(5.0,), (0.0,), (0.0, 0.0), (-3.0, 4.0), (1e-9, 1e9), (7.0, 7.0), (1e12,)])
-def test_any_values_can_be_drawn(values: tuple[float, ...], row_of: Rows, compared: Compared) -> None:
+def test_any_values_can_be_drawn(
+    values: tuple[float, ...],
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         seen = texts(drawn(compared([row_of({"a": str(value)}, {"stall_ms": (value,)}) for value in values])))
@@ -72,14 +72,14 @@ def test_any_values_can_be_drawn(values: tuple[float, ...], row_of: Rows, compar
     )
 
 
-def test_ticks_of_close_values_can_be_distinguished(row_of: Rows, compared: Compared) -> None:
+def test_ticks_of_close_values_can_be_distinguished() -> None:
     rows = [row_of({"a": f"x{i}"}, {"loss": (2.30455 + i / 1e5,)}) for i in range(4)]
     ticks = [text for text in texts(drawn(compared(rows, "loss"))) if re.fullmatch(r"2\.30\d+", text)]
     axis = [tick for tick in ticks if ticks.count(tick) == 1]
     assert len(axis) > 2
 
 
-def test_forty_rows_from_a_thousandth_to_a_million_have_their_own_labels(row_of: Rows, compared: Compared) -> None:
+def test_forty_rows_from_a_thousandth_to_a_million_have_their_own_labels() -> None:
     long = "torch.optim.some_module." + "x" * 100
     rows = [row_of({"a": f"{long}{i}", "b": "y" * 80}, {"stall_ms": (10 ** (-3 + i * 9 / 39),) * 2}) for i in range(40)]
     figure = plots.compare_figure(compared(rows))
@@ -95,21 +95,21 @@ def test_forty_rows_from_a_thousandth_to_a_million_have_their_own_labels(row_of:
     assert min(label.get_window_extent().x0 for label in axes.get_yticklabels()) >= 0
 
 
-def test_without_a_measurement_there_is_no_picture(row_of: Rows, compared: Compared) -> None:
+def test_without_a_measurement_there_is_no_picture() -> None:
     assert plots.compare_figure(compared([row_of({"a": "1"}, {}, error="boom")])) is None
 
 
-def test_without_the_ranking_figure_another_is_drawn(row_of: Rows, compared: Compared) -> None:
+def test_without_the_ranking_figure_another_is_drawn() -> None:
     comparison = compared([row_of({"a": "1"}, {"loss": (3.0,)})], "stall_ms")
     assert "loss" in texts(drawn(replace(comparison, ranking=metric("stall_ms"))))
 
 
-def test_dollars_and_markup_are_letters(row_of: Rows, compared: Compared) -> None:
+def test_dollars_and_markup_are_letters() -> None:
     strange = r"$x^2$ \alpha <b>&"
     assert strange in texts(drawn(compared([row_of({"a": strange}, {"stall_ms": (3.0,)})])))
 
 
-def test_the_legend_stays_in_the_picture_however_long_the_labels_are(row_of: Rows, compared: Compared) -> None:
+def test_the_legend_stays_in_the_picture_however_long_the_labels_are() -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     long = {"a": "x" * 60, "b": "y" * 60}

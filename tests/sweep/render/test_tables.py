@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +18,7 @@ from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
 from stagereg.sweep.metric import METRICS, metric, shown
 
-Rows = Callable[..., ComparisonRow]
-Compared = Callable[..., Comparison]
+from ..samples import compared, row_of
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e12, max_value=1e12)
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=40)
@@ -36,7 +34,7 @@ def ordered(comparison: Comparison) -> list[tuple[tables.Value, ...]]:
     return [row[1 : 1 + heads] for row in tables.compare_table(comparison).rows]
 
 
-def wide(row_of: Rows, compared: Compared) -> Comparison:
+def wide() -> Comparison:
     """Two parameters and all eight metrics, each with a spread."""
     values = {one.name: (1234.5 * i, 1300.1 * i, 1280.2 * i) for i, one in enumerate(METRICS, 1)}
     stagers, modes = ("pinned_cached", "overlapped"), ("planned", "counted")
@@ -44,7 +42,7 @@ def wide(row_of: Rows, compared: Compared) -> Comparison:
 
 
 def test_rows_are_in_the_order_of_the_ranking_and_failed_ones_last(
-    comparison: Comparison, row_of: Rows, compared: Compared
+    comparison: Comparison,
 ) -> None:
     least_first = ordered(comparison)
     assert least_first[:2] == [("overlapped", "counted"), ("pinned", "counted")]
@@ -59,9 +57,7 @@ def test_rows_are_in_the_order_of_the_ranking_and_failed_ones_last(
     assert ordered(compared(rows)) == [("with",), ("without",), ("failed",)]
 
 
-def test_rows_of_two_versions_are_distinguished_in_every_table(
-    row_of: Rows, compared: Compared, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_two_versions_are_distinguished_in_every_table(capsys: pytest.CaptureFixture[str]) -> None:
     of_versions = ((1.0, "torch 2.12"), (2.0, "torch 2.13"))
     made = compared([replace(row_of({"a": "1"}, {"stall_ms": (stall,)}), versions=v) for stall, v in of_versions])
     lines = [" ".join(line.split()) for line in printed(replace(made, constant=()), capsys)]
@@ -91,9 +87,9 @@ def test_the_terminal_shows_marks_spreads_errors_and_the_answer(
 
 
 def test_a_table_fits_its_line_or_names_what_it_leaves_out(
-    row_of: Rows, compared: Compared, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = wide(row_of, compared)
+    made = wide()
     lines = printed(made, capsys)
     assert not any("Not shown" in line for line in lines)
     assert max(map(len, lines[2:12])) <= 120
@@ -107,9 +103,7 @@ def test_a_table_fits_its_line_or_names_what_it_leaves_out(
     assert len(head) <= 70
 
 
-def test_the_number_of_runs_is_a_column_where_rows_differ_in_it(
-    row_of: Rows, compared: Compared, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_number_of_runs_is_a_column_where_rows_differ_in_it(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row_of({"a": str(count)}, {"loss": (1.0,) * count}) for count in (2, 2, 3)]
     again = replace(rows[2], again=True, jobs=rows[2].jobs[:1])
     alike = printed(replace(compared([*rows[:2], again], "loss"), repeats=2), capsys)
@@ -118,9 +112,7 @@ def test_the_number_of_runs_is_a_column_where_rows_differ_in_it(
     assert any({"runs", "verdict"} <= set(line.split()) for line in printed(compared(rows, "loss"), capsys))
 
 
-def test_a_long_parameter_is_folded_not_cut(
-    row_of: Rows, compared: Compared, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_long_parameter_is_folded_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
     long = "torch.optim." + ".".join(f"part{number}" for number in range(30))
     lines = printed(compared([row_of({"a": long}, {"stall_ms": (1.0, 2.0)}), row_of({"a": "b"}, {})]), capsys)
     start = next(i for i, line in enumerate(lines) if set(line.strip()) == {"-", " "})
@@ -129,7 +121,9 @@ def test_a_long_parameter_is_folded_not_cut(
     assert max(map(len, table)) <= 120
 
 
-def test_csv_has_raw_numbers_and_reads_back(comparison: Comparison, row_of: Rows, compared: Compared) -> None:
+def test_csv_has_raw_numbers_and_reads_back(
+    comparison: Comparison,
+) -> None:
     rows = list(csv.DictReader(io.StringIO(tables.csv_text(comparison))))
     assert [row["verdict"] for row in rows] == ["best", "tie", "", "A/A", "failed"]
     assert (rows[0]["stall_ms.median"], rows[0]["stall_ms.n"]) == ("9.1", "3")

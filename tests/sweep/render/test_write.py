@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import stagereg.sweep.render as render
-from stagereg.sweep.comparison import Comparison, ComparisonRow
+from stagereg.sweep.comparison import Comparison
 
-Rows = Callable[..., ComparisonRow]
-Compared = Callable[..., Comparison]
-
-
-def recorded(directory: Path) -> Path:
-    """A directory in which one rank has recorded ten steps and a checkpoint."""
-    seen: list[dict[str, object]] = [{"event": "start", "t": 0.0, "format": 1, "rank": 0, "world_size": 1}]
-    seen += [{"event": "step", "t": 1.0 + step, "step": step} for step in range(10)]
-    seen.append({"event": "stall", "t": 5.5, "step": 4, "start": 5.1, "seconds": 0.3})
-    seen.append({"event": "end", "t": 12.0, "seconds": 12.0, "status": "completed", "error": None})
-    directory.mkdir(parents=True)
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in seen))
-    return directory
+from ..samples import Sample, compared, row_of, write_run
 
 
-def test_all_five_files_are_written_and_the_page_has_a_timeline_of_each_run(
-    row_of: Rows, compared: Compared, tmp_path: Path
-) -> None:
+def test_all_five_files_are_written_and_the_page_has_a_timeline_of_each_run(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need hydra-stagereg[report]")
     rows = [
-        row_of({"a": name}, {"stall_ms": (value,)}, directory=recorded(tmp_path / name))
+        row_of({"a": name}, {"stall_ms": (value,)}, directory=write_run(tmp_path / name, Sample(ranks=1, steps=10)))
         for name, value in (("slow", 3.0), ("fast", 1.0))
     ]
     rows.append(row_of({"a": "unrecorded"}, {"stall_ms": (2.0,)}, directory=tmp_path / "nothing"))
@@ -65,7 +49,7 @@ def test_without_matplotlib_one_line_is_printed_and_the_rest_is_there(
     assert 'id="table-0"' in paths[-1].read_text()
 
 
-def test_where_all_failed_no_older_picture_stays(row_of: Rows, compared: Compared, tmp_path: Path) -> None:
+def test_where_all_failed_no_older_picture_stays(tmp_path: Path) -> None:
     failed = compared([row_of({"a": "1"}, {}, error="boom"), row_of({"a": "2"}, {}, error="boom")])
     (tmp_path / "compare.svg").write_text("of yesterday")
     (tmp_path / "other.txt").write_text("mine")
