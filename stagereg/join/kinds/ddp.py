@@ -120,14 +120,8 @@ class DdpHook(BuiltInHook["DdpJoinable"]):
         return {param for param, count in zip(params, used.tolist(), strict=True) if not count}
 
     def _forget(self, param: torch.Tensor) -> None:
-        """Drop a gradient of a step before, as the active ranks did when they zeroed theirs."""
-        if param.grad is None or self.joinable.is_unfinished:
-            return
-        policy = self.joinable.policy.current()
-        if policy == "zeroes":
-            param.grad.zero_()
-        elif policy == "drops" and param.grad.any():
-            param.grad = None
+        if param.grad is not None and param.grad.any() and not self.joinable.is_unfinished:
+            self.joinable.policy.forget(param)
 
 
 @register("joinable", "ddp")
