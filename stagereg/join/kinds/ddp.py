@@ -143,7 +143,7 @@ class DdpJoinable(ReducingJoinable):
 
     own_hook = DdpHook
     module: DistributedDataParallel
-    _forward_settings: tuple[Any, bool]  # those that DDP's forward has changed
+    _of_one_join = (*ReducingJoinable._of_one_join, "_forward_settings")
 
     def __init__(self, module: DistributedDataParallel, hook: Callable[..., JoinHook] | None = None) -> None:
         if not isinstance(module, DistributedDataParallel):
