@@ -18,14 +18,15 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-import stagereg.sweep.result as result_module
+import stagereg.record as record
+from stagereg.errors import LaunchError
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.sweep.callback import Compare
 from stagereg.sweep.result import JobResult
 
 from . import programs
 from .programs import App
-from .samples import write_run
+from .samples import BEGAN, Sample, write_run
 
 HYDRA_1_4 = Path(sys.prefix) / "hydra-1.4" / "bin" / "python"
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -140,7 +141,7 @@ def test_an_interrupted_sweep_shows_the_command_that_reports_finished_jobs(tmp_p
     seen = f"The sweep has not come to its end: `stagereg report {tmp_path / 'out'}` shows what is done, 1 job."
     assert stderr.splitlines()[-2:] == ["stopped by SIGINT", seen]
     assert [job["status"] for job in app.results()] == ["completed"]
-    assert result_module.JobResult.of_directory(tmp_path / "out" / "1").status == "unfinished"
+    assert JobResult.of_directory(tmp_path / "out" / "1").status == "unfinished"
 
 
 @pytest.mark.slow
@@ -243,10 +244,21 @@ def test_a_single_job_that_fails_stays_failed_and_leaves_its_result(tmp_path: Pa
     assert JobResult.read(tmp_path / "0").error == "KeyError: 'x'"
 
 
-def test_records_of_an_earlier_run_in_the_directory_are_no_figures(tmp_path: Path) -> None:
-    write_run(tmp_path / "0")
-    Compare().on_job_end(config(tmp_path), ended(1.5))
-    assert JobResult.read(tmp_path / "0").figures == {"loss": 1.5}
+def test_the_first_line_of_an_error_with_a_traceback_has_the_cause(tmp_path: Path) -> None:
+    trace = "Traceback (most recent call last):\n  File x\nKeyError: 'no'\n"
+    error = LaunchError(f"rank 1: {trace}\nThe above was the cause:\n\n{trace.replace('Key', 'Value')}")
+    Compare().on_job_end(config(tmp_path), ended(error, JobStatus.FAILED))
+    assert JobResult.read(tmp_path / "0").error == f"rank 1: ValueError: 'no'\n{error}"
+
+
+def test_records_of_this_run_give_figures_and_the_device_and_those_of_an_earlier_one_do_not(tmp_path: Path) -> None:
+    for began in (BEGAN, record.now()):
+        write_run(tmp_path / "0", Sample(began=began, versions={"device": "H200"}))
+        Compare().on_job_end(config(tmp_path), ended(1.5))
+        job = JobResult.read(tmp_path / "0")
+        assert (job.figures == {"loss": 1.5}) == (began == BEGAN)
+        assert ("stall_ms" in job.figures) == (began != BEGAN)
+        assert (job.environment.get("device") == "H200") == (began != BEGAN)
 
 
 def test_of_several_tasks_of_one_run_only_the_first_shows_how_it_ended(

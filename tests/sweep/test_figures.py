@@ -86,6 +86,14 @@ def test_a_step_that_is_saved_twice_is_two_checkpoints() -> None:
     assert (found["stall_ms"], found["stall_s"], found["checkpoints"]) == (2000, 4, 2)
 
 
+def test_the_memory_of_a_run_is_known_where_all_ranks_recorded_it() -> None:
+    ended = {"status": "completed", "peak_rss": GIB}
+    first, second = RankRecord(0, {"world_size": 2}, end=ended), RankRecord(1, {"world_size": 2}, end=ended)
+    assert figures(run_of(first, second)) == {"peak_host_gib": 2.0}
+    assert figures(run_of(first, replace(second, end={"status": "failed"}))) == {}
+    assert figures(run_of(first)) == {}
+
+
 def test_a_copy_of_no_time_or_no_bytes_has_no_rate() -> None:
     found = figures(run_of(RankRecord(0, stages=(Span(1, 0, 0.0, GIB),), writes=(Span(1, 0, 1.0),))))
     assert not found.keys() & {"staged_gib_per_s", "write_gib_per_s"}
@@ -184,7 +192,8 @@ class TestLoss:
         run = run_of(RankRecord(0, logs=self.LOGS), RankRecord(1, logs=((9, 9.0, {"loss": 9.0}),)))
         assert figures(run, returned).get("loss") == loss
 
-    def test_a_loss_that_was_no_number_in_the_end_is_not_known(self) -> None:
+    def test_one_that_was_no_number_in_the_end_or_not_of_rank_0_is_not_known(self) -> None:
+        assert "loss" not in figures(run_of(RankRecord(1, logs=self.LOGS)))
         diverged = (*self.LOGS, (4, 4.0, {"loss": None}))
         assert "loss" not in figures(run_of(RankRecord(0, logs=diverged)))
 
@@ -203,9 +212,9 @@ def test_numbers_that_a_task_returns_have_figures_also_without_a_run() -> None:
     assert figures(None) == {}
 
 
-def test_saves_that_failed_are_counted(tmp_path: Path) -> None:
-    run = run_of(RankRecord(0, lost=((3, "disk"),), stalls=(Span(3, 0, 1.0),)), RankRecord(1))
-    found = figures(run)
+def test_a_save_that_failed_is_counted_once_and_not_by_each_rank() -> None:
+    lost = ((3, "disk"),)
+    found = figures(run_of(RankRecord(0, lost=lost, stalls=(Span(3, 0, 1.0),)), RankRecord(1, lost=lost)))
     assert (found["checkpoints"], found["lost_checkpoints"]) == (0, 1)
 
 

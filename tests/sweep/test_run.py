@@ -177,6 +177,16 @@ def test_a_run_has_ended_as_its_ranks_have(tmp_path: Path) -> None:
     assert (run.status, run.error, run.finished) == ("failed", "rank 2: ValueError: no", False)
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "status"),
+    [("completed", "preempted", "unfinished"), ("preempted", "failed", "failed"), ("completed", "lost", "failed")],
+)
+def test_ranks_that_were_preempted_leave_a_run_unfinished(one: str, other: str, status: str, tmp_path: Path) -> None:
+    for rank, ending in enumerate((one, other)):
+        run = lines(tmp_path, {**START, "world_size": 2}, {**END, "status": ending}, rank=rank)
+    assert run.status == status
+
+
 def test_a_newer_format_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"metrics\.jsonl was written by a newer stagereg \(0\.9, format 2\).*Update"):
         lines(tmp_path, {**START, "format": 2, "stagereg": "0.9"})
