@@ -16,8 +16,7 @@ import stagereg
 from stagereg.errors import JoinError
 from stagereg.testing import run_ranks
 
-from ..join.reference import EXACT, Case, Training, batch, difference, expected, length, net
-from ..join.test_fsdp2 import join_of, sharded, whole
+from ..join.reference import EXACT, Case, Training, batch, difference, expected, join_of, length, net, wrapped
 
 PLAIN = Case(lengths=(2, 4, 6), last="scheduler")
 ASKED = {2: (0,), 3: (1, 2), 5: (2,), 6: (2,)}
@@ -27,7 +26,7 @@ ASKED = {2: (0,), 3: (1, 2), 5: (2,), 6: (2,)}
 def model_of(kind: str, case: Case) -> tuple[Any, Any]:
     """The model that the loop calls, and its joinable."""
     if kind == "fsdp2":
-        module: Any = sharded(case)
+        module: Any = wrapped(replace(case, model="fsdp2"))
         return module, stagereg.build("joinable", "fsdp2", module=module)
     module = DistributedDataParallel(net(case))
     return module, stagereg.build("joinable", "ddp", module=module)
@@ -71,7 +70,7 @@ def trained(rank: int, parallel: str, library: str | None, root: str, waits: boo
                     run.saver.ask(step)
                 if waits:
                     run.checkpointer.wait()
-        return whole(run.training.outcome())
+        return run.training.outcome()
 
 
 def many(rank: int, world_size: int, root: str, runs: list[tuple[str, str | None, bool]]) -> list[Any]:
@@ -130,7 +129,7 @@ def resumed(rank: int, world_size: int, root: str, kind: str) -> Any:
         # The mean over three ranks of which two have no data.
         (run.model(batch(2, 0, 5)).sum() / 3).backward()
         run.training.finish()
-        return step, run.state["taken"], whole(run.training.outcome())
+        return step, run.state["taken"], run.training.outcome()
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
@@ -38,6 +40,8 @@ class Case:
     last: str = "optimizer"  # what the join is given besides the model: "optimizer", "scheduler" or "function"
     divide: bool = True
     accumulate: int = 1
+    forwards: int = 1  # before each backward, with one under no_grad where there are two
+    model: str = "ddp"  # or "fsdp2", or "fsdp2 kept": its parameters stay whole between forward and backward
     ddp: dict[str, Any] = field(default_factory=dict)
     comm_hook: str = ""
 
@@ -55,6 +59,25 @@ class Branches(nn.Module):
         return y + self.sometimes(x) if x[0, 0] > 0 else y
 
 
+@dataclass
+class Output:
+    """What a model returns that is no container of torch's."""
+
+    loss: torch.Tensor
+
+    def sum(self) -> torch.Tensor:
+        return self.loss
+
+
+class Wrapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: torch.Tensor) -> Output:
+        return Output(self.inner(x).sum())
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1))
 
@@ -64,6 +87,7 @@ NETS = {
     "one": lambda: nn.Linear(4, 1),
     "norm": lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)),
     "branches": Branches,
+    "dataclass": Wrapping,
 }
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
@@ -72,7 +96,6 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "foreach": (torch.optim.AdamW, {"lr": 0.05, "foreach": True}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
 }
-COMM_HOOKS = {"allreduce": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook}
 
 
 def net(case: Case) -> nn.Module:
@@ -116,22 +139,29 @@ class Training:
                 mean.lerp_(param.detach(), 0.1)
         self.zero("end")
 
-    def joinables(self, ddp: DistributedDataParallel) -> list[Any]:
+    def joinables(self, model: Any) -> list[Any]:
         if self.case.last == "function":
-            return [ddp, self.finish]
-        return [ddp, self.optimizer] + [self.scheduler] * (self.case.last == "scheduler")
+            return [model, self.finish]
+        return [model, self.optimizer] + [self.scheduler] * (self.case.last == "scheduler")
 
     def outcome(self) -> dict[str, Any]:
         """All that must be equal on every rank and in the single process."""
         state = whole_state(self.optimizer)
         return {
-            "params": [p.detach().clone() for p in self.module.parameters()],
+            "params": [whole(p).detach().clone() for p in self.module.parameters()],
             "buffers": [b.clone() for b in self.module.buffers()],
-            "state": {(i, k): torch.as_tensor(v) for i, s in state.items() for k, v in s.items() if v is not None},
+            "state": {
+                (i, k): whole(torch.as_tensor(v)) for i, s in state.items() for k, v in s.items() if v is not None
+            },
             "lr": torch.tensor(self.optimizer.param_groups[0]["lr"]),
             "schedule": torch.tensor(self.scheduler.last_epoch),
-            "average": self.average,
+            "average": [whole(mean) for mean in self.average],
         }
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor with the parts that other ranks have. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_state(optimizer: Any) -> dict[int, dict[str, Any]]:
@@ -148,46 +178,91 @@ def whole_state(optimizer: Any) -> dict[int, dict[str, Any]]:
 
 def train(rank: int, world_size: int, case: Case, library: str = "ours") -> dict[str, Any]:
     """Run the case on ranks, with our Join ("ours", or in a mode: "counted", "planned"), our joinables in torch's
-    ("torch"), or taking turns ("mixed")."""
-    ddp = DistributedDataParallel(net(case), **case.ddp)
-    if case.comm_hook:
-        ddp.register_comm_hook(None, COMM_HOOKS[case.comm_hook])
-    training = Training(case, ddp.module, case.sharded)
-    ours = library in ("ours", "counted", "planned") or (library == "mixed" and rank % 2 == 0)
-    listed = training.joinables(ddp) if ours else named(training.joinables(ddp))
-    kind = stagereg.Join if ours else TorchJoin
+    ("torch"), or taking turns ("mixed"; "mixed iterate": where it is ours, in a loop over ``join.iterate``)."""
+    model = wrapped(case)
+    training = Training(case, getattr(model, "module", model), case.sharded)
+    ours = library != "torch" and not (library.startswith("mixed") and rank % 2)
+    listed = training.joinables(model) if ours else named(training.joinables(model))
     join = None
     for epoch in range(case.epochs):
-        options: dict[str, Any] = {}
-        if library in ("counted", "planned"):
-            options = {"mode": library, "loader": range(length(case, rank, epoch)) if library == "planned" else None}
+        data = [batch(rank, epoch, step) for step in range(length(case, rank, epoch))]
         if join is None or not case.one_join or library == "planned":
+            kind, options = join_of(library if ours else "torch", data)
             join = kind(listed, divide_by_initial_world_size=case.divide, **options)
         with join:
-            for step in range(length(case, rank, epoch)):
-                syncs = (step + 1) % case.accumulate == 0
-                if step % case.accumulate == 0:
-                    training.zero("start")
-                with contextlib.nullcontext() if syncs else ddp.no_sync():
-                    loss = ddp(batch(rank, epoch, step)).sum()
-                    if step % case.accumulate == 0:
-                        training.zero("between")
-                    loss.backward()
-                if syncs:
-                    training.finish()
+            for step, x in enumerate(join.iterate(data) if ours and library == "mixed iterate" else data):
+                train_step(training, model, step, x)
     return training.outcome()
+
+
+def train_step(training: Training, model: Any, step: int, x: torch.Tensor) -> None:
+    """The body of the loop."""
+    case = training.case
+    starts, syncs = step % case.accumulate == 0, (step + 1) % case.accumulate == 0
+    if starts:
+        training.zero("start")
+    with synced(model, syncs):
+        loss = loss_of(case, model, x)
+        if starts:
+            training.zero("between")
+        loss.backward()
+    if syncs:
+        training.finish()
+
+
+def loss_of(case: Case, model: Any, x: torch.Tensor) -> torch.Tensor:
+    """What a step makes smaller."""
+    if case.forwards > 1:
+        with torch.no_grad():
+            model(x)
+    return sum((model(x * (i + 1)).sum() for i in range(case.forwards)), torch.zeros((), dtype=x.dtype))
+
+
+def wrapped(case: Case) -> Any:
+    """The net of a case, wrapped."""
+    module: Any = net(case)
+    if case.model == "ddp":
+        model = DistributedDataParallel(module, **case.ddp)
+        if case.comm_hook:
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
+        return model
+    reshard = case.model != "fsdp2 kept"
+    for part in module.children():
+        if any(True for _ in part.parameters()):
+            fully_shard(part, reshard_after_forward=reshard)
+    return fully_shard(module, reshard_after_forward=reshard)
+
+
+def synced(model: Any, syncs: bool) -> contextlib.AbstractContextManager[None]:
+    """Around a forward and backward whose gradients are reduced or not."""
+    if isinstance(model, DistributedDataParallel):
+        return contextlib.nullcontext() if syncs else model.no_sync()
+    model.set_requires_gradient_sync(syncs)
+    return contextlib.nullcontext()
+
+
+def join_of(library: str | None, loader: Any = None) -> tuple[Any, dict[str, Any]]:
+    """The ``Join`` of a library, and the options of its mode."""
+    if library == "torch":
+        return TorchJoin, {}
+    if library == "mixed iterate":
+        return stagereg.Join, {"mode": "torch"}
+    if library in ("counted", "planned"):
+        return stagereg.Join, {"mode": library, "loader": loader if library == "planned" else None}
+    return stagereg.Join, {}
 
 
 def named(joinables: list[Any]) -> list[Any]:
     """The joinables that ``stagereg.Join`` would make of a list, as torch's ``Join`` needs them."""
-    ddp = stagereg.build("joinable", "ddp", module=joinables[0])
+    kind = "ddp" if isinstance(joinables[0], DistributedDataParallel) else "fsdp2"
+    model = stagereg.build("joinable", kind, module=joinables[0])
     rest = []
     for each in joinables[1:]:
         if isinstance(each, ZeroRedundancyOptimizer):
-            rest.append(stagereg.build("joinable", "zero", optimizer=each, after=ddp))
+            rest.append(stagereg.build("joinable", "zero", optimizer=each, after=model))
         else:
-            rest.append(stagereg.build("joinable", "step", step=getattr(each, "step", each), after=ddp))
-    return [ddp, *rest]
+            rest.append(stagereg.build("joinable", "step", step=getattr(each, "step", each), after=model))
+    return [model, *rest]
 
 
 def length(case: Case, rank: int, epoch: int) -> int:
@@ -212,7 +287,7 @@ def expected(case: Case) -> dict[str, Any]:
             shared = [b.clone() for b in buffers[max(active)]]
             for rank in active:
                 _load(module, shared)
-                grads = torch.autograd.grad(module(batch(rank, epoch, step)).sum(), params, allow_unused=True)
+                grads = torch.autograd.grad(loss_of(case, module, batch(rank, epoch, step)), params, allow_unused=True)
                 window = [_plus(total, grad) for total, grad in zip(window, grads, strict=True)]
                 buffers[rank] = [b.clone() for b in module.buffers()]
             if (step + 1) % case.accumulate == 0:

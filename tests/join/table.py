@@ -12,7 +12,7 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stagereg
-from stagereg.errors import UnevenInputsError
 from stagereg.testing import run_ranks
 
 from .parallel import COLUMNS, Ddp, write_values
@@ -38,71 +37,31 @@ PATIENCE_S = 5.0
 
 @dataclass(frozen=True)
 class Case:
-    """A training loop, how many batches each rank has, and where it runs.
+    """A training loop, how many batches each rank has, and where it runs."""
 
-    Attributes:
-        lengths: batches of each rank, epoch by epoch.
-        announced: ``len`` of each rank's loader, if it is wrong.
-        loader: "list" has a length, "stream" has none, "torch" is a ``DataLoader`` whose last batch is smaller.
-        one_join: whether one context is around all epochs.
-        net: names of :data:`NETS`, applied one after the other; each has an optimizer of its own.
-        listed_backwards: whether the join is given the nets in the other order.
-        sizes: the batches of a rank have 3 samples, or ("mixed") from 1 to 5.
-        batch: what a batch is: a "tensor", "nested" dicts and lists, or something "opaque" that cannot be emptied.
-        example: whether the join is given an empty batch to use.
-        average: of the join.
-        divide: the joinables' ``divide_by_initial_world_size``.
-        enable: of the join.
-        accumulate: steps whose gradients are reduced together.
-        sync_last: whether a rank also reduces at the last batch of its own loader.
-        forwards: in each step, before the backward.
-        separate: each net has the batch, a loss and a backward of its own.
-        means: the body takes the mean of a batch's losses, which of an empty one is NaN.
-        extras: what else is in the body: "clip", "schedule", "average" (an EMA), "loss" (all-reduced, by its sum and by
-            the join's mean), "evaluate" (under ``no_grad`` in every second step), "evaluate uneven" (after each epoch,
-            in a loop of its own over as many batches as the rank has), "scaler" (takes no optimizer step on gradients
-            that are not finite).
-        skips: (rank, batch) pairs that the body continues over before it does anything.
-        skips_empty: the body does so with every empty batch.
-        stop: the step after which all ranks break.
-        breaks: (rank, step) pairs: that rank alone breaks after that step.
-        poisoned: the last batch of the first rank makes infinite gradients.
-        throw: whether the join is to throw.
-        after: forwards of rank r once the join is over: r of them.
-        wrap: further arguments for the wrapper of a column.
-        fails: the case has no numbers, but an error on every rank, in whose type and message this pattern is found.
-        columns: where it runs.
-        modes: of the join.
-    """
-
-    lengths: tuple[tuple[int, ...], ...] = ((2, 4, 6),)
-    announced: tuple[int, ...] | None = None
-    loader: str = "list"
-    one_join: bool = False
-    net: tuple[str, ...] = ("mlp",)
-    listed_backwards: bool = False
+    lengths: tuple[tuple[int, ...], ...] = ((2, 4, 6),)  # batches of each rank, epoch by epoch
+    announced: tuple[int, ...] | None = None  # len of each rank's loader, if it is wrong
+    loader: str = "list"  # has a length; "stream" has none, "torch" is a DataLoader whose last batch is smaller
+    one_join: bool = False  # around all epochs
+    net: tuple[str, ...] = ("mlp",)  # names of NETS, applied one after the other; each has its own optimizer
     optimizer: str = "adam"
-    sizes: str = "equal"
-    batch: str = "tensor"
-    example: bool = False
-    average: str = "samples"
-    divide: bool = True
-    enable: bool = True
-    accumulate: int = 1
-    sync_last: bool = False
-    forwards: int = 1
-    separate: bool = False
-    means: bool = False
-    extras: frozenset[str] = frozenset()
-    skips: tuple[tuple[int, int], ...] = ()
-    skips_empty: bool = False
-    stop: int | None = None
-    breaks: tuple[tuple[int, int], ...] = ()
-    poisoned: bool = False
-    throw: bool = False
-    after: bool = False
-    wrap: dict[str, Any] = field(default_factory=dict, hash=False)
-    fails: str = ""
+    sizes: str = "equal"  # the batches of a rank have 3 samples, or ("mixed") from 1 to 5
+    batch: str = "tensor"  # or "nested" dicts and lists
+    average: str = "samples"  # of the join
+    divide: bool = True  # the joinables' divide_by_initial_world_size
+    accumulate: int = 1  # steps whose gradients are reduced together
+    sync_last: bool = False  # a rank also reduces at the last batch of its own loader
+    forwards: int = 1  # in each step, before the backward
+    separate: bool = False  # each net has the batch, a loss and a backward of its own
+    means: bool = False  # the body takes the mean of a batch's losses, which of an empty one is NaN
+    extras: frozenset[str] = frozenset()  # of EXTRAS
+    skips: tuple[tuple[int, int], ...] = ()  # (rank, batch): the body continues over it before it does anything
+    skips_empty: bool = False  # the body does so with every empty batch
+    stop: int | None = None  # the step after which all ranks break
+    breaks: tuple[tuple[int, int], ...] = ()  # (rank, step): that rank alone breaks after that step
+    poisoned: bool = False  # the last batch of the first rank makes infinite gradients
+    wrap: dict[str, Any] = field(default_factory=dict, hash=False)  # further arguments for the wrapper of a column
+    fails: str = ""  # no numbers, but an error on every rank, in whose type and message this pattern is found
     columns: tuple[str, ...] = ALL
     modes: tuple[str, ...] = MODES
 
@@ -112,6 +71,16 @@ class Case:
         return len(self.lengths[0])
 
 
+EXTRAS = {
+    "clip": "the gradients are clipped",
+    "schedule": "of the learning rate",
+    "average": "of the weights, over the steps",
+    "loss": "all-reduced, by its sum and by the join's mean",
+    "evaluate": "under no_grad in every second step",
+    "evaluate uneven": "after each epoch, in a loop of its own over as many batches as the rank has",
+    "scaler": "takes no optimizer step on gradients that are not finite",
+}
+"""What else may be in the body."""
 BODY = frozenset({"clip", "schedule", "average", "loss"})
 UNEVEN = Case()
 CASES = {
@@ -137,14 +106,10 @@ CASES = {
     ),
     "means of empty batches": Case(means=True, lengths=((0, 3, 5),), extras=frozenset({"loss"})),
     "another optimizer": Case(optimizer="sgd", lengths=((2, 4, 6), (6, 4, 2))),
-    "disabled, even": Case(enable=False, lengths=((3, 3, 3),)),
     "a DataLoader": Case(loader="torch", batch="nested"),
     "a stream without a length": Case(loader="stream", modes=("auto",)),
     "a stream, a rank without batches": Case(loader="stream", lengths=((0, 3, 5),), modes=("auto",)),
-    "lengths, mode auto": Case(modes=("auto",)),
     "nested batches": Case(batch="nested", lengths=((0, 3, 5),)),
-    "an example of an opaque batch": Case(batch="opaque", example=True, lengths=((0, 3, 5),)),
-    "an opaque batch": Case(batch="opaque", fails=r"JoinError.*example=|PeerFailedError.*example="),
     "skipped batches": Case(skips=((0, 1), (2, 0), (2, 5), (1, 3))),
     "all batches of a rank skipped": Case(skips=((0, 0), (0, 1))),
     "empty batches skipped": Case(skips_empty=True, columns=HOOKED),
@@ -176,16 +141,10 @@ CASES = {
     "all of these": Case(extras=BODY, net=("shared_norm",), sizes="mixed", lengths=((0, 3, 5), (4, 2, 0))),
     "two forwards, one backward": Case(forwards=2),
     "two models": Case(net=("mlp", "head")),
-    "two models, listed in the other order": Case(
-        net=("mlp", "head"),
-        listed_backwards=True,
-        fails="JoinError.*order in which the loop|PeerFailedError",
-    ),
     "two models, one after the other": Case(net=("mlp", "mlp"), separate=True, sizes="mixed"),
     "evaluation inside": Case(extras=frozenset({"evaluate", "loss"})),
     "evaluation inside, statistics": Case(extras=frozenset({"evaluate"}), net=("shared_norm",)),
     "uneven evaluation inside": Case(extras=frozenset({"evaluate uneven"}), sizes="mixed"),
-    "uneven evaluation after": Case(after=True, columns=("ddp", "zero")),
     "infinite gradients, then no data": Case(poisoned=True, extras=frozenset({"scaler", "loss"})),
     "buffers": Case(net=("norm",), lengths=((2, 4, 6), (6, 4, 2)), columns=("ddp", "zero"), average="world"),
     "buffers, even": Case(net=("norm",), lengths=((3, 3, 3),), columns=("ddp", "zero")),
@@ -195,11 +154,6 @@ CASES = {
     "gradients are bucket views": Case(wrap={"gradient_as_bucket_view": True}, columns=("ddp", "zero")),
     "parameters sought": Case(wrap={"find_unused_parameters": True}, columns=("ddp", "zero")),
     "weights kept after the forward": Case(wrap={"reshard_after_forward": False}, columns=("fsdp2",)),
-    "throw": Case(throw=True),
-    "throw, statistics over all ranks": Case(throw=True, net=("shared_norm",)),
-    "throw, a collective in the forward": Case(throw=True, net=("collective",), lengths=((3, 2, 5),)),
-    "throw, all-reduced loss": Case(throw=True, extras=frozenset({"loss"}), lengths=((0, 2, 2),)),
-    "throw, even": Case(throw=True, lengths=((3, 3, 3),)),
     "pairs of ranks, uneven": Case(lengths=((2, 4),), columns=("tp",)),
     "pairs of ranks, one pair without batches": Case(lengths=((0, 3),), columns=("tp",), sizes="mixed"),
     "pairs of ranks, clipped, schedule, EMA, loss": Case(lengths=((3, 1), (2, 4)), columns=("tp",), extras=BODY),
@@ -278,11 +232,12 @@ def samples(case: Case, rank: int, epoch: int, index: int) -> torch.Tensor:
     return x
 
 
+@dataclass
 class Batches:
     """What a rank's loader gives in an epoch; its length may be wrong."""
 
-    def __init__(self, batches: Sequence[Any], announced: int | None) -> None:
-        self.batches, self.announced = batches, announced
+    batches: Sequence[Any]
+    announced: int | None
 
     def __len__(self) -> int:
         return len(self.batches) if self.announced is None else self.announced
@@ -315,21 +270,11 @@ def _collate(rows: list[tuple[torch.Tensor]]) -> Any:
     return pack(Case(batch="nested"), torch.stack([row[0] for row in rows]))
 
 
-class Opaque:
-    """A batch of which nothing is known from outside."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-
 def pack(case: Case, x: torch.Tensor) -> Any:
     """A batch of these samples."""
     if case.batch == "nested":
         return {"inputs": [{"x": x}, ["name"] * len(x)], "scale": 1.0}
-    return Opaque(x) if case.batch == "opaque" else x
+    return x
 
 
 def unpack(case: Case, batch: Any) -> torch.Tensor:
@@ -338,7 +283,7 @@ def unpack(case: Case, batch: Any) -> torch.Tensor:
         (parts, names), scale = batch["inputs"], batch["scale"]
         assert len(names) == len(parts["x"])
         return parts["x"] * scale
-    return batch.x if case.batch == "opaque" else batch
+    return batch
 
 
 FIXED = torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(2, 4)
@@ -358,8 +303,7 @@ class Training:
         self.log: list[torch.Tensor] = []
 
     def joinables(self) -> list[Any]:
-        listed = self.models[::-1] if self.case.listed_backwards else self.models
-        return [*listed, *self.optimizers]
+        return [*self.models, *self.optimizers]
 
     def chains(self) -> list[list[nn.Module]]:
         """The models that are applied one after another, before a backward of their own."""
@@ -432,23 +376,15 @@ def train(rank: int, world_size: int, case: Case, column: Ddp, mode: str) -> dic
     """Run a case on ranks; ``data_index`` is the index in ``case.lengths`` of a rank's data."""
     data_index = rank // (world_size // case.world)
     training = Training(case, column, [column.wrap(net, **case.wrap) for net in nets(case)])
-    outcome: dict[str, Any] = {"raised": torch.tensor(0.0)}
-    try:
-        if case.one_join:
-            with joined(training, mode) as join:
-                for epoch in range(len(case.lengths)):
-                    run_epoch(training, join, data_index, epoch)
-        else:
+    if case.one_join:
+        with joined(training, mode) as join:
             for epoch in range(len(case.lengths)):
-                with joined(training, mode) as join:
-                    run_epoch(training, join, data_index, epoch)
-    except UnevenInputsError:
-        outcome["raised"] = torch.tensor(1.0)
-    if case.after:
-        with torch.no_grad():
-            for _ in range(rank):
-                training.losses(FIXED)
-    return training.outcome() | outcome
+                run_epoch(training, join, data_index, epoch)
+    else:
+        for epoch in range(len(case.lengths)):
+            with joined(training, mode) as join:
+                run_epoch(training, join, data_index, epoch)
+    return training.outcome()
 
 
 def joined(training: Training, mode: str) -> stagereg.Join:
@@ -456,8 +392,6 @@ def joined(training: Training, mode: str) -> stagereg.Join:
     case = training.case
     return stagereg.Join(
         training.joinables(),
-        enable=case.enable,
-        throw_on_early_termination=case.throw,
         mode=mode,
         average=case.average,
         timeout=PATIENCE_S,
@@ -470,8 +404,7 @@ def run_epoch(training: Training, join: Any, rank: int, epoch: int) -> None:
     case, column = training.case, training.column
     step = 0
     seen = 0
-    example = pack(case, torch.zeros(0, 4, dtype=torch.float64)) if case.example else None
-    for batch in join.iterate(loader(case, rank, epoch), example=example):
+    for batch in join.iterate(loader(case, rank, epoch)):
         x = unpack(case, batch)
         if len(x):
             seen += 1
@@ -517,13 +450,8 @@ def mean_over_ranks(total: torch.Tensor, count: float) -> torch.Tensor:
 
 
 @functools.cache
-def expected(case: Case, mode: str) -> dict[str, Any]:
+def expected(case: Case) -> dict[str, Any]:
     """Run a case in this process."""
-    if case.throw and len(set(case.lengths[0])) > 1:
-        # Planned, no step is taken; counted, all those that every rank has data for.
-        stop = 0 if mode == "planned" else min(case.lengths[0])
-        before = replace(case, throw=False, stop=stop) if stop else replace(case, throw=False, lengths=((0, 0, 0),))
-        return expected(before, mode) | {"raised": torch.tensor(1.0)}
     training = Training(case, Ddp(), nets(case))
     buffers = [_buffers(training) for _ in range(case.world)]
     for epoch in range(len(case.lengths)):
@@ -548,7 +476,7 @@ def expected(case: Case, mode: str) -> dict[str, Any]:
         last = max(rank for rank, queue in enumerate(queues) if len(queue) == longest)
         buffers = [buffers[last]] * case.world
     _load(training, buffers[0])
-    return training.outcome() | {"raised": torch.tensor(0.0)}
+    return training.outcome()
 
 
 def _queue(case: Case, rank: int, epoch: int) -> list[torch.Tensor]:
@@ -618,10 +546,7 @@ def chosen(case: Case, mode: str) -> str:
 def run_column(column: str, names: Sequence[str], mode: str) -> dict[str, float]:
     """Run cases one after another in the same ranks; return their largest differences from the single process."""
     outcomes = run_ranks(run_cases, ranks_of(column), args=(column, names, mode), timeout_s=20 + 2 * len(names))
-    return {
-        name: max(distance(outcome[name], expected(CASES[name], chosen(CASES[name], mode))) for outcome in outcomes)
-        for name in names
-    }
+    return {name: max(distance(outcome[name], expected(CASES[name])) for outcome in outcomes) for name in names}
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:

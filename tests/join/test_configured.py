@@ -126,7 +126,7 @@ WRONG: dict[str, tuple[list[str], list[str], tuple[str, ...]]] = {
     "a hook of another joinable": (
         ["join_hook@join.joinables.model.hook=metrics"],
         ["model", "optimizer"],
-        ("a MetricsHook is the hook of a MetricsJoinable", "chosen for a DdpJoinable"),
+        ("a MetricsHook was chosen for a DdpJoinable", "of which it is no hook"),
     ),
     "no hook at all": (
         ["+stager@join.joinables.model.hook=blocking"],

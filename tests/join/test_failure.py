@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -17,28 +18,31 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import stagereg
 import stagereg.testing.ranks as ranks
 from stagereg.errors import JoinError, PeerFailedError
 from stagereg.join.failure import FailureDetector, RankStatus, abort, is_broken_operation, is_timeout
 from stagereg.kernel.channel import resources_of
 from stagereg.testing import RankFailure, run_ranks
+from stagereg.testing.worker import new_group
+
+from .reference import batch, mlp
 
 SOON_S = 5.0
 """Within which a rank's error is to reach the others: a quarter of a second, and much patience with a busy machine."""
-INQUIRY_S = 5.0
-"""Seconds beyond the timeout for asking around, likewise."""
+TIMEOUT_S = 3.0
+SLACK_S = 10.0
+"""Seconds that a rank may take beyond the timeout to raise, on a machine with more ranks than cores."""
+WAYS = ["torch's wire", "counted", "planned", "iterate"]
 
 
-def outcome(detector: FailureDetector, step: Callable[[], Any]) -> tuple[float, int | None, str, str]:
-    """Seconds that ``step`` took to fail, and the rank, message and text of the error that a join would raise."""
-    start = time.monotonic()
-    with pytest.raises(RuntimeError) as raised:
-        step()
-    error = raised.value
-    known = error if isinstance(error, PeerFailedError) else detector.explain(error)
-    assert known is not None, f"not explained: {error}"
-    return time.monotonic() - start, known.rank, known.message, str(known)
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the harness wait for ranks that outlive another as long as they may take to raise."""
+    monkeypatch.setattr(ranks, "_LINGER_S", TIMEOUT_S + SLACK_S)
 
 
 def aborting(rank: int, world_size: int) -> list[float]:
@@ -105,37 +109,34 @@ def killed(rank: int, world_size: int, folder: Path, timeout_s: float, own_store
     assert detector.explain(RuntimeError("DataLoader timed out after 5 seconds")) is None
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    seen = outcome(detector, lambda: dist.all_reduce(torch.ones(1)))
     start = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        dist.all_reduce(torch.ones(1))
+    error = detector.explain(raised.value)
+    seconds = time.monotonic() - start
     detector.stop()
-    (folder / f"{rank}.json").write_text(json.dumps([*seen, time.monotonic() - start]))
+    (folder / f"{rank}.json").write_text(json.dumps([seconds, time.monotonic() - start - seconds, str(error)]))
     raise LookupError("all is reported; the harness would wait for the rank that is gone")
 
 
+DEATHS = {
+    False: ("rank 0 did not answer for at least ", "it was last in step 7"),
+    True: ("the job's store is gone (it says ", "hosts it, rank 0 or the launcher, was killed or frozen"),
+}
+
+
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("own_store", [False, True])
-def test_a_killed_rank_is_named_and_so_is_a_store_that_dies_with_it(
-    tmp_path: Path, own_store: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timeout_s = 4.0
-    # The harness ends ranks that outlive another; these are to have the time that they may take.
-    monkeypatch.setattr(ranks, "_LINGER_S", timeout_s + INQUIRY_S)
+def test_a_killed_rank_is_named_and_so_is_a_store_that_dies_with_it(tmp_path: Path, own_store: bool) -> None:
     with pytest.raises(RankFailure) as failure:
-        run_ranks(killed, 3, args=(tmp_path, timeout_s, own_store), timeout_s=60)
+        run_ranks(killed, 3, args=(tmp_path, 4.0, own_store), timeout_s=60)
     assert "SIGKILL" in failure.value.failed[0]
     for rank in (1, 2):
         assert "all is reported" in failure.value.failed[rank], failure.value
-        seconds, whose, message, text, stopping = json.loads((tmp_path / f"{rank}.json").read_text())
+        seconds, stopping, text = json.loads((tmp_path / f"{rank}.json").read_text())
         assert seconds < SOON_S
         assert stopping < 2.0
-        if own_store:
-            assert whose is None
-            assert message.startswith("the job's store is gone (it says ")
-            assert "The process that hosts it, rank 0 or the launcher, was killed or frozen" in text
-        else:
-            assert whose == 0
-            assert message.startswith("did not answer for at least ")
-            assert "rank 0 did not answer" in text
-            assert "it was last in step 7" in text
+        assert all(part in text for part in DEATHS[own_store]), text
 
 
 def many(rank: int, world_size: int) -> Any:
@@ -220,23 +221,6 @@ def test_a_rank_that_is_not_in_the_join_is_named_only_when_it_is_waited_for() ->
     for text in crossed:
         assert text.startswith("all ranks are alive and wait for each other, this one for the end of ")
         assert text.endswith("; it was last in step 3. They do not make the same calls in the same order.")
-
-
-def single_rank(rank: int, world_size: int) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    detector = FailureDetector(group, 0.5, "alone")
-    threads = threading.active_count()
-    detector.start()
-    assert threading.active_count() == threads
-    detector.wait(lambda seconds: True, "nothing")
-    detector.report(ValueError("x"))
-    assert detector.explain(RuntimeError("x")) is None
-    detector.stop()
-
-
-def test_a_single_rank_needs_no_thread() -> None:
-    run_ranks(single_rank, 1, timeout_s=30)
 
 
 class Member:
@@ -384,3 +368,274 @@ def test_the_error_of_a_collective_is_distinguished_from_others(text: str, broke
     outer.__cause__ = cause
     for error in (cause, outer):
         assert (is_broken_operation(error), is_timeout(error)) == (broken, timeout)
+
+
+BEFORE = -1
+"""For a step: before the loop."""
+
+
+def slow_but(*quick: str) -> list[object]:
+    return [way if way in quick else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+
+
+def model() -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(mlp().double())
+
+
+def join(joinables: list[Any], way: str, data: list[Any], timeout_s: float = TIMEOUT_S) -> stagereg.Join:
+    mode = way if way in ("counted", "planned") else None
+    return stagereg.Join(joinables, mode=mode, loader=data if way == "planned" else None, timeout=timeout_s)
+
+
+def trains(rank: int, way: str, length: int, trouble: Callable[[int], None], timeout_s: float = TIMEOUT_S) -> None:
+    """A loop over uneven inputs, with trouble before it, and between forward and backward."""
+    ddp = model()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    data = [batch(rank, 0, step) for step in range(length)]
+    joined = join([ddp, optimizer], way, data, timeout_s)
+    with joined:
+        trouble(BEFORE)
+        for step, x in enumerate(joined.iterate(data) if way == "iterate" else data):
+            optimizer.zero_grad()
+            loss = ddp(x).sum()
+            trouble(step)
+            loss.backward()
+            optimizer.step()
+
+
+def outcome(act: Callable[[], object]) -> tuple[str, str, float]:
+    """What a rank ends with: the type of its error, its text, and after how many seconds."""
+    started = time.monotonic()
+    try:
+        act()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "", "", time.monotonic() - started
+
+
+LENGTHS = (2, 6, 6)
+
+
+def raising(rank: int, world_size: int, way: str, lengths: tuple[int, ...], fails_at: int) -> tuple[str, str, float]:
+    def trouble(step: int) -> None:
+        if rank == 1 and step == fails_at:
+            raise ValueError("loss is not finite")
+
+    return outcome(lambda: trains(rank, way, lengths[rank], trouble, timeout_s=60))
+
+
+# iterate plans where all lengths are known. With one batch, rank 0 waits outside any collective for an answer about the
+# loop's gradients; and "before" the loop of rank 1, the others have begun theirs.
+@pytest.mark.parametrize(
+    ("way", "lengths", "fails_at"),
+    [("torch's wire", LENGTHS, 3), ("counted", (1, 3, 3), 1), ("iterate", LENGTHS, 3), ("iterate", LENGTHS, BEFORE)]
+    + [pytest.param(way, LENGTHS, 3, marks=pytest.mark.slow) for way in ("counted", "planned")],
+)
+def test_an_exception_on_one_rank_is_reported_on_all(way: str, lengths: tuple[int, ...], fails_at: int) -> None:
+    joined, failed, active = run_ranks(raising, 3, args=(way, lengths, fails_at), timeout_s=60)
+    assert failed[:2] == ("ValueError", "loss is not finite")
+    for kind, text, seconds in (joined, active):
+        assert kind == "PeerFailedError"
+        assert "rank 1 failed: ValueError: loss is not finite\nThe cause is there: read the output of rank 1" in text
+        assert seconds < SLACK_S
+
+
+def going_on(rank: int, world_size: int) -> list[float]:
+    """All ranks leave three joins of each kind by the same exception, and use the process group afterwards."""
+    sums = []
+    for way in WAYS * 3:
+        with contextlib.suppress(KeyError):
+            trains(rank, way, 3, lambda step: {BEFORE: None, 0: None}[step])
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        sums.append(total.item())
+    return sums
+
+
+def test_ranks_that_all_leave_by_the_same_exception_can_go_on() -> None:
+    assert run_ranks(going_on, 3, timeout_s=60) == [[3.0] * 3 * len(WAYS)] * 3
+
+
+def dying(rank: int, world_size: int, way: str, number: int, folder: str) -> None:
+    def trouble(step: int) -> None:
+        if rank == 1 and step == 3:
+            os.kill(os.getpid(), number)
+
+    pids: list[Any] = [None] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    trains(rank, way, LENGTHS[rank], lambda step: None)  # so the next join needs no time to be entered
+    seen = outcome(lambda: trains(rank, way, LENGTHS[rank], trouble))
+    Path(folder, f"{rank}.part").write_text("\n".join(map(str, [seen[0], seen[2], seen[1]])))
+    Path(folder, f"{rank}.part").rename(Path(folder, str(rank)))
+    if len(list(Path(folder).glob("[0-9]"))) == 2:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[1], signal.SIGKILL)
+    raise RuntimeError("this rank is done; the harness would wait for the one that is gone")
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("way", slow_but("iterate"))
+def test_a_rank_that_is_killed_or_frozen_is_named_by_all_others(way: str, number: int, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        run_ranks(dying, 3, args=(way, number, str(tmp_path)), timeout_s=60)
+    for rank in (0, 2):
+        kind, seconds, *text = (tmp_path / str(rank)).read_text().splitlines()
+        assert kind == "PeerFailedError", text
+        assert "rank 1" in text[0]
+        assert float(seconds) < TIMEOUT_S + SLACK_S
+
+
+def stuck(rank: int, world_size: int, way: str) -> tuple[str, str, float]:
+    """Rank 1 takes no part until the others have raised."""
+    store = dist.distributed_c10d._get_default_store()
+
+    def trouble(step: int) -> None:
+        deadline = time.monotonic() + TIMEOUT_S + SLACK_S
+        while (
+            rank == 1 and step == 3 and time.monotonic() < deadline and not store.check(["raised on 0", "raised on 2"])
+        ):
+            threading.Event().wait(0.05)  # a wait in the store would keep this rank's own thread from it
+
+    seen = outcome(lambda: trains(rank, way, LENGTHS[rank], trouble))
+    store.set(f"raised on {rank}", "")
+    return seen
+
+
+@pytest.mark.parametrize("way", slow_but("iterate"))
+def test_a_rank_that_is_alive_but_takes_no_part_is_named_after_the_timeout(way: str) -> None:
+    joined, _, active = run_ranks(stuck, 3, args=(way,), timeout_s=60)
+    for kind, text, seconds in (joined, active):
+        assert kind == "PeerFailedError"
+        assert "rank 1" in text
+        assert "join.timeout" in text
+        assert TIMEOUT_S * 0.5 < seconds < TIMEOUT_S + SLACK_S
+
+
+class NeverNotifies(stagereg.Joinable):
+    """Reduces something each step, and does not announce it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def __call__(self) -> None:
+        dist.all_reduce(torch.ones(8))
+
+    def join_hook(self, **kwargs: Any) -> stagereg.JoinHook:
+        return stagereg.JoinHook()
+
+    join_device = property(lambda self: torch.device("cpu"))
+    join_process_group = property(lambda self: dist.group.WORLD)
+
+
+def never_notifying(rank: int, world_size: int, way: str) -> tuple[str, str, float]:
+    def act() -> None:
+        joinable = NeverNotifies()
+        data = list(range(2 + 2 * rank))
+        with join([joinable], way, data):
+            for _ in data:
+                joinable()
+
+    return outcome(act)
+
+
+@pytest.mark.parametrize("way", slow_but("torch's wire", "counted")[:3])
+def test_a_joinable_that_never_notifies_is_an_error_on_all_ranks(way: str) -> None:
+    for kind, text, seconds in run_ranks(never_notifying, 3, args=(way,), timeout_s=60):
+        assert kind in ("JoinError", "PeerFailedError")
+        assert "never announced" in text
+        assert seconds < TIMEOUT_S + SLACK_S
+
+
+def misused(rank: int, world_size: int, what: list[str]) -> list[tuple[str, str, float]]:
+    """Each misuse in a process group of its own."""
+    outcomes = []
+    for number, each in enumerate(what):
+        print(f"now comes {each}")
+        if number:
+            new_group()
+        outcomes.append(misuse(rank, each))
+    return outcomes
+
+
+def misuse(rank: int, what: str) -> tuple[str, str, float]:
+    one, two = model(), model()
+    x = batch(rank, 0, 0)
+
+    def act() -> None:
+        if what == "nested, both used inside":
+            with stagereg.Join([one], timeout=TIMEOUT_S), stagereg.Join([two], timeout=TIMEOUT_S):
+                for _ in range(1 + rank):
+                    (one(x).sum() + two(x).sum()).backward()
+        elif what == "nested, the same module":
+            with stagereg.Join([one], timeout=TIMEOUT_S), stagereg.Join([one], timeout=TIMEOUT_S):
+                one(x).sum().backward()
+        elif what == "another order than listed":
+            with stagereg.Join([one, two], timeout=TIMEOUT_S):
+                for _ in range(1 + rank):
+                    two(x).sum().backward()
+                    one(x).sum().backward()
+        elif what == "a forward without a backward":
+            with stagereg.Join([one], timeout=TIMEOUT_S):
+                for _ in range(1 + rank):
+                    one(x).sum().backward()
+                if rank == 1:
+                    one(x)
+        elif what == "static graph, a rank without batches":
+            fixed = DistributedDataParallel(mlp().double(), static_graph=True)
+            with stagereg.Join([fixed], timeout=TIMEOUT_S):
+                for _ in range(2 * rank):
+                    fixed(x).sum().backward()
+        elif what == "some ranks reduce and others do not":
+            with stagereg.Join([one], mode="counted", timeout=TIMEOUT_S):
+                for step in range(4):
+                    one.require_backward_grad_sync = rank == 0 or step % 2 == 1
+                    one(x).sum().backward()
+        elif what == "a loop inside a loop":
+            joined = stagereg.Join([one], timeout=TIMEOUT_S)
+            with joined:
+                for b in joined.iterate([x] * 3):
+                    one(b).sum().backward()
+                    for again in joined.iterate([x]):
+                        one(again)
+        elif what == "two loops in turns":
+            joined = stagereg.Join([one], timeout=TIMEOUT_S)
+            with joined:
+                for b, _ in zip(joined.iterate([x] * 3), joined.iterate([x]), strict=False):
+                    one(b).sum().backward()
+        elif what == "a module left alone":
+            whole = nn.Linear(4, 1).double()
+            joined = stagereg.Join([stagereg.build("joinable", "module", module=whole)], timeout=TIMEOUT_S)
+            with joined:
+                for step, b in enumerate(joined.iterate([x] * 4)):
+                    loss = whole(b).sum()
+                    loss.backward()
+                    dist.all_reduce(whole.weight.grad)
+                    if rank == 1 and step == 1:
+                        break
+
+    return outcome(act)
+
+
+MESSAGES = {
+    "a loop inside a loop": "only one runs at a time",
+    "two loops in turns": "only one runs at a time",
+    "nested, both used inside": "used inside an inner one",
+    "nested, the same module": "in another join already",
+    "another order than listed": "in the order in which the loop uses them",
+    "a forward without a backward": "a forward without a backward",
+    "static graph, a rank without batches": "static_graph",
+    "some ranks reduce and others do not": "Decide by the number of the step",
+    "a module left alone": "left the loop while others go on",
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_cannot_be_joined_is_an_error_on_all_ranks(size: int) -> None:
+    what = [each for each in MESSAGES if ("module left" in each) == (size == 3)]
+    for outcomes in run_ranks(misused, size, args=(what,), timeout_s=100):
+        for each, (kind, text, seconds) in zip(what, outcomes, strict=True):
+            assert kind in ("JoinError", "PeerFailedError"), (each, outcomes)
+            assert MESSAGES[each] in text
+            assert seconds < TIMEOUT_S + SLACK_S, each

@@ -3,115 +3,56 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import stagereg
 from stagereg.testing import run_ranks
+from stagereg.testing.worker import new_group
 
-from .reference import EXACT, Case, Training, batch, difference, expected, length, net
-
-
-def sharded(case: Case, reshard: bool = True) -> Any:
-    module = net(case)
-    for part in module.children():
-        if any(True for _ in part.parameters()):
-            fully_shard(part, reshard_after_forward=reshard)
-    return fully_shard(module, reshard_after_forward=reshard)
-
-
-def whole(value: Any) -> Any:
-    """The same outcome with whole tensors instead of sharded ones. Collective."""
-    if isinstance(value, DTensor):
-        return value.full_tensor().detach()
-    if isinstance(value, dict):
-        return {key: whole(item) for key, item in value.items()}
-    return [whole(item) for item in value] if isinstance(value, list) else value
-
-
-def listed(case: Case, module: Any, training: Training) -> list[Any]:
-    """What ``stagereg.Join`` makes of a list, so that it can be given to torch's ``Join`` too."""
-    model = stagereg.build("joinable", "fsdp2", module=module)
-    followers = training.joinables(model)[1:]
-    steps = [getattr(each, "step", each) for each in followers]
-    return [model, *(stagereg.build("joinable", "step", step=step, after=model) for step in steps)]
-
-
-def join_of(library: str | None) -> tuple[Any, dict[str, Any]]:
-    """The ``Join`` of a library, and the options of its mode."""
-    return (TorchJoin, {}) if library == "torch" else (stagereg.Join, {"mode": library})
-
-
-def one(rank: int, case: Case, library: str | None, reshard: bool) -> Any:
-    module = sharded(case, reshard)
-    training = Training(case, module, sharded=False)
-    joinables = listed(case, module, training)
-    kind, options = join_of(library)
-    for epoch in range(case.epochs):
-        if library == "planned":
-            options["loader"] = range(length(case, rank, epoch))
-        with kind(joinables, divide_by_initial_world_size=case.divide, **options):
-            for step in range(length(case, rank, epoch)):
-                syncs = (step + 1) % case.accumulate == 0
-                if step % case.accumulate == 0:
-                    training.zero("start")
-                module.set_requires_gradient_sync(syncs)
-                loss = module(batch(rank, epoch, step)).sum()
-                if step % case.accumulate == 0:
-                    training.zero("between")
-                loss.backward()
-                if syncs:
-                    training.finish()
-    return whole(training.outcome())
-
-
-def train(rank: int, world_size: int, runs: list[tuple[Case, str | None, bool]]) -> list[Any]:
-    return [one(rank, *run) for run in runs]
-
+from .reference import EXACT, Case, batch, difference, join_of, named, whole
+from .test_numbers import wrong
 
 CASES = {
-    "adam": Case(),
-    "sgd with momentum, two epochs": Case(optimizer="sgd", epochs=2),
-    "a rank without batches": Case(lengths=(0, 3, 5), last="scheduler"),
-    "a function that clips and averages": Case(last="function", epochs=2),
-    "divided by the active ranks": Case(divide=False, epochs=2),
-    "gradients never zeroed": Case(zero="never"),
-    "zeroed in place, at the end": Case(zero="zeros", when="end", epochs=2),
-    "zeroed between forward and backward": Case(when="between"),
-    "a rank that never sees a second step": Case(lengths=(0, 5, 1), zero="never"),
-    "out of data inside an accumulation": Case(accumulate=2, lengths=(1, 3, 6)),
-    "accumulation, active ranks": Case(accumulate=2, lengths=(2, 3, 6), divide=False),
+    "adam": Case(one_join=False),
+    "sgd with momentum, two epochs": Case(optimizer="sgd", epochs=2, one_join=False),
+    "a rank without batches": Case(lengths=(0, 3, 5), last="scheduler", one_join=False),
+    "a function that clips and averages": Case(last="function", epochs=2, one_join=False),
+    "divided by the active ranks": Case(divide=False, epochs=2, one_join=False),
+    "gradients never zeroed": Case(zero="never", one_join=False),
+    "zeroed in place, at the end": Case(zero="zeros", when="end", epochs=2, one_join=False),
+    "zeroed between forward and backward": Case(when="between", one_join=False),
+    "a rank that never sees a second step": Case(lengths=(0, 5, 1), zero="never", one_join=False),
+    "out of data inside an accumulation": Case(accumulate=2, lengths=(1, 3, 6), one_join=False),
+    "accumulation, active ranks": Case(accumulate=2, lengths=(2, 3, 6), divide=False, one_join=False),
 }
-LIBRARIES = {"torch's wire": None, "torch's Join": "torch", "counted": "counted", "planned": "planned"}
+MODELS = ("fsdp2", "fsdp2 kept")
+LIBRARIES = ("ours", "torch", "counted", "planned")
 
 
-def hold(runs: list[tuple[Case, str | None, bool]]) -> None:
-    outcomes = run_ranks(train, 3, args=(runs,), timeout_s=20 + 4 * len(runs))
-    for i, (case, library, reshard) in enumerate(runs):
-        reference = expected(case)
-        for rank, results in enumerate(outcomes):
-            assert difference(results[i], reference) < EXACT, f"{case}, {library}, {reshard}, rank {rank}"
+WAYS = [(library, model) for model in MODELS for library in LIBRARIES]
 
 
 def test_every_rank_has_the_numbers_of_a_single_process() -> None:
     """Every case in one of the ways, so that every way meets several cases."""
-    ways = [(library, reshard) for reshard in (True, False) for library in LIBRARIES.values()]
-    hold([(case, *ways[i % len(ways)]) for i, case in enumerate(CASES.values())])
+    runs = {}
+    for (name, case), (library, model) in zip(CASES.items(), itertools.cycle(WAYS), strict=False):
+        runs[name] = (replace(case, model=model), library)
+    assert wrong(runs) == {}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reshard", [True, False], ids=["reshards", "keeps whole parameters"])
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_every_rank_has_the_numbers_of_a_single_process_in_every_way(library: str, reshard: bool) -> None:
-    hold([(case, LIBRARIES[library], reshard) for case in CASES.values()])
+@pytest.mark.parametrize(("library", "model"), WAYS)
+def test_every_rank_has_the_numbers_of_a_single_process_in_every_way(library: str, model: str) -> None:
+    assert wrong({name: (replace(case, model=model), library) for name, case in CASES.items()}) == {}
 
 
 class Pair(nn.Module):
@@ -134,31 +75,34 @@ class Pair(nn.Module):
         )
 
 
-def pairs(rank: int, world_size: int, lengths: tuple[int, ...], library: str | None) -> Any:
+def pairs(rank: int, world_size: int, lengths: tuple[int, ...]) -> list[Any]:
+    return [trained_pair(rank, lengths, library) for library in LIBRARIES]
+
+
+def trained_pair(rank: int, lengths: tuple[int, ...], library: str) -> Any:
     torch.manual_seed(0)
     module: Any = Pair().double()
     for part in (module.first, module.second, module):
         fully_shard(part)
-    model = stagereg.build("joinable", "fsdp2", module=module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    step = stagereg.build("joinable", "step", step=optimizer.step, after=model)
-    kind, options = join_of(library)
-    if library == "planned":
-        options["loader"] = range(lengths[rank])
-    with kind([model, step], **options):
+    kind, options = join_of(library, range(lengths[rank]))
+    with kind(named([module, optimizer]), **options):
         for i in range(lengths[rank]):
             optimizer.zero_grad()
-            loss = torch.zeros((), dtype=torch.float64)
-            for j in range(2):
-                parts = module(batch(rank, j, i), scale=torch.tensor(2.0))["parts"]
-                loss = loss + parts[0] + parts[1][0].sum()
-            loss.backward()
+            pair_loss(module, rank, i).backward()
             optimizer.step()
-    return [param.full_tensor().detach() for param in module.parameters()]
+    return [whole(param).detach() for param in module.parameters()]
 
 
-@pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
-def test_two_forwards_a_step_with_keywords_and_nested_outputs(library: str | None) -> None:
+def pair_loss(module: Any, rank: int, i: int) -> torch.Tensor:
+    loss = torch.zeros((), dtype=torch.float64)
+    for j in range(2):
+        parts = module(batch(rank, j, i), scale=torch.tensor(2.0))["parts"]
+        loss = loss + parts[0] + parts[1][0].sum()
+    return loss
+
+
+def test_two_forwards_a_step_with_keywords_and_nested_outputs() -> None:
     lengths = (2, 3)
     torch.manual_seed(0)
     module = Pair().double()
@@ -166,13 +110,13 @@ def test_two_forwards_a_step_with_keywords_and_nested_outputs(library: str | Non
     for i in range(max(lengths)):
         optimizer.zero_grad()
         for rank in range(2):
-            for j in range(2):
-                if lengths[rank] > i:
-                    parts = module(batch(rank, j, i), scale=torch.tensor(2.0))["parts"]
-                    ((parts[0] + parts[1][0].sum()) / 2).backward()
+            if lengths[rank] > i:
+                (pair_loss(module, rank, i) / 2).backward()
         optimizer.step()
-    for outcome in run_ranks(pairs, 2, args=(lengths, library), timeout_s=30):
-        assert difference(outcome, [param.detach() for param in module.parameters()]) < EXACT
+    right = [param.detach() for param in module.parameters()]
+    for outcomes in run_ranks(pairs, 2, args=(lengths,), timeout_s=60):
+        for library, params in zip(LIBRARIES, outcomes, strict=True):
+            assert difference(params, right) < EXACT, library
 
 
 def single(dtype: torch.dtype, root: nn.Module | None = None) -> Any:
@@ -215,29 +159,6 @@ def test_the_divisor_is_scaled_in_every_dtype_and_put_back() -> None:
         assert results == {(str(dtype), own): wanted[own] for dtype in (torch.float32, torch.float64) for own in wanted}
 
 
-def throwing(rank: int, world_size: int, library: str | None) -> Any:
-    module = single(torch.float64)
-    model = stagereg.build("joinable", "fsdp2", module=module)
-    kind, options = join_of(library)
-    steps = 0
-    error = None
-    try:
-        with kind([model], throw_on_early_termination=True, **options):
-            for step in range((4, 2, 6)[rank]):
-                module(batch(rank, 0, step)).sum().backward()
-                steps += 1
-    except RuntimeError as caught:
-        error = caught
-    return steps, isinstance(error, stagereg.UnevenInputsError)
-
-
-@pytest.mark.parametrize("library", [None, "counted", "torch"])
-def test_all_ranks_throw_at_the_same_step(library: str | None) -> None:
-    ours = library != "torch"
-    found = run_ranks(throwing, 3, args=(library,), timeout_s=30)
-    assert [(steps, kind or not ours) for steps, kind in found] == [(2, True)] * 3
-
-
 class Opaque:
     """A batch that only its module can look into."""
 
@@ -259,7 +180,27 @@ class Odd(nn.Module):
         return result
 
 
-def odd(rank: int, world_size: int, careful: bool, opaque: bool, example: Any) -> str:
+EXAMPLE = torch.ones(2, 4, dtype=torch.float64)
+BIAS = f"{1 - 0.1 * 2 * 3 / 2:.6f}"
+"""After two steps of three samples on one of two ranks."""
+ODD: dict[str, tuple[bool, bool, Any, tuple[str, ...]]] = {
+    "cannot run on nothing": (False, False, None, ("Odd cannot run on an empty batch",)),
+    "cannot be emptied": (True, True, None, ("holds no tensor", "'fsdp2', module=..., example=...")),
+    "an example": (True, True, EXAMPLE, (BIAS,)),
+    "an example of all arguments": (True, True, (EXAMPLE,), (BIAS,)),
+}
+"""Whether the module is careful, and its batches opaque; the example; what is in the error, or the outcome."""
+
+
+def odd(rank: int, world_size: int) -> dict[str, str]:
+    outcomes = {}
+    for name, (careful, opaque, example, _) in ODD.items():
+        outcomes[name] = trained_odd(rank, careful, opaque, example)
+        new_group()  # a failed join may have aborted this one
+    return outcomes
+
+
+def trained_odd(rank: int, careful: bool, opaque: bool, example: Any) -> str:
     module = single(torch.float64, Odd(careful).double())
     model = stagereg.build("joinable", "fsdp2", module=module, example=example)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -277,53 +218,33 @@ def odd(rank: int, world_size: int, careful: bool, opaque: bool, example: Any) -
     return f"{module.linear.bias.full_tensor().item():.6f}"
 
 
-def test_a_module_that_cannot_run_on_nothing_is_named_on_all_ranks() -> None:
-    for text in run_ranks(odd, 2, args=(False, False, None), timeout_s=30):
-        assert "Odd cannot run on an empty batch" in text
+def test_a_module_that_cannot_run_without_samples_is_named_unless_it_has_an_example() -> None:
+    for outcomes in run_ranks(odd, 2, timeout_s=60):
+        for name, (*_, parts) in ODD.items():
+            assert all(part in outcomes[name] for part in parts), (name, outcomes[name])
 
 
-def test_inputs_that_cannot_be_emptied_are_refused_in_the_first_step() -> None:
-    for text in run_ranks(odd, 2, args=(True, True, None), timeout_s=30):
-        assert "holds no tensor" in text
-        assert "'fsdp2', module=..., example=..." in text
-
-
-@pytest.mark.parametrize("as_tuple", [True, False])
-def test_an_example_stands_for_inputs_that_cannot_be_emptied(as_tuple: bool) -> None:
-    example = torch.ones(2, 4, dtype=torch.float64)
-    # Two steps of three samples on one of two ranks.
-    bias = f"{1 - 0.1 * 2 * 3 / 2:.6f}"
-    assert run_ranks(odd, 2, args=(True, True, (example,) if as_tuple else example), timeout_s=30) == [bias] * 2
-
-
-def kept(rank: int, world_size: int) -> bool:
+def kept_and_switched(rank: int, world_size: int) -> tuple[bool, str]:
     module = single(torch.float64)
     with stagereg.Join([module]):
         x = batch(rank, 0, 0)
         module(x).sum().backward()
         there = weakref.ref(x)
         del x
-        return there() is None
-
-
-def test_no_batch_is_kept_alive() -> None:
-    assert run_ranks(kept, 2, timeout_s=30) == [True] * 2
-
-
-def switched(rank: int, world_size: int) -> str:
-    module = single(torch.float64)
+        is_gone = there() is None
     try:
         with stagereg.Join([module]):
             loss = module(batch(rank, 0, 0)).sum()
             module.set_requires_gradient_sync(False)
             loss.backward()
     except stagereg.StageregError as error:
-        return str(error)
-    return ""
+        return is_gone, str(error)
+    return is_gone, ""
 
 
-def test_a_switch_between_forward_and_backward_is_refused() -> None:
-    for text in run_ranks(switched, 2, timeout_s=30):
+def test_no_batch_is_kept_and_no_switch_between_forward_and_backward_is_taken() -> None:
+    for is_gone, text in run_ranks(kept_and_switched, 2, timeout_s=30):
+        assert is_gone
         assert "call it before the forward" in text
 
 

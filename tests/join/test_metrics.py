@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
-from stagereg.errors import JoinError, UnevenInputsError
+from stagereg.errors import JoinError
 from stagereg.testing import run_ranks
 
 from .reference import Case, batch, net
@@ -97,25 +97,6 @@ def test_names_that_only_some_ranks_know_count_and_empty_ones_are_left_out() -> 
     means = {"only rank 1": 1.5, "large": 1 / 3, "each": 0.5}
     totals = {"each": (6.0, 12.0), "large": (1.0, 3.0), "none": (0.0, 0.0), "only rank 1": (3.0, 2.0)}
     assert run_ranks(odd, 3, timeout_s=30) == [[{}, means, totals, {}]] * 3
-
-
-def thrown(rank: int, world_size: int) -> tuple[bool, dict[str, float]]:
-    ddp = stagereg.build("joinable", "ddp", module=DistributedDataParallel(net(Case())))
-    metrics = stagereg.build("joinable", "metrics")
-    raised = False
-    try:
-        with stagereg.Join([ddp, metrics], throw_on_early_termination=True):
-            for step in range(LENGTHS[rank]):
-                ddp.module(batch(rank, 0, step)).sum().backward()
-                metrics.add(loss=part(rank, step))
-    except UnevenInputsError:
-        raised = True
-        metrics.add(loss=(1.0, 1))
-    return raised, metrics.compute()
-
-
-def test_metrics_work_after_a_join_that_threw() -> None:
-    assert run_ranks(thrown, 3, timeout_s=30) == [(True, {"loss": 1.0})] * 3
 
 
 def abandoned(rank: int, world_size: int) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -73,6 +73,8 @@ CASES = {
     "the same, zeroed": Case(lengths=(0, 5, 1), zero="zeros", when="end", epochs=2),
     "out of data inside an accumulation, active ranks": Case(accumulate=2, lengths=(1, 3, 6), divide=False),
     "out of data inside an accumulation, never zeroed": Case(accumulate=2, lengths=(3, 5, 8), zero="never"),
+    "two forwards for one backward, evaluation between": Case(forwards=2),
+    "a model that returns a dataclass": Case(net="dataclass", zero="never", optimizer="sgd"),
     "a static graph": Case(ddp={"static_graph": True}, epochs=2),
     "a static graph, zero, never zeroed": Case(ddp={"static_graph": True}, sharded=True, zero="never"),
     "allreduce hook": Case(comm_hook="allreduce", epochs=2),
@@ -80,10 +82,10 @@ CASES = {
 }
 
 
-def all_of_them(rank: int, world_size: int, cases: dict[str, Case], library: str) -> dict[str, Any]:
+def all_of_them(rank: int, world_size: int, runs: dict[str, tuple[Case, str]]) -> dict[str, Any]:
     """Cases of one world size, in the same processes, so that a trace of one shows in the next."""
     outcomes = {}
-    for name, case in cases.items():
+    for name, (case, library) in runs.items():
         try:
             outcomes[name] = train(rank, world_size, case, library)
         except Exception as error:
@@ -92,25 +94,41 @@ def all_of_them(rank: int, world_size: int, cases: dict[str, Case], library: str
     return outcomes
 
 
-def differences(cases: dict[str, Case], library: str, timeout_s: float = 100) -> dict[tuple[int, str], float]:
-    """How far each rank is from the single process in each case."""
+def wrong(runs: dict[str, tuple[Case, str]], timeout_s: float = 100) -> dict[tuple[int, str], float]:
+    """How far ranks are from the single process, where they are, in cases that are each run with a library."""
     apart = {}
-    for size in sorted({len(case.lengths) for case in cases.values()}):
-        alike = {name: case for name, case in cases.items() if len(case.lengths) == size}
-        for rank, outcome in enumerate(run_ranks(all_of_them, size, args=(alike, library), timeout_s=timeout_s)):
-            apart.update({(rank, name): difference(found, expected(cases[name])) for name, found in outcome.items()})
-    assert len(apart) == sum(len(case.lengths) for case in cases.values())
-    return apart
+    for size in sorted({len(case.lengths) for case, _ in runs.values()}):
+        alike = {name: run for name, run in runs.items() if len(run[0].lengths) == size}
+        for rank, outcome in enumerate(run_ranks(all_of_them, size, args=(alike,), timeout_s=timeout_s)):
+            apart.update({(rank, name): difference(found, expected(runs[name][0])) for name, found in outcome.items()})
+    assert len(apart) == sum(len(case.lengths) for case, _ in runs.values())
+    return {where: value for where, value in apart.items() if not value < EXACT}
 
 
-def test_every_rank_has_the_numbers_of_a_single_process() -> None:
-    assert {where: value for where, value in differences(CASES, "ours").items() if not value < EXACT} == {}
+def covering() -> list[str]:
+    """Cases, each of which has something that none of those before it has; together they have all there is."""
+    seen: set[str] = set()
+    chosen = []
+    for name, case in CASES.items():
+        alike = {"lengths": (0 in case.lengths, len(set(case.lengths))), "epochs": case.epochs > 1}
+        own = {repr(item) for item in {**asdict(case), **alike}.items()}
+        if not own <= seen:
+            chosen.append(name)
+            seen |= own
+    return chosen
 
 
-def hold(case: Case, library: str = "ours") -> None:
-    reference = expected(case)
-    for rank, outcome in enumerate(run_ranks(train, len(case.lengths), args=(case, library), timeout_s=30)):
-        assert difference(outcome, reference) < EXACT, f"rank {rank}"
+@pytest.mark.parametrize(
+    ("library", "names"),
+    [
+        pytest.param("ours", list(CASES), id="torch's wire, all"),
+        pytest.param("counted", covering(), id="counted, what covers all options"),
+        pytest.param("counted", list(CASES), id="counted, all", marks=pytest.mark.slow),
+        pytest.param("planned", list(CASES), id="planned, all", marks=pytest.mark.slow),
+    ],
+)
+def test_every_rank_has_the_numbers_of_a_single_process(library: str, names: list[str]) -> None:
+    assert wrong({name: (CASES[name], library) for name in names}) == {}
 
 
 def test_the_reference_divides_by_the_active_ranks_only_on_request() -> None:
@@ -156,7 +174,7 @@ WITHOUT_LIMITS = {"deadline": None, "suppress_health_check": list(HealthCheck), 
 @given(case=cases())
 @settings(max_examples=8, **WITHOUT_LIMITS)
 def test_any_loop_on_any_lengths_has_the_numbers_of_a_single_process(case: Case) -> None:
-    hold(case)
+    assert wrong({"any": (case, "ours")}, timeout_s=30) == {}
 
 
 @pytest.mark.slow
@@ -164,4 +182,4 @@ def test_any_loop_on_any_lengths_has_the_numbers_of_a_single_process(case: Case)
 @given(case=cases(), library=st.sampled_from(["ours", "torch"]))
 @settings(max_examples=250, **WITHOUT_LIMITS)
 def test_many_loops_on_many_lengths_have_the_numbers_of_a_single_process(case: Case, library: str) -> None:
-    hold(case, library)
+    assert wrong({"any": (case, library)}, timeout_s=30) == {}

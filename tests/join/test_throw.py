@@ -7,26 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 from stagereg.testing import run_ranks
 
-from .reference import Case, batch, net
+from .reference import Case, batch, join_of, net
 
 
-def throwing(rank: int, world_size: int, lengths: tuple[int, ...], first: str, library: str) -> Any:
+def throwing(rank: int, lengths: tuple[int, ...], first: str, library: str) -> Any:
+    """The steps of this rank, and its error's type, text and rank."""
     ddp = DistributedDataParallel(net(Case()))
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.1)
     joinable = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce"}])
-    torchs = library == "mixed" and rank == 0
-    joinables = {"ddp": [ddp, zero], "collective": [joinable, ddp, zero]}[first]
+    kind, options = join_of("torch" if library == "mixed" and rank == 0 else library, range(lengths[rank]))
     steps = 0
     error = None
     try:
-        with (TorchJoin if torchs else stagereg.Join)(joinables, throw_on_early_termination=True):
+        with kind([joinable] * (first == "collective") + [ddp, zero], throw_on_early_termination=True, **options):
             for step in range(lengths[rank]):
                 if first == "collective":
                     joinable(torch.zeros(()))
@@ -35,41 +34,36 @@ def throwing(rank: int, world_size: int, lengths: tuple[int, ...], first: str, l
                 steps += 1
     except RuntimeError as caught:
         error = caught
-    leftover = ddp._join_config.enable and not torchs
-    return steps, type(error), str(error), getattr(error, "rank", None), leftover
+    return steps, type(error), str(error), getattr(error, "rank", None)
 
 
-@pytest.mark.parametrize("first", ["ddp", "collective"])
-def test_all_ranks_stop_at_the_shortest_length(first: str) -> None:
-    outcomes = run_ranks(throwing, 3, args=((4, 2, 6), first, "ours"), timeout_s=30)
-    assert [steps for steps, *_ in outcomes] == [2, 2, 2]
-    assert {kind for _, kind, *_ in outcomes} == {stagereg.UnevenInputsError}
-    assert [text for _, _, text, *_ in outcomes] == [
-        "Detected at least one rank that exhausted inputs. Throwing across all ranks.",
-        "Rank 1 exhausted all inputs.",
-        "Detected at least one rank that exhausted inputs. Throwing across all ranks.",
-    ]
-    assert [rank for *_, rank, _ in outcomes] == [None, 1, None]
-    assert not any(leftover for *_, leftover in outcomes)
+SOME = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+CASES: dict[tuple[tuple[int, ...], str, str], list[tuple[int, str, int | None]]] = {
+    ((4, 2, 6), "ddp", "ours"): [(2, SOME, None), (2, "Rank 1 exhausted all inputs.", 1), (2, SOME, None)],
+    ((4, 2, 6), "collective", "ours"): [(2, SOME, None), (2, "Rank 1 exhausted all inputs.", 1), (2, SOME, None)],
+    ((2, 5, 2), "ddp", "ours"): [(2, "Rank 0", 0), (2, SOME, None), (2, "Rank 2", 2)],
+    ((3, 3, 0), "ddp", "ours"): [(0, SOME, None), (0, SOME, None), (0, "Rank 2", 2)],
+    ((3, 3, 3), "ddp", "ours"): [(3, "", None)] * 3,
+    ((4, 2, 3), "ddp", "counted"): [(2, "exhausted all inputs", rank) for rank in (None, 1, None)],
+    ((4, 2, 3), "ddp", "planned"): [(0, "rank 0 has 4, rank 1 has 2, rank 2 has 3 batches", 1)] * 3,
+    ((2, 4, 6), "ddp", "mixed"): [(2, "Rank 0", None), (2, SOME, None), (2, SOME, None)],
+    ((6, 4, 2), "ddp", "mixed"): [(2, SOME, None), (2, SOME, None), (2, "Rank 2", 2)],
+}
+"""By lengths, first joinable and library: each rank's steps, what its error says, and the rank in it."""
 
 
-ENDS = {(2, 5, 2): [(2, 0), (2, None), (2, 2)], (3, 0): [(0, None), (0, 1)], (3, 3): [(3, None)] * 2}
-"""By the lengths of the ranks: how many steps each takes, and which rank it says has run out."""
+def all_throwing(rank: int, world_size: int) -> list[Any]:
+    return [throwing(rank, *case) for case in CASES]
 
 
-@pytest.mark.parametrize("lengths", ENDS)
-def test_the_ranks_that_run_out_are_named_on_themselves(lengths: tuple[int, ...]) -> None:
-    outcomes = run_ranks(throwing, len(lengths), args=(lengths, "ddp", "ours"), timeout_s=30)
-    assert [(steps, rank) for steps, _, _, rank, _ in outcomes] == ENDS[lengths]
-    kind = stagereg.UnevenInputsError if len(set(lengths)) > 1 else type(None)
-    assert {outcome[1] for outcome in outcomes} == {kind}
-
-
-@pytest.mark.parametrize("lengths", [(2, 4, 6), (6, 4, 2)])
-def test_ranks_with_torchs_join_stop_at_the_same_step(lengths: tuple[int, ...]) -> None:
-    outcomes = run_ranks(throwing, 3, args=(lengths, "ddp", "mixed"), timeout_s=30)
-    assert [steps for steps, *_ in outcomes] == [2, 2, 2]
-    assert [kind for _, kind, *_ in outcomes] == [RuntimeError] + [stagereg.UnevenInputsError] * 2
+def test_all_ranks_stop_at_the_same_step_and_those_that_run_out_are_named_on_themselves() -> None:
+    for here, outcomes in enumerate(run_ranks(all_throwing, 3, timeout_s=60)):
+        for (case, right), (steps, kind, text, rank) in zip(CASES.items(), outcomes, strict=True):
+            assert steps == right[here][0], case
+            assert right[here][1] in text, case
+            assert right[here][2] == rank, case
+            ours = type(None) if len(set(case[0])) == 1 else stagereg.UnevenInputsError
+            assert kind == (RuntimeError if case[2] == "mixed" and here == 0 else ours), case
 
 
 def test_the_error_is_torchs_type_too_and_survives_pickling() -> None:
