@@ -110,6 +110,8 @@ def test_the_number_of_runs_is_a_column_where_rows_differ_in_it(capsys: pytest.C
     assert "3 rows, ranked by loss, lower is better. 2 runs each." in alike
     assert not any("runs" in line.split() and "verdict" in line for line in alike)
     assert any({"runs", "verdict"} <= set(line.split()) for line in printed(compared(rows, "loss"), capsys))
+    jobs = (rows[0].jobs[0], replace(rows[0].jobs[1], status="failed"))
+    assert "1 of 2 failed" in tables.markdown_text(compared([replace(rows[0], jobs=jobs)], "loss"))
 
 
 def test_a_long_parameter_is_folded_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
