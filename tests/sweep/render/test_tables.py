@@ -156,8 +156,12 @@ def test_no_text_breaks_a_row_of_markdown(value: str, error: str) -> None:
 def test_markdown_marks_the_best_and_begins_with_the_answer(comparison: Comparison) -> None:
     text = tables.markdown_text(comparison)
     assert text.startswith("**Best by stall\\_ms: stager=overlapped")
-    assert "| best | overlapped | counted | 3 | **9.10 ±0.95 \\***" in text
+    assert "| best | overlapped | counted | 3 | **9.10 ±0.95 \\*** | 17,950 ±75 \\~ |" in text
     assert "join.mode=planned failed: CheckpointError: the disk is full" in text
+
+
+def test_a_spread_of_nearly_nothing_adds_four_digits() -> None:
+    assert tables.cell_texts(Cell(2.5, 1e-12, (2.5, 2.5))) == ("2.500000", "±0.000000")
 
 
 @given(NUMBERS, st.floats(1e-9, 1e9))
