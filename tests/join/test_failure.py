@@ -318,33 +318,6 @@ def test_a_failure_reaches_64_ranks_and_only_the_first_one_does() -> None:
             each.leave()
 
 
-@pytest.mark.usefixtures("simulated_abort")
-def test_no_group_is_aborted_once_a_rank_has_left() -> None:
-    detector = Detecting(Member(dist.HashStore(), 0, 2), 60)
-    detector.start()
-    detector.report(ValueError("x"))
-    detector.leave()
-    assert detector.failure is not None
-    assert not detector.acted.is_set()
-
-
-class Broken(dist.Store):
-    def set(self, key: str, value: str) -> None:
-        raise RuntimeError("Connection reset by peer")
-
-
-@pytest.mark.usefixtures("simulated_abort")
-def test_a_store_that_is_gone_ends_the_detector_and_holds_no_rank_up() -> None:
-    detector = Detecting(Member(Broken(), 0, 2), 60)
-    detector.start()
-    start = time.monotonic()
-    error = detector.explain(RuntimeError("gloo"))
-    assert str(error).startswith("the job's store is gone (it says RuntimeError: Connection reset by peer)")
-    detector.report(ValueError("x"))
-    detector.leave()
-    assert time.monotonic() - start < 1.0
-
-
 def test_the_error_is_what_joins_and_collectives_raise_and_survives_a_process_border() -> None:
     error = pickle.loads(pickle.dumps(PeerFailedError("rank 1 failed: x", 1, "x")))
     assert isinstance(error, JoinError)
