@@ -263,6 +263,23 @@ def expected(case: Case) -> dict[str, Any]:
     return training.outcome()
 
 
+def descend(lengths: tuple[int, ...], models: list[tuple[Any, Any]], divide: bool = True) -> None:
+    """Train in one process what each rank has ``lengths`` batches for.
+
+    Args:
+        lengths: by rank.
+        models: the optimizer of each model, and its loss on a rank in a step.
+        divide: whether gradients are divided by the number of all ranks.
+    """
+    for step in range(max(lengths)):
+        active = [rank for rank, length in enumerate(lengths) if length > step]
+        for optimizer, loss in models:
+            optimizer.zero_grad()
+            for rank in active:
+                (loss(rank, step) / (len(lengths) if divide else len(active))).backward()
+            optimizer.step()
+
+
 def difference(one: Any, other: Any) -> float:
     """The largest difference between two outcomes, relative above 1; infinite where they have not the same parts."""
     if isinstance(one, torch.Tensor):

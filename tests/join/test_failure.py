@@ -502,25 +502,6 @@ class NeverNotifies(stagereg.Joinable):
     join_process_group = property(lambda self: dist.group.WORLD)
 
 
-def never_notifying(rank: int, world_size: int, way: str) -> tuple[str, str, float]:
-    def act() -> None:
-        joinable = NeverNotifies()
-        data = list(range(2 + 2 * rank))
-        with join([joinable], way, data):
-            for _ in data:
-                joinable()
-
-    return outcome(act)
-
-
-@pytest.mark.parametrize("way", slow_but("torch's wire", "counted")[:3])
-def test_a_joinable_that_never_notifies_is_an_error_on_all_ranks(way: str) -> None:
-    for kind, text, seconds in run_ranks(never_notifying, 3, args=(way,), timeout_s=60):
-        assert kind in ("JoinError", "PeerFailedError")
-        assert "never announced" in text
-        assert seconds < TIMEOUT_S + SLACK_S
-
-
 def misused(rank: int, world_size: int, what: list[str]) -> list[tuple[str, str, float]]:
     """Each misuse in a process group of its own."""
     outcomes = []
@@ -577,6 +558,11 @@ def misuse(rank: int, what: str) -> tuple[str, str, float]:
             with joined:
                 for b, _ in zip(joined.iterate([x] * 3), joined.iterate([x]), strict=False):
                     one(b).sum().backward()
+        elif what.startswith("never announced"):
+            reduces = NeverNotifies()
+            with stagereg.Join([reduces], mode="counted" if "counted" in what else None, timeout=TIMEOUT_S):
+                for _ in range(2 + 2 * rank):
+                    reduces()
         elif what == "a module left alone":
             whole = nn.Linear(4, 1).double()
             joined = stagereg.Join([stagereg.build("joinable", "module", module=whole)], timeout=TIMEOUT_S)
@@ -600,6 +586,8 @@ MESSAGES = {
     "a forward without a backward": "a forward without a backward",
     "static graph, a rank without batches": "static_graph",
     "some ranks reduce and others do not": "Decide by the number of the step",
+    "never announced": "never announced",
+    "never announced, counted": "never announced",
     "a module left alone": "left the loop while others go on",
 }
 

@@ -19,7 +19,7 @@ from stagereg.testing import run_ranks
 from stagereg.testing.worker import new_group
 
 from .parallel import full
-from .reference import EXACT, Case, batch, difference, join_of, named
+from .reference import EXACT, Case, batch, descend, difference, join_of, named
 from .test_numbers import CASES, wrong
 
 NAMES = (
@@ -106,12 +106,7 @@ def test_two_forwards_a_step_with_keywords_and_nested_outputs() -> None:
     torch.manual_seed(0)
     module = Pair().double()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for i in range(max(lengths)):
-        optimizer.zero_grad()
-        for rank in range(2):
-            if lengths[rank] > i:
-                (pair_loss(module, rank, i) / 2).backward()
-        optimizer.step()
+    descend(lengths, [(optimizer, lambda rank, step: pair_loss(module, rank, step))])
     right = [param.detach() for param in module.parameters()]
     for outcomes in run_ranks(pairs, 2, args=(lengths,), timeout_s=60):
         for library, params in zip(LIBRARIES, outcomes, strict=True):
