@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.errors import JoinError
 from stagereg.join.adapt import auto
-from stagereg.join.joinable import JoinHook, notify, serves
+from stagereg.join.joinable import BuiltInHook, JoinHook, notify
 from stagereg.join.kinds.module import ModuleJoinable
 from stagereg.join.tracked import TrackedJoinable
 from stagereg.kernel.channel import control_channel
@@ -42,15 +42,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 @register("join_hook", "checkpoint")
-class CheckpointHook(JoinHook):
-    """Exchanges requests once a step, and saves what was requested; first of a join's hooks.
-
-    Args:
-        joinable: what the ranks ask.
-    """
-
-    def __init__(self, joinable: CheckpointJoinable, /) -> None:
-        self.joinable = serves(self, joinable, CheckpointJoinable)
+class CheckpointHook(BuiltInHook["CheckpointJoinable"]):
+    """Exchanges requests once a step, and saves what was requested; first of a join's hooks."""
 
     def before_step(self) -> None:
         """Exchange on a rank without data, ahead of the step's other hooks."""

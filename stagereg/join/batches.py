@@ -1,9 +1,8 @@
 """What a batch is to a join: how many samples it has, its empty form, and how that reaches ranks that never had one.
 
 The empty form is ``batch[:0]`` for what a loader gives: nested dicts, lists, tuples, named tuples and dataclasses of
-tensors and arrays, as ``torch.utils.data.default_collate`` makes them. Types, dtypes, devices and the sizes of all but
-the first dimension stay, so the loop body runs on it as on any other. What cannot be emptied is an error that names its
-place in the batch and how the user supplies one.
+tensors and arrays. Types, dtypes, devices and the sizes of all but the first dimension stay, so the loop body runs on
+it as on any other. Anything else is an error that names its place in the batch and how the user supplies an empty one.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ import io
 import numbers
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Iterator, MutableMapping
 from itertools import islice
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from stagereg.errors import JoinError
 
-__all__ = ["LIMIT", "SampleCounter", "emptied", "fetch", "publish", "samples_in"]
+__all__ = ["LIMIT", "SampleCounter", "emptied", "emptied_or_error", "fetch", "publish", "samples_in"]
 
 LIMIT = 1 << 20
 """Bytes that an empty batch may take on its way to other ranks."""
@@ -49,18 +49,18 @@ class SampleCounter:
 
     Attributes:
         batches: how many.
-        samples: in all of them; ``None`` if that is unknown of some batch, or if there was no loop.
+        samples: in all of them; ``None`` if that is unknown of some batch.
     """
 
     batches: int = 0
-    samples: int | None = None
+    samples: int | None = 0
 
     def add(self, batch: Any) -> None:
         """Count a batch."""
-        known = self.samples if self.batches else 0
-        found = None if known is None else samples_in(batch)
-        self.samples = None if known is None or found is None else known + found
         self.batches += 1
+        if self.samples is not None:
+            found = samples_in(batch)
+            self.samples = None if found is None else self.samples + found
 
 
 def samples_in(batch: Any) -> int | None:
@@ -68,7 +68,10 @@ def samples_in(batch: Any) -> int | None:
 
     This runs at every step, so it looks at little: ``None`` for a batch that hides that tensor well.
     """
-    return _samples_in(batch, _DEPTH)
+    try:
+        return next(_sizes(batch, _DEPTH, _WIDTH), None)
+    except Exception:  # of a class that is not what it looks like
+        return None
 
 
 def emptied(batch: Any) -> Any:
@@ -88,13 +91,24 @@ def emptied(batch: Any) -> Any:
     Raises:
         JoinError: something in it cannot be emptied, or nothing in it can; the message says what and where.
     """
-    sizes = list(_sizes(batch))
-    if sizes and not any(sizes):
-        return copy.deepcopy(batch)
-    result = _emptied(batch, "")
+    try:
+        sizes = list(_sizes(batch))
+        result = _emptied(batch, "", is_empty=bool(sizes) and not any(sizes))
+    except JoinError:
+        raise
+    except Exception as error:  # of a class that is not made as others of its kind are
+        raise _refusal(batch, "", f"{type(error).__name__}: {error}") from error
     if not sizes:
         raise _refusal(batch, "", "it holds no tensor or array")
     return result
+
+
+def emptied_or_error(batch: Any) -> Any:
+    """Return what :func:`emptied` returns, or the ``JoinError`` that it raises; both can be published."""
+    try:
+        return emptied(batch)
+    except JoinError as error:
+        return error
 
 
 def publish(store: Any, key: str, empty: Any) -> None:
@@ -102,18 +116,22 @@ def publish(store: Any, key: str, empty: Any) -> None:
 
     Args:
         store: a ``torch.distributed`` store.
-        key: where; if this raises, the key has the error, for the ranks that wait for it.
-        empty: from :func:`emptied`, or what that has raised; tensors of accelerators travel through host memory.
-
-    Raises:
-        JoinError: the batch cannot be pickled, or is larger than :data:`LIMIT` bytes.
+        key: where. If the batch cannot be pickled, or is larger than :data:`LIMIT` bytes, there is an error in its
+            place, for the ranks that ask for it.
+        empty: from :func:`emptied_or_error`; tensors of accelerators travel through host memory.
     """
+    file, reason = io.BytesIO(), ""
     try:
-        content = _saved(empty)
-    except JoinError as error:
-        store.set(key, _saved(error))
-        raise
-    store.set(key, content)
+        torch.save(empty, file)
+    except Exception as error:  # of any class that the batch is made of
+        reason = f"it cannot be pickled ({error})"
+    if file.tell() > LIMIT:
+        reason = f"it takes {file.tell()} bytes, more than {LIMIT}, beside its samples"
+    if reason:
+        file = io.BytesIO()
+        text = f"the empty batch cannot go to the ranks that have no batch of their own: {reason}. {_ADVICE}"
+        torch.save(JoinError(text), file)
+    store.set(key, file.getvalue())
 
 
 def fetch(store: Any, key: str, device: torch.device) -> Any:
@@ -125,7 +143,7 @@ def fetch(store: Any, key: str, device: torch.device) -> Any:
         device: where tensors go that were on an accelerator on the other rank.
 
     Raises:
-        JoinError: the rank that published could not, for the reason in the message.
+        JoinError: there is none, for the reason in the message.
     """
 
     def place(storage: Any, location: str) -> Any:
@@ -137,32 +155,17 @@ def fetch(store: Any, key: str, device: torch.device) -> Any:
     return found
 
 
-def _saved(thing: Any) -> bytes:
-    cannot = "the empty batch cannot go to the ranks that have no batch of their own"
-    file = io.BytesIO()
-    try:
-        torch.save(thing, file)
-    except Exception as error:  # of any class that the batch is made of
-        raise JoinError(f"{cannot}: it cannot be pickled ({error}). {_ADVICE}") from error
-    if file.tell() > LIMIT:
-        raise JoinError(f"{cannot}: it takes {file.tell()} bytes, more than {LIMIT}, beside its samples. {_ADVICE}")
-    return file.getvalue()
-
-
-# -- looking into a batch
-
-
-def _parts(thing: Any) -> dict[Any, Any] | None:
-    """The parts of a container by key, index or field name; ``None`` for what is no container."""
+def _parts(thing: Any) -> dict[Any, Any]:
+    """The parts of a container by key, index or field name; nothing for what is no container."""
     if isinstance(thing, _CONSTANTS):
-        return None
-    if isinstance(thing, Mapping):
+        return {}
+    if isinstance(thing, MutableMapping):
         return dict(thing)
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
         return {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}
     if isinstance(thing, (list, tuple)):
-        return dict(zip(getattr(thing, "_fields", range(len(thing))), thing, strict=True))
-    return None
+        return dict(enumerate(thing))
+    return {}
 
 
 def _is_tensor(thing: Any) -> bool:
@@ -170,77 +173,61 @@ def _is_tensor(thing: Any) -> bool:
     return isinstance(thing, torch.Tensor) or (numpy is not None and isinstance(thing, numpy.ndarray))
 
 
-def _is_plain_list(thing: Any) -> bool:
-    """Whether it is a list without a tensor at any depth, whose items are taken for samples."""
-    is_list = isinstance(thing, (list, tuple)) and not isinstance(thing, torch.Size) and not hasattr(thing, "_fields")
-    return is_list and not any(map(_holds_tensors, thing))
+def _sizes(thing: Any, depth: int = -1, width: int | None = None) -> Iterator[int]:
+    """The number of samples of every tensor and array in ``thing``, as far as they are looked for."""
+    if isinstance(thing, PackedSequence):  # its tensor has the steps of all sequences
+        yield int(thing.batch_sizes[0])
+    elif isinstance(thing, torch.Tensor):
+        if thing.ndim and not thing.is_nested:
+            yield thing.size(0)
+    elif _is_tensor(thing):
+        if thing.ndim:
+            yield len(thing)
+    elif depth:
+        for part in islice(_parts(thing).values(), width):
+            yield from _sizes(part, depth - 1, width)
 
 
 def _holds_tensors(thing: Any) -> bool:
-    return _is_tensor(thing) or any(map(_holds_tensors, (_parts(thing) or {}).values()))
+    return _is_tensor(thing) or any(map(_holds_tensors, _parts(thing).values()))
 
 
-def _samples_in(thing: Any, depth: int) -> int | None:
-    if isinstance(thing, PackedSequence):  # its tensor has the steps of all sequences
-        return int(thing.batch_sizes[0])
-    if _is_tensor(thing):
-        return int(thing.shape[0]) if thing.ndim else None
-    parts = (_parts(thing) or {}).values() if depth else ()
-    found = (_samples_in(part, depth - 1) for part in islice(parts, _WIDTH))
-    return next((count for count in found if count is not None), None)
-
-
-def _sizes(thing: Any) -> Iterator[int]:
-    """The number of samples of every tensor and array in ``thing``."""
-    if _is_tensor(thing):
-        if thing.ndim:
-            yield 1 if getattr(thing, "is_nested", False) else thing.shape[0]
-    else:
-        for part in (_parts(thing) or {}).values():
-            yield from _sizes(part)
-
-
-# -- emptying
-
-
-def _emptied(thing: Any, path: str) -> Any:
+def _emptied(thing: Any, path: str, is_empty: bool) -> Any:
     if isinstance(thing, _CONSTANTS):
         return thing
-    if isinstance(thing, torch.Tensor):
-        if isinstance(thing, DTensor) or thing.is_nested or thing.layout != torch.strided:
-            what = "on several ranks" if isinstance(thing, DTensor) else f"nested or of the layout {thing.layout}"
-            raise _refusal(thing, path, f"it is {what}")
-        whole = thing.detach()
-        return (whole[:0] if whole.dim() else whole).clone().requires_grad_(thing.requires_grad)
-    if _is_tensor(thing):  # an array
-        return (thing[:0] if thing.ndim else thing).copy()
-    if _is_plain_list(thing):
-        return type(thing)()
-    parts = _parts(thing)
-    if parts is None or isinstance(thing, PackedSequence):
-        raise _refusal(thing, path, "it is no tensor, array, dict, list, tuple or dataclass of them")
-    fields = not isinstance(thing, (Mapping, list)) and (not isinstance(thing, tuple) or hasattr(thing, "_fields"))
-    where = {key: f"{path}.{key}" if fields else f"{path}[{key!r}]" for key in parts}
-    return _rebuilt(thing, path, {key: _emptied(part, where[key]) for key, part in parts.items()})
-
-
-def _rebuilt(thing: Any, path: str, parts: dict[Any, Any]) -> Any:
-    """A container like ``thing`` of other parts."""
-    kind: Any = type(thing)
-    if isinstance(thing, (list, tuple)):
-        return kind(*parts.values()) if hasattr(kind, "_fields") else kind(parts.values())
-    twin = copy.copy(thing)
-    if isinstance(thing, MutableMapping):
-        for key, part in parts.items():
-            twin[key] = part
-    elif isinstance(thing, Mapping):
-        raise _refusal(thing, path, "it is a mapping that cannot be changed")
-    else:
+    if _is_tensor(thing):
+        return _emptied_tensor(thing, path, is_empty)
+    is_named = hasattr(thing, "_fields")
+    if isinstance(thing, (list, tuple)) and not is_named and not is_empty and not _holds_tensors(thing):
+        return type(thing)()  # its items are taken for samples
+    parts = {key: _emptied(part, f"{path}[{key!r}]", is_empty) for key, part in _parts(thing).items()}
+    if isinstance(thing, (list, tuple)) and not isinstance(thing, PackedSequence):
+        return type(thing)(*parts.values()) if is_named else type(thing)(parts.values())
+    if isinstance(thing, (dict, UserDict)):
+        twin: Any = copy.copy(thing)
+        twin.update(parts)
+        return twin
+    if isinstance(thing, MutableMapping):  # its copy may share its items
+        return type(thing)(parts)  # type: ignore[call-arg]
+    if dataclasses.is_dataclass(thing):
+        twin = copy.copy(thing)
         for name, part in parts.items():
             object.__setattr__(twin, name, part)  # also where it is frozen; its checks are for real batches
-    return twin
+        return twin
+    if is_empty:
+        return thing
+    raise _refusal(thing, path, "it is no tensor, array, dict, list, tuple or dataclass of them")
+
+
+def _emptied_tensor(thing: Any, path: str, is_empty: bool) -> Any:
+    if not isinstance(thing, torch.Tensor):
+        return (thing[:0] if thing.ndim else thing).copy()
+    whole = thing.detach()
+    if not is_empty and (isinstance(thing, DTensor) or thing.is_nested or thing.layout != torch.strided):
+        raise _refusal(thing, path, "it is sharded, nested or sparse")
+    return (whole[:0] if whole.ndim and not is_empty else whole).clone().requires_grad_(thing.requires_grad)
 
 
 def _refusal(thing: Any, path: str, reason: str) -> JoinError:
-    where = f"batch{path}, a {type(thing).__name__}," if path else f"a batch that is a {type(thing).__name__}"
+    where = f"batch{path}, a {type(thing).__name__},"
     return JoinError(f"{where} cannot be emptied for the ranks that are out of data: {reason}. {_ADVICE}")

@@ -30,7 +30,7 @@ from stagereg.errors import JoinError, UnevenInputsError, nearest
 from stagereg.join.adapt import ForeignJoinable, adapt, auto, common_group, type_name
 from stagereg.join.batches import SampleCounter
 from stagereg.join.failure import discard_channels
-from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, TorchHook, notify
+from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, notify
 from stagereg.join.session import JoinSession, Mode, one_of
 from stagereg.kernel.channel import resources_of
 from stagereg.kernel.shadow import TorchWire
@@ -270,8 +270,8 @@ class Join:
             self._timeout,
         )
         session.start(self._loader)
-        hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
-        session.hooks = [hook if isinstance(hook, JoinHook) else TorchHook(hook) for hook in hooks]
+        session.hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
+        session.own_hooks = [hook for hook in session.hooks if isinstance(hook, JoinHook)]
         self._collectives = _collectives(self._group)
         return session
 
@@ -290,14 +290,15 @@ class Join:
 
     def _record(self) -> None:
         """Record how many steps this rank took in this join, and the samples it was given."""
-        counts: dict[str, int] = {} if self._counter.samples is None else {"samples": self._counter.samples}
+        counter = self._counter
+        counts = {"samples": counter.samples} if counter.batches and counter.samples is not None else {}
         if self._session is not None:
             counts["shadowed"] = self._session.shadowed
             if not self._session.foreign:  # whose steps are announced elsewhere
                 counts["steps"] = self._session.steps - self._session.shadowed
             record.emit("join", **counts)
-        elif self._counter.batches:
-            record.emit("join", steps=self._counter.batches, shadowed=0, **counts)
+        elif counter.batches:
+            record.emit("join", steps=counter.batches, shadowed=0, **counts)
 
     def _restore(self) -> None:
         session, self._session = self._session, None

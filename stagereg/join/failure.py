@@ -1,7 +1,6 @@
 """When one rank of a join fails, every other rank ends soon, with an error that says which rank it was and why.
 
-Without it a rank whose partner has raised, died, frozen or got stuck waits in its collective until the process group's
-timeout, half an hour by default, and then learns nothing. With a :class:`FailureDetector` per rank and join:
+With a :class:`FailureDetector` per rank and join:
 
 * a rank that raises publishes its error; the others know it within about a quarter of a second;
 * a rank that is killed or frozen publishes nothing more: it is found in seconds where its peers' collectives break, as
@@ -9,9 +8,8 @@ timeout, half an hour by default, and then learns nothing. With a :class:`Failur
 * a rank that is alive but does not come lets the others' collectives run out after the join's timeout instead of the
   process group's; then they look for two seconds at what all ranks publish, and name it and its last step.
 
-A rank that knows of a failure aborts its own process group. So a program that waits in a collective, also one inside
-DDP's backward, returns at once with an error of the backend, and :meth:`FailureDetector.explain` turns that into one
-that says why. A group that was aborted is unusable: end the program, or make a new group.
+A rank that knows of a failure aborts its own process group. So a program that waits in a collective returns at once
+with an error of the backend, and :meth:`FailureDetector.explain` turns that into one that says why.
 """
 
 from __future__ import annotations
@@ -72,20 +70,16 @@ class RankStatus(NamedTuple):
 class FailureDetector:
     """Ties a rank to the other ranks of one join. Make, start and stop one per join and rank; it is used once.
 
-    Its methods are for the thread that runs the training loop. None of them is a collective, so ranks without a
-    detector may be in the group, and are never suspected of having failed.
+    Its methods are for the thread that runs the training loop. None is a collective, so ranks without a detector may be
+    in the group, and are never suspected of having failed.
 
     In the store each rank has a key for its status, and there is one for the failure, which only the first to fail can
-    set. A thread that is kept for the group writes the status and reads the failure a few times a second. Neither
-    entering nor leaving wakes it, so a short join publishes nothing. A status is erased soon after the rank has left,
-    so a join in which all went well leaves nothing.
+    set. A thread that is kept for the group writes the one and reads the other a few times a second; entering and
+    leaving do not wake it. It makes all calls of the store, which may hang once the process that hosts it is gone.
 
-    Each rank watches its next neighbour that has a status, so every dead rank has one live rank watching it. If that
-    status has not changed for long, or a collective has failed, a rank reads all statuses twice, and gives up the ranks
-    that have not written anew in between. Time is counted in the thread's turns, as this process may be stopped too.
-
-    The process that hosts the store may itself be gone, and then calls fail or hang. So all of them are made on that
-    thread, and the program only reads the attributes.
+    Each rank watches its next neighbour that has a status. If that has not changed for long, or a collective has
+    failed, it reads all statuses twice, and gives up the ranks that have not written anew in between. Time is counted
+    in the thread's turns, as this process may be stopped too.
 
     Args:
         group: whose ranks take part.
@@ -183,12 +177,12 @@ class FailureDetector:
         if not self._running or not is_broken_operation(error):
             return None
         if is_timeout(error):
-            return self._overdue("a collective")
-        if not self._poll_all("a collective"):
-            return self._known() or self._store_gone()
+            self._overdue("a collective")
+            return self._known()
+        self._poll_all("a collective")
         self._ended.wait(_ANSWER_S)
         absent = self._absent()
-        if absent and re.search(_LOST, _texts(error), re.IGNORECASE):  # it may have been killed before its first status
+        if absent and _matches(_LOST, error):  # it may have been killed before its first status
             advice = "If it was killed as it entered: look at the end of its output."
             self._publish(_failure_of(absent, "is not in this join, or no more, and a connection was lost", advice))
         return self._known()
@@ -207,9 +201,9 @@ class FailureDetector:
         self._waits_for = what
         try:
             while not ready(_TURN_S):
-                self.check()
                 if time.monotonic() > ends:
-                    raise self._overdue(what)
+                    self._overdue(what)
+                self.check()
         except StageregError:
             raise
         except RuntimeError as error:
@@ -220,22 +214,12 @@ class FailureDetector:
         finally:
             self._waits_for = ""
 
-    def _overdue(self, what: str) -> PeerFailedError:
-        """Return what to raise where the other ranks did not come in time, and publish which ones did not."""
-        within = f"did not come to {what} within {self._timeout_s:g} s"
-        if self._poll_all(what) and self.failure is None:
-            self._publish(self._late(what, within))
-        return self._known() or self._store_gone()
-
-    def _store_gone(self) -> PeerFailedError:
-        return PeerFailedError(
-            f"the job's store is gone ({self._store_error}), so it is not known which rank failed. The process that "
-            "hosts it, rank 0 or the launcher, was killed or frozen, or its machine is gone: look at the end of its "
-            "output first."
-        )
+    def _overdue(self, what: str) -> None:
+        self._poll_all(what)
+        if self.failure is None:
+            self._publish(self._late(what, f"did not come to {what} within {self._timeout_s:g} s"))
 
     def _late(self, what: str, within: str) -> PeerFailedError:
-        """Return which ranks kept the others waiting; those that have answered are alive."""
         statuses = self._statuses
         busy = {rank: status for rank, status in statuses.items() if not status.waits_for}
         if busy:
@@ -249,7 +233,6 @@ class FailureDetector:
         return PeerFailedError(f"{message}. They do not make the same calls in the same order.", None, message)
 
     def _absent(self) -> dict[int, RankStatus | None]:
-        """The ranks that have published nothing in this join."""
         return dict.fromkeys(rank for rank in sorted(self._others) if rank not in self._statuses)
 
     def _known(self) -> PeerFailedError | None:
@@ -268,8 +251,8 @@ class FailureDetector:
             self._ended.wait(_ANSWER_S)
             self.failure = self.failure or failure
 
-    def _poll_all(self, waits_for: str) -> bool:
-        """Find out which ranks are alive, and what they do; return whether the store has answered."""
+    def _poll_all(self, waits_for: str) -> None:
+        """Find out which ranks are alive, and what they do; it is a failure if the store does not answer."""
         self._waits_for = waits_for
         poll = self._poll = threading.Event()
         self._thread.wake.set()
@@ -277,7 +260,12 @@ class FailureDetector:
         while not (poll.wait(_TURN_S / 4) or self._ended.is_set() or time.monotonic() > ends):
             pass
         self._waits_for = ""
-        return poll.is_set()
+        if not poll.is_set() and self.failure is None:
+            self.failure = PeerFailedError(
+                f"the job's store is gone ({self._store_error}), so it is not known which rank failed. The process "
+                "that hosts it, rank 0 or the launcher, was killed or frozen, or its machine is gone: look at the end "
+                "of its output first."
+            )
 
     # What follows runs on the thread.
 
@@ -294,7 +282,6 @@ class FailureDetector:
             abort(group)
 
     def _watch(self) -> None:
-        """Publish that this rank is alive, and look at the others, until it leaves or a failure is known."""
         watched: tuple[int, RankStatus] | None = None
         turns = unchanged = 0
         while self._turn() and not self._thread.closing:
@@ -334,7 +321,6 @@ class FailureDetector:
             poll.set()
 
     def _set_failure(self, failure: PeerFailedError) -> Any:
-        """Publish a failure, if it is the first one; return the first one."""
         return pickle.loads(self._store.compare_set("failure", "", pickle.dumps(failure)))
 
     def _read(self, key: str) -> Any:
@@ -394,17 +380,17 @@ def _close_connections(backend: Any) -> None:
 
 def is_broken_operation(error: BaseException) -> bool:
     """Whether ``error``, or what it came from, looks as if a collective or a call of the store has ended with it."""
-    return re.search(_BROKEN, _texts(error), re.IGNORECASE) is not None
+    return _matches(_BROKEN, error)
 
 
 def is_timeout(error: BaseException) -> bool:
     """Whether ``error``, or what it came from, looks as if an operation has waited too long for another rank."""
-    return re.search(_TIMEOUT, _texts(error), re.IGNORECASE) is not None
+    return _matches(_TIMEOUT, error)
 
 
-def _texts(error: BaseException) -> str:
+def _matches(pattern: str, error: BaseException) -> bool:
     # Gloo raises a plain RuntimeError, as so much else does; only its text tells them apart.
-    return "".join(traceback.format_exception(error, limit=0))
+    return re.search(pattern, "".join(traceback.format_exception(error, limit=0)), re.IGNORECASE) is not None
 
 
 def _backends(group: Any) -> list[Any]:

@@ -10,20 +10,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, Generic, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable as TorchJoinable
+from torch.distributed.algorithms.join import _JoinConfig
 
 from stagereg.errors import JoinableNotInitializedError, JoinError
 from stagereg.join.session import JoinSession
 from stagereg.kernel.shadow import TorchWire
 
-__all__ = ["BuiltInJoinable", "JoinConfig", "JoinHook", "Joinable", "TorchHook", "is_native", "notify", "serves"]
+__all__ = ["BuiltInHook", "BuiltInJoinable", "JoinConfig", "JoinHook", "Joinable", "is_native", "notify"]
 
-J = TypeVar("J", bound="Joinable")
+B = TypeVar("B", bound="BuiltInJoinable")
 
 
 class JoinHook:
@@ -50,35 +51,8 @@ class JoinHook:
         """
 
 
-class TorchHook(JoinHook):
-    """A hook of torch's, or of a class that derives from none, which has these two methods only.
-
-    Args:
-        hook: has them.
-    """
-
-    def __init__(self, hook: Any) -> None:
-        self.main_hook = hook.main_hook  # type: ignore[method-assign]
-        self.post_hook = hook.post_hook  # type: ignore[method-assign]
-
-
-class JoinConfig(NamedTuple):
-    """What a joinable has to know of the join it is in; torch's joinables read the same fields.
-
-    Attributes:
-        enable: whether the join is on.
-        throw_on_early_termination: whether it throws when some rank runs out of data.
-        is_first_joinable: whether this joinable is the one that announces its rank each step.
-    """
-
-    enable: bool
-    throw_on_early_termination: bool
-    is_first_joinable: bool
-
-    @staticmethod
-    def construct_disabled_join_config() -> JoinConfig:
-        """The configuration of a joinable outside any join."""
-        return JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
+class JoinConfig(_JoinConfig):
+    """What a joinable has to know of the join it is in; not torch's class, which torch's ``Join`` leaves behind."""
 
 
 class Joinable(ABC):
@@ -225,6 +199,27 @@ class BuiltInJoinable(Joinable):
         return self.make_hook(self.own_hook)
 
 
+class BuiltInHook(JoinHook, Generic[B]):
+    """The hook of one kind of joinable.
+
+    Args:
+        joinable: of that kind.
+
+    Raises:
+        JoinError: it is of another kind.
+    """
+
+    def __init__(self, joinable: B, /) -> None:
+        own = joinable.own_hook if isinstance(joinable, BuiltInJoinable) else None
+        if not isinstance(own, type) or not isinstance(self, own):
+            kind = type(joinable).__name__
+            raise JoinError(
+                f"a {type(self).__name__} was chosen for a {kind}, of which it is no hook. Choose a join_hook for a "
+                f"{kind}, or none: ~join_hook@join.joinables.NAME.hook"
+            )
+        self.joinable = joinable
+
+
 Joinable.register(TorchJoinable)  # type: ignore[type-abstract]
 
 
@@ -232,20 +227,6 @@ def is_native(joinable: object) -> TypeGuard[Joinable]:
     """Whether an object has all members of :class:`Joinable` and announces here, which torch's joinables do not."""
     kind = type(joinable)
     return Joinable in kind.__mro__ and TorchJoinable not in kind.__mro__
-
-
-def serves(hook: JoinHook, joinable: object, kind: type[J]) -> J:
-    """Return the joinable that a hook was constructed with.
-
-    Raises:
-        JoinError: it is of another kind than the hook serves.
-    """
-    if not isinstance(joinable, kind):
-        raise JoinError(
-            f"a {type(hook).__name__} is the hook of a {kind.__name__}, and was chosen for a {type(joinable).__name__}."
-            f" Choose a join_hook for a {type(joinable).__name__}, or none: ~join_hook@join.joinables.NAME.hook"
-        )
-    return joinable
 
 
 def notify(joinable: Any, reduces: bool = True) -> dist.Work | None:

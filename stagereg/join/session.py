@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from stagereg.errors import JoinError, PeerFailedError, Preempted, Stopped, UnevenInputsError, nearest
-from stagereg.join.batches import SampleCounter, emptied, fetch, publish
+from stagereg.join.batches import SampleCounter, emptied, emptied_or_error, fetch, publish
 from stagereg.join.failure import FailureDetector
 from stagereg.join.responder import Responder
 from stagereg.kernel.channel import PendingSum, control_channel, resources_of, wait_for_keys
@@ -28,6 +28,8 @@ from stagereg.kernel.shadow import PEER_EXHAUSTED, TorchWire
 __all__ = ["JoinSession", "Loop", "Mode", "one_of"]
 
 Mode = Literal["planned", "counted", "torch", "auto"]
+_entered: ContextVar[tuple[JoinSession, ...]] = ContextVar("entered", default=())
+"""The joins that are on in a thread, outermost first. Global, as a nested join does not know the one around it."""
 
 
 def one_of(what: str, name: str, choices: Any) -> str:
@@ -43,24 +45,16 @@ class JoinSession:
     """All ranks construct theirs in the same order.
 
     Attributes:
-        wire: torch's, among the ranks.
-        joinables: what takes part, in order.
-        mode: as the user chose it.
-        throw: whether uneven inputs are an error.
         needs_active_ranks: whether a step depends on who is active, so that planned lengths are not enough.
         foreign: the type of a first joinable that announces through torch's ``Join``, and whose steps on torch's wire
             are not counted; empty if it announces here.
-        timeout_s: seconds after which a rank that does not come is an error.
-        hooks: of the joinables.
+        own_hooks: those that are no hooks of torch's, which have ``main_hook`` and ``post_hook`` alone.
         announced: how many steps the first joinable has announced on torch's wire.
         followed: how many steps of torch's wire this rank has taken part in without data.
         loop: the loop that was entered last; ``None`` on torch's wire.
         loops: all loops that this rank has entered.
-        detector: finds and reports failures of ranks.
-        store: of this join alone.
         responder: sums for :meth:`stagereg.Join.mean`; ``None`` on torch's wire.
         suspended: whether another join has been entered inside this one.
-        cannot_plan: whether a loop that ranks leave is an error, as it is to be planned and has no length.
         failed: whether this rank leaves with an error, so that some rank may still wait on a channel.
     """
 
@@ -72,13 +66,13 @@ class JoinSession:
     foreign: str
     timeout_s: float
     hooks: Sequence[Any] = ()
+    own_hooks: Sequence[Any] = ()
     announced: int = 0
     followed: int = 0
     loop: Loop | None = None
     loops: list[Loop] = field(default_factory=list)
     responder: Responder | None = None
     suspended: bool = False
-    cannot_plan: bool = False
     failed: bool = False
 
     def __post_init__(self) -> None:
@@ -103,11 +97,6 @@ class JoinSession:
         return None if self.loop is None else self.loop.membership
 
     @property
-    def awaits_step(self) -> bool:
-        """Whether a loop has given its body a batch of which no step has begun."""
-        return self.loop is not None and self.loop.awaits_step
-
-    @property
     def all_took_every_step(self) -> bool:
         """Once no rank has data any more: whether all are known to have had data in every step; the same on all."""
         if self.loop is None:
@@ -126,7 +115,7 @@ class JoinSession:
 
     @property
     def _memberships(self) -> list[Membership]:
-        return [loop.membership for loop in self.loops if loop.is_decided]
+        return [loop.decided for loop in self.loops if loop.decided is not None]
 
     def start(self, loader: Any) -> None:
         """Enter; the join around this one must not be used from now on. Collective.
@@ -135,21 +124,15 @@ class JoinSession:
             loader: that of a loop that ranks leave when they run out of data, if it is known. The ranks exchange its
                 length now. A join that throws waits for the others' lengths here, any other in its first step.
         """
-        for outer in _entered.sessions:
+        for outer in _entered.get():
             outer.suspended = True
-        _entered.sessions.append(self)
+        _entered.set((*_entered.get(), self))
         self.detector.start()
         if self.mode == "torch" or (self.mode is None and loader is None):
             return
-        if self.foreign:
-            if self.mode in (None, "auto"):
-                return
-            raise JoinError(
-                f"join.mode={self.mode} needs a first joinable that announces through stagereg's Join, but "
-                f"{self.foreign} does so through torch's. Put a DDP module first, or use join.mode=torch."
-            )
-        self.cannot_plan = self.mode == "planned" and loader is None
-        if not self.cannot_plan:
+        if self.foreign and self.mode in (None, "auto"):
+            return
+        if self.foreign or self.mode != "planned" or loader is not None:  # else there has to be a join.iterate
             self.enter_loop(loader)
 
     def enter_loop(self, loader: Any) -> Loop:
@@ -161,8 +144,9 @@ class JoinSession:
         """
         if self.foreign:
             raise JoinError(
-                f"join.iterate needs a first joinable that announces through stagereg's Join, but {self.foreign} "
-                "does so through torch's. Put the model first."
+                "join.iterate and join.mode=counted or planned need a first joinable that announces through "
+                f"stagereg's Join, but {self.foreign} does so through torch's. Put the model first, or use "
+                "join.mode=torch in a plain loop."
             )
         before = self.loop
         if before is not None and before.running:
@@ -171,7 +155,7 @@ class JoinSession:
                 "after it, or loop over the loader itself under torch.no_grad(), with the metrics joinable for "
                 "what is reported"
             )
-        if self.announced or (before is not None and not before.iterates and before.steps):
+        if self.announced or (before is not None and not before.iterates and before.decided and before.decided.steps):
             raise JoinError(
                 "a step of this join has begun outside of join.iterate already. Take all steps of a join inside of "
                 "join.iterate, or none; put others in a join of their own."
@@ -198,7 +182,7 @@ class JoinSession:
         membership = self.membership
         if membership is not None and self.loop is not None:
             self.loop.begin(membership, reduces)
-        elif self.cannot_plan:
+        elif self.mode == "planned":
             raise JoinError(
                 "join.mode=planned has to know how many batches there are: loop over join.iterate(loader), or give the "
                 "loader to the join, as in stagereg.instantiate(cfg.join, [model, optimizer], loader=loader)."
@@ -209,7 +193,7 @@ class JoinSession:
 
     def shadow_step(self) -> None:
         """Take part in a step by hooks."""
-        for hook in self.hooks:
+        for hook in self.own_hooks:
             hook.before_step()
         for hook in self.hooks:
             hook.main_hook()
@@ -225,12 +209,12 @@ class JoinSession:
                 "this rank leaves the join after a forward without a backward, and the others wait for its "
                 "gradients. Run forwards that are no training steps under torch.no_grad()."
             )
-        for hook in self.hooks:
+        for hook in self.own_hooks:
             hook.on_exhausted()
         if self.loop is not None:
             was_last = self.loop.leave()
         else:
-            while not self.cannot_plan and self.wire.count_active():
+            while self.mode != "planned" and self.wire.count_active():
                 if self.throw:
                     self.wire.raise_if_exhausted(joined=True)
                 self.followed += 1
@@ -243,7 +227,7 @@ class JoinSession:
         """This rank leaves with an error: report it to the other ranks, or raise what theirs was."""
         if type(error) is RuntimeError and str(error) == PEER_EXHAUSTED:
             raise UnevenInputsError(PEER_EXHAUSTED) from error  # raised by torch's notify, inside a torch joinable
-        membership = self.loop.membership if self.loop is not None and self.loop.is_decided else None
+        membership = None if self.loop is None else self.loop.decided
         if isinstance(error, UnevenInputsError) and not isinstance(membership, StoreMembership):
             if self.responder is not None:
                 self.responder.close()
@@ -264,10 +248,9 @@ class JoinSession:
             )
 
     def stop(self) -> None:
-        """Leave, whatever has happened; the join around this one goes on."""
-        if self in _entered.sessions:
-            _entered.sessions.remove(self)
-        for outer in _entered.sessions[-1:]:
+        """Leave; the join around this one goes on."""
+        _entered.set(tuple(each for each in _entered.get() if each is not self))
+        for outer in _entered.get()[-1:]:
             outer.suspended = False
         # The keys of the join before are deleted once all ranks are past it, and this join's are left to the next one.
         resources = resources_of(self.group)
@@ -300,10 +283,10 @@ class Loop:
         loader: this rank's batches; ``None`` if they are not known.
 
     Attributes:
-        store: with keys that nothing else uses.
         iterates: whether it runs its body on all ranks.
         running: whether the generator of :meth:`run` has begun, and has neither ended nor been closed.
         awaits_step: whether it has given its body a batch of which no step has begun.
+        decided: :attr:`membership`, once that has been asked for.
     """
 
     def __init__(self, session: JoinSession, loader: Any) -> None:
@@ -316,7 +299,7 @@ class Loop:
         self.store: Any = PrefixStore(f"loop/{len(session.loops)}", session.store)
         self.iterates = self.running = self.awaits_step = False
         self._closed = False
-        self._membership: Membership | None = None
+        self.decided: Membership | None = None
         self._example: Any = None  # an empty batch for ranks that have none, or why there is none, until it is needed
         self._loader = loader
         self._length = _length_of(loader)
@@ -327,16 +310,6 @@ class Loop:
             self._lengths = self._channel.add(lengths)
 
     @property
-    def is_decided(self) -> bool:
-        """Whether :attr:`membership` has been asked for."""
-        return self._membership is not None
-
-    @property
-    def steps(self) -> int:
-        """How many steps have begun."""
-        return 0 if self._membership is None else self._membership.steps
-
-    @property
     def membership(self) -> Membership:
         """Who still has data; waits for the lengths of all ranks the first time.
 
@@ -344,14 +317,14 @@ class Loop:
             JoinError: the join is to plan, and some rank has no length.
             UnevenInputsError: the join is to throw, and the lengths differ.
         """
-        if self._membership is None:
+        if self.decided is None:
             session, wait = self._session, self._session.detector.wait
             planned = None if self._lengths is None else self._planned(self._lengths)
             if planned is None or session.needs_active_ranks:
-                self._membership = AllReduceMembership(self._channel, session.throw, wait, self._length)
+                self.decided = AllReduceMembership(self._channel, session.throw, wait, self._length)
             else:
-                self._membership = planned
-        return self._membership
+                self.decided = planned
+        return self.decided
 
     def begin(self, membership: Membership, reduces: bool) -> None:
         """A step begins on this rank."""
@@ -411,11 +384,11 @@ class Loop:
             self.running = False
 
     def _run(self, example: Any, counter: SampleCounter) -> Iterator[Any]:
-        empty = None if example is None else _emptied_or_given(example)
+        empty = None if example is None else _empty_example(example)
         batch = None
         for i, batch in enumerate(self._loader):
             if i == 0 and example is None and self._channel.size > 1:
-                self._example = _emptied_or_error(batch)  # before the body can change it
+                self._example = emptied_or_error(batch)  # before the body can change it
             self.awaits_step = True
             counter.add(batch)
             yield batch
@@ -427,7 +400,7 @@ class Loop:
             batch = None  # so that its memory can be freed
             membership.expects_empty_step = True
             membership.empty = self.awaits_step = True
-            yield _emptied_or_given(empty)  # anew each time: the body may take its items out
+            yield _empty_example(empty)  # anew each time: the body may take its items out
             membership.empty = False
             if membership.expects_empty_step:  # the body has skipped it, so it also calls no join.mean
                 self.shadow_step()
@@ -437,7 +410,7 @@ class Loop:
         """Give ranks that never had a batch an empty one; this rank's first step has begun."""
 
         def publish_if_needed() -> None:
-            with contextlib.suppress(JoinError, RuntimeError):  # those ranks have the error, or all have failed
+            with contextlib.suppress(RuntimeError):  # then all have failed
                 if membership.some_never_had_data():
                     publish(self.store, "example", example)
 
@@ -454,13 +427,13 @@ class Loop:
                 "what an empty one is: join.iterate(loader, example=...)"
             )
         wait = self._session.detector.wait
-        wait(lambda seconds: wait_for_keys(self.store, "example", seconds), "publishing an empty batch")
+        wait(lambda seconds: wait_for_keys(self.store, ["example"], seconds), "publishing an empty batch")
         return fetch(self.store, "example", self._session.wire.device)
 
     @property
     def keys(self) -> list[str]:
         """This rank's share of the keys that the loop leaves in the store."""
-        begun = self._membership.keys if isinstance(self._membership, StoreMembership) else ()
+        begun = self.decided.keys if isinstance(self.decided, StoreMembership) else ()
         return [*begun, *(["example"] if self._channel.rank == 0 else [])]
 
     def _planned(self, lengths: PendingSum) -> Membership | None:
@@ -479,17 +452,6 @@ class Loop:
         return None
 
 
-class _Entered(threading.local):
-    """The joins that are on in a thread, outermost first."""
-
-    def __init__(self) -> None:
-        self.sessions: list[JoinSession] = []
-
-
-_entered = _Entered()
-"""Global, as a nested join does not know the one around it."""
-
-
 def _delete(store: Any, keys: Iterable[str]) -> None:
     """Delete keys, as far as the store is still there."""
     with contextlib.suppress(RuntimeError):
@@ -505,15 +467,6 @@ def _length_of(loader: Any) -> int | None:
         return None
 
 
-def _emptied_or_given(example: Any) -> Any:
-    try:
-        return emptied(example)
-    except JoinError:
-        return example  # an empty one, as the user has said
-
-
-def _emptied_or_error(batch: Any) -> Any:
-    try:
-        return emptied(batch)
-    except JoinError as error:
-        return error
+def _empty_example(example: Any) -> Any:
+    empty = emptied_or_error(example)
+    return example if isinstance(empty, JoinError) else empty  # what is not known to be empty is, as the user has said

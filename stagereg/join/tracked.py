@@ -107,7 +107,8 @@ class TrackedJoinable(BuiltInJoinable):
         if _in_backward() or not config.enable:
             return
         # Once the loop has given its body a batch, any forward is a step.
-        awaited = session is not None and session.awaits_step and config.is_first_joinable
+        loop = None if session is None else session.loop
+        awaited = loop is not None and loop.awaits_step and config.is_first_joinable
         training = torch.is_grad_enabled()
         begins = not self._is_open and (training or awaited)
         if begins:

@@ -106,9 +106,8 @@ class PendingSum:
 
     def wait(self) -> list[float]:
         """Wait for the sums, one for each of the values."""
-        work = self._work
-        if work is not None:
-            work.wait()
+        if self._work is not None:
+            self._work.wait()
         return self._values.tolist()
 
 
@@ -229,9 +228,8 @@ def control_channel(group: dist.ProcessGroup, purpose: str, waiting: Waiting | N
     return resources.channels[purpose]
 
 
-def wait_for_keys(store: Store, key: str | Sequence[str], seconds: float) -> bool:
+def wait_for_keys(store: Store, keys: list[str], seconds: float) -> bool:
     """Wait so many seconds at most for keys, looking less and less often; return whether they are there."""
-    keys = [key] if isinstance(key, str) else list(key)
     started = time.monotonic()
     while not store.check(keys):
         waited = time.monotonic() - started

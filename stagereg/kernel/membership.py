@@ -53,12 +53,12 @@ class Membership(ABC):
     empty = False
     expects_empty_step = False
 
-    def __init__(self, rank: int, size: int, throw: bool, waiting: Waiting) -> None:
+    def __init__(self, channel: ControlChannel, throw: bool, waiting: Waiting) -> None:
         self.steps = 0
         self.shadowed = 0
         self.over = False
-        self._rank = rank
-        self._size = size
+        self._channel = channel
+        self._rank, self._size = channel.rank, channel.size
         self._throw = throw
         self._waiting = waiting
 
@@ -144,8 +144,7 @@ class AllReduceMembership(Membership):
     def __init__(
         self, channel: ControlChannel, throw: bool = False, waiting: Waiting = wait_until, length: int | None = None
     ) -> None:
-        super().__init__(channel.rank, channel.size, throw, waiting)
-        self._channel = channel
+        super().__init__(channel, throw, waiting)
         self._length = length
         self._pending: PendingSum | None = None
         self._first: PendingSum | None = None  # of all that were
@@ -249,8 +248,7 @@ class StoreMembership(Membership):
     def __init__(
         self, channel: ControlChannel, lengths: Sequence[int], store: Store, throw: bool, waiting: Waiting
     ) -> None:
-        super().__init__(channel.rank, channel.size, throw, waiting)
-        self._channel = channel
+        super().__init__(channel, throw, waiting)
         self.store = store
         self._taken: PendingSum | None = None
         self._active = ActiveRanks()

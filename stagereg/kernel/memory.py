@@ -23,7 +23,6 @@ import logging
 import math
 import mmap
 import os
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -66,7 +65,7 @@ class Block:
         self.nbytes = _whole_pages(nbytes)
         locked = self._lock() if pin else None
         self._memory = self._map() if locked is None else locked
-        if locked is None and self.nbytes >= _WORTH_TOUCHING and sys.platform.startswith("linux"):
+        if locked is None and self.nbytes >= _WORTH_TOUCHING:
             self._touch(threads)
 
     @property
@@ -222,12 +221,6 @@ class Pool:
         """Copies that are still out, in this process or in another one that reads them."""
         self._trim()
         return len(self._out) + sum(not block.idle for block in self._free)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the blocks that are kept for copies to come."""
-        self._trim()
-        return sum(block.nbytes for block in self._free)
 
     def lease(self) -> Lease:
         """Return a lease for one more copy, waiting if ``max_in_flight`` are out.

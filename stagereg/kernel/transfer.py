@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -192,19 +193,17 @@ def iovecs(addresses: Iterable[int], sizes: Sequence[int]) -> array[int]:
 def read_many(to: array[int], source: array[int], nbytes: int) -> bool:
     """Copy up to 1024 pieces of the same sizes, ``nbytes`` in all, with one system call; return whether that was done.
 
-    ``process_vm_readv`` of Linux copies from one process to another, or within one, which is always allowed. A sandbox
-    may refuse the call, and other systems lack it; the caller then copies piece by piece.
+    ``process_vm_readv`` of Linux copies from one process to another, or within one, which is always allowed. Where a
+    sandbox refuses the call, the caller copies piece by piece.
     """
-    readv = _readv()
     count = len(to) // 2
     ours, theirs = to.buffer_info()[0], source.buffer_info()[0]
-    return readv is not None and readv(os.getpid(), ours, count, theirs, count, 0) == nbytes
+    return _readv()(os.getpid(), ours, count, theirs, count, 0) == nbytes
 
 
 @functools.cache
-def _readv() -> Callable[..., int] | None:
-    readv = getattr(ctypes.CDLL(None), "process_vm_readv", None)
-    if readv is not None:
-        readv.restype = ctypes.c_ssize_t
-        readv.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
+def _readv() -> Callable[..., int]:
+    readv: Any = ctypes.CDLL(None).process_vm_readv
+    readv.restype = ctypes.c_ssize_t
+    readv.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
     return readv

@@ -181,5 +181,5 @@ def test_without_configured_joinables_bare_objects_are_adapted(tmp_path: Path) -
 def test_every_hook_refuses_a_joinable_of_another_kind(name: str) -> None:
     hook = find("join_hook", name).load()
     other: Any = StepJoinable(lambda: None) if name == "metrics" else MetricsJoinable()
-    with pytest.raises(JoinError, match=f"was chosen for a {type(other).__name__}"):
+    with pytest.raises(JoinError, match=f"was chosen for a {type(other).__name__}, of which it is no hook"):
         hook(other)

@@ -195,7 +195,7 @@ def test_only_batches_that_a_rank_may_need_have_to_be_emptied() -> None:
     first, second = run_ranks(odd_batches, 2, timeout_s=60)
     for found in (first, second):
         assert found["even"] == found["counted"] == [3, 3]
-        assert "a batch that is a Sealed cannot be emptied" in found["sealed"]
+        assert "batch, a Sealed, cannot be emptied" in found["sealed"]
         assert "gave no batch at all, so it is not known what an empty one is" in found["wrong plan"]
     assert first["popped"] == first["example"] == first["unkept"] == [0, 0]
     assert second["popped"] == second["example"] == second["unkept"] == [3, 3]

@@ -105,9 +105,7 @@ def test_parameters_that_are_numbers_in_all_jobs_are_numbers(tmp_path: Path) -> 
     ]
 
 
-def test_without_the_package_or_a_directory_one_line_is_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_package_or_a_directory_a_line_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.read(write_run(tmp_path / "run", Sample(ranks=1)))
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--tensorboard: cannot write in"):

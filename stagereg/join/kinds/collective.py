@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from stagereg.errors import ConfigError, JoinError
-from stagereg.join.joinable import BuiltInJoinable, JoinHook, notify, serves
+from stagereg.join.joinable import BuiltInHook, BuiltInJoinable, JoinHook, notify
 from stagereg.join.session import one_of
 from stagereg.registry import register
 from stagereg.spec import refuse_unknown
@@ -95,15 +95,8 @@ class Collective:
 
 
 @register("join_hook", "collective")
-class CollectiveHook(JoinHook):
-    """Runs the declared collectives once per step of the active ranks, with values that leave their results alone.
-
-    Args:
-        joinable: declares them.
-    """
-
-    def __init__(self, joinable: CollectiveJoinable, /) -> None:
-        self.joinable = serves(self, joinable, CollectiveJoinable)
+class CollectiveHook(BuiltInHook["CollectiveJoinable"]):
+    """Runs the declared collectives once per step of the active ranks, with values that leave their results alone."""
 
     def main_hook(self) -> None:
         """Take part in all of them; the root of a broadcast goes on sending what it sent last."""

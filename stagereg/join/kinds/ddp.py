@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.errors import JoinError
-from stagereg.join.joinable import JoinConfig, JoinHook, serves
+from stagereg.join.joinable import BuiltInHook, JoinConfig, JoinHook
 from stagereg.join.kinds.reduction import ReducingJoinable
 from stagereg.kernel.shadow import TorchWire
 from stagereg.registry import register
@@ -39,15 +39,8 @@ _REPLACED = ("_divide_by_initial_world_size", "_check_global_requires_backward_g
 
 
 @register("join_hook", "ddp")
-class DdpHook(JoinHook):
-    """Shadows a DDP module, and leaves the step's reduced gradients in ``param.grad``.
-
-    Args:
-        joinable: the module's joinable.
-    """
-
-    def __init__(self, joinable: DdpJoinable, /) -> None:
-        self.joinable = serves(self, joinable, DdpJoinable)
+class DdpHook(BuiltInHook["DdpJoinable"]):
+    """Shadows a DDP module, and leaves the step's reduced gradients in ``param.grad``."""
 
     def main_hook(self) -> None:
         """Match one forward and backward of the active ranks."""

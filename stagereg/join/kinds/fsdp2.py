@@ -23,18 +23,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from stagereg.errors import JoinError
-from stagereg.join.batches import emptied, fetch, publish
-from stagereg.join.joinable import JoinHook, notify, serves
+from stagereg.join.batches import emptied, emptied_or_error, fetch, publish
+from stagereg.join.joinable import BuiltInHook, JoinHook, notify
 from stagereg.join.kinds.reduction import ReducingJoinable, local
 from stagereg.join.tracked import differentiable
-from stagereg.kernel.channel import wait_for_keys
 from stagereg.kernel.shadow import TorchWire
 from stagereg.registry import register
 
 __all__ = ["Fsdp2Hook", "Fsdp2Joinable"]
 
-_EXAMPLE_S = 60.0
-"""Seconds in which a rank that has begun a step publishes what its inputs look like."""
 _ADVICE = (
     "Give the joinable a batch that can be emptied, stagereg.build('joinable', 'fsdp2', module=..., example=...), or "
     "use join.iterate, whose loop body runs on all ranks."
@@ -42,21 +39,14 @@ _ADVICE = (
 
 
 @register("join_hook", "fsdp2")
-class Fsdp2Hook(JoinHook):
-    """Shadows an FSDP2 module by running it on empty inputs, and leaves the reduced gradients in the shards' ``grad``.
-
-    Args:
-        joinable: the module's joinable.
-    """
-
-    def __init__(self, joinable: Fsdp2Joinable, /) -> None:
-        self.joinable = serves(self, joinable, Fsdp2Joinable)
+class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
+    """Shadows an FSDP2 module by running it on empty inputs; the reduced gradients end in the shards' ``grad``."""
 
     def main_hook(self) -> None:
         """Run one forward and backward on empty inputs.
 
         Raises:
-            JoinError: the module cannot run on empty inputs, or no rank has published what inputs look like.
+            JoinError: the module cannot run on empty inputs, or those of other ranks cannot be emptied.
         """
         joinable, module = self.joinable, self.joinable.module
         if not joinable.handles:
@@ -199,15 +189,12 @@ class Fsdp2Joinable(ReducingJoinable):
         first = self.module not in _inputs
         if first or is_step:
             _inputs[self.module] = []
-        try:
-            empty = emptied((args, kwargs))
-            _inputs[self.module].append(empty)
-            if first:
-                publish(self.policy.store, "inputs", empty)
-        except JoinError as error:
-            if first:
-                publish(self.policy.store, "inputs", error)
-            raise JoinError(f"The inputs of {type(self.module).__name__}: {error} {_ADVICE}") from error
+        empty = emptied_or_error((args, kwargs))
+        if first:
+            publish(self.policy.store, "inputs", empty)
+        if isinstance(empty, JoinError):
+            raise JoinError(f"The inputs of {type(self.module).__name__}: {empty} {_ADVICE}") from empty
+        _inputs[self.module].append(empty)
 
     def after_forward(self, is_step: bool) -> None:
         """The forward of an active rank has ended: say whether its backward will reduce, and learn the divisor."""
@@ -243,12 +230,7 @@ class Fsdp2Joinable(ReducingJoinable):
         if self._example is not None:
             return [self._example]
         if not _inputs.get(self.module):
-            # A rank that has begun a step publishes its inputs first of all.
-            if not wait_for_keys(self.policy.store, "inputs", _EXAMPLE_S):
-                raise JoinError(
-                    f"This rank never had a batch, and within {_EXAMPLE_S:g} s no other has published what one looks "
-                    f"like. {_ADVICE}"
-                )
+            self.policy.wait("inputs", self.session, "publishing what inputs look like, as without example=")
             try:
                 _inputs[self.module] = [fetch(self.policy.store, "inputs", self.join_device)]
             except JoinError as error:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from stagereg.errors import JoinError
-from stagereg.join.joinable import BuiltInJoinable, JoinHook, serves
+from stagereg.join.joinable import BuiltInHook, BuiltInJoinable, JoinHook
 from stagereg.join.responder import Responder
 from stagereg.kernel.channel import ControlChannel, control_channel, resources_of
 from stagereg.registry import register
@@ -26,15 +26,8 @@ Number = float | torch.Tensor
 
 
 @register("join_hook", "metrics")
-class MetricsHook(JoinHook):
-    """Answers for as long as this rank is in the join without data.
-
-    Args:
-        joinable: the metrics.
-    """
-
-    def __init__(self, joinable: MetricsJoinable, /) -> None:
-        self.joinable = serves(self, joinable, MetricsJoinable)
+class MetricsHook(BuiltInHook["MetricsJoinable"]):
+    """Answers for as long as this rank is in the join without data."""
 
     def on_exhausted(self) -> None:
         """Begin to answer."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from stagereg.errors import JoinError
-from stagereg.join.joinable import JoinHook, serves
+from stagereg.join.joinable import BuiltInHook, JoinHook
 from stagereg.join.tracked import TrackedJoinable
 from stagereg.registry import register
 
@@ -23,15 +23,8 @@ __all__ = ["ModuleHook", "ModuleJoinable"]
 
 
 @register("join_hook", "module")
-class ModuleHook(JoinHook):
-    """Refuses to shadow.
-
-    Args:
-        joinable: of a module whose collectives only its own forward and backward know.
-    """
-
-    def __init__(self, joinable: ModuleJoinable, /) -> None:
-        self.joinable = serves(self, joinable, ModuleJoinable)
+class ModuleHook(BuiltInHook["ModuleJoinable"]):
+    """Refuses to shadow."""
 
     def main_hook(self) -> None:
         """Raise ``JoinError``: this rank has left a loop that others go on with."""

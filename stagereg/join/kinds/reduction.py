@@ -116,18 +116,19 @@ class ZeroGradPolicy:
             self.store.add("active", 1 if active else -1)
 
     def ask(self, session: JoinSession | None) -> None:
-        """Rank without data, in a step: end the doubt. A rank with data publishes its policy within this step.
-
-        It waits by ``session``, or in torch's ``Join``, where there is none, for as long as the store does.
-        """
+        """Rank without data, in a step: end the doubt. A rank with data publishes its policy within this step."""
         if not self._in_doubt or not self.steps:  # in the first step no rank knows yet
             return
         self._in_doubt = False
         if self.store.check(["policy"]) or self.store.add("active", 0):
-            if session is not None:
-                session.detector.wait(lambda seconds: wait_for_keys(self.store, "policy", seconds), "the backward")
+            self.wait("policy", session, "the backward")
             policy = self.store.get("policy").decode()
             self._nonzero = None if policy == "drops" else torch.tensor(policy == "carries")
+
+    def wait(self, key: str, session: JoinSession | None, what: str) -> None:
+        """Wait until a rank has published ``key``. In torch's ``Join``, without a session, reading it does."""
+        if session is not None:
+            session.detector.wait(lambda seconds: wait_for_keys(self.store, [key], seconds), what)
 
 
 _policies: weakref.WeakKeyDictionary[nn.Module, ZeroGradPolicy] = weakref.WeakKeyDictionary()

@@ -14,22 +14,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stagereg.errors import JoinError
-from stagereg.join.joinable import BuiltInJoinable, Joinable, JoinHook, serves
+from stagereg.join.joinable import BuiltInHook, BuiltInJoinable, Joinable, JoinHook
 from stagereg.registry import register
 
 __all__ = ["StepHook", "StepJoinable"]
 
 
 @register("join_hook", "step")
-class StepHook(JoinHook):
-    """Calls a function once per step of the active ranks.
-
-    Args:
-        joinable: the function's joinable.
-    """
-
-    def __init__(self, joinable: StepJoinable, /) -> None:
-        self.joinable = serves(self, joinable, StepJoinable)
+class StepHook(BuiltInHook["StepJoinable"]):
+    """Calls a function once per step of the active ranks."""
 
     def main_hook(self) -> None:
         """Call the function."""

@@ -14,22 +14,15 @@ from typing import Any
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from stagereg.errors import JoinError
-from stagereg.join.joinable import BuiltInJoinable, Joinable, JoinHook, serves
+from stagereg.join.joinable import BuiltInHook, BuiltInJoinable, Joinable, JoinHook
 from stagereg.registry import register
 
 __all__ = ["ZeroHook", "ZeroJoinable"]
 
 
 @register("join_hook", "zero")
-class ZeroHook(JoinHook):
-    """Steps the optimizer once per step of the active ranks.
-
-    Args:
-        joinable: the optimizer's joinable.
-    """
-
-    def __init__(self, joinable: ZeroJoinable, /) -> None:
-        self.joinable = serves(self, joinable, ZeroJoinable)
+class ZeroHook(BuiltInHook["ZeroJoinable"]):
+    """Steps the optimizer once per step of the active ranks."""
 
     def main_hook(self) -> None:
         """Step this rank's shard and take part in the broadcasts."""

@@ -41,7 +41,7 @@ def wide() -> Comparison:
     return compared([row_of({"stager": stager, "join.mode": mode}, values) for stager in stagers for mode in modes])
 
 
-def test_rows_are_in_the_order_of_the_ranking_and_failed_ones_last(
+def test_rows_are_ranked_and_failed_ones_last(
     comparison: Comparison,
 ) -> None:
     least_first = ordered(comparison)
@@ -163,7 +163,7 @@ def test_markdown_marks_the_best_and_begins_with_the_answer(comparison: Comparis
 @example(999_999.5, 1.0)
 @example(1e-7, 1e-9)
 @example(2.3046, 0.0001)
-def test_numbers_have_three_digits_and_a_spread_as_many_as_its_median(median: float, spread: float) -> None:
+def test_a_spread_has_as_many_digits_as_its_median(median: float, spread: float) -> None:
     text = shown(median)
     assert float(text.replace(",", "")) == pytest.approx(median, rel=6e-3, abs=1e-300)
     assert len(text) <= 14

@@ -14,7 +14,7 @@ from stagereg.sweep.comparison import Comparison
 from ..samples import Sample, compared, row_of, write_run
 
 
-def test_all_five_files_are_written_and_the_page_has_a_timeline_of_each_run(tmp_path: Path) -> None:
+def test_all_five_files_are_written_with_timelines_in_the_page(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need hydra-stagereg[report]")
     rows = [
         row_of({"a": name}, {"stall_ms": (value,)}, directory=write_run(tmp_path / name, Sample(ranks=1, steps=10)))
@@ -35,7 +35,7 @@ def test_all_five_files_are_written_and_the_page_has_a_timeline_of_each_run(tmp_
     assert paths[3].read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_one_line_is_printed_and_the_rest_is_there(
+def test_without_matplotlib_a_line_is_printed_and_the_rest_there(
     comparison: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("matplotlib", "matplotlib.figure"):
