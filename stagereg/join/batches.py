@@ -13,6 +13,7 @@ import enum
 import io
 import numbers
 import sys
+from collections import UserDict
 from collections.abc import Iterator, MutableMapping
 from itertools import islice
 from typing import Any
@@ -64,7 +65,10 @@ def samples_in(batch: Any) -> int | None:
 
     This runs at every step, so it looks at little: ``None`` for a batch that hides that tensor well.
     """
-    return next(_sizes(batch, _DEPTH, _WIDTH), None)
+    try:
+        return next(_sizes(batch, _DEPTH, _WIDTH), None)
+    except Exception:  # of a class that is not what it looks like
+        return None
 
 
 def emptied(batch: Any) -> Any:
@@ -84,10 +88,13 @@ def emptied(batch: Any) -> Any:
     Raises:
         JoinError: something in it cannot be emptied, or nothing in it can; the message says what and where.
     """
-    sizes = list(_sizes(batch))
-    if sizes and not any(sizes):
-        return copy.deepcopy(batch)
-    result = _emptied(batch, "")
+    try:
+        sizes = list(_sizes(batch))
+        result = _emptied(batch, "", is_empty=bool(sizes) and not any(sizes))
+    except JoinError:
+        raise
+    except Exception as error:  # of a class that is not made as others of its kind are
+        raise _refusal(batch, "", f"{type(error).__name__}: {error}") from error
     if not sizes:
         raise _refusal(batch, "", "it holds no tensor or array")
     return result
@@ -168,7 +175,7 @@ def _sizes(thing: Any, depth: int = -1, width: int | None = None) -> Iterator[in
     if isinstance(thing, PackedSequence):  # its tensor has the steps of all sequences
         yield int(thing.batch_sizes[0])
     elif isinstance(thing, torch.Tensor):
-        if thing.ndim:
+        if thing.ndim and not thing.is_nested:
             yield thing.size(0)
     elif _is_tensor(thing):
         if thing.ndim:
@@ -182,35 +189,40 @@ def _holds_tensors(thing: Any) -> bool:
     return _is_tensor(thing) or any(map(_holds_tensors, _parts(thing).values()))
 
 
-def _emptied(thing: Any, path: str) -> Any:
+def _emptied(thing: Any, path: str, is_empty: bool) -> Any:
     if isinstance(thing, _CONSTANTS):
         return thing
     if _is_tensor(thing):
-        return _emptied_tensor(thing, path)
+        return _emptied_tensor(thing, path, is_empty)
     is_named = hasattr(thing, "_fields")
-    if isinstance(thing, (list, tuple)) and not is_named and not _holds_tensors(thing):
+    if isinstance(thing, (list, tuple)) and not is_named and not is_empty and not _holds_tensors(thing):
         return type(thing)()  # its items are taken for samples
-    parts = {key: _emptied(part, f"{path}[{key!r}]") for key, part in _parts(thing).items()}
+    parts = {key: _emptied(part, f"{path}[{key!r}]", is_empty) for key, part in _parts(thing).items()}
     if isinstance(thing, (list, tuple)) and not isinstance(thing, PackedSequence):
         return type(thing)(*parts.values()) if is_named else type(thing)(parts.values())
-    if not isinstance(thing, MutableMapping) and not dataclasses.is_dataclass(thing):
-        raise _refusal(thing, path, "it is no tensor, array, dict, list, tuple or dataclass of them")
-    twin: Any = copy.copy(thing)
-    if isinstance(thing, MutableMapping):
+    if isinstance(thing, (dict, UserDict)):
+        twin: Any = copy.copy(thing)
         twin.update(parts)
-    else:
+        return twin
+    if isinstance(thing, MutableMapping):  # its copy may share its items
+        return type(thing)(parts)  # type: ignore[call-arg]
+    if dataclasses.is_dataclass(thing):
+        twin = copy.copy(thing)
         for name, part in parts.items():
             object.__setattr__(twin, name, part)  # also where it is frozen; its checks are for real batches
-    return twin
+        return twin
+    if is_empty:
+        return thing
+    raise _refusal(thing, path, "it is no tensor, array, dict, list, tuple or dataclass of them")
 
 
-def _emptied_tensor(thing: Any, path: str) -> Any:
+def _emptied_tensor(thing: Any, path: str, is_empty: bool) -> Any:
     if not isinstance(thing, torch.Tensor):
         return (thing[:0] if thing.ndim else thing).copy()
-    if isinstance(thing, DTensor) or thing.is_nested or thing.layout != torch.strided:
-        raise _refusal(thing, path, "it is sharded, nested or sparse")
     whole = thing.detach()
-    return (whole[:0] if whole.ndim else whole).clone().requires_grad_(thing.requires_grad)
+    if not is_empty and (isinstance(thing, DTensor) or thing.is_nested or thing.layout != torch.strided):
+        raise _refusal(thing, path, "it is sharded, nested or sparse")
+    return (whole[:0] if whole.ndim and not is_empty else whole).clone().requires_grad_(thing.requires_grad)
 
 
 def _refusal(thing: Any, path: str, reason: str) -> JoinError:

@@ -6,7 +6,7 @@ import collections
 import copy
 import dataclasses
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.utils.rnn import pack_sequence
 
 from stagereg.errors import JoinError
-from stagereg.join.batches import LIMIT, emptied, fetch, publish
+from stagereg.join.batches import LIMIT, emptied, fetch, publish, samples_in
 
 CPU = torch.device("cpu")
 
@@ -78,6 +78,35 @@ class View(Mapping[str, Any]):
         return 2
 
 
+class Shared(MutableMapping[str, Any]):
+    """A mapping whose copy by ``copy.copy`` has the same items."""
+
+    def __init__(self, items: Any = ()) -> None:
+        self.inside = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.inside[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.inside[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.inside[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.inside)
+
+    def __len__(self) -> int:
+        return len(self.inside)
+
+
+class Sealed(list[Any]):
+    """A list that is not made as others are."""
+
+    def __init__(self, one: Any, two: Any) -> None:
+        super().__init__([one, two])
+
+
 class Color(enum.Enum):
     RED = 1
 
@@ -135,6 +164,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         items,
         items.map(collections.OrderedDict),
         items.map(Encoding),
+        items.map(Shared),
         items.map(lambda values: collections.defaultdict(list, values)),
         st.builds(Pair, inner, inner),
         st.builds(Slotted, inner),
@@ -178,6 +208,7 @@ def test_items_without_tensors_are_dropped_with_their_list() -> None:
         (Pair(torch.ones(2), {"a": Opaque(2)}), r"batch\[1\]\['a'\], a Opaque, .*no tensor, array, dict"),
         (Slotted((torch.ones(1), Opaque(2))), r"batch\['tokens'\]\[1\], a Opaque, .*no tensor, array, dict"),
         ([torch.ones(1), View(torch.ones(2), 3)], r"batch\[1\], a View, .*no tensor, array, dict"),
+        (Sealed(torch.ones(2), 1), r"batch, a Sealed, cannot.*TypeError"),
         (Opaque(3), r"batch, a Opaque, cannot.*no tensor, array"),
         (object(), r"batch, a object, cannot.*no tensor, array"),
         ({"x": torch.tensor(1.0)}, r"a dict, cannot.*no tensor or array"),
@@ -199,6 +230,19 @@ def test_an_already_empty_example_keeps_all_that_it_has() -> None:
     assert form(empty) == form(example)
     empty["names"].append("b")
     assert example["names"] == ["a"]
+
+
+def test_an_empty_tensor_with_a_history_takes_no_memory_of_its_source() -> None:
+    empty = emptied([(torch.ones(1000, 3, requires_grad=True) * 2)[:0]])[0]
+    assert (empty.shape, empty.requires_grad, empty.is_leaf) == ((0, 3), True, True)
+    assert empty.untyped_storage().nbytes() == 0
+
+
+def test_samples_that_cannot_be_counted_are_no_error() -> None:
+    incomplete = Slotted(torch.ones(2))
+    del incomplete.tokens
+    assert samples_in([incomplete]) is None
+    assert samples_in([torch.ones(4, 2)]) == 4
 
 
 def test_what_cannot_be_published_is_an_error_for_those_that_wait() -> None:

@@ -18,14 +18,15 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-import stagereg.sweep.result as result_module
+import stagereg.record as record
+from stagereg.errors import LaunchError
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.sweep.callback import Compare
 from stagereg.sweep.result import JobResult
 
 from . import programs
 from .programs import App
-from .samples import write_run
+from .samples import BEGAN, Sample, write_run
 
 HYDRA_1_4 = Path(sys.prefix) / "hydra-1.4" / "bin" / "python"
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -55,7 +56,7 @@ def test_jobs_that_fail_have_a_result_and_do_not_stop_the_others(mixed: Any) -> 
     assert ended.returncode == 1
 
 
-def test_the_sweep_ends_with_the_table_and_files_that_have_every_row(mixed: Any) -> None:
+def test_the_table_and_the_files_of_a_sweep_have_every_row(mixed: Any) -> None:
     app, ended = mixed
     answer = ended.stdout.partition("Best by returned.score: ")[2]
     assert answer.startswith("a=fine b=1"), ended.stdout + ended.stderr
@@ -76,7 +77,7 @@ def test_a_job_without_the_metric_completes_and_that_is_reported(mixed: Any) -> 
     assert ended.stdout.count("returned.score is not known of this job") == 2
 
 
-def test_a_result_has_the_job_its_machine_and_the_command_that_runs_it_alone(mixed: Any) -> None:
+def test_a_result_has_the_job_its_machine_and_its_command(mixed: Any) -> None:
     app, _ = mixed
     job = app.results()[4]
     assert job["overrides"] == ["a=fine", "b=2"]
@@ -105,7 +106,7 @@ def test_an_unknown_metric_stops_the_sweep_before_any_job(app: App) -> None:
 
 
 @pytest.mark.slow
-def test_an_app_that_uses_sweep_for_something_else_is_ranked_by_its_loss(app: App) -> None:
+def test_an_app_with_a_sweep_of_its_own_is_ranked_by_its_loss(app: App) -> None:
     (app.folder / "app.yaml").write_text("{a: fine, b: 1, sweep: mine}\n")
     ended = app.sweep("hydra/callbacks=compare", "b=1,4")
     assert ended.returncode == 0, ended.stderr
@@ -123,7 +124,7 @@ def test_a_sweep_ends_in_its_table_on_hydra_1_4(app: App) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_sweep_shows_the_command_that_reports_finished_jobs(tmp_path: Path) -> None:
+def test_an_interrupted_sweep_shows_how_to_report_it(tmp_path: Path) -> None:
     app = App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
     command = [sys.executable, "app.py", "-m", "hydra.sweep.dir=out", "nproc=1", "a=fine,hang,raise"]
     with subprocess.Popen(
@@ -140,12 +141,12 @@ def test_an_interrupted_sweep_shows_the_command_that_reports_finished_jobs(tmp_p
     seen = f"The sweep has not come to its end: `stagereg report {tmp_path / 'out'}` shows what is done, 1 job."
     assert stderr.splitlines()[-2:] == ["stopped by SIGINT", seen]
     assert [job["status"] for job in app.results()] == ["completed"]
-    assert result_module.JobResult.of_directory(tmp_path / "out" / "1").status == "unfinished"
+    assert JobResult.of_directory(tmp_path / "out" / "1").status == "unfinished"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_ranks_that_die_raise_or_leave_are_rows_and_the_stall_of_the_others_is_known(tmp_path: Path) -> None:
+def test_ranks_that_die_raise_or_leave_are_rows(tmp_path: Path) -> None:
     app = App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
     ended = app.sweep("a=killed,raise,exit,fine", limit_s=220)
     assert ended.returncode == 1
@@ -161,7 +162,7 @@ def test_ranks_that_die_raise_or_leave_are_rows_and_the_stall_of_the_others_is_k
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_below_torchrun_a_run_leaves_a_result_with_the_command_of_torchrun(tmp_path: Path) -> None:
+def test_below_torchrun_the_command_of_a_result_is_torchruns(tmp_path: Path) -> None:
     App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "app.py", "b=3", "hydra.run.dir=run"]
@@ -235,7 +236,7 @@ def test_a_sweeper_gets_the_number_it_searches_by_or_the_worst(
     assert JobResult.read(tmp_path / "0").status == ("failed" if returned is None else "completed")
 
 
-def test_a_single_job_that_fails_stays_failed_and_leaves_its_result(tmp_path: Path) -> None:
+def test_a_single_job_that_fails_leaves_its_result(tmp_path: Path) -> None:
     returned = failed()
     Compare().on_job_end(config(tmp_path, mode="RUN"), returned)
     assert returned.status == JobStatus.FAILED
@@ -243,15 +244,24 @@ def test_a_single_job_that_fails_stays_failed_and_leaves_its_result(tmp_path: Pa
     assert JobResult.read(tmp_path / "0").error == "KeyError: 'x'"
 
 
-def test_records_of_an_earlier_run_in_the_directory_are_no_figures(tmp_path: Path) -> None:
-    write_run(tmp_path / "0")
-    Compare().on_job_end(config(tmp_path), ended(1.5))
-    assert JobResult.read(tmp_path / "0").figures == {"loss": 1.5}
+def test_the_first_line_of_an_error_has_the_cause(tmp_path: Path) -> None:
+    trace = "Traceback (most recent call last):\n  File x\nKeyError: 'no'\n"
+    error = LaunchError(f"rank 1: {trace}\nThe above was the cause:\n\n{trace.replace('Key', 'Value')}")
+    Compare().on_job_end(config(tmp_path), ended(error, JobStatus.FAILED))
+    assert JobResult.read(tmp_path / "0").error == f"rank 1: ValueError: 'no'\n{error}"
 
 
-def test_of_several_tasks_of_one_run_only_the_first_shows_how_it_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_records_of_this_run_give_figures_and_the_device(tmp_path: Path) -> None:
+    for began in (BEGAN, record.now()):
+        write_run(tmp_path / "0", Sample(began=began, versions={"device": "H200"}))
+        Compare().on_job_end(config(tmp_path), ended(1.5))
+        job = JobResult.read(tmp_path / "0")
+        assert (job.figures == {"loss": 1.5}) == (began == BEGAN)
+        assert ("stall_ms" in job.figures) == (began != BEGAN)
+        assert (job.environment.get("device") == "H200") == (began != BEGAN)
+
+
+def test_of_several_tasks_of_one_run_the_first_has_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for index, value in ((0, 0.25), (1, None)):
         monkeypatch.setattr(SchedulerTask, "current", lambda index=index: SchedulerTask(index, 2, port=1))
         Compare().on_job_end(config(tmp_path), ended(value))
@@ -259,7 +269,7 @@ def test_of_several_tasks_of_one_run_only_the_first_shows_how_it_ended(
 
 
 @pytest.mark.parametrize("broken", ["write", "figures", "describe", "read"])
-def test_an_error_of_the_callback_costs_no_job_its_value_and_no_sweep_its_table(
+def test_an_error_of_the_callback_costs_no_job_its_value(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:
@@ -326,7 +336,7 @@ def test_a_sweep_that_cannot_be_compared_shows_how_to_try_again(
     assert f"`stagereg report {tmp_path}` tries again" in seen
 
 
-def test_the_command_of_a_job_has_its_overrides_and_none_of_the_sweep(tmp_path: Path) -> None:
+def test_the_command_of_a_job_has_nothing_of_the_sweep(tmp_path: Path) -> None:
     made = config(tmp_path)
     made.hydra.overrides.task = ["a='x y'", "sweep.repeats=3", "++sweep.repeat=1", "+sweep.mine=2"]
     Compare().on_job_end(made, ended(1.0))

@@ -70,7 +70,7 @@ def test_a_killed_run_has_the_figures_up_to_its_end(tmp_path: Path) -> None:
     assert not found.keys() & {"peak_host_gib", "shadowed_steps"}
 
 
-def test_a_checkpoint_is_as_slow_as_its_slowest_rank_and_as_large_as_all() -> None:
+def test_a_save_is_as_slow_as_its_slowest_rank_as_large_as_all() -> None:
     one = RankRecord(0, stalls=(Span(1, 0, 1.0), Span(2, 5, 3.0)), stages=(Span(1, 0, 2.0, GIB), Span(2, 5, 1.0, GIB)))
     two = RankRecord(1, stalls=(Span(1, 0, 2.0), Span(2, 5, 1.0)), stages=(Span(1, 0, 1.0, GIB), Span(2, 5, 4.0, GIB)))
     found = figures(run_of(one, two))
@@ -86,6 +86,14 @@ def test_a_step_that_is_saved_twice_is_two_checkpoints() -> None:
     assert (found["stall_ms"], found["stall_s"], found["checkpoints"]) == (2000, 4, 2)
 
 
+def test_the_memory_of_a_run_is_known_where_all_ranks_recorded_it() -> None:
+    ended = {"status": "completed", "peak_rss": GIB}
+    first, second = RankRecord(0, {"world_size": 2}, end=ended), RankRecord(1, {"world_size": 2}, end=ended)
+    assert figures(run_of(first, second)) == {"peak_host_gib": 2.0}
+    assert figures(run_of(first, replace(second, end={"status": "failed"}))) == {}
+    assert figures(run_of(first)) == {}
+
+
 def test_a_copy_of_no_time_or_no_bytes_has_no_rate() -> None:
     found = figures(run_of(RankRecord(0, stages=(Span(1, 0, 0.0, GIB),), writes=(Span(1, 0, 1.0),))))
     assert not found.keys() & {"staged_gib_per_s", "write_gib_per_s"}
@@ -96,12 +104,12 @@ class TestLostTime:
         found = figures(run_of(RankRecord(0, steps=steps(1, 1, 1))))
         assert found == {"steps": 4, "train_s": 3, "step_s": 1}
 
-    def test_the_stall_of_the_last_step_counts_and_one_before_the_first_does_not(self) -> None:
+    def test_a_stall_counts_after_the_last_step_not_before_the_first(self) -> None:
         record = RankRecord(0, steps=steps(1, 1, 1, 1), stalls=(Span(0, -9, 2.0), Span(5, 4.0, 1.0)))
         found = figures(run_of(record))
         assert (found["train_s"], found["lost_s"], found["lost_percent"]) == (5, 1, 20)
 
-    def test_the_work_of_other_ranks_disturbs_on_the_same_machine_only(self) -> None:
+    def test_work_of_other_ranks_disturbs_on_the_same_machine_only(self) -> None:
         here, there = {"host": "a"}, {"host": "b"}
         own = RankRecord(0, here, steps=steps(1, 2, 1, 1), stalls=(Span(9, 99, 0.0),))
         write = (Span(2, 1.5, 1.0),)
@@ -178,18 +186,17 @@ class TestLoss:
             ({"loss": math.inf}, None),
         ],
     )
-    def test_it_is_the_returned_loss_or_the_last_one_that_rank_0_logged(
-        self, returned: Any, loss: float | None
-    ) -> None:
+    def test_it_is_the_returned_one_or_the_last_that_rank_0_logged(self, returned: Any, loss: float | None) -> None:
         run = run_of(RankRecord(0, logs=self.LOGS), RankRecord(1, logs=((9, 9.0, {"loss": 9.0}),)))
         assert figures(run, returned).get("loss") == loss
 
-    def test_a_loss_that_was_no_number_in_the_end_is_not_known(self) -> None:
+    def test_one_that_is_no_number_or_not_of_rank_0_is_unknown(self) -> None:
+        assert "loss" not in figures(run_of(RankRecord(1, logs=self.LOGS)))
         diverged = (*self.LOGS, (4, 4.0, {"loss": None}))
         assert "loss" not in figures(run_of(RankRecord(0, logs=diverged)))
 
 
-def test_numbers_that_a_task_returns_have_figures_also_without_a_run() -> None:
+def test_returned_numbers_are_figures_also_without_a_run() -> None:
     returned = {
         "accuracy": 0.5,
         "count": 3,
@@ -203,9 +210,9 @@ def test_numbers_that_a_task_returns_have_figures_also_without_a_run() -> None:
     assert figures(None) == {}
 
 
-def test_saves_that_failed_are_counted(tmp_path: Path) -> None:
-    run = run_of(RankRecord(0, lost=((3, "disk"),), stalls=(Span(3, 0, 1.0),)), RankRecord(1))
-    found = figures(run)
+def test_a_save_that_failed_is_counted_once_and_not_by_each_rank() -> None:
+    lost = ((3, "disk"),)
+    found = figures(run_of(RankRecord(0, lost=lost, stalls=(Span(3, 0, 1.0),)), RankRecord(1, lost=lost)))
     assert (found["checkpoints"], found["lost_checkpoints"]) == (0, 1)
 
 
@@ -231,7 +238,7 @@ RANKS = st.lists(
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(ranks=RANKS)
-def test_figures_of_any_records_are_finite_and_losses_not_negative(ranks: list[RankRecord]) -> None:
+def test_figures_of_any_records_are_finite(ranks: list[RankRecord]) -> None:
     found = figures(run_of(*(replace(record, rank=rank) for rank, record in enumerate(ranks))))
     assert all(math.isfinite(value) for value in found.values())
     assert found.get("lost_s", 0) >= 0

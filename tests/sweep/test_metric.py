@@ -19,14 +19,14 @@ def test_each_metric_is_found_by_its_name_and_has_a_description() -> None:
         assert one.better in ("lower", "higher", "")
 
 
-def test_an_unknown_metric_is_reported_with_the_nearest_and_the_list() -> None:
+def test_an_unknown_metric_is_reported_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"no metric 'stal_ms'\. Did you mean 'stall_ms'\? .*shadowed_steps; and ret"):
         metric("stal_ms")
     with pytest.raises(ConfigError, match=r"'returned\.'.*returned\.KEY"):
         metric("returned.")
 
 
-def test_a_returned_value_is_a_metric_and_lower_is_better_by_default() -> None:
+def test_a_returned_value_is_a_metric_and_lower_is_better() -> None:
     assert metric("returned.valid.error").head == "valid.error"
     assert directed("returned.accuracy").better == "lower"
     assert directed("returned.accuracy", "maximize").better == "higher"
@@ -46,7 +46,7 @@ def test_a_direction_may_be_turned_but_must_be_one() -> None:
 @example(9.995)
 @example(999.5)
 @example(1e-4)
-def test_numbers_are_shown_in_three_digits_and_never_with_an_exponent_where_people_read_them(value: float) -> None:
+def test_numbers_are_shown_in_three_digits(value: float) -> None:
     text = shown(value)
     assert math.isclose(float(text.replace(",", "")), value, rel_tol=0.0051)
     assert len(text.replace(",", "").replace(".", "").lstrip("0")) <= max(4, len(str(round(value)))) or value < 1e-4
@@ -60,7 +60,7 @@ def test_numbers_come_with_their_unit() -> None:
     assert shown(12345.6) == "12,346"
 
 
-def test_a_list_of_figures_begins_with_metrics_and_has_units_people_read() -> None:
+def test_a_list_of_figures_begins_with_metrics_and_has_units() -> None:
     ordered = ["stall_ms", "loss", "returned.a", "returned.b", "state_bytes", "steps", "zeal"]
     assert in_order(sorted(ordered)) == ordered
     assert labelled("state_bytes", 3 * 2**20) == ("state_bytes", 3.0, "MiB")

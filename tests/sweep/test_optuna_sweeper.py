@@ -93,6 +93,11 @@ def test_every_combination_is_tried_once_the_programs_own_first(search: Search) 
     assert search.study().best_value == 1.0
 
 
+def test_what_the_program_has_by_itself_is_tried_first(search: Search) -> None:
+    jobs = search(lr, "lr=interval(1,99)", "rate=interval(0.0,1.0)", "stager=shared,blocking", n_trials=1)
+    assert jobs == [{"lr": "2", "rate": "0.5", "stager": "blocking", "sweep.repeat": "0"}]
+
+
 @pytest.mark.parametrize(
     ("override", "kind", "fits"),
     [
@@ -133,6 +138,13 @@ def test_a_search_goes_on_where_it_was_stopped(search: Search) -> None:
     tried = [job["lr"] for job in (*search.jobs[:2], *again, *rest)]
     assert sorted(tried) == ["1", "2", "3", "4"]
     assert search.numbers == [0, 1, 2, 3, 4], "no job runs where an interrupted one has left its files"
+    assert "RUNNING" not in [trial.state.name for trial in search.study().trials]
+
+
+def test_a_search_that_goes_on_draws_anew(search: Search) -> None:
+    for n_trials in (3, 6):
+        search(lambda job: 1.0, "rate=interval(0.0,1.0)", n_trials=n_trials)
+    assert [trial.state.name for trial in search.study().trials] == ["COMPLETE"] * 6
 
 
 def test_a_job_that_fails_or_has_no_number_ends_its_trial_alone(search: Search) -> None:
@@ -147,10 +159,11 @@ def test_a_job_that_fails_or_has_no_number_ends_its_trial_alone(search: Search) 
 
 
 def test_the_value_of_a_trial_is_the_median_of_its_jobs(search: Search) -> None:
-    values = iter([1.0, 9.0, 2.0])
+    values = iter([1.0, 2.0, 9.0])
     jobs = search(lambda job: next(values), "rate=interval(0.0,1.0)", repeats=3, n_trials=1)
     assert [job["sweep.repeat"] for job in jobs] == ["0", "1", "2"]
     assert search.study().best_value == 2.0
+    assert search.study().trials[0].intermediate_values == {0: 1.0, 1: 1.5, 2: 2.0}, "what the pruner compares"
 
 
 def test_a_trial_that_is_worse_than_the_others_is_pruned(search: Search) -> None:

@@ -46,9 +46,7 @@ def test_a_result_is_strict_json_of_this_format(tmp_path: Path) -> None:
     assert JobResult.read(tmp_path).figures == {"stall_ms": 1.0}
 
 
-def test_a_result_that_cannot_be_written_leaves_the_old_one_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result(tmp_path, returned=1).write()
 
     def full(handle: int) -> None:
@@ -152,7 +150,7 @@ class TestWithoutResult:
         with pytest.raises(ConfigError, match="newer stagereg"):
             results(tmp_path)
 
-    def test_the_error_for_a_folder_that_is_no_job_names_the_expected_files(self, tmp_path: Path) -> None:
+    def test_a_folder_that_is_no_job_is_an_error(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"holds no job.*result\.json.*overrides\.yaml.*metrics\.jsonl"):
             JobResult.of_directory(tmp_path)
 

@@ -144,7 +144,7 @@ def test_only_events_after_the_last_start_count(tmp_path: Path) -> None:
     assert (run.began, run.damaged) == (20, 0)
 
 
-def test_files_of_ranks_that_the_last_run_did_not_have_are_left_out(tmp_path: Path) -> None:
+def test_files_of_ranks_beyond_the_last_run_are_left_out(tmp_path: Path) -> None:
     write_run(tmp_path, Sample(ranks=3, steps=2))
     write_run(tmp_path, Sample(ranks=2, steps=2, began=BEGAN + 100))
     assert [record.rank for record in Run.read(tmp_path).ranks] == [0, 1]
@@ -177,12 +177,22 @@ def test_a_run_has_ended_as_its_ranks_have(tmp_path: Path) -> None:
     assert (run.status, run.error, run.finished) == ("failed", "rank 2: ValueError: no", False)
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "status"),
+    [("completed", "preempted", "unfinished"), ("preempted", "failed", "failed"), ("completed", "lost", "failed")],
+)
+def test_ranks_that_were_preempted_leave_a_run_unfinished(one: str, other: str, status: str, tmp_path: Path) -> None:
+    for rank, ending in enumerate((one, other)):
+        run = lines(tmp_path, {**START, "world_size": 2}, {**END, "status": ending}, rank=rank)
+    assert run.status == status
+
+
 def test_a_newer_format_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"metrics\.jsonl was written by a newer stagereg \(0\.9, format 2\).*Update"):
         lines(tmp_path, {**START, "format": 2, "stagereg": "0.9"})
 
 
-def test_the_error_for_a_directory_without_a_run_names_the_missing_file(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "absent"):
         with pytest.raises(ConfigError, match=r"there is no metrics\.jsonl in it"):
             Run.read(directory)

@@ -53,7 +53,7 @@ def mark(job: list[str], key: str) -> str | None:
 
 
 @given(st.integers(1, 8), st.integers(2, 9))
-def test_every_round_has_every_combination_once_and_starts_with_another_one(number: int, repeats: int) -> None:
+def test_every_round_has_all_once_and_starts_with_another_one(number: int, repeats: int) -> None:
     jobs = interleaved([[f"a={value}"] for value in range(number)], repeats)
     plain = [job for job in jobs if mark(job, "again") is None]
     rounds = [plain[at : at + number] for at in range(0, len(plain), number)]
@@ -65,7 +65,7 @@ def test_every_round_has_every_combination_once_and_starts_with_another_one(numb
 
 
 @given(st.integers(1, 8), st.integers(2, 9))
-def test_one_job_runs_the_first_combination_again_and_not_beside_its_likes(number: int, repeats: int) -> None:
+def test_one_job_runs_the_first_again_not_beside_its_likes(number: int, repeats: int) -> None:
     jobs = interleaved([[f"a={value}"] for value in range(number)], repeats)
     again = [at for at, job in enumerate(jobs) if mark(job, "again") is not None]
     assert len(again) == 1
@@ -78,7 +78,7 @@ def test_one_job_runs_the_first_combination_again_and_not_beside_its_likes(numbe
 
 
 @pytest.mark.parametrize("repeats", [0, -1, 1.5, True, None, "many", "3"])
-def test_a_wrong_number_of_repeats_is_refused_before_anything_else(repeats: object) -> None:
+def test_a_wrong_number_of_repeats_is_refused_first(repeats: object) -> None:
     # Not set up, it would fail in another way as soon as it went on.
     with pytest.raises(SweepError, match=rf"^sweep.repeats={repeats} is no number of repeats: use 1 or more"):
         InterleavedSweeper(repeats=repeats).sweep([])
@@ -98,6 +98,7 @@ def test_batches_are_as_large_as_the_basic_sweepers() -> None:
     overrides = OverridesParser.create().parse_overrides(["a=1,2,3"])
     batches = InterleavedSweeper(repeats=2).split_arguments(overrides, 3)
     assert [len(batch) for batch in batches] == [3, 3, 1]
+    assert InterleavedSweeper(repeats=1).split_arguments(overrides, 2) == [[["a=1"], ["a=2"]], [["a=3"]]]
 
 
 def test_jobs_run_in_rounds_and_know_which_repeat_they_are(app: App) -> None:

@@ -83,7 +83,7 @@ def test_a_sweep_has_its_parameters_and_figures_as_hparams(tmp_path: Path) -> No
     logdirs = tensorboard.write_sweep(comparison, tmp_path / "logdir")
     assert sorted(logdir.name for logdir in logdirs) == [str(num) for num in range(8)]
     first, names, ended = hparams(tmp_path / "logdir" / "0")
-    assert first["stager"] == "blocking"
+    assert (first["stager"], first["lr"]) == ("blocking", "0.1"), "a text, since a job has none"
     assert (first["repeat"], first["A/A"], ended) == (0, "no", True)
     assert hparams(tmp_path / "logdir" / "4")[0]["A/A"] == "yes"
     failed, same_names, ended = hparams(tmp_path / "logdir" / "5")
@@ -105,9 +105,7 @@ def test_parameters_that_are_numbers_in_all_jobs_are_numbers(tmp_path: Path) -> 
     ]
 
 
-def test_without_the_package_or_a_directory_one_line_is_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_package_or_a_directory_a_line_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.read(write_run(tmp_path / "run", Sample(ranks=1)))
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--tensorboard: cannot write in"):

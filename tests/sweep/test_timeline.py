@@ -61,7 +61,7 @@ def legend(figure: Any) -> str:
     return " | ".join(text.get_text() for text in figure.legends[0].get_texts())
 
 
-def test_stalls_staging_and_writing_lie_where_the_ranks_recorded_them(read: Read) -> None:
+def test_spans_lie_where_the_ranks_recorded_them(read: Read) -> None:
     run = read(ranks=2)
     figure = timeline_figure(run)
     for colour, name in ((STALL, "stalls"), (STAGE, "stages"), (WRITE, "writes")):
@@ -80,7 +80,7 @@ def test_steps_fill_the_time_between_stalls(read: Read) -> None:
     assert len(bars(figure, STEP)) == 29, "the begin of the first step is unknown"
 
 
-def test_checkpoints_show_their_step_and_incomplete_ones_are_marked(read: Read) -> None:
+def test_checkpoints_show_their_step_and_state(read: Read) -> None:
     complete, killed = texts(timeline_figure(read())), texts(timeline_figure(read(killed=True)))
     assert [step for step in ("10", "20", "30", "40") if step in complete] == ["10", "20", "30", "40"]
     assert "40 not complete" in killed
@@ -100,7 +100,7 @@ def test_steps_without_data_are_hatched(shadowed: int, hatched: int, read: Read)
         assert max(end for _, end, _ in steps) == pytest.approx(empty[0][0]), "they are the last ones"
 
 
-def test_a_rank_that_left_its_loop_is_hatched_up_to_the_end_of_the_others(read: Read) -> None:
+def test_a_rank_that_left_its_loop_is_hatched_to_the_end(read: Read) -> None:
     run = read(ranks=2, shadowed=0)
     early = run.ranks[1].steps[29][1]
     left = replace(run.ranks[1], steps=run.ranks[1].steps[:30], join={"steps": 30, "shadowed": 10})
@@ -108,7 +108,7 @@ def test_a_rank_that_left_its_loop_is_hatched_up_to_the_end_of_the_others(read: 
     assert band[:2] == pytest.approx((early - run.began, run.ranks[0].steps[-1][1] - run.began), abs=1e-6)
 
 
-def test_a_long_run_shows_a_stretch_around_its_first_checkpoints_and_that_is_reported(read: Read) -> None:
+def test_a_long_run_shows_a_stretch_around_its_first_saves(read: Read) -> None:
     run = read(ranks=1, steps=1000, every=50)
     figure = timeline_figure(run)
     start, end = figure.axes[0].get_xlim()
@@ -177,7 +177,7 @@ def runs(draw: st.DrawFn) -> Run:
 
 @settings(max_examples=50)
 @given(runs())
-def test_the_usual_window_has_the_first_checkpoint_and_not_too_many_steps(run: Run) -> None:
+def test_the_usual_window_has_the_first_save_and_few_steps(run: Run) -> None:
     if not any(rank.steps for rank in run.ranks):
         with pytest.raises(ConfigError):
             usual_window(run)
@@ -216,7 +216,7 @@ def test_the_number_of_steps_with_data_is_that_of_the_join() -> None:
 # -- the checkpoints and the curves beside it
 
 
-def test_lost_checkpoints_have_their_error_and_a_step_saved_twice_is_two() -> None:
+def test_lost_saves_have_an_error_and_repeated_ones_are_two() -> None:
     stalls = (Span(10, BEGAN + 1, 0.1), Span(10, BEGAN + 3, 0.3), Span(20, BEGAN + 5, 0.1))
     writes = (Span(10, BEGAN + 1.1, 0.5), Span(10, BEGAN + 3.3, 0.5))
     rank = RankRecord(0, {"t": BEGAN}, stalls=stalls, writes=writes, lost=((20, "disk full"), (30, "no copy")))

@@ -110,12 +110,11 @@ def test_the_page_makes_no_request_and_logs_no_error(opened: Opener, usual: str)
     assert one.view.locator("figure img").evaluate("(one) => one.naturalWidth") > 0, "its picture is inside"
 
 
-def test_the_answer_is_on_the_first_screen_and_the_table_begins_there(
-    opened: Opener, usual: str, comparison: Comparison
-) -> None:
+def test_the_answer_and_the_table_are_on_the_first_screen(opened: Opener, usual: str, comparison: Comparison) -> None:
     view = opened(usual, viewport={"width": 1280, "height": 800}).view
     assert view.locator("h1").inner_text() == answer(comparison)
     assert "The machine was busy." in view.locator(".warnings").inner_text()
+    assert view.locator("header pre").inner_text() == "python train.py stager=overlapped join.mode=counted"
     assert view.locator("#table-0").bounding_box()["y"] < 600
     best = view.locator("#table-0 tbody tr").first
     assert best.inner_text().split()[:3] == ["best", "overlapped", "counted"]
@@ -183,6 +182,14 @@ def test_texts_of_a_run_are_escaped(opened: Opener, tmp_path: Path) -> None:
     assert not any(url.startswith("http") for url in one.asked)
 
 
+def test_what_differs_between_runs_is_listed_but_for_the_load() -> None:
+    row = row_of({"a": "1"}, {"stall_ms": (1.0, 2.0)})
+    moved = replace(row.jobs[1], environment={"cores": 8, "load": [9.75]})
+    text = page.compare_page(compared([replace(row, jobs=(row.jobs[0], moved))]))
+    assert "<dd>2; 8</dd>" in text
+    assert "9.75" not in text
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_all_text_can_be_read_in_light_and_in_dark(opened: Opener, usual: str, scheme: str) -> None:
     view = opened(usual, color_scheme=scheme).view
@@ -195,7 +202,7 @@ def test_all_text_can_be_read_in_light_and_in_dark(opened: Opener, usual: str, s
     assert view.evaluate("getComputedStyle(document.body).color") == "rgb(27, 36, 48)", "a print is light"
 
 
-def test_on_a_narrow_screen_the_table_scrolls_in_its_box_and_the_page_does_not(opened: Opener, usual: str) -> None:
+def test_on_a_narrow_screen_only_the_table_scrolls(opened: Opener, usual: str) -> None:
     view = opened(usual, viewport={"width": 360, "height": 700}).view
     assert view.evaluate("document.documentElement.scrollWidth") <= 360
     box = view.locator(".scroll:has(#table-0)")
@@ -203,7 +210,7 @@ def test_on_a_narrow_screen_the_table_scrolls_in_its_box_and_the_page_does_not(o
     assert box.get_attribute("tabindex") == "0"
 
 
-def test_the_page_of_a_run_shows_pictures_figures_tables_and_its_error(opened: Opener) -> None:
+def test_the_page_of_a_run_has_all_that_is_known_of_it(opened: Opener) -> None:
     run = Run(Path("runs/7"), (RankRecord(0, {"world_size": 1, "t": 10.0}, last=15.0),))
     rows = ((1, 3.25, "x"), (10, 0.5, "y"), (2, None, "z"), (3, math.nan, "w"))
     text = page.run_page(

@@ -41,7 +41,7 @@ def wide() -> Comparison:
     return compared([row_of({"stager": stager, "join.mode": mode}, values) for stager in stagers for mode in modes])
 
 
-def test_rows_are_in_the_order_of_the_ranking_and_failed_ones_last(
+def test_rows_are_ranked_and_failed_ones_last(
     comparison: Comparison,
 ) -> None:
     least_first = ordered(comparison)
@@ -110,6 +110,8 @@ def test_the_number_of_runs_is_a_column_where_rows_differ_in_it(capsys: pytest.C
     assert "3 rows, ranked by loss, lower is better. 2 runs each." in alike
     assert not any("runs" in line.split() and "verdict" in line for line in alike)
     assert any({"runs", "verdict"} <= set(line.split()) for line in printed(compared(rows, "loss"), capsys))
+    jobs = (rows[0].jobs[0], replace(rows[0].jobs[1], status="failed"))
+    assert "1 of 2 failed" in tables.markdown_text(compared([replace(rows[0], jobs=jobs)], "loss"))
 
 
 def test_a_long_parameter_is_folded_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,8 +156,12 @@ def test_no_text_breaks_a_row_of_markdown(value: str, error: str) -> None:
 def test_markdown_marks_the_best_and_begins_with_the_answer(comparison: Comparison) -> None:
     text = tables.markdown_text(comparison)
     assert text.startswith("**Best by stall\\_ms: stager=overlapped")
-    assert "| best | overlapped | counted | 3 | **9.10 ±0.95 \\***" in text
+    assert "| best | overlapped | counted | 3 | **9.10 ±0.95 \\*** | 17,950 ±75 \\~ |" in text
     assert "join.mode=planned failed: CheckpointError: the disk is full" in text
+
+
+def test_a_spread_of_nearly_nothing_adds_four_digits() -> None:
+    assert tables.cell_texts(Cell(2.5, 1e-12, (2.5, 2.5))) == ("2.500000", "±0.000000")
 
 
 @given(NUMBERS, st.floats(1e-9, 1e9))
@@ -163,7 +169,7 @@ def test_markdown_marks_the_best_and_begins_with_the_answer(comparison: Comparis
 @example(999_999.5, 1.0)
 @example(1e-7, 1e-9)
 @example(2.3046, 0.0001)
-def test_numbers_have_three_digits_and_a_spread_as_many_as_its_median(median: float, spread: float) -> None:
+def test_a_spread_has_as_many_digits_as_its_median(median: float, spread: float) -> None:
     text = shown(median)
     assert float(text.replace(",", "")) == pytest.approx(median, rel=6e-3, abs=1e-300)
     assert len(text) <= 14
