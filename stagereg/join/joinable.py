@@ -195,7 +195,7 @@ class BuiltInHook(JoinHook, Generic[B]):
     """The hook of one kind of joinable.
 
     Args:
-        joinable: of that kind.
+        joinable: the joinable, of that kind.
 
     Raises:
         JoinError: it is of another kind.
