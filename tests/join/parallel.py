@@ -45,13 +45,14 @@ class Ddp:
         torch.nn.utils.clip_grad_norm_(model.parameters(), most)
 
     def params(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        return {bare(name): param.detach().clone() for name, param in model.named_parameters()}
+        return {bare(name): full(param.detach()) for name, param in model.named_parameters()}
 
     def buffers(self, model: nn.Module) -> dict[str, torch.Tensor]:
         return {bare(name): buffer.clone() for name, buffer in model.named_buffers()}
 
     def state(self, model: nn.Module, optimizer: Any) -> dict[tuple[str, str], torch.Tensor]:
-        return named_state(model, optimizer.state_dict()["state"])
+        state = named_state(model, optimizer.state_dict()["state"])
+        return {key: full(value) for key, value in state.items()}
 
 
 class Zero(Ddp):
@@ -118,13 +119,6 @@ class Fsdp2(Ddp):
         model.set_requires_gradient_sync(sync)
         yield
 
-    def params(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        return {name: _full(param.detach()) for name, param in model.named_parameters()}
-
-    def state(self, model: nn.Module, optimizer: Any) -> dict[tuple[str, str], torch.Tensor]:
-        state = named_state(model, optimizer.state_dict()["state"])
-        return {key: _full(value) for key, value in state.items()}
-
 
 class TensorParallel(Fsdp2):
     """Two ranks share each layer, on the same data, and ``fully_shard`` goes over the pairs."""
@@ -161,5 +155,6 @@ def write_values(params: Iterable[torch.Tensor], values: Iterable[torch.Tensor])
             param.copy_(value)
 
 
-def _full(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor, with the parts that other ranks have. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()

@@ -6,7 +6,6 @@ have a batch, divides by the world size or by the number of those ranks, and ste
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join as TorchJoin
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
+
+from .parallel import COLUMNS, Ddp, full, write_values
 
 EXACT = 1e-12
 """What float64 sums in another order may differ by after a few steps."""
@@ -34,15 +33,14 @@ class Case:
     one_join: bool = True  # one Join object entered in every epoch, or a new one each time
     net: str = "mlp"
     optimizer: str = "adam"
-    sharded: bool = False
+    column: str = "ddp"  # how it is trained, of COLUMNS
     zero: str = "none"  # gradients are set to "none" or to "zeros", or "never" zeroed
     when: str = "start"  # ... at the "start" of the step, "between" forward and backward, or at the "end"
     last: str = "optimizer"  # what the join is given besides the model: "optimizer", "scheduler" or "function"
     divide: bool = True
     accumulate: int = 1
     forwards: int = 1  # before each backward, with one under no_grad where there are two
-    model: str = "ddp"  # or "fsdp2", or "fsdp2 kept": its parameters stay whole between forward and backward
-    ddp: dict[str, Any] = field(default_factory=dict)
+    wrap: dict[str, Any] = field(default_factory=dict)  # arguments for the wrapper of the column
     comm_hook: str = ""
 
 
@@ -112,14 +110,11 @@ def batch(rank: int, epoch: int, step: int) -> torch.Tensor:
 class Training:
     """The optimizer, schedule and average of a model, and the lines of a loop that use them."""
 
-    def __init__(self, case: Case, module: nn.Module, sharded: bool) -> None:
-        self.case, self.module = case, module
+    def __init__(self, case: Case, module: nn.Module, column: Ddp | None = None) -> None:
+        self.case, self.module, self.column = case, module, column or Ddp()
         kind, options = OPTIMIZERS[case.optimizer]
         parameters = list(module.parameters())
-        if sharded:
-            self.optimizer: Any = ZeroRedundancyOptimizer(parameters, kind, **options)
-        else:
-            self.optimizer = kind(parameters, **options)
+        self.optimizer = self.column.optimizer(module, kind, options)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.average = [torch.zeros_like(p) for p in parameters]
 
@@ -146,41 +141,21 @@ class Training:
 
     def outcome(self) -> dict[str, Any]:
         """All that must be equal on every rank and in the single process."""
-        state = whole_state(self.optimizer)
         return {
-            "params": [whole(p).detach().clone() for p in self.module.parameters()],
-            "buffers": [b.clone() for b in self.module.buffers()],
-            "state": {
-                (i, k): whole(torch.as_tensor(v)) for i, s in state.items() for k, v in s.items() if v is not None
-            },
+            "params": self.column.params(self.module),
+            "buffers": self.column.buffers(self.module),
+            "state": self.column.state(self.module, self.optimizer),
             "lr": torch.tensor(self.optimizer.param_groups[0]["lr"]),
             "schedule": torch.tensor(self.scheduler.last_epoch),
-            "average": [whole(mean) for mean in self.average],
+            "average": [full(mean) for mean in self.average],
         }
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor with the parts that other ranks have. Collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def whole_state(optimizer: Any) -> dict[int, dict[str, Any]]:
-    """The state of all parameters, on every rank."""
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        return optimizer.state_dict()["state"]
-    state = {}
-    for rank in range(torch.distributed.get_world_size()):
-        optimizer.consolidate_state_dict(to=rank)  # torch gives it to one rank at a time
-        if rank == torch.distributed.get_rank():
-            state = optimizer.state_dict()["state"]
-    return state
 
 
 def train(rank: int, world_size: int, case: Case, library: str = "ours") -> dict[str, Any]:
     """Run the case on ranks, with our Join ("ours", or in a mode: "counted", "planned"), our joinables in torch's
     ("torch"), or taking turns ("mixed"; "mixed iterate": where it is ours, in a loop over ``join.iterate``)."""
     model = wrapped(case)
-    training = Training(case, getattr(model, "module", model), case.sharded)
+    training = Training(case, getattr(model, "module", model), COLUMNS[case.column]())
     ours = library != "torch" and not (library.startswith("mixed") and rank % 2)
     listed = training.joinables(model) if ours else named(training.joinables(model))
     join = None
@@ -201,7 +176,7 @@ def train_step(training: Training, model: Any, step: int, x: torch.Tensor) -> No
     starts, syncs = step % case.accumulate == 0, (step + 1) % case.accumulate == 0
     if starts:
         training.zero("start")
-    with synced(model, syncs):
+    with training.column.gate(model, syncs):
         loss = loss_of(case, model, x)
         if starts:
             training.zero("between")
@@ -220,25 +195,10 @@ def loss_of(case: Case, model: Any, x: torch.Tensor) -> torch.Tensor:
 
 def wrapped(case: Case) -> Any:
     """The net of a case, wrapped."""
-    module: Any = net(case)
-    if case.model == "ddp":
-        model = DistributedDataParallel(module, **case.ddp)
-        if case.comm_hook:
-            model.register_comm_hook(None, default_hooks.allreduce_hook)
-        return model
-    reshard = case.model != "fsdp2 kept"
-    for part in module.children():
-        if any(True for _ in part.parameters()):
-            fully_shard(part, reshard_after_forward=reshard)
-    return fully_shard(module, reshard_after_forward=reshard)
-
-
-def synced(model: Any, syncs: bool) -> contextlib.AbstractContextManager[None]:
-    """Around a forward and backward whose gradients are reduced or not."""
-    if isinstance(model, DistributedDataParallel):
-        return contextlib.nullcontext() if syncs else model.no_sync()
-    model.set_requires_gradient_sync(syncs)
-    return contextlib.nullcontext()
+    model = COLUMNS[case.column]().wrap(net(case), **case.wrap)
+    if case.comm_hook:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    return model
 
 
 def join_of(library: str | None, loader: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -273,7 +233,7 @@ def length(case: Case, rank: int, epoch: int) -> int:
 def expected(case: Case) -> dict[str, Any]:
     """Run the case in this process."""
     module = net(case)
-    training = Training(case, module, sharded=False)
+    training = Training(case, module)
     params = list(module.parameters())
     world = range(len(case.lengths))
     window: list[torch.Tensor | None] = [None] * len(params)  # of all ranks, since the last reduction
@@ -286,7 +246,7 @@ def expected(case: Case) -> dict[str, Any]:
                 window = [None] * len(params)
             shared = [b.clone() for b in buffers[max(active)]]
             for rank in active:
-                _load(module, shared)
+                write_values(module.buffers(), shared)
                 grads = torch.autograd.grad(loss_of(case, module, batch(rank, epoch, step)), params, allow_unused=True)
                 window = [_plus(total, grad) for total, grad in zip(window, grads, strict=True)]
                 buffers[rank] = [b.clone() for b in module.buffers()]
@@ -299,8 +259,25 @@ def expected(case: Case) -> dict[str, Any]:
         longest = max(length(case, rank, epoch) for rank in world)
         last = max(rank for rank in world if length(case, rank, epoch) == longest)
         buffers = {rank: [b.clone() for b in buffers[last]] for rank in world}
-    _load(module, buffers[0])
+    write_values(module.buffers(), buffers[0])
     return training.outcome()
+
+
+def descend(lengths: tuple[int, ...], models: list[tuple[Any, Any]], divide: bool = True) -> None:
+    """Train in one process what each rank has ``lengths`` batches for.
+
+    Args:
+        lengths: by rank.
+        models: the optimizer of each model, and its loss on a rank in a step.
+        divide: whether gradients are divided by the number of all ranks.
+    """
+    for step in range(max(lengths)):
+        active = [rank for rank, length in enumerate(lengths) if length > step]
+        for optimizer, loss in models:
+            optimizer.zero_grad()
+            for rank in active:
+                (loss(rank, step) / (len(lengths) if divide else len(active))).backward()
+            optimizer.step()
 
 
 def difference(one: Any, other: Any) -> float:
@@ -312,11 +289,6 @@ def difference(one: Any, other: Any) -> float:
         return float("inf")
     keys = one.keys() if isinstance(one, dict) else range(len(one))
     return max((difference(one[key], other[key]) for key in keys), default=0.0)
-
-
-def _load(module: nn.Module, values: list[torch.Tensor]) -> None:
-    for buffer, value in zip(module.buffers(), values, strict=True):
-        buffer.copy_(value)
 
 
 def _plus(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:

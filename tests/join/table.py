@@ -134,7 +134,6 @@ CASES = {
     ),
     "statistics over all ranks": Case(net=("shared_norm",), sizes="mixed"),
     "... a rank without batches": Case(net=("shared_norm",), lengths=((0, 3, 5),)),
-    "a collective in the forward": Case(net=("collective",), sizes="mixed"),
     "clipped gradients": Case(extras=frozenset({"clip"})),
     "schedule and EMA": Case(extras=frozenset({"schedule", "average"}), lengths=((2, 4, 6), (6, 4, 2))),
     "all-reduced loss": Case(extras=frozenset({"loss"}), sizes="mixed"),
@@ -170,16 +169,6 @@ class SharedNorm(nn.Module):
         return (x - mean) / (variance + 1e-3).sqrt()
 
 
-class Scaled(nn.Module):
-    """Has a collective in the forward that no backward knows of: divides by the size of the samples of all ranks."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        sums = torch.stack([x.detach().square().sum(), torch.tensor(float(x.numel()), dtype=x.dtype)])
-        if dist.is_initialized():
-            dist.all_reduce(sums)
-        return x / (sums[0] / sums[1]).sqrt()
-
-
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -203,10 +192,8 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "head": lambda: nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)),
     # No bias before a normalization: its gradient is rounding error only, which Adam would make steps of.
     "shared_norm": lambda: nn.Sequential(nn.Linear(4, 5, bias=False), SharedNorm(), nn.Tanh(), nn.Linear(5, 1)),
-    "collective": lambda: nn.Sequential(nn.Linear(4, 5), Scaled(), nn.Tanh(), nn.Linear(5, 1)),
     "norm": lambda: nn.Sequential(nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)),
 }
-_OVER_ALL = {"shared_norm", "collective"}
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adam": (torch.optim.Adam, {"lr": 0.05}),
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
@@ -497,7 +484,7 @@ def _backward(
     """
     counts = [len(x) for x in batches.values()]
     weights = _weights(training.case, counts)
-    if not _OVER_ALL.isdisjoint(training.case.net):
+    if "shared_norm" in training.case.net:
         sums = [losses.sum() for losses in training.losses(torch.cat(list(batches.values()))).split(counts)]
         mean = torch.stack([weight * each for weight, each in zip(weights, sums, strict=True)]).sum()
         mean.backward()

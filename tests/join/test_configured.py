@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,30 +82,28 @@ def trained(rank: int, world_size: int, cfg: Any) -> Any:
     )
 
 
-def test_a_configured_joinable_is_bound_to_its_object_and_reached_by_name(tmp_path: Any) -> None:
-    cfg = composed(tmp_path, ["+joinable@join.joinables.metrics=metrics"]).join
-    first, second = run_ranks(trained, 2, args=(cfg,), timeout_s=40)
-    assert torch.equal(first[0], second[0])
-    assert first[2] == second[2] == {"step": (0 + 0 + 1 + 2) / 4}
-    assert first[3] == {"model": "DdpJoinable", "optimizer": "StepJoinable", "metrics": "MetricsJoinable"}
+def all_trained(rank: int, world_size: int, cfgs: dict[str, Any]) -> dict[str, Any]:
+    return {name: trained(rank, world_size, cfg) for name, cfg in cfgs.items()}
 
 
-def test_a_configured_hook_replaces_the_joinables_own(tmp_path: Any) -> None:
-    chosen = "join_hook@join.joinables.model.hook=counting_ddp"
-    results = [
-        run_ranks(trained, 2, args=(composed(tmp_path, overrides).join,), timeout_s=40)
-        for overrides in ([], [chosen, "join.joinables.model.hook.weight=3"])
-    ]
-    (own, _), (other, active) = results
-    assert torch.equal(own[0], other[0])
-    assert (own[1], other[1], active[1]) == (0, 6, 0)
-
-
-def test_a_joinable_of_another_package_replaces_a_built_in_one(tmp_path: Any) -> None:
-    cfg = composed(tmp_path, ["+joinable@join.joinables.optimizer=own_step"]).join
-    ranks = run_ranks(trained, 2, args=(cfg,), timeout_s=40)
-    assert [rank[3]["optimizer"] for rank in ranks] == ["OwnStep"] * 2
-    assert torch.equal(ranks[0][0], ranks[1][0])
+def test_configured_joinables_and_hooks_are_those_that_run(tmp_path: Path) -> None:
+    """A joinable is bound to its object by name, a hook replaces its joinable's own, and another's joinable ours."""
+    chosen = {
+        "plain": [],
+        "metrics": ["+joinable@join.joinables.metrics=metrics"],
+        "hook": ["join_hook@join.joinables.model.hook=counting_ddp", "join.joinables.model.hook.weight=3"],
+        "own": ["+joinable@join.joinables.optimizer=own_step"],
+    }
+    cfgs = {name: composed(tmp_path, overrides).join for name, overrides in chosen.items()}
+    first, second = run_ranks(all_trained, 2, args=(cfgs,), timeout_s=60)
+    for name in chosen:
+        assert torch.equal(first[name][0], second[name][0])
+        assert torch.equal(first[name][0], first["plain"][0])
+        assert (first[name][1], second[name][1]) == ((6, 0) if name == "hook" else (0, 0))
+        kinds = {"model": "DdpJoinable", "optimizer": "OwnStep" if name == "own" else "StepJoinable"}
+        more = {"metrics": "MetricsJoinable"} if name == "metrics" else {}
+        assert first[name][3] == second[name][3] == kinds | more
+    assert first["metrics"][2] == second["metrics"][2] == {"step": (0 + 0 + 1 + 2) / 4}
 
 
 def refusals(rank: int, world_size: int, cases: dict[str, Any]) -> dict[str, str]:
@@ -123,11 +122,6 @@ WRONG: dict[str, tuple[list[str], list[str], tuple[str, ...]]] = {
     "a misspelt name": ([], ["modle", "optimizer"], ("join.joinables.model cannot be made", "Did you mean 'modle'?")),
     "null": (["join.joinables.model=null"], ["model"], ("join.joinables.model is null",)),
     "no joinable for it": ([], ["model", "number"], ("no joinable 'number'", "a int cannot take part")),
-    "a hook of another joinable": (
-        ["join_hook@join.joinables.model.hook=metrics"],
-        ["model", "optimizer"],
-        ("a MetricsHook was chosen for a DdpJoinable", "of which it is no hook"),
-    ),
     "no hook at all": (
         ["+stager@join.joinables.model.hook=blocking"],
         ["model"],
@@ -146,7 +140,7 @@ WRONG: dict[str, tuple[list[str], list[str], tuple[str, ...]]] = {
 }
 
 
-def test_a_joinable_that_cannot_be_bound_is_refused_in_a_few_lines_that_name_it(tmp_path: Any) -> None:
+def test_a_joinable_that_cannot_be_bound_is_refused_in_a_few_lines_that_name_it(tmp_path: Path) -> None:
     cases = {name: (composed(tmp_path, overrides).join, names) for name, (overrides, names, _) in WRONG.items()}
     (errors,) = run_ranks(refusals, 1, args=(cases,), timeout_s=40)
     for name, (_, _, parts) in WRONG.items():
@@ -154,7 +148,7 @@ def test_a_joinable_that_cannot_be_bound_is_refused_in_a_few_lines_that_name_it(
         assert len(errors[name]) < 400
 
 
-def test_two_joinables_of_one_name_are_refused_by_hydra(tmp_path: Any) -> None:
+def test_two_joinables_of_one_name_are_refused_by_hydra(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"Multiple values for joinable@join\.joinables\.model"):
         composed(tmp_path, ["+joinable@join.joinables.model=fsdp2"])
 
@@ -163,7 +157,7 @@ def test_two_joinables_of_one_name_are_refused_by_hydra(tmp_path: Any) -> None:
     ("override", "nearest"),
     [("joinable@join.joinables.model=ddq", "ddp"), ("join_hook@join.joinables.model.hook=metrcs", "metrics")],
 )
-def test_a_misspelt_option_is_refused_with_the_nearest(tmp_path: Any, override: str, nearest: str) -> None:
+def test_a_misspelt_option_is_refused_with_the_nearest(tmp_path: Path, override: str, nearest: str) -> None:
     with pytest.raises(Exception, match=f"Did you mean '{nearest}'"):
         composed(tmp_path, [override])
 
@@ -178,7 +172,7 @@ def bare(rank: int, world_size: int, cfg: Any) -> list[list[str]]:
     return [list(join.joinables) for join in joins]
 
 
-def test_without_configured_joinables_bare_objects_are_adapted(tmp_path: Any) -> None:
+def test_without_configured_joinables_bare_objects_are_adapted(tmp_path: Path) -> None:
     cfg = composed(tmp_path, [], "defaults: [stagereg, _self_]").join
     assert run_ranks(bare, 1, args=(cfg,), timeout_s=40) == [[["0", "1"], ["model", "optimizer"], ["net", "metrics"]]]
 
@@ -187,5 +181,5 @@ def test_without_configured_joinables_bare_objects_are_adapted(tmp_path: Any) ->
 def test_every_hook_refuses_a_joinable_of_another_kind(name: str) -> None:
     hook = find("join_hook", name).load()
     other: Any = StepJoinable(lambda: None) if name == "metrics" else MetricsJoinable()
-    with pytest.raises(JoinError, match=f"was chosen for a {type(other).__name__}"):
+    with pytest.raises(JoinError, match=f"was chosen for a {type(other).__name__}, of which it is no hook"):
         hook(other)

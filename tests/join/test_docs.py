@@ -100,13 +100,11 @@ def test_the_config_is_that_of_the_example_and_takes_the_command_lines(tmp_path:
     ]
 
 
-def test_the_drawing_is_the_one_that_the_page_shows() -> None:
-    (drawing,) = re.findall(r"!\[.*\]\((.*)\)", (DOCS / "join.md").read_text())
+def test_the_drawing_and_the_links_of_the_page_have_targets() -> None:
+    page = (DOCS / "join.md").read_text()
+    (drawing,) = re.findall(r"!\[.*\]\((.*)\)", page)
     assert ElementTree.parse(DOCS / drawing).getroot().tag.endswith("svg")
-
-
-def test_the_links_of_the_page_have_targets() -> None:
-    for page, anchor in re.findall(r"\]\(([\w-]+\.md)#?([\w-]*)\)", (DOCS / "join.md").read_text()):
-        headings = re.findall(r"^#+ (.*)$", (DOCS / page).read_text(), re.M)
+    for target, anchor in re.findall(r"\]\(([\w-]+\.md)#?([\w-]*)\)", page):
+        headings = re.findall(r"^#+ (.*)$", (DOCS / target).read_text(), re.M)
         there = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
         assert not anchor or anchor in there

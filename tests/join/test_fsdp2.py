@@ -18,41 +18,40 @@ import stagereg
 from stagereg.testing import run_ranks
 from stagereg.testing.worker import new_group
 
-from .reference import EXACT, Case, batch, difference, join_of, named, whole
-from .test_numbers import wrong
+from .parallel import full
+from .reference import EXACT, Case, batch, descend, difference, join_of, named
+from .test_numbers import CASES, wrong
 
-CASES = {
-    "adam": Case(one_join=False),
-    "sgd with momentum, two epochs": Case(optimizer="sgd", epochs=2, one_join=False),
-    "a rank without batches": Case(lengths=(0, 3, 5), last="scheduler", one_join=False),
-    "a function that clips and averages": Case(last="function", epochs=2, one_join=False),
-    "divided by the active ranks": Case(divide=False, epochs=2, one_join=False),
-    "gradients never zeroed": Case(zero="never", one_join=False),
-    "zeroed in place, at the end": Case(zero="zeros", when="end", epochs=2, one_join=False),
-    "zeroed between forward and backward": Case(when="between", one_join=False),
-    "a rank that never sees a second step": Case(lengths=(0, 5, 1), zero="never", one_join=False),
-    "out of data inside an accumulation": Case(accumulate=2, lengths=(1, 3, 6), one_join=False),
-    "accumulation, active ranks": Case(accumulate=2, lengths=(2, 3, 6), divide=False, one_join=False),
-}
-MODELS = ("fsdp2", "fsdp2 kept")
+NAMES = (
+    *("adam", "sgd with momentum", "a rank without batches", "a schedule", "a function", "divided by the active ranks"),
+    *("gradients never zeroed", "zeroed in place at the end", "zeroed between forward and backward"),
+    *("a rank that never sees a second step", "out of data inside an accumulation"),
+    "out of data inside an accumulation, active ranks",
+)
 LIBRARIES = ("ours", "torch", "counted", "planned")
 
 
-WAYS = [(library, model) for model in MODELS for library in LIBRARIES]
+WAYS = [(library, reshard) for reshard in (True, False) for library in LIBRARIES]
+"""Of the library, and whether parameters are sharded between a forward and its backward."""
+
+
+def sharded(name: str, reshard: bool) -> Case:
+    wrap = {"reshard_after_forward": reshard}
+    return replace(CASES[name], column="fsdp2", wrap=wrap, one_join=False)  # as torch's has to be
 
 
 def test_every_rank_has_the_numbers_of_a_single_process() -> None:
     """Every case in one of the ways, so that every way meets several cases."""
     runs = {}
-    for (name, case), (library, model) in zip(CASES.items(), itertools.cycle(WAYS), strict=False):
-        runs[name] = (replace(case, model=model), library)
+    for name, (library, reshard) in zip(NAMES, itertools.cycle(WAYS), strict=False):
+        runs[name] = (sharded(name, reshard), library)
     assert wrong(runs) == {}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("library", "model"), WAYS)
-def test_every_rank_has_the_numbers_of_a_single_process_in_every_way(library: str, model: str) -> None:
-    assert wrong({name: (replace(case, model=model), library) for name, case in CASES.items()}) == {}
+@pytest.mark.parametrize(("library", "reshard"), WAYS)
+def test_every_rank_has_the_numbers_of_a_single_process_in_every_way(library: str, reshard: bool) -> None:
+    assert wrong({name: (sharded(name, reshard), library) for name in NAMES}) == {}
 
 
 class Pair(nn.Module):
@@ -91,7 +90,7 @@ def trained_pair(rank: int, lengths: tuple[int, ...], library: str) -> Any:
             optimizer.zero_grad()
             pair_loss(module, rank, i).backward()
             optimizer.step()
-    return [whole(param).detach() for param in module.parameters()]
+    return [full(param).detach() for param in module.parameters()]
 
 
 def pair_loss(module: Any, rank: int, i: int) -> torch.Tensor:
@@ -107,12 +106,7 @@ def test_two_forwards_a_step_with_keywords_and_nested_outputs() -> None:
     torch.manual_seed(0)
     module = Pair().double()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for i in range(max(lengths)):
-        optimizer.zero_grad()
-        for rank in range(2):
-            if lengths[rank] > i:
-                (pair_loss(module, rank, i) / 2).backward()
-        optimizer.step()
+    descend(lengths, [(optimizer, lambda rank, step: pair_loss(module, rank, step))])
     right = [param.detach() for param in module.parameters()]
     for outcomes in run_ranks(pairs, 2, args=(lengths,), timeout_s=60):
         for library, params in zip(LIBRARIES, outcomes, strict=True):

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import stagereg
 from stagereg.testing import run_ranks
 
-from .reference import EXACT, batch, difference, mlp
+from .reference import EXACT, batch, descend, difference, mlp
 
 
 def seeded(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -90,15 +90,11 @@ def test_two_models_in_the_order_of_the_loop() -> None:
 def in_one_process(lengths: tuple[int, ...], divide: bool) -> list[torch.Tensor]:
     one, two = seeded(), seeded()
     first, second = (torch.optim.Adam(each.parameters(), lr=0.05) for each in (one, two))
-    for step in range(max(lengths)):
-        active = [rank for rank, length in enumerate(lengths) if length > step]
-        by = len(lengths) if divide else len(active)
-        first.zero_grad()
-        second.zero_grad()
-        (sum(one(batch(rank, 0, step)).sum() for rank in active) / by).backward()
-        first.step()
-        (sum(two(batch(rank, 1, step)).square().sum() for rank in active) / by).backward()
-        second.step()
+    losses = [
+        (first, lambda rank, step: one(batch(rank, 0, step)).sum()),
+        (second, lambda rank, step: two(batch(rank, 1, step)).square().sum()),
+    ]
+    descend(lengths, losses, divide)
     return values(one, two)
 
 
@@ -110,6 +106,7 @@ def subgroup(rank: int, world_size: int, lengths: tuple[int, ...]) -> list[torch
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, process_group=group, lr=0.05)
     with stagereg.Join([ddp, zero]):
         for step in range(lengths[rank - 1]):
+            zero.zero_grad()
             ddp(batch(rank - 1, 0, step)).sum().backward()
             zero.step()
     return values(ddp)
@@ -119,9 +116,6 @@ def test_a_join_in_a_part_of_the_world() -> None:
     lengths = (1, 4)
     module = seeded()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-    for step in range(max(lengths)):
-        active = [rank for rank, length in enumerate(lengths) if length > step]
-        (sum(module(batch(rank, 0, step)).sum() for rank in active) / len(lengths)).backward()
-        optimizer.step()
+    descend(lengths, [(optimizer, lambda rank, step: module(batch(rank, 0, step)).sum())])
     for outcome in run_ranks(subgroup, 3, args=(lengths,), timeout_s=30)[1:]:
         assert difference(outcome, values(module)) < EXACT

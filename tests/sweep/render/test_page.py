@@ -187,6 +187,14 @@ def test_texts_of_a_run_are_escaped(opened: Opener, tmp_path: Path) -> None:
     assert not any(url.startswith("http") for url in one.asked)
 
 
+def test_what_differs_between_runs_is_listed_but_for_the_load() -> None:
+    row = row_of({"a": "1"}, {"stall_ms": (1.0, 2.0)})
+    moved = replace(row.jobs[1], environment={"cores": 8, "load": [9.75]})
+    text = page.compare_page(compared([replace(row, jobs=(row.jobs[0], moved))]))
+    assert "<dd>2; 8</dd>" in text
+    assert "9.75" not in text
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_all_text_can_be_read_in_light_and_in_dark(opened: Opener, usual: str, scheme: str) -> None:
     view = opened(usual, color_scheme=scheme).view
