@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import datetime
 import enum
 import io
 import numbers
-import pathlib
 import sys
 from collections import UserDict
 from collections.abc import Iterator, MutableMapping
@@ -36,8 +34,7 @@ _ADVICE = (
     "empty one."
 )
 _CONSTANTS = (
-    type(None), str, bytes, bytearray, numbers.Number, enum.Enum, range, slice, torch.Size, torch.device, torch.dtype,
-    datetime.date, datetime.time, datetime.timedelta, pathlib.PurePath,
+    type(None), str, bytes, numbers.Number, enum.Enum, torch.Size, torch.device, torch.dtype
 )  # fmt: skip
 _DEPTH, _WIDTH = 4, 8
 """How deep, and at how many parts of a container, the samples of a batch are looked for."""

@@ -6,12 +6,8 @@ Or the loop is over ``join.iterate(loader)``: then its body runs on all ranks fo
 batch where there is none, and nothing has to be shadowed. When no rank is active any more, the post-hooks run and
 all ranks go on together.
 
-In a plain loop the wire is torch's, so ranks with torch's ``Join`` may be among them, unless a mode is chosen that does
-without (:mod:`stagereg.join.session`).
-
-On leaving, the join records (:mod:`stagereg.record`) the steps this rank took with data and without, and the samples it
-was given. It leaves everything as it was, on every way out: the joinables' configuration, DDP's divisor, and Python's
-warning filters.
+It leaves everything as it was, on every way out: the joinables' configuration, DDP's divisor, and Python's warning
+filters. How ranks know of each other is left to :mod:`stagereg.join.session`.
 """
 
 from __future__ import annotations

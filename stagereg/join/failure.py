@@ -54,17 +54,11 @@ _BROKEN = rf"\bDist\w*Error:|gloo|nccl|c10d|{_TIMEOUT}"
 
 
 class RankStatus(NamedTuple):
-    """What a rank has last published.
+    """What a rank has last published."""
 
-    Attributes:
-        beat: another number in each status.
-        step: that its program is in, if it knows.
-        waits_for: what its program waits for under the detector, empty if it does not.
-    """
-
-    beat: int
-    step: int | None = None
-    waits_for: str = ""
+    beat: int  # another number in each status
+    step: int | None = None  # that its program is in, if it knows
+    waits_for: str = ""  # what its program waits for under the detector
 
 
 class FailureDetector:

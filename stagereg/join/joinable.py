@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable as TorchJoinable
+from torch.distributed.algorithms.join import JoinHook as _TorchJoinHook
 from torch.distributed.algorithms.join import _JoinConfig
 
 from stagereg.errors import JoinableNotInitializedError, JoinError
@@ -27,11 +28,12 @@ __all__ = ["BuiltInHook", "BuiltInJoinable", "JoinConfig", "JoinHook", "Joinable
 B = TypeVar("B", bound="BuiltInJoinable")
 
 
-class JoinHook:
+class JoinHook(_TorchJoinHook):
     """What a rank without data does for one joinable.
 
-    A subclass overrides what it needs. torch's ``Join`` calls ``main_hook`` and ``post_hook`` only. A hook that is
-    chosen in a config is constructed with its joinable as first argument, and with its options.
+    A subclass overrides what it needs: torch's ``main_hook``, in which a joined rank takes part in one step of the
+    active ranks, torch's ``post_hook``, once on every rank when all have joined, and what torch's ``Join`` does not
+    call. A hook that is chosen in a config is constructed with its joinable as first argument, and with its options.
     """
 
     def on_exhausted(self) -> None:
@@ -39,16 +41,6 @@ class JoinHook:
 
     def before_step(self) -> None:
         """A step has begun on ranks with data. Called on all hooks in order, before the first ``main_hook``."""
-
-    def main_hook(self) -> None:
-        """Take part in one step: forward, backward and optimizer step of the active ranks. Joined ranks only."""
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Finish, on every rank, when all ranks have joined. Called once.
-
-        Args:
-            is_last_joiner: whether this rank was among the last to run out of data.
-        """
 
 
 class JoinConfig(_JoinConfig):

@@ -26,7 +26,7 @@ class TrackedJoinable(BuiltInJoinable):
 
     Attributes:
         begun: how many steps have begun.
-        in_step: whether a forward runs that has begun a step.
+        in_step: whether the forward that runs has begun a step; ``None`` while none runs that is to be watched.
         divides_by_world: whether gradients are divided by the number of ranks that train the module, and not by the
             number of active ones.
         handles: of the hooks with which it watches; empty while it does not.
@@ -34,13 +34,12 @@ class TrackedJoinable(BuiltInJoinable):
 
     announces_itself = True
     begun = 0
-    in_step = False
+    in_step: bool | None = None
     divides_by_world = True
     handles: Sequence[Any] = ()
     _is_open = False  # whether a step has begun of which no backward has run
-    _takes_part = False  # ... in the forward that runs
     _of_one_join: tuple[str, ...] = (
-        "begun", "in_step", "divides_by_world", "handles", "_is_open", "_takes_part"
+        "begun", "in_step", "divides_by_world", "handles", "_is_open"
     )  # fmt: skip
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -103,7 +102,7 @@ class TrackedJoinable(BuiltInJoinable):
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         config, session = self._join_config, self.session
-        self._takes_part = False
+        self.in_step = None
         if _in_backward() or not config.enable:
             return
         # Once the loop has given its body a batch, any forward is a step.
@@ -115,13 +114,13 @@ class TrackedJoinable(BuiltInJoinable):
             self.on_step()  # if it raises, no step has begun
             self.begun += 1
             self._is_open = training
-        self._takes_part, self.in_step = True, begins
+        self.in_step = begins
         self.before_forward(begins, args, kwargs)
 
     def _after(self, module: Any, inputs: Any, output: Any) -> None:
-        if not self._takes_part or _in_backward():
+        if self.in_step is None or _in_backward():
             return
-        self._takes_part, began, self.in_step = False, self.in_step, False
+        began, self.in_step = self.in_step, None
         self.after_forward(began)
         if torch.is_grad_enabled():
             tensors = differentiable(output)

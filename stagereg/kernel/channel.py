@@ -128,7 +128,6 @@ class ControlChannel:
         self.polled = waiting is not None
         self.thread = WorkerThread(f"stagereg-{key.rpartition('/')[2]}")
         self.backend: Any = None
-        self._options = dist.AllreduceOptions()
         if self.size == 1:
             return
         store: Any = PrefixStore(key, group.get_group_store())
@@ -145,7 +144,7 @@ class ControlChannel:
         mine = array("d", values)
         if self.backend is None:
             return PendingSum(mine)
-        return PendingSum(mine, self.backend.allreduce([torch.frombuffer(mine, dtype=torch.float64)], self._options))
+        return PendingSum(mine, self.backend.allreduce([torch.frombuffer(mine, dtype=torch.float64)]))
 
     def gather(self, thing: Any) -> list[Any]:
         """Return what all ranks gave, in rank order; it is pickled. Waits for all of them."""

@@ -52,6 +52,7 @@ class Membership(ABC):
     all_took_every_step = True
     empty = False
     expects_empty_step = False
+    _sure = True  # whether the step that has begun is one that all ranks had announced they would take
 
     def __init__(self, channel: ControlChannel, throw: bool, waiting: Waiting) -> None:
         self.steps = 0
@@ -87,7 +88,7 @@ class Membership(ABC):
             UnevenInputsError: the join is to throw, and some rank has run out of data.
         """
 
-    def raise_if_exhausted(self) -> None:  # noqa: B027 (a plan is checked before the first step)
+    def raise_if_exhausted(self) -> None:
         """Rank with data, in a join that throws, after :meth:`begin` and before the step changes anything.
 
         Waits for the other ranks only if some of them did not know whether they would take this step.
@@ -95,6 +96,8 @@ class Membership(ABC):
         Raises:
             UnevenInputsError: some rank has run out of data.
         """
+        if not self._sure:
+            self.read()
 
     def wait_for_next_step(self) -> ActiveRanks | None:
         """Rank without data, once a step: wait until the step has begun on some rank.
@@ -151,7 +154,7 @@ class AllReduceMembership(Membership):
         self._values = [_UNSURE] * channel.size + [float(channel.size)]
         self._active = ActiveRanks(tuple(range(channel.size)), channel.size)
         self._number = 0  # of the step that is summed
-        self._sure = False  # whether the step that has begun is one that all ranks had announced they would take
+        self._sure = False
 
     def some_never_had_data(self) -> bool:
         """See :meth:`Membership.some_never_had_data`."""
@@ -163,11 +166,6 @@ class AllReduceMembership(Membership):
         if self._throw and not self._sure:
             self._stop_for(_ABSENT, self.steps - 1)
         return active
-
-    def raise_if_exhausted(self) -> None:
-        """See :meth:`Membership.raise_if_exhausted`."""
-        if not self._sure:
-            self.read()
 
     def _read(self) -> ActiveRanks:
         if self._pending is None:

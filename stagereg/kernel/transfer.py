@@ -37,6 +37,10 @@ _SPLIT_BYTES = 2**20  # less than this, or fewer small moves than that, and anot
 _SPLIT_COUNT = 2048
 _AT_ONCE = 1024  # pieces that one system call takes (IOV_MAX)
 
+_readv: Any = ctypes.CDLL(None).process_vm_readv
+_readv.restype = ctypes.c_ssize_t
+_readv.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
+
 
 class CopyEngine:
     """Threads and streams that copy. One thread at a time may call it.
@@ -198,12 +202,4 @@ def read_many(to: array[int], source: array[int], nbytes: int) -> bool:
     """
     count = len(to) // 2
     ours, theirs = to.buffer_info()[0], source.buffer_info()[0]
-    return _readv()(os.getpid(), ours, count, theirs, count, 0) == nbytes
-
-
-@functools.cache
-def _readv() -> Callable[..., int]:
-    readv: Any = ctypes.CDLL(None).process_vm_readv
-    readv.restype = ctypes.c_ssize_t
-    readv.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
-    return readv
+    return bool(_readv(os.getpid(), ours, count, theirs, count, 0) == nbytes)

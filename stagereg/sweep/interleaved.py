@@ -76,11 +76,6 @@ class InterleavedSweeper(BasicSweeper):
         (combinations,) = BasicSweeper.split_arguments(overrides, None)
         return list(self.split_overrides_to_chunks(interleaved(combinations, self._repeats), max_batch_size))
 
-    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Compose what differs by more than the repeat."""
-        different = {tuple(o for o in job if o.partition("=")[0] not in (_REPEAT, _AGAIN)): job for job in batch}
-        super().validate_batch_is_legal(list(different.values()))
-
 
 def interleaved(combinations: Sequence[Sequence[str]], repeats: int) -> list[list[str]]:
     """Return the overrides of the jobs that run each of ``combinations`` ``repeats`` times, in their order.

@@ -37,7 +37,6 @@ _TRAINING, _STAGING, _WRITING = (0.16, 0.74), (0.98, 0.3), (1.36, 0.3)
 """Where a lane begins in the block of a rank, and how high it is; the block is two units high."""
 _MOST_STEPS = 120
 """Steps that a picture can show one by one; a longer run is shown by a window."""
-_MOST_CHECKPOINTS = 12
 _BEFORE = 3
 """Steps before the first checkpoint in the window of a long run."""
 _MERGED_FROM = 600
@@ -120,13 +119,10 @@ def usual_window(run: Run) -> Window:
         ConfigError: there is nothing of the run to draw.
     """
     whole = _whole(run)
-    checkpoints = saved(run)
     ends = sorted(t - run.began for _, t in max((record.steps for record in run.ranks), key=len))
-    if len(ends) <= _MOST_STEPS and len(checkpoints) <= _MOST_CHECKPOINTS:
+    if len(ends) <= _MOST_STEPS:
         return whole
-    if not ends:
-        return whole[0], checkpoints[_MOST_CHECKPOINTS].end
-    first = checkpoints[0] if checkpoints else None
+    first = next(iter(saved(run)), None)
     begin = max(bisect_right(ends, first.start) - 1 - _BEFORE, 0) if first else 0
     start, end = max(ends[begin], whole[0]), ends[min(begin + _MOST_STEPS, len(ends) - 1)]
     # Ranks need not be at the same step at the same time.

@@ -31,12 +31,12 @@ def test_every_piece_arrives_and_nothing_else_is_touched(sizes: list[int]) -> No
 
 @pytest.mark.parametrize("refusal", ["not permitted", "half done"])
 def test_small_tensors_are_copied_singly_where_refused(refusal: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = transfer._readv()
+    real = transfer._readv
     answers = {
         "not permitted": lambda *args: -1,
         "half done": lambda process, ours, count, theirs, other, flags: real(process, ours, 1, theirs, 1, flags),
     }
-    monkeypatch.setattr(transfer, "_readv", lambda: answers[refusal])
+    monkeypatch.setattr(transfer, "_readv", answers[refusal])
     stager = stagereg.build("stager", "pinned_cached")
     source = {str(i): torch.randn(i) for i in range(200)}
     staged = stager.stage(source)

@@ -93,6 +93,11 @@ def test_every_combination_is_tried_once_the_programs_own_first(search: Search) 
     assert search.study().best_value == 1.0
 
 
+def test_what_the_program_has_by_itself_is_tried_first(search: Search) -> None:
+    jobs = search(lr, "lr=interval(1,99)", "rate=interval(0.0,1.0)", "stager=shared,blocking", n_trials=1)
+    assert jobs == [{"lr": "2", "rate": "0.5", "stager": "blocking", "sweep.repeat": "0"}]
+
+
 @pytest.mark.parametrize(
     ("override", "kind", "fits"),
     [
@@ -158,6 +163,7 @@ def test_the_value_of_a_trial_is_the_median_of_its_jobs(search: Search) -> None:
     jobs = search(lambda job: next(values), "rate=interval(0.0,1.0)", repeats=3, n_trials=1)
     assert [job["sweep.repeat"] for job in jobs] == ["0", "1", "2"]
     assert search.study().best_value == 2.0
+    assert search.study().trials[0].intermediate_values == {0: 1.0, 1: 1.5, 2: 2.0}, "what the pruner compares"
 
 
 def test_a_trial_that_is_worse_than_the_others_is_pruned(search: Search) -> None:

@@ -98,6 +98,7 @@ def test_batches_are_as_large_as_the_basic_sweepers() -> None:
     overrides = OverridesParser.create().parse_overrides(["a=1,2,3"])
     batches = InterleavedSweeper(repeats=2).split_arguments(overrides, 3)
     assert [len(batch) for batch in batches] == [3, 3, 1]
+    assert InterleavedSweeper(repeats=1).split_arguments(overrides, 2) == [[["a=1"], ["a=2"]], [["a=3"]]]
 
 
 def test_jobs_run_in_rounds_and_know_which_repeat_they_are(app: App) -> None:

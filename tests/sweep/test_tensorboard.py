@@ -83,7 +83,7 @@ def test_a_sweep_has_its_parameters_and_figures_as_hparams(tmp_path: Path) -> No
     logdirs = tensorboard.write_sweep(comparison, tmp_path / "logdir")
     assert sorted(logdir.name for logdir in logdirs) == [str(num) for num in range(8)]
     first, names, ended = hparams(tmp_path / "logdir" / "0")
-    assert first["stager"] == "blocking"
+    assert (first["stager"], first["lr"]) == ("blocking", "0.1"), "a text, since a job has none"
     assert (first["repeat"], first["A/A"], ended) == (0, "no", True)
     assert hparams(tmp_path / "logdir" / "4")[0]["A/A"] == "yes"
     failed, same_names, ended = hparams(tmp_path / "logdir" / "5")

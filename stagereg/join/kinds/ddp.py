@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.errors import JoinError
-from stagereg.join.joinable import BuiltInHook, JoinConfig, JoinHook
+from stagereg.join.joinable import BuiltInHook, JoinHook
 from stagereg.join.kinds.reduction import ReducingJoinable
 from stagereg.kernel.shadow import TorchWire
 from stagereg.registry import register
@@ -120,14 +120,8 @@ class DdpHook(BuiltInHook["DdpJoinable"]):
         return {param for param, count in zip(params, used.tolist(), strict=True) if not count}
 
     def _forget(self, param: torch.Tensor) -> None:
-        """Drop a gradient of a step before, as the active ranks did when they zeroed theirs."""
-        if param.grad is None or self.joinable.is_unfinished:
-            return
-        policy = self.joinable.policy.current()
-        if policy == "zeroes":
-            param.grad.zero_()
-        elif policy == "drops" and param.grad.any():
-            param.grad = None
+        if param.grad is not None and param.grad.any() and not self.joinable.is_unfinished:
+            self.joinable.policy.forget(param)
 
 
 @register("joinable", "ddp")
@@ -149,14 +143,13 @@ class DdpJoinable(ReducingJoinable):
 
     own_hook = DdpHook
     module: DistributedDataParallel
+    _of_one_join = (*ReducingJoinable._of_one_join, "_forward_settings")
 
     def __init__(self, module: DistributedDataParallel, hook: Callable[..., JoinHook] | None = None) -> None:
         if not isinstance(module, DistributedDataParallel):
             raise JoinError(f"the ddp joinable needs a DistributedDataParallel module, not a {type(module).__name__}")
         super().__init__(hook, module.join_process_group, module.join_device, stands_for=module)
         self.module = module
-        self._has_divisor = False  # whether some step got one from the join
-        self._forward_settings: Any = None
 
     def watch(self) -> None:
         """Have the module's forward announce through the join. Refuses sparse gradients, which DDP cannot shadow."""
@@ -177,9 +170,7 @@ class DdpJoinable(ReducingJoinable):
 
     def end_steps(self) -> None:
         """No step follows: forget the divisor of the last step, if it had one."""
-        if self._has_divisor:
-            self._has_divisor = False
-            self.module.reducer._set_forward_pass_work_handle(_done_work(0.0), True)
+        self.module.reducer._set_forward_pass_work_handle(_done_work(0.0), True)
 
     def detach(self) -> None:
         """Stop watching, and leave the module as it was."""
@@ -202,7 +193,6 @@ class DdpJoinable(ReducingJoinable):
         """Announce the step, except on torch's wire, where DDP's own forward does."""
         membership, config = self.membership, self._join_config
         self.reduces = torch.is_grad_enabled() and self.will_reduce
-        self._has_divisor |= membership is None
         if self.session is None:
             return
         leader = next((each for each in self.session.joinables if isinstance(each, DdpJoinable)), self)
@@ -223,7 +213,7 @@ class DdpJoinable(ReducingJoinable):
         config = ddp._join_config
         self._forward_settings = config, ddp.require_forward_param_sync
         if not is_step:
-            ddp._join_config = JoinConfig.construct_disabled_join_config()
+            ddp._join_config = config._replace(enable=False)
             ddp.require_forward_param_sync = False
         elif self.membership is not None:
             ddp._join_config = config._replace(is_first_joinable=False)
@@ -231,7 +221,6 @@ class DdpJoinable(ReducingJoinable):
     def after_forward(self, is_step: bool) -> None:
         """Put DDP's settings back."""
         self.module._join_config, self.module.require_forward_param_sync = self._forward_settings
-        self._forward_settings = None
 
     def _inner_forward_done(self, *_: Any) -> None:
         # The sum has had the whole forward to arrive, and nothing of the step has been prepared yet.
@@ -243,7 +232,6 @@ class DdpJoinable(ReducingJoinable):
         if not self.divides_by_world:
             syncing = membership.read().syncing
             if syncing:
-                self._has_divisor = True
                 self.module.reducer._set_forward_pass_work_handle(_done_work(float(syncing)), False)
 
     def _announce_reduction(self, is_joined_rank: bool) -> None:

@@ -12,7 +12,6 @@ used here are those of torch 2.13 (``distributed/fsdp/_fully_shard``).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -186,15 +185,15 @@ class Fsdp2Joinable(ReducingJoinable):
         """Keep an empty version of what the module is called with in a step, and publish that of the first."""
         if self._example is not None or self.is_shadowing or not torch.is_grad_enabled():
             return
-        first = self.module not in _inputs
-        if first or is_step:
-            _inputs[self.module] = []
+        policy = self.policy
         empty = emptied_or_error((args, kwargs))
-        if first:
-            publish(self.policy.store, "inputs", empty)
+        if policy.inputs is None:
+            publish(policy.store, "inputs", empty)
+        if policy.inputs is None or is_step:
+            policy.inputs = []
         if isinstance(empty, JoinError):
             raise JoinError(f"The inputs of {type(self.module).__name__}: {empty} {_ADVICE}") from empty
-        _inputs[self.module].append(empty)
+        policy.inputs.append(empty)
 
     def after_forward(self, is_step: bool) -> None:
         """The forward of an active rank has ended: say whether its backward will reduce, and learn the divisor."""
@@ -229,13 +228,14 @@ class Fsdp2Joinable(ReducingJoinable):
         """Joined rank: return the empty inputs of the last step, of every forward in it; or another rank's first."""
         if self._example is not None:
             return [self._example]
-        if not _inputs.get(self.module):
-            self.policy.wait("inputs", self.session, "publishing what inputs look like, as without example=")
+        policy = self.policy
+        if not policy.inputs:
+            policy.wait("inputs", self.session, "publishing what inputs look like, as without example=")
             try:
-                _inputs[self.module] = [fetch(self.policy.store, "inputs", self.join_device)]
+                policy.inputs = [fetch(policy.store, "inputs", self.join_device)]
             except JoinError as error:
                 raise JoinError(f"This rank never had a batch, and no other's will do: {error} {_ADVICE}") from error
-        return _inputs[self.module]
+        return policy.inputs
 
     def divide_by(self, count: int) -> None:
         """Have this step's backward divide as if ``count`` ranks trained the module; 0 where it does not reduce."""
@@ -247,16 +247,8 @@ class Fsdp2Joinable(ReducingJoinable):
 
     def forget_gradients(self) -> None:
         """Do with the gradients of the step before what the loop of the active ranks has done."""
-        policy = self.policy.current()
         for param in _shards(self.module):
-            if policy == "drops":
-                param.grad = None
-            elif policy == "zeroes" and param.grad is not None:
-                param.grad.zero_()
-
-
-_inputs: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
-"""Empty inputs of each forward in a module's last step. Global, as the module is all that two joins have in common."""
+            self.policy.forget(param)
 
 
 def _group_of(module: FSDPModule) -> Any:

@@ -86,11 +86,13 @@ class ZeroGradPolicy:
         store: of what ranks publish of this module.
         steps: how many steps have been reduced in this join, on this rank or while it had no data.
         step_begins: whether the last backward was reduced, so that the next one begins a step.
+        inputs: empty ones of each forward in the last step, where ranks without data run the module.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.steps = 0
         self.step_begins = True
+        self.inputs: list[Any] | None = None
         self._nonzero: torch.Tensor | None = None  # whether there were gradients as the last step began
         self._in_doubt = True
         self._active = False
@@ -101,6 +103,14 @@ class ZeroGradPolicy:
         if self._nonzero is None:
             return "drops"
         return "carries" if self._nonzero.item() else "zeroes"
+
+    def forget(self, param: torch.Tensor) -> None:
+        """Do with a gradient of the step before what the loop has done with those of the ranks that have data."""
+        policy = self.current()
+        if policy == "drops":
+            param.grad = None
+        elif policy == "zeroes" and param.grad is not None:
+            param.grad.zero_()
 
     def observe(self, gradient: torch.Tensor | None) -> None:
         """A step's backward is about to add to a gradient; the first one does not show what the loop does between."""

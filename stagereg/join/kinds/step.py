@@ -53,10 +53,8 @@ class StepJoinable(BuiltInJoinable):
         after: Joinable | None = None,
         hook: Callable[..., JoinHook] | None = None,
     ) -> None:
-        if after is None:
-            super().__init__(hook)
-        else:
-            super().__init__(hook, after.join_process_group, after.join_device)
+        group, device = (None, "cpu") if after is None else (after.join_process_group, after.join_device)
+        super().__init__(hook, group, device)
         self.step: Callable[[], object] = step.step if isinstance(step, (Optimizer, LRScheduler)) else step
         self.after = after
         _refuse_arguments(self.step)

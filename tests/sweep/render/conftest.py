@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
-from stagereg.sweep.comparison import Comparison
-
-from ..samples import compared, row_of
+if TYPE_CHECKING:
+    from stagereg.sweep.comparison import Comparison
 
 
 @pytest.fixture(scope="session")
 def comparison() -> Comparison:
     """Three rows that completed, one of them the best, one a tie; the first once more; and one that failed."""
+    # Imported here: the configuration of the tests lets Hydra look for its plugins before they are imported elsewhere.
+    from ..samples import compared, row_of
 
     def of(stager: str, mode: str) -> dict[str, str]:
         return {"stager": stager, "join.mode": mode}

@@ -102,6 +102,11 @@ def usual(comparison: Comparison) -> str:
     return page.compare_page(comparison, [page.Picture("stall", SVG, caption="All runs.")])
 
 
+def test_a_sweep_of_unknown_time_has_no_date(comparison: Comparison) -> None:
+    rows = [replace(row, jobs=tuple(replace(job, started=0.0) for job in row.jobs)) for row in comparison.rows]
+    assert f"stagereg sweep · {comparison.directory}</p>" in page.compare_page(replace(comparison, rows=tuple(rows)))
+
+
 def test_the_page_makes_no_request_and_logs_no_error(opened: Opener, usual: str) -> None:
     one = opened(usual)
     one.view.locator("#table-0 th button").first.click()
@@ -180,6 +185,14 @@ def test_texts_of_a_run_are_escaped(opened: Opener, tmp_path: Path) -> None:
     one.view.wait_for_function("document.querySelector('img[src=y]').complete")
     assert one.view.evaluate("window.owned") is None
     assert not any(url.startswith("http") for url in one.asked)
+
+
+def test_what_differs_between_runs_is_listed_but_for_the_load() -> None:
+    row = row_of({"a": "1"}, {"stall_ms": (1.0, 2.0)})
+    moved = replace(row.jobs[1], environment={"cores": 8, "load": [9.75]})
+    text = page.compare_page(compared([replace(row, jobs=(row.jobs[0], moved))]))
+    assert "<dd>2; 8</dd>" in text
+    assert "9.75" not in text
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

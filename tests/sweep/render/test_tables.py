@@ -110,6 +110,8 @@ def test_the_number_of_runs_is_a_column_where_rows_differ_in_it(capsys: pytest.C
     assert "3 rows, ranked by loss, lower is better. 2 runs each." in alike
     assert not any("runs" in line.split() and "verdict" in line for line in alike)
     assert any({"runs", "verdict"} <= set(line.split()) for line in printed(compared(rows, "loss"), capsys))
+    jobs = (rows[0].jobs[0], replace(rows[0].jobs[1], status="failed"))
+    assert "1 of 2 failed" in tables.markdown_text(compared([replace(rows[0], jobs=jobs)], "loss"))
 
 
 def test_a_long_parameter_is_folded_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,8 +156,12 @@ def test_no_text_breaks_a_row_of_markdown(value: str, error: str) -> None:
 def test_markdown_marks_the_best_and_begins_with_the_answer(comparison: Comparison) -> None:
     text = tables.markdown_text(comparison)
     assert text.startswith("**Best by stall\\_ms: stager=overlapped")
-    assert "| best | overlapped | counted | 3 | **9.10 ±0.95 \\***" in text
+    assert "| best | overlapped | counted | 3 | **9.10 ±0.95 \\*** | 17,950 ±75 \\~ |" in text
     assert "join.mode=planned failed: CheckpointError: the disk is full" in text
+
+
+def test_a_spread_of_nearly_nothing_adds_four_digits() -> None:
+    assert tables.cell_texts(Cell(2.5, 1e-12, (2.5, 2.5))) == ("2.500000", "±0.000000")
 
 
 @given(NUMBERS, st.floats(1e-9, 1e9))
