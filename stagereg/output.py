@@ -68,15 +68,20 @@ def add_command(
     return parser
 
 
-def above_zero(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a ``type`` for an option: a number above 0, of which ``read`` makes the text and raises ``ValueError``."""
+def above_zero(read: Callable[[str], Any], or_zero: bool = False) -> Callable[[str], Any]:
+    """Return a ``type`` for an option: a number above 0.
+
+    Args:
+        read: makes a number of the text, or raises ``ValueError``.
+        or_zero: whether it may be 0, too.
+    """
 
     def checked(text: str) -> Any:
         try:
             number = read(text)
         except ValueError as error:  # of which the project's ConfigError is one
             raise argparse.ArgumentTypeError(str(error)) from error
-        if not 0 < number < math.inf:
+        if not 0 < number < math.inf and not (or_zero and number == 0):
             raise argparse.ArgumentTypeError(f"must be above 0, not {text!r}")
         return number
 

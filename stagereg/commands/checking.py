@@ -22,7 +22,7 @@ import stagereg.output as output
 import stagereg.registry as registry
 from stagereg.commands.child import call_in_child
 from stagereg.commands.listing import find
-from stagereg.errors import ConfigError, nearest
+from stagereg.errors import ConfigError, UnknownNameError, nearest
 from stagereg.installed import DISTRIBUTION, normalized, unmet
 from stagereg.registry import Entry
 
@@ -129,7 +129,11 @@ def resolve(target: str) -> tuple[list[str], list[Case]]:
             raise ConfigError(f"There is no file {target}.")
         return [_module_of(Path(target).resolve())], []
     if "/" in target:
-        return _names([find(target)]), []
+        try:
+            return _names([find(target)]), []
+        except UnknownNameError:
+            _refuse_folder(target)
+            raise
     if package := _package(target):
         return package
     entries = registry.entries()
@@ -138,10 +142,20 @@ def resolve(target: str) -> tuple[list[str], list[Case]]:
     inside = [entry for entry in entries if f"{entry.target.partition(':')[0]}.".startswith(f"{target}.")]
     if inside or _importable(target):
         return _names(inside) or [target], []
+    _refuse_folder(target)
     known = [*(d.name for d in importlib.metadata.distributions() if d.name), *(entry.name for entry in entries)]
     raise ConfigError(
         f"{target!r} is no installed package, module or component.{nearest(target, known)}\nGive {_TARGET}."
     )
+
+
+def _refuse_folder(target: str) -> None:
+    if Path(target).is_dir():
+        raise ConfigError(
+            f"{target} is a folder, and a folder is not checked.\n"
+            f"If it is a package's: python -m pip install --editable {target}, and then stagereg check PACKAGE.\n"
+            f"Give {_TARGET}."
+        )
 
 
 def _names(entries: list[Entry]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -70,14 +71,15 @@ def _versions() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
     yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
-    here = f"{__version__} at {Path(__file__).parents[1]}"
+    here, in_hydra = f"{__version__} at {Path(__file__).parents[1]}", False
+    with contextlib.suppress(ImportError):  # no plugin of any package is installed
+        in_hydra = importlib.util.find_spec("hydra_plugins.stagereg_plugin") is not None
     try:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
-        yield Finding("stagereg", "ok", f"{here}; its options are in every Hydra app")
     except importlib.metadata.PackageNotFoundError:
-        lines = ["torch", "hydra-core", "omegaconf"]
-        found = f"{here}, not installed: its options are only in apps that import it"
-        yield Finding("stagereg", "warn", found, "Install it: `pip install .` in the checkout.")
+        lines, here = ["torch", "hydra-core", "omegaconf"], f"{here}, not installed"
+    found = f"{here}; its options are {'in every Hydra app' if in_hydra else 'only in apps that import it'}"
+    yield Finding("stagereg", "ok" if in_hydra else "warn", found, "Install it: `pip install .` in the checkout.")
     for need in map(Requirement, lines):
         extra = "".join(re.findall(r'extra == "(.+?)"', str(need.marker or "")))
         if extra in ("test", "dev") or need.name == DISTRIBUTION:
@@ -101,9 +103,11 @@ def _limits() -> Iterator[Finding]:
     load = os.getloadavg()[0]
     yield Finding("cores", "ok", f"{machine.cores()} of {os.cpu_count()} for this process, load {load:.1f}")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    bound = ""
     with contextlib.suppress(OSError, ValueError):  # not there, or "max"
         memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    yield Finding("memory", "ok", f"{size_text(memory)}, the container's bound included")
+        bound = ", the container's bound included"
+    yield Finding("memory", "ok", f"{size_text(memory)}{bound}")
     shared = os.statvfs("/dev/shm")
     size, free = shared.f_frsize * shared.f_blocks, shared.f_frsize * shared.f_bavail
     do = "DataLoader workers and NCCL need more: `docker run --shm-size=8g` or `--ipc=host`."

@@ -73,7 +73,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         ("stage-gib-s", "X", float, "GiB/s at which one rank copies its share, the loop waiting"),
         ("write-gib-s", "X", float, "GiB/s at which one rank writes its share"),
     ):
-        parser.add_argument(f"--{name}", metavar=kind, type=output.above_zero(read), help=text)
+        parser.add_argument(f"--{name}", metavar=kind, type=output.above_zero(read, name == "restart"), help=text)
     parser.set_defaults(restart=300.0)
     parser.add_argument("--run", metavar="DIR", dest="recorded", help="take what checkpoints cost from a recorded run")
 

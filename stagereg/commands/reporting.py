@@ -55,14 +55,17 @@ def run(asked: argparse.Namespace) -> int:
         report.write_scalars(Path(asked.tensorboard))
     if not asked.json:
         report.show()
-    target, files = Path(asked.output or directory), []
+    target, files, trouble = Path(asked.output or directory), [], None
     try:
         files = report.write(target) if asked.output or not asked.json else []
     except OSError as error:
         why = error.strerror or error
-        raise ConfigError(f"Cannot write in {target}: {why}. `--output DIR` names another directory.") from error
+        trouble = ConfigError(f"Cannot write in {target}: {why}. `--output DIR` names another directory.")
     if asked.json:
         output.as_json({**report.plain(), "files": files})
+    if trouble:
+        raise trouble
+    if asked.json:
         return 0
     if files:
         output.echo(f"\nWritten to {os.path.relpath(target)}: {', '.join(path.name for path in files)}")

@@ -23,7 +23,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -153,13 +153,7 @@ class Compare(Callback):
         hydra = config.hydra
         directory = Path(hydra.runtime.output_dir)
         overrides, repeat, again = split([str(override) for override in hydra.overrides.task])
-        facts: dict[str, Any] = {}
-        try:
-            run = _run(directory, self._began)
-            facts["figures"] = figures(run, returned)
-            facts["environment"] = _environment(run) | {"load": list(self._load)}
-        except Exception as trouble:
-            log.error("Not all figures of this job are known: %s", _one_text(trouble))
+        run = _known("records", lambda: _run(directory, self._began), None)
         return JobResult(
             directory=directory,
             status="completed" if error is None else "failed",
@@ -171,9 +165,10 @@ class Compare(Callback):
             started=self._began,
             seconds=record.now() - self._began,
             returned=returned,
-            versions=_versions(),
+            figures=_known("figures", lambda: figures(run, returned), {}),
+            versions=_known("versions", _versions, {}),
+            environment=_known("environment", lambda: _environment(run), {}) | {"load": list(self._load)},
             command=self._command(hydra, overrides),
-            **facts,
         )
 
     def _for_sweeper(self, config: DictConfig, failed: bool, value: Any, found: dict[str, float]) -> Any:
@@ -226,6 +221,14 @@ def _one_text(error: BaseException) -> str:
 
 
 # -- what a job leaves behind
+
+
+def _known(what: str, ask: Callable[[], Any], otherwise: Any) -> Any:
+    try:
+        return ask()
+    except Exception as error:
+        log.error("The %s of this job are not known: %s", what, _one_text(error))
+        return otherwise
 
 
 def _run(directory: Path, began: float) -> Run | None:

@@ -314,7 +314,7 @@ def _notes(completed: Sequence[JobResult], ranking: Metric) -> Iterator[str]:
         yield f"no {ranking.name} in {without} of {len(completed)} runs"
     if lost := sum(int(job.figures.get("lost_checkpoints", 0)) for job in completed):
         yield f"{counted(lost, 'checkpoint')} could not be saved"
-    if any("lost_percent" in job.figures and "step_s" not in job.figures for job in completed):
+    if any(map(_counts_only_stalls, completed)):
         yield "lost_percent counts only stalls, since staging and writing left no step undisturbed"
 
 
@@ -338,6 +338,16 @@ def _warnings(jobs: Sequence[JobResult], rows: Sequence[ComparisonRow], ranking:
     without = [row.label for row in measured if ranking.name not in row.cells]
     if 0 < len(without) < len(measured):
         yield f"No run of {_listed(without)} has {ranking.name}."
+    partly = [row.label for row in measured if any(map(_counts_only_stalls, row.jobs))]
+    if ranking.name == "lost_percent" and 0 < len(partly) < len(measured):
+        yield (
+            f"The lost_percent of {_listed(partly)} counts only stalls, since no step was undisturbed: it may be "
+            "larger than it looks."
+        )
+
+
+def _counts_only_stalls(job: JobResult) -> bool:
+    return job.status == "completed" and "lost_percent" in job.figures and "step_s" not in job.figures
 
 
 def _machine(job: JobResult) -> str:

@@ -151,6 +151,8 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 def labelled(name: str, value: float) -> tuple[str, float, str]:
     """Return what people read of a figure: its name, its number and its unit."""
+    if name.startswith(RETURNED):
+        return name, value, ""
     if "bytes" in name:
         return name, value / 2**20, "MiB"
     return name, value, _BY_NAME[name].unit if name in _BY_NAME else "s" if name.endswith("_s") else ""

@@ -7,13 +7,14 @@ one that was probably meant. Reading never changes anything.
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -117,12 +118,14 @@ class JobResult:
             )
         if not isinstance(version, int) or content.get("status") not in _STATUSES:
             raise ConfigError(f"{path} is no result of a job: stagereg has not written it.")
+        content["error"] = _of(str, content.get("error")) or None
         content["overrides"] = tuple(map(str, _of(list, content.get("overrides"))))
+        content["versions"] = {name: str(value) for name, value in _of(dict, content.get("versions")).items()}
         known = _of(dict, content.get("figures"))
         content["figures"] = {name: value for name, value in known.items() if number(value) is not None}
         fields = vars(cls(path.parent))
         for name, default in fields.items():
-            value = content.get(name)
+            value = number(content.get(name)) if isinstance(default, float) else content.get(name)
             if default is None or type(value) is type(default):
                 fields[name] = value
         return cls(**fields)
@@ -165,7 +168,7 @@ def results(sweep_dir: Path | str) -> list[JobResult]:
         ConfigError: the directory holds no job, or a newer version of the project wrote there.
     """
     root = Path(sweep_dir)
-    found = _folders(root, lambda path: _is_job(path) or (path != root and (path / _SWEEP).is_file()))
+    found, _ = _folders(root, lambda path: _is_job(path) or (path != root and (path / _SWEEP).is_file()))
     jobs = [JobResult.of_directory(path) for path in found if _is_job(path)]
     if not jobs:
         raise ConfigError(_nothing_in(root))
@@ -190,12 +193,15 @@ def kind_of(directory: Path) -> Literal["run", "sweep"]:
     within = next((one for one in whole.parents if _is_job(one) or _is_sweep(one)), None)
     if within is not None:
         raise ConfigError(f"{directory} is a part of a run or a sweep. Name that:\n{_command(within)}")
-    below = list(_folders(directory, lambda path: _is_job(path) or _is_sweep(path), _SEARCHED))
+    below, more = _folders(directory, lambda path: _is_job(path) or _is_sweep(path), _SEARCHED)
+    limit = f" Only the {_SEARCHED:,} nearest folders were looked at." if more else ""
     if below:
         newest = sorted(below, key=lambda one: one.stat().st_mtime, reverse=True)[:_NAMED]
         commands = "\n".join(map(_command, newest))
-        raise ConfigError(f"{directory} is no run and no sweep, but has {len(below)} below. The newest:\n{commands}")
-    raise ConfigError(_nothing_in(directory))
+        raise ConfigError(
+            f"{directory} is no run and no sweep, but has {len(below)} below.{limit} The newest:\n{commands}"
+        )
+    raise ConfigError(_nothing_in(directory) + limit)
 
 
 def split(overrides: Sequence[str]) -> tuple[tuple[str, ...], int, bool]:
@@ -210,13 +216,22 @@ def split(overrides: Sequence[str]) -> tuple[tuple[str, ...], int, bool]:
 # -- folders
 
 
-def _folders(root: Path, wanted: Callable[[Path], bool], most: int | None = None) -> Iterator[Path]:
-    """The wanted ones of the first ``most`` folders at and below one; none below those, and no hidden ones."""
-    for folder, below, _ in itertools.islice(os.walk(root), most):
-        below[:] = sorted(name for name in below if not name.startswith("."))
-        if wanted(Path(folder)):
-            below.clear()
-            yield Path(folder)
+def _folders(root: Path, wanted: Callable[[Path], bool], most: float = math.inf) -> tuple[list[Path], bool]:
+    """The wanted ones of the ``most`` nearest folders at and below one, and whether there are more folders.
+
+    None below wanted ones, and no hidden ones.
+    """
+    found: list[Path] = []
+    waiting, seen = deque([root]), 0
+    while waiting and seen < most:
+        folder, seen = waiting.popleft(), seen + 1
+        if wanted(folder):
+            found.append(folder)
+            continue
+        with contextlib.suppress(OSError), os.scandir(folder) as there:
+            below = [one.name for one in there if one.is_dir(follow_symlinks=False) and not one.name.startswith(".")]
+            waiting.extend(folder / name for name in sorted(below))
+    return found, bool(waiting)
 
 
 def _is_job(path: Path) -> bool:

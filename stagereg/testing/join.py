@@ -388,7 +388,8 @@ class JoinableContract(Contract):
         ]
 
     def _is_kept(self, trace: str) -> bool:
-        return any(f".{name}:" in trace or f"'{name}'" in trace for name in self.keeps)
+        ends = tuple(f": {change} {name!r}" for name in self.keeps for change in ("now also", "no longer"))
+        return trace.endswith(ends) or any(f".{name}:" in trace for name in self.keeps)
 
 
 class MinimalJoinable(BuiltInJoinable):

@@ -226,13 +226,13 @@ class _Play:
             taken = side_effects(roots)
             self._contract.step(subject, batch(self._rank, -1, step))
         before = side_effects(roots)
-        allowed = changed(taken, before)
+        allowed = {at for at, _ in changed(taken, before)}
         try:
             self._joins(subject, joinables)
         finally:
             # After an irregular end only what training never changes can be judged.
             every = not (what.stops or what.throw)
-            found = changed(before, side_effects(roots)).items()
+            found = changed(before, side_effects(roots))
             self._seen.traces = [text for at, text in found if at not in allowed and (every or strict(at))]
 
     def _joins(self, subject: Any, joinables: list[Any]) -> None:

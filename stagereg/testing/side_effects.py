@@ -40,10 +40,11 @@ def side_effects(roots: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
-    """Return what is not as it was, by where, one text each."""
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what is not as it was: where, and a text; of attributes one for each that came or went."""
     # What is reached on one side only was made or dropped; what leads to it has changed, and is listed.
-    return {place: _text(place, was, after[place]) for place, was in before.items() if after.get(place, was) != was}
+    differ = [(place, was, after[place]) for place, was in before.items() if after.get(place, was) != was]
+    return [(place, f"{place}: {text}") for place, was, now in differ for text in _texts(was, now)]
 
 
 def strict(place: str) -> bool:
@@ -51,10 +52,11 @@ def strict(place: str) -> bool:
     return place.startswith(_STRICT)
 
 
-def _text(place: str, before: Any, after: Any) -> str:
+def _texts(before: Any, after: Any) -> list[str]:
     if isinstance(before, frozenset):
-        return f"{place}: now also {sorted(after - before)}, no longer {sorted(before - after)}"
-    return f"{place}: changed" if isinstance(before, list) else f"{place}: was {before}, is {after}"
+        came = [f"now also {name!r}" for name in sorted(after - before)]
+        return came + [f"no longer {name!r}" for name in sorted(before - after)]
+    return ["changed" if isinstance(before, list) else f"was {before}, is {after}"]
 
 
 def _visit(name: str, thing: Any, depth: int, found: dict[str, Any], known: dict[int, Any]) -> None:
@@ -88,7 +90,8 @@ def _visit(name: str, thing: Any, depth: int, found: dict[str, Any], known: dict
 def _own(name: str, thing: Any) -> dict[str, Any]:
     """Which attributes an object has of its own, how many hooks in which of them, and whether it is in a join."""
     own = vars(thing)
-    hooks = {key.strip("_").replace("_", " "): len(own[key]) for key in own if key.endswith("hooks") and own[key]}
+    kept = {key: value for key, value in own.items() if key.endswith("hooks") and isinstance(value, (Mapping, list))}
+    hooks = {key.strip("_").replace("_", " "): len(value) for key, value in kept.items() if value}
     config = own.get("_join_config")
     return {
         f"attributes of {name}": frozenset(own) - _SETS_ITSELF,

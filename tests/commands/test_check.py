@@ -275,7 +275,8 @@ def test_what_a_target_means_is_known_without_importing_it(install: Install) -> 
         ("pined_cached", "Did you mean 'pinned_cached'?"),
         ("stagr/x", "Did you mean 'stager'?"),
         ("a b", "is no installed package, module or component"),
-        (".", "is no installed package, module or component"),
+        (".", ". is a folder, and a folder is not checked"),
+        ("examples/plugin", "python -m pip install --editable examples/plugin, and then stagereg check PACKAGE"),
         ("hydra_core", "announces nothing"),
     ],
 )
@@ -284,6 +285,7 @@ def test_what_cannot_be_checked_is_one_error(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.py").touch()
+    (tmp_path / "examples" / "plugin").mkdir(parents=True)
     assert main(["check", target]) == 2
     captured = capsys.readouterr()
     assert result in captured.err

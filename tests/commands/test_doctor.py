@@ -157,8 +157,25 @@ def test_versions_that_do_not_fit_are_reported(monkeypatch: pytest.MonkeyPatch) 
     remedy = "pip install 'hydra-stagereg[safetensors]'"
     assert found["safetensors"] == ("missing", "not installed; of the extra 'safetensors'", remedy)
     assert (found["hydra-core"][0], found["matplotlib"][0]) == ("ok", "ok")
-    assert found["stagereg"][0] == "ok"
+    assert (found["stagereg"][0], found["stagereg"][1].endswith("; its options are in every Hydra app")) == ("ok", True)
     assert "hypothesis" not in found, "the requirements of its developers are not checked"
+
+
+def test_options_that_hydra_does_not_find_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    found = {one.what: one for one in doctor._versions()}["stagereg"]
+    assert (found.verdict, found.found.endswith("; its options are only in apps that import it")) == ("warn", True)
+
+
+@pytest.mark.parametrize(("content", "bound"), [("max", ""), ("1048576", ", the container's bound included")])
+def test_the_bound_of_a_container_is_named_where_it_is_known(
+    content: str, bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda self: content)
+    monkeypatch.setattr(doctor.machine, "cores", lambda: 2)
+    found = {one.what: one.found for one in doctor._limits()}["memory"]
+    assert found.endswith(f"iB{bound}")
+    assert found.startswith("1 MiB") == bool(bound)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,11 @@ def test_the_interval_is_the_best_for_each_ranks_share(capsys: pytest.CaptureFix
     assert lost == interval.lost_fraction(seen["interval_s"], 0.5, 6 * 3600, 300, 2.5)
 
 
+def test_a_restart_may_take_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = plan(capsys, "--mtbf", "6h", "--restart", "0s", "--state", "1GiB", *GIVEN)
+    assert (seen["restart_s"], [one["restarts"] for one in seen["intervals"]]) == (0, [0] * len(seen["intervals"]))
+
+
 def test_a_job_fails_as_often_as_all_its_machines(capsys: pytest.CaptureFixture[str]) -> None:
     seen = plan(capsys, "--mtbf-per-node", "50000h", "--nodes", "128", "--state", "8GiB", *GIVEN)
     assert (seen["mtbf_s"], seen["steps"]) == (50000 * 3600 / 128, None)
@@ -150,6 +155,7 @@ GOOD = {"--mtbf": "6h", "--state": "1GiB", "--stage-gib-s": "2", "--write-gib-s"
         ({"--write-gib-s": "fast"}, "--write-gib-s: "),
         ({"--write-gib-s": "nan"}, "--write-gib-s: must be above 0"),
         ({"--restart": "soon"}, "--restart: 'soon' is not a duration"),
+        ({"--restart": "-5m"}, "--restart: "),
         ({"--step": "0s"}, "--step: must be above 0"),
         ({"--run": "/nowhere"}, "or both rates"),
         ({"--stage-gib-s": None, "--write-gib-s": None}, "Give --run DIR"),

@@ -195,6 +195,9 @@ def test_what_is_asked_for_in_vain_is_refused(
     seen = capsys.readouterr()
     assert "Checkpoints" in seen.out, "the tables are there anyway"
     assert "Cannot write in file/below: Not a directory. `--output DIR` names another directory." in seen.err
+    assert cli.main(["report", "run", "--json", "--output", "file/below"]) == 2
+    seen = capsys.readouterr()
+    assert (json.loads(seen.out)["kind"], "Cannot write in file/below" in seen.err) == ("run", True)
 
 
 def test_without_tensorboard_one_line_is_reported_before_anything_is_made(

@@ -268,7 +268,7 @@ def test_of_several_tasks_of_one_run_the_first_has_the_result(tmp_path: Path, mo
     assert JobResult.read(tmp_path / "0").returned == 0.25
 
 
-@pytest.mark.parametrize("broken", ["write", "figures", "describe", "read"])
+@pytest.mark.parametrize("broken", ["write", "figures", "describe", "read", "versions"])
 def test_an_error_of_the_callback_costs_no_job_its_value(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -280,6 +280,7 @@ def test_an_error_of_the_callback_costs_no_job_its_value(
         "figures": "stagereg.sweep.callback.figures",
         "describe": "stagereg.machine.describe",
         "read": "stagereg.sweep.callback.Run.read",
+        "versions": "importlib.metadata.version",
     }
     monkeypatch.setattr(where[broken], fail)
     assert handed(tmp_path, ended(0.5), None) == 0.5
@@ -287,6 +288,10 @@ def test_an_error_of_the_callback_costs_no_job_its_value(
     assert worst != worst
     assert "the disk is full" in caplog.text
     assert (tmp_path / "0" / "result.json").exists() == (broken != "write")
+    if broken in ("figures", "versions"):  # all else is known
+        known = JobResult.read(tmp_path / "0")
+        assert bool(known.versions) == (broken != "versions")
+        assert "cpu" in known.environment
 
 
 @pytest.mark.parametrize(

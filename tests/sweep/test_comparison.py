@@ -320,6 +320,12 @@ class TestWarnings:
             "may come from the machine.",
         )
 
+    def test_lost_time_that_is_only_stalls_is_reported(self) -> None:
+        shown = jobs({"a=1": [{"lost_percent": 1.0}], "a=2": [{"lost_percent": 2.0, "step_s": 0.1}]})
+        (warning,) = compare(shown, "lost_percent").warnings
+        assert warning.startswith("The lost_percent of a=1 counts only stalls, since no step was undisturbed")
+        assert compare(shown[:1], "lost_percent").warnings == ()
+
     def test_jobs_that_ran_beside_each_other_are_reported(self) -> None:
         shown = [replace(job, started=BEGAN) for job in stalls(a=[1.0], b=[2.0], c=[3.0])]
         elsewhere = replace(shown[2], environment=ENVIRONMENT | {"host": "there"})

@@ -66,6 +66,8 @@ def test_a_list_of_figures_begins_with_metrics_and_has_units() -> None:
     assert labelled("state_bytes", 3 * 2**20) == ("state_bytes", 3.0, "MiB")
     assert labelled("lost_percent", 0.5) == ("lost_percent", 0.5, "%")
     assert labelled("train_s", 2.0) == ("train_s", 2.0, "s")
+    for name in ("returned.tokens_per_s", "returned.bytes_per_token"):  # whose unit only the task knows
+        assert labelled(name, 3.5) == (name, 3.5, "")
     assert [quantity(1.5, "%"), quantity(1.5, "ms"), quantity(1.5, "")] == ["1.5%", "1.5 ms", "1.5"]
 
 

@@ -89,10 +89,12 @@ def test_an_invalid_result_is_reported_and_its_job_is_unfinished(tmp_path: Path,
 
 def test_fields_of_a_wrong_type_are_ignored(tmp_path: Path) -> None:
     figures = {"stall_ms": "fast", "loss": None, "steps": 4, "lost_percent": True}
-    seen = {"format": 1, "status": "completed", "figures": figures, "overrides": "a=1", "seconds": "long", "job": []}
+    seen = {"format": 1, "status": "failed", "figures": figures, "overrides": "a=1", "seconds": "long", "job": []}
+    seen |= {"error": {"a": 1}, "started": 170, "versions": {"torch": [2]}}
     (tmp_path / RESULT).write_text(json.dumps(seen).replace("4}", '4, "write_s": NaN}'))
     job = JobResult.read(tmp_path)
     assert (job.figures, job.overrides, job.seconds, job.job) == ({"steps": 4.0}, (), 0.0, {})
+    assert (job.error, job.started, job.versions) == (None, 170.0, {"torch": "[2]"})
 
 
 def test_a_newer_result_is_an_error_for_its_reader(tmp_path: Path) -> None:
@@ -234,3 +236,13 @@ def test_runs_and_sweeps_are_recognised(given: str, kind: str, here: Path) -> No
 def test_any_other_directory_is_an_error_that_names_those_nearby(given: str, seen: str, here: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(seen)):
         kind_of(Path(given))
+
+
+def test_of_many_folders_the_nearest_are_looked_at(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for at in range(20):
+        (here / "outputs" / "2026-01-01" / "caches" / str(at)).mkdir(parents=True)
+    monkeypatch.setattr("stagereg.sweep.result._SEARCHED", 8)
+    with pytest.raises(ConfigError, match=r"has 2 below\. Only the 8 nearest folders were looked at\. The newest:"):
+        kind_of(here / "outputs")
+    with pytest.raises(ConfigError, match=r"holds no job.*Only the 8 nearest folders were looked at"):
+        kind_of(here / "outputs" / "2026-01-01")

@@ -43,6 +43,7 @@ class Sum(stagereg.Joinable):
         self.total = number(0)
         self.module = torch.nn.Linear(1, 1)
         self.steps = 0
+        self.run_hooks, self.n_hooks = True, 3  # they have no hooks, whatever their names end in
 
     def add(self, value: float) -> None:
         self.announce()
@@ -427,12 +428,21 @@ class SetsWarnings(Sum):
         return SumHook(self)
 
 
-@breaks("now also ['extra_repr']", "leaves_no_trace")
+@breaks("now also 'extra_repr'", "leaves_no_trace")
 class Patching(Sum):
     """Replaces a method of a module."""
 
     def join_hook(self, **kwargs: Any) -> Any:
         self.module.extra_repr = lambda: "joined"
+        return SumHook(self)
+
+
+@breaks("now also 'leak'", "leaves_no_trace", keeps=("cache",))
+class LeavesMore(Sum):
+    """Leaves more than it says."""
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        self.cache = self.leak = True
         return SumHook(self)
 
 

@@ -6,10 +6,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -17,7 +19,7 @@ from stagereg import BlockingAsyncStager
 from stagereg.errors import StagerClosedError, StagingError, UnstageableTypeError
 from stagereg.kernel.memory import register_padding
 
-__all__ = ["MUTANTS", "RELEASE", "Plain"]
+__all__ = ["MUTANTS", "RELEASE", "Plain", "ShardsOnAnAccelerator"]
 
 State = dict[str, Any]
 RELEASE = threading.Event()
@@ -39,6 +41,19 @@ def paired(source: Any, copied: Any, change: Callable[[Tensor, Tensor], Any]) ->
     elif isinstance(copied, tuple):
         items = [paired(*both, change) for both in zip(source, copied, strict=True)]
         return type(copied)(*items) if hasattr(copied, "_fields") else tuple(items)
+    return copied
+
+
+def is_nested(key: Any, copied: Any) -> bool:
+    return key == "nested" and isinstance(copied, dict)
+
+
+def with_shard(copied: Any, offset: int = 0, device: str = "cpu") -> Any:
+    """The copy with another offset, or another placement, in the metadata of its shards, if it has shards."""
+    if isinstance(copied, ShardedTensor):
+        for shard in copied.local_shards():
+            offsets = [at + offset for at in shard.metadata.shard_offsets]
+            shard.metadata = ShardMetadata(offsets, shard.metadata.shard_sizes, f"rank:0/{device}")
     return copied
 
 
@@ -443,6 +458,8 @@ SortsTheSource = of_states("SortsTheSource", sort_source)
 LargeOnesAsTheyAre = of_tensors("LargeOnesAsTheyAre", lambda s, c: s if is_plain(s) and s.nbytes > 2**20 else c)
 ScalarsAsTheyAre = of_tensors("ScalarsAsTheyAre", lambda s, c: s if s.dim() == 0 else c)
 ValuesAsTheyAre = of_values("ValuesAsTheyAre", lambda k, s, c: s if isinstance(c, (set, bytearray)) else c)
+DataclassesAsTheyAre = of_values("DataclassesAsTheyAre", lambda k, s, c: s if is_dataclass(c) else c)
+NestedOnesAsTheyAre = of_values("NestedOnesAsTheyAre", lambda k, s, c: s if is_nested(k, c) else c)
 NamesOfTuplesAreLost = of_values("NamesOfTuplesAreLost", lambda k, s, c: tuple(c) if hasattr(c, "_fields") else c)
 KeysAreSorted = of_values("KeysAreSorted", lambda k, s, c: dict(sorted(c.items())) if k == "numbers" else c)
 Complex64Only = of_tensors("Complex64Only", lambda s, c: c.to(torch.complex64) if c.dtype is torch.complex128 else c)
@@ -462,6 +479,9 @@ Replicates = of_values(
 WithoutShards = of_values(
     "WithoutShards", lambda k, s, c: c.local_shards()[0].tensor if type(c) is ShardedTensor else c
 )
+ShardsAreMoved = of_values("ShardsAreMoved", lambda k, s, c: with_shard(c, offset=7))
+ShardsOnAnAccelerator = of_values("ShardsOnAnAccelerator", lambda k, s, c: with_shard(c, device="cuda:0"))
+"""Keeps every promise: of an accelerator's shards the copy is placed elsewhere, too."""
 ErrorsWithoutPath = of_errors(
     "ErrorsWithoutPath", UnstageableTypeError, lambda *_: raising(StagingError([], "something cannot be copied"))
 )
@@ -479,7 +499,7 @@ MUTANTS: dict[str, tuple[type[Any], ...]] = {
     "test_later_writes_do_not_show": (LargeOnesAsTheyAre,),
     "test_writes_that_no_version_counter_sees_are_staged": (TrustsVersionCounters,),
     "test_a_training_loop_is_staged_as_it_was": (ScalarsAsTheyAre,),
-    "test_values_that_are_no_tensors_are_copied": (ValuesAsTheyAre,),
+    "test_values_that_are_no_tensors_are_copied": (ValuesAsTheyAre, DataclassesAsTheyAre),
     "test_the_source_is_left_as_it_is": (SortsTheSource, DrawsRandomNumbers, LeavesGradOff),
     "test_a_copy_that_is_held_stays_as_it_is": (OneBlockForAll,),
     "test_a_slice_keeps_its_copy": (LooksOnlyAtTensors,),
@@ -495,7 +515,7 @@ MUTANTS: dict[str, tuple[type[Any], ...]] = {
     "test_a_view_costs_its_own_bytes": (WholeStorages, ExpandedOnesInflated),
     "test_tensors_keep_what_makes_them_more": (ParametersAreTensors, WithoutAttributes, AttributesAsTheyAre),
     "test_dtensors_keep_their_placement": (WithoutMeshes, Replicates),
-    "test_sharded_tensors_keep_their_shards": (WithoutShards,),
+    "test_sharded_tensors_keep_their_shards": (WithoutShards, ShardsAreMoved),
     "test_keys_may_change": (KeysOfTheFirst,),
     "test_shapes_may_change": (Broadcasts,),
     "test_dtypes_may_change": (Casts,),
@@ -511,6 +531,6 @@ MUTANTS: dict[str, tuple[type[Any], ...]] = {
     "test_copies_outlive_the_stager": (TakesCopiesBack,),
     "test_close_ends_the_threads": (LeavesAThread,),
     "test_close_gives_the_memory_back": (KeepsTheLast,),
-    "test_torchs_async_save_writes_what_was_staged": (CopiesWhenSynchronized,),
+    "test_torchs_async_save_writes_what_was_staged": (CopiesWhenSynchronized, NestedOnesAsTheyAre),
 }
 """By the promise that each of them breaks; it keeps all others."""

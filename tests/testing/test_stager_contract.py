@@ -19,7 +19,7 @@ import stagereg
 from stagereg import AsyncStager, BlockingAsyncStager
 from stagereg.testing import StagerContract, run_ranks
 
-from .mutants import MUTANTS, RELEASE, Plain
+from .mutants import MUTANTS, RELEASE, Plain, ShardsOnAnAccelerator
 from .torchs import TORCHS, table
 
 pytest_plugins = "pytester"
@@ -179,6 +179,9 @@ class TestMutants:
     def test_their_base_class_keeps_every_promise(self, broken_on_a_rank: dict[str, dict[str, str]]) -> None:
         assert broken_of(Plain, set(MUTANTS) - ON_A_RANK) | broken_on_a_rank["Plain"] == {}
 
+    def test_a_copy_of_shards_may_be_placed_elsewhere(self, broken_on_a_rank: dict[str, dict[str, str]]) -> None:
+        assert broken_on_a_rank["ShardsOnAnAccelerator"] == {}
+
 
 def broken_of(mutant: type[Any], promises: set[str]) -> dict[str, str]:
     """What was seen of the promises that a mutant breaks."""
@@ -193,7 +196,7 @@ def broken_of(mutant: type[Any], promises: set[str]) -> dict[str, str]:
 
 def try_all(rank: int, world_size: int) -> dict[str, dict[str, str]]:
     """On a rank: which promises that are tried on one each mutant breaks."""
-    mutants = [Plain, *(each for several in MUTANTS.values() for each in several)]
+    mutants = [Plain, ShardsOnAnAccelerator, *(each for several in MUTANTS.values() for each in several)]
     return {mutant.__name__: broken_of(mutant, ON_A_RANK) for mutant in mutants}
 
 

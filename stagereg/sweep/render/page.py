@@ -69,10 +69,11 @@ def compare_page(
     table = tables_of.compare_table(comparison)
     ranking, best = comparison.ranking, comparison.best
     jobs = [job for row in comparison.ranked for job in row.jobs]
-    began = min((job.started for job in jobs if job.started > 0), default=0.0)
+    began = min((job.started for job in jobs if job.started > 0), default=None)
+    when = "" if began is None else f" · {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(began))}"
     return _rendered(
         title=f"Sweep {comparison.directory.name}",
-        kicker=f"stagereg sweep · {comparison.directory} · {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(began))}",
+        kicker=f"stagereg sweep · {comparison.directory}{when}",
         directory=comparison.directory,
         answer=answer_of(comparison),
         warnings=comparison.warnings,
