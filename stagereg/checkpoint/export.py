@@ -26,12 +26,13 @@ from stagereg.checkpoint.advice import causes
 from stagereg.checkpoint.encoding import Leaf
 from stagereg.checkpoint.index import TensorEntry
 from stagereg.checkpoint.manifest import Checkpoint, new_token
+from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.safetensors import DTYPES, METADATA, head
 from stagereg.errors import CheckpointError, nearest
 from stagereg.kernel.memory import view_of
 
-__all__ = ["SUFFIXES", "Export", "write_file"]
+__all__ = ["SUFFIXES", "Export", "expect_loadable", "write_file"]
 
 SUFFIXES = (".pt", ".pth", ".safetensors")
 """What a file may be called."""
@@ -55,6 +56,19 @@ def write_file(out: Path, replace: bool, write: Callable[[IO[bytes]], None]) -> 
     finally:
         with contextlib.suppress(OSError):
             beside.unlink()
+
+
+def expect_loadable(file: IO[bytes]) -> None:
+    """Raise ``CheckpointError`` if ``torch.load(weights_only=True)`` would refuse the ``.pt`` just written."""
+    file.flush()
+    try:
+        torch.load(str(file.name), map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        named = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(str(file.name)))
+        text = (
+            f"torch.load(weights_only=True) would refuse it ({named or reason(error)}); a .safetensors has the tensors"
+        )
+        raise CheckpointError(f"{text} alone.") from error
 
 
 class Export:
@@ -124,6 +138,7 @@ class Export:
             torch.save(read if self._only is None else read[self._only], file)
         except RuntimeError as error:  # of torch's archive, which could not be ended after what the file has raised
             raise next((each for each in causes(error) if isinstance(each, OSError)), error) from None
+        expect_loadable(file)
 
     def _write_tensors(self, file: IO[bytes]) -> None:
         for name, (_, entry) in self._tensors.items():

@@ -1,13 +1,13 @@
 """Directories that plain ``torch.distributed.checkpoint.save`` wrote, for ``stagereg convert`` alone.
 
 torch reads ``.metadata`` and all values with ``pickle``, which runs whatever they name. Here ``.metadata`` may name the
-types of torch's metadata and nothing else, and values are read with ``torch.load(weights_only=True)``; the rest is
-torch's own loader. As there, integer keys have become text, and empty containers are gone.
+types of torch's metadata and nothing else, and values are read as in checkpoints of this project
+(:mod:`stagereg.checkpoint.pickled`); the rest is torch's own loader. As there, integer keys have become text, and empty
+containers are gone.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
 from pathlib import Path, PosixPath, PurePath
 from typing import Any
@@ -15,12 +15,15 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint.filesystem as filesystem
 import torch.distributed.checkpoint.metadata as torch_metadata
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.futures import Future
 
+import stagereg.checkpoint.pickled as pickled
 from stagereg.checkpoint.manifest import MANIFEST
 from stagereg.errors import CheckpointError
 
@@ -71,6 +74,8 @@ def read_plain_dcp(path: str) -> dict[str, Any]:
         raise
     except (Exception, CheckpointException) as error:
         inner = error.failures[0][0] if isinstance(error, CheckpointException) else error
+        if isinstance(inner, CheckpointError) or not isinstance(inner, Exception):
+            raise inner from None
         raise CheckpointError(f"{path} was not read: {type(inner).__name__}: {str(inner)[:300]}") from error
     return state
 
@@ -96,8 +101,27 @@ class _Reader(filesystem.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> torch_metadata.Metadata:
         return self._metadata
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            if getattr(info, "transform_descriptors", None):
+                raise CheckpointError("it is stored through an extension of torch's format, which is not read here.")
+            with open(Path(self.path) / info.relative_path, "rb") as file:
+                file.seek(info.offset)
+                value = pickled.load(item.storage_index.fqn, file.read(info.length))
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, value)
+                continue
+            target = planner.resolve_tensor(item).detach()
+            part = narrow_tensor_by_index(value, item.storage_offsets, item.lengths)
+            if part.shape != target.shape:
+                raise CheckpointError(f"{item.storage_index.fqn!r:.100} has another shape than its {_METADATA} says.")
+            planner.commit_tensor(item, target.copy_(part))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
 
 class _DataPlanner(_EmptyStateDictLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        path = self.mappings[read_item.dest_index.fqn]
-        set_element(self.original_state_dict, path, torch.load(value, weights_only=True))
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], value)

@@ -148,6 +148,8 @@ class CheckpointFiles(ExitStack):
             load(wanted, storage_reader=self._storage.reader(self._path), planner=planner, no_dist=True)
         except CheckpointException as failed:
             error = next(error for error, _ in failed.failures.values())
+            if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+                raise error from None
             raise CheckpointError(reason(error)) from error
 
     def _read_index(self) -> Index:

@@ -200,6 +200,8 @@ class WriterProcess:
                         f"{process} has not written this checkpoint in time and was killed. Its storage hangs, or is "
                         "too slow."
                     )
+                if code is None:  # it may still write, so no other one may
+                    raise CheckpointError(f"{process} cannot be ended: it is stuck in the kernel.")
                 fate = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with status {code}"
                 if trial == 1 and not self._closed:
                     _log.warning("stagereg: %s %s; another one is started and writes again", process, fate)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from functools import partial
 from pathlib import Path
+from typing import IO
 
 import stagereg.output as output
 from stagereg.checkpoint.manifest import Checkpoint
@@ -93,7 +93,7 @@ def _convert_plain(asked: argparse.Namespace, out: Path) -> int:
     import torch
 
     from stagereg.checkpoint.entries import listed
-    from stagereg.checkpoint.export import write_file
+    from stagereg.checkpoint.export import expect_loadable, write_file
     from stagereg.checkpoint.plain_dcp import read_plain_dcp
 
     if out.suffix == ".safetensors":
@@ -102,8 +102,13 @@ def _convert_plain(asked: argparse.Namespace, out: Path) -> int:
     if asked.only is not None and asked.only not in state:
         text = f"There is no {asked.only!r} in {asked.checkpoint}, only {listed(list(state))}."
         raise CheckpointError(text + nearest(asked.only, state))
+
+    def write(file: IO[bytes]) -> None:
+        torch.save(state if asked.only is None else state[asked.only], file)
+        expect_loadable(file)
+
     try:
-        write_file(out, asked.force, partial(torch.save, state if asked.only is None else state[asked.only]))
+        write_file(out, asked.force, write)
     except OSError as error:
         raise CheckpointError(f"{out} was not written: {error}") from error
     nbytes, names = out.stat().st_size, sorted(state if asked.only is None else [asked.only])

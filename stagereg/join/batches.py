@@ -175,7 +175,7 @@ def _sizes(thing: Any, depth: int = -1, width: int | None = None) -> Iterator[in
     if isinstance(thing, PackedSequence):  # its tensor has the steps of all sequences
         yield int(thing.batch_sizes[0])
     elif isinstance(thing, torch.Tensor):
-        if thing.ndim and not thing.is_nested:
+        if thing.ndim:
             yield thing.size(0)
     elif _is_tensor(thing):
         if thing.ndim:

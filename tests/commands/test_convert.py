@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -342,12 +342,13 @@ def test_a_directory_of_plain_torch_becomes_a_pt(tmp_path: Path, capsys: pytest.
     assert "In it: model\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("what", ["metadata", "value", "cut", "elsewhere"])
+@pytest.mark.parametrize("what", ["metadata", "value", "mesh", "cut", "elsewhere"])
 def test_plain_torch_runs_nothing_and_damage_is_one_line(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = tmp_path / "plain"
-    dcp.save({"x": torch.ones(9), "y": Fires() if what == "value" else 1}, checkpoint_id=plain, no_dist=True)
+    values = {"value": Fires(), "mesh": MakesMesh()}
+    dcp.save({"x": torch.ones(9), "y": values.get(what, 1)}, checkpoint_id=plain, no_dist=True)
     metadata, (data,) = plain / ".metadata", plain.glob("*.distcp")
     if what == "metadata":
         metadata.write_bytes(pickle.dumps(Fires()))
@@ -359,7 +360,8 @@ def test_plain_torch_runs_nothing_and_damage_is_one_line(
     assert cli.main(["convert", str(plain), str(tmp_path / "x.pt")]) == 2
     messages = {
         "metadata": "which is no metadata; nothing was imported",
-        "value": "weights_only",
+        "value": "'y' was not read",
+        "mesh": "'y' was not read",
         "cut": "was not read",
         "elsewhere": "'../_0.distcp', which is no file of the directory",
     }
@@ -367,6 +369,13 @@ def test_plain_torch_runs_nothing_and_damage_is_one_line(
     assert messages[what] in shown
     assert len(shown.splitlines()) < 12
     assert not (tmp_path / "x.pt").exists()
+
+
+def test_a_pt_that_torch_would_refuse_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "run", {"x": torch.ones(2), "names": frozenset("ab")})
+    assert cli.main(["convert", str(tmp_path / "run"), str(tmp_path / "x.pt")]) == 2
+    assert "torch.load(weights_only=True) would refuse it" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.pt*"))
 
 
 def test_what_has_no_index_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -377,6 +386,13 @@ def test_what_has_no_index_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     (older / "manifest.json").write_text(manifest.dumps())
     assert cli.main(["convert", str(tmp_path / "run"), str(tmp_path / "x.pt")]) == 2
     assert "has no index.json" in capsys.readouterr().err
+
+
+class MakesMesh:
+    """Becomes a device mesh, which initializes the process group."""
+
+    def __reduce__(self) -> Any:
+        return DeviceMesh, ("cpu", [0])
 
 
 class Fires:

@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import os
+import socket
 import threading
 import time
 import uuid
@@ -180,8 +181,11 @@ def _read(objects: ObjectStore, url: str) -> _Note | None:
 
 def _machine() -> str:
     """Return what is the same for processes that see the same process ids, and for no others."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # a container may hide them
+        return socket.gethostname()
 
 
 def _lives(pid: int) -> bool:

@@ -108,9 +108,11 @@ class LocalStore(CheckpointStore):
         """See :class:`.CheckpointStore`. What was set aside goes back, or is deleted if what has its name is good."""
         for found in filter(None, map(_ASIDE.fullmatch, os.listdir(self.root))):
             aside, final = Path(self.root) / found[0], Path(self.root) / found["name"]
-            if not os.path.lexists(final):
+            there = _condition(final)
+            if not os.path.lexists(final) or (there.damages and there.certain and not _condition(aside).damages):
+                self.discard(str(final))
                 aside.rename(final)
-            elif not _condition(final).damages:
+            elif not there.damages:
                 self.discard(str(aside))
         self._new_latest.unlink(missing_ok=True)
         super().sweep()

@@ -55,4 +55,7 @@ def path_or_url(path: str) -> Path | str:
 def _plain(path: str | os.PathLike[str]) -> Path:
     if isinstance(path, str) and path.startswith(_LOCAL) and not path.startswith(f"{_LOCAL}/"):
         raise ConfigError(f"{path} names another machine; a directory of this one has three slashes: file:///runs.")
-    return Path(os.path.expanduser(os.fspath(path).removeprefix(_LOCAL)))
+    expanded = os.path.expanduser(os.fspath(path).removeprefix(_LOCAL))
+    if expanded.startswith("~"):
+        raise ConfigError(f"{path} begins with the home of a user who is not known here; ./{path} is a name.")
+    return Path(expanded)

@@ -80,8 +80,11 @@ def test_an_unfinished_save_is_listed_and_deleted(root: Path) -> None:
     assert (nowhere.checkpoints(), nowhere.leftovers(), nowhere.latest()) == (([], {}), [], None)
 
 
-@pytest.mark.parametrize(("taken", "left", "kept"), [("gone", 1, False), ("good", 2, False), ("damaged", None, True)])
-def test_what_was_set_aside_goes_only_if_its_successor_is_good(
+@pytest.mark.parametrize(
+    ("taken", "left", "kept"),
+    [("gone", 1, False), ("good", 2, False), ("damaged", 1, False), ("damaged both", None, True)],
+)
+def test_of_a_checkpoint_and_its_successor_the_good_one_is_kept(
     root: Path, taken: str, left: int | None, kept: bool
 ) -> None:
     old, new = root / ".step-00000003.ab12.old", root / "step-00000003"
@@ -91,8 +94,8 @@ def test_what_was_set_aside_goes_only_if_its_successor_is_good(
         (path / "manifest.json").write_text(dataclasses.replace(manifest, step=3).dumps())
     if taken == "gone":
         shutil.rmtree(new)
-    elif taken == "damaged":
-        (new / "__0_0.distcp").write_bytes(b"")
+    for each in {"damaged": [new], "damaged both": [old, new]}.get(taken, []):
+        (each / "__0_0.distcp").write_bytes(b"")
     LocalStore(root).sweep()
     found = LocalStore(root).condition(str(new)).checkpoint
     assert (found and found.manifest.serial, old.exists()) == (left, kept)
