@@ -171,7 +171,7 @@ class RankGroup:
                 raise failure
         if errors:
             texts = [f"rank {rank}: {reason(error)}" for rank, error in errors.items()]
-            more = [f"and {len(texts) - _SHOWN} more ranks"] if len(texts) > _SHOWN else []
+            more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
             cause = next(iter(errors.values())) if failure is None else failure
             raise CheckpointError(f"{failing}: {'; '.join(texts[:_SHOWN] + more)}") from cause
         return cast("U", answered)

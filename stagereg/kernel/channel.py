@@ -119,8 +119,7 @@ class ControlChannel:
         size: how many there are.
         polled: whether its callers wait in turns of their own; then its collectives have no time limit.
         thread: of the channel alone, for jobs that wait on it.
-        backend: a gloo backend that torch's registry does not have, so ``destroy_process_group`` leaves it alone;
-            ``None`` for a single rank.
+        backend: a gloo backend of its own, which ``destroy_process_group`` leaves alone; ``None`` for a single rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, key: str, waiting: Waiting | None) -> None:
