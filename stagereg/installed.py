@@ -1,8 +1,7 @@
 """What is installed, read from metadata: the plugins that packages announce, and the stagereg that they require.
 
 Nothing is imported. Each distribution is read by itself, so one with broken metadata hides no other; it is reported
-instead. Of two distributions with one name the first on ``sys.path`` counts, as it does for an import. What an
-announcement means is left to the registry.
+instead. Of two distributions with one name the first on ``sys.path`` counts, as it does for an import.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ because a module that has run decorated it with :func:`register`. The functions 
 Promises: listing imports nothing. A component is checked against the protocol of its kind when it is registered or
 first loaded, so its author sees the mistake, not its user. A package that cannot be imported, or requires another
 stagereg, fails only when its component is chosen. A name never silently changes its meaning: where several packages
-announce one name, each component goes by ``name@distribution``, and the bare name is an error. Left to others: reading
-metadata (``installed``), the shape of each kind (``spec``), options and their types (``config``).
+announce one name, each component goes by ``name@distribution``, and the bare name is an error.
 """
 
 from __future__ import annotations
@@ -68,8 +67,7 @@ class Entry:
     """One registered component; making one imports nothing.
 
     Attributes:
-        kind: ``"stager"``, ``"storage"``, ``"join_hook"``, ``"joinable"``, or the project's own ``"join"`` or
-            ``"checkpoint"``.
+        kind: ``"stager"``, ``"storage"``, ``"join_hook"``, ``"joinable"``, ``"join"`` or ``"checkpoint"``.
         name: what a user writes: the name, or ``name@distribution`` where several packages announce that name.
         target: where the class or factory is, ``"package.module:Name"``.
         distribution: the installed package that announces it; empty when only a decorator did.
