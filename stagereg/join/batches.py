@@ -33,9 +33,7 @@ _ADVICE = (
     "Supply one: join.iterate(loader, example=...), where example is a batch as the loader would give, or an already "
     "empty one."
 )
-_CONSTANTS = (
-    type(None), str, bytes, numbers.Number, enum.Enum, torch.Size, torch.device, torch.dtype
-)  # fmt: skip
+_CONSTANTS = (type(None), str, bytes, numbers.Number, enum.Enum, torch.Size, torch.device, torch.dtype)
 _DEPTH, _WIDTH = 4, 8
 """How deep, and at how many parts of a container, the samples of a batch are looked for."""
 

@@ -6,26 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 __all__ = ["App"]
 
-# Many command lines of the app in one process: most of the time goes into importing Hydra.
-MANY = """
-import contextlib, io, json, os, runpy, sys
-ended = []
-for line in json.load(sys.stdin):
-    sys.argv, os.environ["COMP_LINE"] = ["app.py", *line["arguments"]], line["completed"]
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            runpy.run_path("app.py", run_name="__main__")
-        except SystemExit as left:
-            code = left.code
-    ended.append([sys.argv, code or 0, out.getvalue(), err.getvalue()])
-json.dump(ended, sys.stdout)
-"""
+MANY_CALLS = str(Path(__file__).parents[1] / "support" / "many_calls.py")
 
 
 class App:
@@ -60,10 +47,10 @@ class App:
 
     def run_each(self, *lines: tuple[str, ...]) -> list[subprocess.CompletedProcess[str]]:
         """Run each command line, one after the other in one process."""
-        return self._run_each([{"arguments": line, "completed": ""} for line in lines])
+        return self._run_each([("app.py", line) for line in lines])
 
-    def _run_each(self, lines: list[dict[str, Any]]) -> list[subprocess.CompletedProcess[str]]:
-        done = self.run("-c", MANY, given=json.dumps(lines))
+    def _run_each(self, lines: Sequence[tuple[Any, ...]]) -> list[subprocess.CompletedProcess[str]]:
+        done = self.run(MANY_CALLS, given=json.dumps(lines))
         assert done.returncode == 0, done.stderr
         return [subprocess.CompletedProcess(*ended) for ended in json.loads(done.stdout)]
 
@@ -91,6 +78,6 @@ class App:
 
     def completes_each(self, *lines: str) -> list[list[str]]:
         ask = ("-sc", "query=bash")
-        done = self._run_each([{"arguments": ask, "completed": f"python app.py {line}"} for line in lines])
+        done = self._run_each([("app.py", ask, f"python app.py {line}") for line in lines])
         assert [each.returncode for each in done] == [0] * len(lines), done
         return [each.stdout.split() for each in done]

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -101,22 +102,17 @@ class WriteReturnValue(Callback):
 """
 
 
-# Runs the script again and again in one process, as a notebook would, since a process that imports torch costs seconds.
 CALLS = """
-import contextlib, io, json, os, runpy, sys
+import json, os, sys
+from many_calls import call
 
+sys.path[0] = ""
 with open("lines.json") as file:
     lines = json.load(file)
 ended = {}
 for name, line in lines.items():
-    sys.argv = ["train.py", *line]
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            runpy.run_path("train.py", run_name="__main__")
-        except SystemExit as left:
-            code = left.code
-    ended[name] = {"returncode": code, "stdout": out.getvalue(), "stderr": err.getvalue(), "pid": os.getpid()}
+    _, code, out, err = call("train.py", line)
+    ended[name] = {"returncode": code, "stdout": out, "stderr": err, "pid": os.getpid()}
 
 from omegaconf import OmegaConf
 from train import train
@@ -156,7 +152,7 @@ def called(tmp_path_factory):
     own = {name: [f"answers={folder}", f"hydra.run.dir=runs/{folder.name}"] for name, folder in answers.items()}
     (app.folder / "lines.json").write_text(json.dumps({name: line + own[name] for name, line in LINES.items()}))
     (app.folder / "calls.py").write_text(CALLS)
-    ended = run([sys.executable, "calls.py"], app.folder)
+    ended = run([sys.executable, "calls.py"], app.folder, PYTHONPATH=str(Path(__file__).parents[1] / "support"))
     assert ended.returncode == 0, ended.stderr
     results = json.loads((app.folder / "ended.json").read_text())
     for name, folder in answers.items():

@@ -131,7 +131,8 @@ def test_the_lease_of_a_dead_run_is_taken_over(store: Store, left: bytes) -> Non
 
 def test_a_clock_that_is_ahead_does_not_keep_a_dead_runs_lease(store: Store) -> None:
     store.lay(note(renewed=time.time() + 9999))
-    store.lease(seconds=0.05).release()
+    with store.lease(seconds=0.05):
+        assert store.content()["owner"]["pid"] == os.getpid()
 
 
 def test_of_two_that_take_over_at_once_the_second_holds_it(store: Store) -> None:
