@@ -52,7 +52,6 @@ REQUIRED = {
 
 OPTIONAL = {
     "stager": [
-        "def reserve_padding(self, before: int, after: int) -> None",
         "def expect_release(self) -> None",
         "def release(self, staged) -> None",
         "def watch(self, optimizer) -> None",
@@ -72,7 +71,6 @@ OPTIONAL = {
     "storage": [
         "@property\n    def marks(self) -> Mapping[str, FileMark]",
         "@property\n    def wraps(self) -> Storage",
-        "padding: tuple[int, int] = (0, 0)",
         "remote: bool = False",
     ],
 }

@@ -33,7 +33,7 @@ from torch.futures import Future
 import stagereg.checkpoint.failpoints as failpoints
 import stagereg.registry as registry
 from stagereg.checkpoint.manifest import FileMark
-from stagereg.checkpoint.storage.protocol import Storage, UsesPadding, WritesUrls
+from stagereg.checkpoint.storage.protocol import Storage, WritesUrls
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import ConfigError, nearest
 
@@ -100,8 +100,6 @@ class FaultyStorage(Storage):
         self._folder: str = ""
         self._rank = 0
         self._count = 0
-        if isinstance(inner, UsesPadding):
-            self.padding = inner.padding
         if isinstance(inner, WritesUrls):
             self.remote = inner.remote
 

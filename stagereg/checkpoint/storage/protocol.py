@@ -2,7 +2,7 @@
 
 The signatures are those of ``torch.distributed.checkpoint.StorageWriter`` (torch 2.13). So a storage works as
 ``torch.distributed.checkpoint.save(storage_writer=...)``, and a writer made for torch is a storage here once it has
-:meth:`Storage.reader`. The optional members are :class:`MarksFiles`, :class:`UsesPadding`, :class:`WritesUrls` and
+:meth:`Storage.reader`. The optional members are :class:`MarksFiles`, :class:`WritesUrls` and
 :class:`WrapsStorage`.
 """
 
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 
 from stagereg.checkpoint.manifest import FileMark
 
-__all__ = ["ArchiveResult", "MarksFiles", "Storage", "TensorResult", "UsesPadding", "WrapsStorage", "WritesUrls"]
+__all__ = ["ArchiveResult", "MarksFiles", "Storage", "TensorResult", "WrapsStorage", "WritesUrls"]
 
 
 class Storage(StorageWriter):
@@ -87,18 +87,6 @@ class MarksFiles(Protocol):
         By name inside the directory, from the bytes as they were written. The checkpointer reads every other file once
         more to mark it.
         """
-
-
-@runtime_checkable
-class UsesPadding(Protocol):
-    """A storage that can write the image of a file in place, around tensors of the copy.
-
-    Attributes:
-        padding: bytes that it writes before and after each tensor. A stager that is a
-            :class:`~stagereg.stagers.async_stager.ReservesPadding` leaves as many free.
-    """
-
-    padding: tuple[int, int]
 
 
 @runtime_checkable

@@ -27,7 +27,7 @@ import stagereg.checkpoint.store.local_store as local
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.lookup import name_of
-from stagereg.checkpoint.storage.protocol import MarksFiles, UsesPadding, WrapsStorage, WritesUrls
+from stagereg.checkpoint.storage.protocol import MarksFiles, WrapsStorage, WritesUrls
 from stagereg.checkpoint.store.local_store import LocalStore, mark_file
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.testing import run_ranks
@@ -253,8 +253,8 @@ def test_a_storage_and_one_around_it_declare_the_same_members(storage: str) -> N
     for each in (inner, around):
         assert isinstance(each, MarksFiles)
         assert isinstance(each, WritesUrls)
-        assert isinstance(each, UsesPadding) == each.remote == (storage == "dcp")
-    assert not isinstance(FileSystemWriter("x"), (MarksFiles, UsesPadding, WrapsStorage, WritesUrls))
+        assert each.remote == (storage == "dcp")
+    assert not isinstance(FileSystemWriter("x"), (MarksFiles, WrapsStorage, WritesUrls))
 
 
 def test_a_storage_without_marks_has_its_files_read(tmp_path: Path) -> None:
