@@ -94,7 +94,7 @@ def test_every_optional_member_is_declared_in_a_protocol() -> None:
         "stager": (stager.ReleasesCopies, stager.SharesMemory, stager.WatchesOptimizers),
         "join_hook": (stagereg.JoinHook,),
         "joinable": (stagereg.Joinable,),
-        "storage": (storage.MarksFiles, storage.WritesUrls, storage.WrapsStorage),
+        "storage": (storage.Storage,),
     }
     for kind, protocols in declared.items():
         names = {name for each in protocols for name in {**vars(each), **inspect.get_annotations(each)}}
