@@ -325,9 +325,7 @@ def test_names_and_types_in_a_file_cannot_control_the_terminal(
     assert r"'\x1b[2Jx'" in shown.out
 
 
-def test_a_directory_of_plain_torch_is_refused_and_not_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_of_plain_torch_is_refused_and_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = tmp_path / "plain"
     dcp.save({"x": torch.ones(9)}, checkpoint_id=plain, no_dist=True)
     (plain / ".metadata").write_bytes(pickle.dumps(Fires()))
