@@ -22,10 +22,8 @@ import stagereg.bench.ceiling as ceiling
 from stagereg.bench.measure import Case
 from stagereg.bench.states import State
 from stagereg.checkpoint.state_planner import StatePlanner
-from stagereg.checkpoint.storage.protocol import UsesPadding
 from stagereg.errors import CheckpointError
 from stagereg.registry import build, names
-from stagereg.stagers.async_stager import AsyncStager, ReservesPadding
 
 __all__ = ["cases", "durable"]
 
@@ -59,7 +57,6 @@ def cases(state: State, folder: Path, note: Callable[[str], None]) -> list[Case]
 
     makes: dict[str, Callable[[], _Save]] = {name: registered(name) for name in names("storage") if name != _ALIAS}
     makes |= {
-        "dcp:padding": lambda: _with_padding(state),
         "torch:dcp": lambda: torchs(1),
         "torch:dcp_2": lambda: torchs(2),
         "torch:save": lambda: lambda path: torch.save(copy(), path / "state.pt"),
@@ -90,15 +87,3 @@ def durable(row: str, make: Callable[[], _Save], nbytes: int, folder: Path) -> C
 
 def _writer(storage: Any, copy: dict[str, Any]) -> _Save:
     return lambda path: save(copy, checkpoint_id=path, storage_writer=storage, planner=StatePlanner(), no_dist=True)
-
-
-def _with_padding(state: State) -> _Save:
-    """``dcp`` at its best: over a copy with the padding that it writes in."""
-    storage = build("storage", "dcp")
-    stager: AsyncStager = build("stager", "pinned_cached")
-    assert isinstance(storage, UsesPadding)
-    assert isinstance(stager, ReservesPadding)
-    stager.reserve_padding(*storage.padding)
-    copy: Any = stager.stage(state.tree)
-    stager.close()  # the copy outlives it
-    return _writer(storage, copy)
