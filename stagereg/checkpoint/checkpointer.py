@@ -33,14 +33,14 @@ from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.schedule import Automatic, Schedule
 from stagereg.checkpoint.storage.lookup import expect_fit
-from stagereg.checkpoint.storage.protocol import Storage, UsesPadding
+from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_parent_store, open_store, path_or_url
 from stagereg.checkpoint.store.retry import answered, within
 from stagereg.checkpoint.writer_process import WriterProcess
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.registry import register
-from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesPadding, SharesMemory
+from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, SharesMemory
 
 __all__ = ["CheckpointStats", "Checkpointer"]
 
@@ -139,8 +139,6 @@ class Checkpointer:
         self.timeout, self.grace = timeout, grace
         self._stager: AsyncStager = options.component("stager", stager, "pinned_cached")
         self._storage: Storage = options.component("storage", storage, "dcp")
-        if isinstance(self._storage, UsesPadding) and isinstance(self._stager, ReservesPadding):
-            self._stager.reserve_padding(*self._storage.padding)
         if isinstance(self._stager, ReleasesCopies):
             self._stager.expect_release()
         self._ranks = RankGroup(process_group, timeout)

@@ -54,7 +54,7 @@ from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.schedule import Schedule
 from stagereg.checkpoint.state_planner import StatePlanner
 from stagereg.checkpoint.storage.lookup import name_of
-from stagereg.checkpoint.storage.protocol import MarksFiles, Storage
+from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.retry import within
 from stagereg.checkpoint.writer_process import WriterProcess, write_data
@@ -247,7 +247,7 @@ def _marks(to: SaveTarget, path: str) -> dict[str, FileMark]:
     A file that the storage has not marked is flushed and read, by the rank that torch has named it after. What is left,
     such as metadata, is rank 0's.
     """
-    known: Mapping[str, FileMark] = to.storage.marks if isinstance(to.storage, MarksFiles) else {}
+    known: Mapping[str, FileMark] = to.storage.marks if isinstance(to.storage, Storage) else {}
     there = to.store.files(path)
     lost = sorted(known.keys() - there)
     if lost:

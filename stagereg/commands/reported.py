@@ -20,18 +20,16 @@ import stagereg.sweep.render as render
 import stagereg.sweep.render.page as page
 import stagereg.sweep.render.plots as plots
 import stagereg.sweep.render.tables as tables
-import stagereg.sweep.tensorboard as tensorboard
 from stagereg.errors import ConfigError
 from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import compare
-from stagereg.sweep.curves import curves_figure
 from stagereg.sweep.figures import figures, saved
 from stagereg.sweep.metric import counted, in_order, labelled, metric, quantity, shown, usual
 from stagereg.sweep.render.page import Picture
 from stagereg.sweep.render.tables import Table, Value
 from stagereg.sweep.result import JobResult, results
-from stagereg.sweep.run import NewerError, RankRecord, Run
-from stagereg.sweep.timeline import check_window, timeline_figure
+from stagereg.sweep.run import RankRecord, Run
+from stagereg.sweep.timeline import timeline_figure
 from stagereg.sweep.trace import trace_text
 
 __all__ = ["RunReport", "SweepReport"]
@@ -53,10 +51,6 @@ class SweepReport:
         jobs = results(directory)
         own, its_direction = _ranking(jobs)
         self._comparison = compare(jobs, metric or own, direction or (None if metric else its_direction))
-
-    def write_scalars(self, logdir: Path) -> None:
-        """Write what TensorBoard shows."""
-        tensorboard.write_sweep(self._comparison, logdir)
 
     def write(self, target: Path) -> list[Path]:
         """Write its files and return their paths. Raises: ``OSError``."""
@@ -92,33 +86,19 @@ def _ranking(jobs: Sequence[JobResult]) -> tuple[str, str | None]:
 
 
 class RunReport:
-    """The report on one run, also on one that recorded nothing but its result.
+    """The report on one run, also on one that recorded nothing but its result, or whose records cannot be read."""
 
-    Raises:
-        ConfigError: the records are of a newer stagereg, or have nothing in the window.
-    """
-
-    def __init__(self, directory: Path, window: tuple[float, float] | None) -> None:
-        self._job, self._window = JobResult.of_directory(directory), window
+    def __init__(self, directory: Path) -> None:
+        self._job = JobResult.of_directory(directory)
         self._run: Run | None = None
         self._why, self._figures, environment = "", self._job.figures, {}
         try:
             self._run = run = Run.read(directory)
             self._figures, environment = figures(run, self._job.returned), run.environment
-        except NewerError:
-            raise
         except ConfigError as error:
             self._why = str(error)
-        if window is not None and self._run is not None:
-            check_window(self._run, window)
         self._environment = environment | self._job.environment
         self._warnings = list(_warnings(self._job, self._run))
-
-    def write_scalars(self, logdir: Path) -> None:
-        """Write what TensorBoard shows. Raises: ``ConfigError`` if nothing was recorded."""
-        if self._run is None:
-            raise ConfigError(f"--tensorboard: there is nothing to write. {self._why}")
-        tensorboard.write_run(self._run, logdir)
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON has it."""
@@ -160,7 +140,7 @@ class RunReport:
         if run is None:
             return []
         target.mkdir(parents=True, exist_ok=True)
-        documents, pictures = _pictures(run, self._window)
+        documents, pictures = _pictures(run)
         text = page.run_page(
             run,
             self._figures,
@@ -252,18 +232,15 @@ def _rank(rank: RankRecord) -> tuple[str | float | int | None, ...]:
     )
 
 
-def _pictures(recorded: Run, window: tuple[float, float] | None) -> tuple[dict[str, bytes], list[Picture]]:
+def _pictures(recorded: Run) -> tuple[dict[str, bytes], list[Picture]]:
     """The files of the timeline by name, and the pictures of the page."""
     documents: dict[str, bytes] = {}
     pictures = []
     try:
         if any(rank.steps or rank.stalls for rank in recorded.ranks):
-            timeline = timeline_figure(recorded, window)
+            timeline = timeline_figure(recorded)
             documents = {f"timeline.{kind}": plots.document(timeline, kind) for kind in ("svg", "png")}
             pictures.append(Picture("Timeline", documents["timeline.svg"].decode(), caption=_CAPTION))
-        if (curves := curves_figure(recorded)) is not None:
-            logged = plots.document(curves, "svg").decode()
-            pictures.append(Picture("Logged", logged, caption="What was logged with stagereg.log."))
     except ImportError:
         print("no picture: pip install 'hydra-stagereg[report]'", file=sys.stderr)
     return documents, pictures

@@ -8,13 +8,10 @@ reported, not a failure of the report.
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import shlex
 from pathlib import Path
 
 import stagereg.output as output
-import stagereg.sweep.tensorboard as tensorboard
 from stagereg.errors import ConfigError
 from stagereg.sweep.result import kind_of
 
@@ -28,63 +25,33 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("directory", help="of a run (hydra.run.dir) or of a sweep (hydra.sweep.dir)")
     parser.add_argument("--metric", default="", help="what a sweep is ranked by; what it was run with if not given")
     parser.add_argument("--direction", choices=("minimize", "maximize"), help="which way is better, if not the usual")
-    parser.add_argument("--window", default="", metavar="A:B", help="of a run's timeline, seconds since its start")
     parser.add_argument("--output", default="", metavar="DIR", help="where the files go; next to the run if not given")
-    parser.add_argument("--tensorboard", default="", metavar="DIR", help="write scalars and HParams for TensorBoard")
 
 
 def run(asked: argparse.Namespace) -> int:
     """Print the report and write its files. Returns 0, also where what is reported on has failed.
 
     Raises:
-        ConfigError: the directory is neither a run nor a sweep, an option is not for what it is or has no meaning, a
-            package is missing, or a file could not be written.
+        ConfigError: the directory is neither a run nor a sweep, an option is not for what it is, or a file could not
+            be written.
     """
     from stagereg.commands.reported import RunReport, SweepReport
 
-    directory, window = Path(asked.directory), _window(asked.window)
+    directory = Path(asked.directory)
     is_sweep = kind_of(directory) == "sweep"
-    if is_sweep and window is not None:
-        raise ConfigError(f"--window is for the timeline of a run, and {directory} is a sweep: name a job of it.")
     if not is_sweep and (asked.metric or asked.direction):
         raise ConfigError(f"--metric and --direction rank the jobs of a sweep, and {directory} is a single run.")
-    if asked.tensorboard:
-        tensorboard.check()
-    report = SweepReport(directory, asked.metric, asked.direction) if is_sweep else RunReport(directory, window)
-    if asked.tensorboard:
-        report.write_scalars(Path(asked.tensorboard))
+    report = SweepReport(directory, asked.metric, asked.direction) if is_sweep else RunReport(directory)
     if not asked.json:
         report.show()
-    target, files, trouble = Path(asked.output or directory), [], None
+    target = Path(asked.output or directory)
     try:
         files = report.write(target) if asked.output or not asked.json else []
     except OSError as error:
         why = error.strerror or error
-        trouble = ConfigError(f"Cannot write in {target}: {why}. `--output DIR` names another directory.")
+        raise ConfigError(f"Cannot write in {target}: {why}. `--output DIR` names another directory.") from error
     if asked.json:
         output.as_json({**report.plain(), "files": files})
-    if trouble:
-        raise trouble
-    if asked.json:
-        return 0
-    if files:
+    elif files:
         output.echo(f"\nWritten to {os.path.relpath(target)}: {', '.join(path.name for path in files)}")
-    if asked.tensorboard:
-        output.echo(f"For TensorBoard: tensorboard --logdir {shlex.quote(asked.tensorboard)}")
     return 0
-
-
-def _window(text: str) -> tuple[float, float] | None:
-    """``10:20`` as a pair of seconds; a side that is left open is the run's own."""
-    if not text:
-        return None
-    start, colon, end = text.partition(":")
-    try:
-        window = (float(start or 0.0), float(end or math.inf))
-    except ValueError:
-        window = (math.nan, math.nan)
-    if not colon or not 0 <= window[0] < window[1]:
-        raise ConfigError(
-            f"--window takes seconds since the start of the run, as in 10:20 or 10: or :20, not {text!r}."
-        )
-    return window

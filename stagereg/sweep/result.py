@@ -7,13 +7,11 @@ one that was probably meant. Reading never changes anything.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import re
 import shlex
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any, Literal
 from stagereg.errors import ConfigError, nearest
 from stagereg.record import file_name
 from stagereg.sweep.figures import figures, number
-from stagereg.sweep.run import NewerError, Run
+from stagereg.sweep.run import Run
 
 __all__ = ["CONFIG", "FORMAT", "RESULT", "JobResult", "kind_of", "results", "split"]
 
@@ -35,12 +33,9 @@ _SWEEP = "multirun.yaml"
 """What Hydra's sweepers leave in the directory of a sweep."""
 _MARKS = (file_name(0), RESULT, str(_OVERRIDES))
 """What makes a folder a job's."""
-_STATUSES = ("completed", "failed", "unfinished")
 _INTERRUPTED = ("KeyboardInterrupt", "sys.exit(130)", "sys.exit(138)", "sys.exit(143)")
 """Errors by which a rank ends that are not its job's fault."""
 _MARK = re.compile(r"\+{0,2}sweep\.(repeat|again)=(.*)")
-_SEARCHED, _NAMED = 5000, 5
-"""How many folders runs are looked for in, and how many of them are named in a message."""
 
 
 @dataclass(frozen=True)
@@ -98,37 +93,24 @@ class JobResult:
 
     @classmethod
     def read(cls, directory: Path | str) -> JobResult:
-        """Read the ``result.json`` in a directory; fields of a wrong type have their defaults.
+        """Read the ``result.json`` in a directory.
 
         Raises:
-            ConfigError: it is not there, not of the project, damaged, or of a newer version.
+            ConfigError: it is not there, damaged, or of another version of the project.
         """
         path = Path(directory, RESULT)
         try:
             content = json.loads(path.read_bytes(), parse_constant=lambda name: None)
+            if content.pop("format") != FORMAT:
+                raise ValueError(f"its format is not {FORMAT}")
+            known = content["figures"].items()
+            content["figures"] = {name: value for name, value in known if value is not None}  # null was NaN
+            content["overrides"] = tuple(content["overrides"])
+            return cls(path.parent, **content)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} is damaged: {error}.") from error
-        version = content.get("format") if isinstance(content, dict) else None
-        if isinstance(version, int) and version > FORMAT:
-            raise NewerError(
-                f"{path} was written by a newer stagereg (format {version}; this one reads formats up to {FORMAT}). "
-                "Update stagereg to read it."
-            )
-        if not isinstance(version, int) or content.get("status") not in _STATUSES:
-            raise ConfigError(f"{path} is no result of a job: stagereg has not written it.")
-        content["error"] = _of(str, content.get("error")) or None
-        content["overrides"] = tuple(map(str, _of(list, content.get("overrides"))))
-        content["versions"] = {name: str(value) for name, value in _of(dict, content.get("versions")).items()}
-        known = _of(dict, content.get("figures"))
-        content["figures"] = {name: value for name, value in known.items() if number(value) is not None}
-        fields = vars(cls(path.parent))
-        for name, default in fields.items():
-            value = number(content.get(name)) if isinstance(default, float) else content.get(name)
-            if default is None or type(value) is type(default):
-                fields[name] = value
-        return cls(**fields)
+        except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} is damaged, or of another version of stagereg: {error}.") from error
 
     @classmethod
     def of_directory(cls, directory: Path | str) -> JobResult:
@@ -138,13 +120,11 @@ class JobResult:
         unfinished. It is unfinished, too, where its result cannot be read; its error then has the reason.
 
         Raises:
-            ConfigError: a newer version of the project wrote there, or no job did.
+            ConfigError: no job ran there.
         """
         directory = Path(directory)
         try:
             return cls.read(directory)
-        except NewerError:
-            raise
         except ConfigError as error:
             trouble = str(error) if (directory / RESULT).exists() else ""
         if not trouble and not _is_job(directory):
@@ -165,10 +145,10 @@ def results(sweep_dir: Path | str) -> list[JobResult]:
     A job is a folder with ``result.json``, ``.hydra/overrides.yaml`` or ``metrics.jsonl``.
 
     Raises:
-        ConfigError: the directory holds no job, or a newer version of the project wrote there.
+        ConfigError: the directory holds no job.
     """
     root = Path(sweep_dir)
-    found, _ = _folders(root, lambda path: _is_job(path) or (path != root and (path / _SWEEP).is_file()))
+    found = _folders(root, lambda path: _is_job(path) or (path != root and (path / _SWEEP).is_file()))
     jobs = [JobResult.of_directory(path) for path in found if _is_job(path)]
     if not jobs:
         raise ConfigError(_nothing_in(root))
@@ -193,15 +173,13 @@ def kind_of(directory: Path) -> Literal["run", "sweep"]:
     within = next((one for one in whole.parents if _is_job(one) or _is_sweep(one)), None)
     if within is not None:
         raise ConfigError(f"{directory} is a part of a run or a sweep. Name that:\n{_command(within)}")
-    below, more = _folders(directory, lambda path: _is_job(path) or _is_sweep(path), _SEARCHED)
-    limit = f" Only the {_SEARCHED:,} nearest folders were looked at." if more else ""
+    below = _folders(directory, lambda path: _is_job(path) or _is_sweep(path))
     if below:
-        newest = sorted(below, key=lambda one: one.stat().st_mtime, reverse=True)[:_NAMED]
-        commands = "\n".join(map(_command, newest))
+        newest = max(below, key=lambda one: one.stat().st_mtime)
         raise ConfigError(
-            f"{directory} is no run and no sweep, but has {len(below)} below.{limit} The newest:\n{commands}"
+            f"{directory} is no run and no sweep, but has {len(below)} below. The newest:\n{_command(newest)}"
         )
-    raise ConfigError(_nothing_in(directory) + limit)
+    raise ConfigError(_nothing_in(directory))
 
 
 def split(overrides: Sequence[str]) -> tuple[tuple[str, ...], int, bool]:
@@ -216,22 +194,15 @@ def split(overrides: Sequence[str]) -> tuple[tuple[str, ...], int, bool]:
 # -- folders
 
 
-def _folders(root: Path, wanted: Callable[[Path], bool], most: float = math.inf) -> tuple[list[Path], bool]:
-    """The wanted ones of the ``most`` nearest folders at and below one, and whether there are more folders.
-
-    None below wanted ones, and no hidden ones.
-    """
+def _folders(root: Path, wanted: Callable[[Path], bool]) -> list[Path]:
+    """The wanted folders at and below one; none below wanted ones, and no hidden ones."""
     found: list[Path] = []
-    waiting, seen = deque([root]), 0
-    while waiting and seen < most:
-        folder, seen = waiting.popleft(), seen + 1
-        if wanted(folder):
-            found.append(folder)
-            continue
-        with contextlib.suppress(OSError), os.scandir(folder) as there:
-            below = [one.name for one in there if one.is_dir(follow_symlinks=False) and not one.name.startswith(".")]
-            waiting.extend(folder / name for name in sorted(below))
-    return found, bool(waiting)
+    for folder, below, _ in os.walk(root):
+        below[:] = [name for name in below if not name.startswith(".")]
+        if wanted(Path(folder)):
+            found.append(Path(folder))
+            below.clear()
+    return found
 
 
 def _is_job(path: Path) -> bool:
@@ -267,10 +238,8 @@ def _without_result(directory: Path, trouble: str) -> JobResult:
     known: dict[str, Any] = {"overrides": overrides, "job": job, "repeat": repeat, "again": again}
     try:
         run = Run.read(directory)
-    except NewerError:
-        raise
-    except ConfigError:
-        return JobResult(directory, "unfinished", trouble or "killed, or still running: nothing recorded yet", **known)
+    except ConfigError as error:
+        return JobResult(directory, "unfinished", trouble or f"killed, or still running: {error}", **known)
     interrupted = any(sign in run.error for sign in _INTERRUPTED)
     status = "unfinished" if trouble or interrupted else run.status
     ending = run.error or (None if status == "completed" else "killed half-way, or still running")

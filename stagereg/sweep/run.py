@@ -22,14 +22,10 @@ from typing import Any, NamedTuple
 from stagereg.errors import ConfigError
 from stagereg.record import FILES, FORMAT
 
-__all__ = ["Fallback", "NewerError", "RankRecord", "Run", "Span"]
+__all__ = ["Fallback", "RankRecord", "Run", "Span"]
 
 _NAME = re.compile(r"metrics(?:\.rank(\d+))?\.jsonl")
 _decoded = json.JSONDecoder(parse_constant=lambda name: None).decode
-
-
-class NewerError(ConfigError):
-    """What is to be read was written by a newer version of the project, and might be misread."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +137,7 @@ class Run:
         """Read the files of a run, which may still be growing.
 
         Raises:
-            ConfigError: there are none, or nothing in them is of a run.
-            NewerError: a newer version of the project wrote them.
+            ConfigError: there are none, nothing in them is of a run, or a newer version of the project wrote them.
         """
         directory = Path(directory)
         found = {int(named[1] or 0): path for path in directory.glob(FILES) if (named := _NAME.fullmatch(path.name))}
@@ -268,7 +263,7 @@ def _rank_record(rank: int, path: Path) -> RankRecord | None:
 def _check_format(event: Mapping[str, Any], path: Path) -> None:
     wanted = event.get("format", FORMAT)
     if isinstance(wanted, int) and wanted > FORMAT:
-        raise NewerError(
+        raise ConfigError(
             f"{path} was written by a newer stagereg ({event.get('stagereg', 'unknown')}, format {wanted}); this one "
             f"reads formats up to {FORMAT}. Update stagereg to read it."
         )

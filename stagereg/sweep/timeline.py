@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from math import inf, isinf
+from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["check_window", "timeline_figure", "usual_window"]
+__all__ = ["timeline_figure", "usual_window"]
 
 Window = tuple[float, float]
 """A stretch of time, seconds since the start of the run."""
@@ -39,8 +39,6 @@ _MOST_STEPS = 120
 """Steps that a picture can show one by one; a longer run is shown by a window."""
 _BEFORE = 3
 """Steps before the first checkpoint in the window of a long run."""
-_MERGED_FROM = 600
-"""Steps of a rank in one picture from which on they are drawn as one stretch, below the stalls."""
 _MOST_RANKS = 12
 _LABEL = 0.055
 """The space that a label needs, as a part of the axis."""
@@ -48,21 +46,16 @@ _MARGIN = 0.01
 """What is left free before the first thing of a run and after the last one, as a part of the axis."""
 
 
-def timeline_figure(run: Run, window: Window | None = None) -> Figure:
-    """Draw the timeline of ``run``.
-
-    Args:
-        run: its records; ranks that recorded no step are drawn as far as they are known.
-        window: the stretch to show, seconds since the start of the run, where infinity is its end. By default
-            :func:`usual_window`.
+def timeline_figure(run: Run) -> Figure:
+    """Draw the :func:`usual_window` of ``run``; ranks that recorded no step are drawn as far as they are known.
 
     Raises:
-        ConfigError: there is nothing of the run in that window, or nothing at all.
+        ConfigError: there is nothing of the run to draw.
         ModuleNotFoundError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 
-    start, end = usual_window(run) if window is None else check_window(run, window)
+    start, end = usual_window(run)
     checkpoints = saved(run)
     # All ranks, or rank 0 and those that stood still for longest.
     longest = sorted(run.ranks[1:], key=lambda record: -sum(span.seconds for span in record.stalls))
@@ -83,8 +76,7 @@ def timeline_figure(run: Run, window: Window | None = None) -> Figure:
             _draw_rank(axes, top, record, run.began, last)
         axes.set_yticks(list(lanes), list(lanes.values()))
         figure.suptitle(plain(_title(run, checkpoints, (start, end))), x=0.01, ha="left", fontweight="bold")
-        part = window is None and (start, end) != _whole(run)
-        subtitle = "; ".join(_subtitle(run, checkpoints, part))
+        subtitle = "; ".join(_subtitle(run, checkpoints, (start, end) != _whole(run)))
         axes.set_title(plain(subtitle), fontsize=9, fontweight="normal", loc="left")
         legend(figure, axes, loc="outside lower left")
     return figure
@@ -93,24 +85,8 @@ def timeline_figure(run: Run, window: Window | None = None) -> Figure:
 # -- the window
 
 
-def check_window(run: Run, window: Window) -> Window:
-    """Return the window, with the end of the run in the place of infinity.
-
-    Raises:
-        ConfigError: there is nothing of ``run`` in it, or nothing to draw at all.
-    """
-    whole = _whole(run)
-    start, end = window[0], min(window[1], whole[1]) if isinf(window[1]) else window[1]
-    if not start < end or start > whole[1] or end < 0:
-        raise ConfigError(
-            f"There is nothing to draw from {start:g} s to {end:g} s: the run has steps and checkpoints from "
-            f"{whole[0]:.1f} s to {whole[1]:.1f} s after its start. A window is START:END in seconds, START first."
-        )
-    return start, end
-
-
 def usual_window(run: Run) -> Window:
-    """Return what is shown of a run by default, seconds since its start.
+    """Return what is shown of a run, seconds since its start.
 
     That is all of it from its first step on, or, of a run that is too long to see its steps, a stretch around the first
     checkpoints.
@@ -177,8 +153,6 @@ def _draw_rank(axes: Axes, top: float, record: RankRecord, began: float, last: f
     if (record.join or {}).get("shadowed") and not empty and record.steps and last > record.steps[-1][1]:
         # It had left its loop, and answered the collectives of the others.
         empty = [Span(0, record.steps[-1][1], last - record.steps[-1][1])]
-    if sum(span.end - began >= left and span.start - began <= right for span in steps) > _MERGED_FROM:
-        full, empty = ([Span(0, some[0].start, some[-1].end - some[0].start)] if some else [] for some in (full, empty))
     draw(full[::2], _TRAINING, _GREY, "steps of training", alpha=0.55, linewidth=0)
     draw(full[1::2], _TRAINING, _GREY, "steps of training", alpha=0.3, linewidth=0)
     draw(empty, _TRAINING, "none", "steps without data", hatch="////", edgecolor=_GREY, linewidth=0.3)
@@ -204,7 +178,7 @@ def _title(run: Run, checkpoints: Sequence[Saved], window: Window) -> str:
 
 
 def _subtitle(run: Run, checkpoints: Sequence[Saved], part: bool) -> Iterator[str]:
-    """The text below the title; ``part`` where a part of the run was chosen to be shown."""
+    """The text below the title; ``part`` where a part of the run is shown."""
     if part:
         yield "a stretch around the first checkpoints" if checkpoints else "its first steps"
     if stalls := [one.stall_s for one in checkpoints if one.stall_s is not None]:

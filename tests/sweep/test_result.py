@@ -60,52 +60,33 @@ def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ('{"format": 1, "status": "comp', "is damaged"),
-        ("", "is damaged"),
-        ("[" * 100_000, "is damaged"),
-        ("\xff", "is damaged"),
-        ("[1, 2]", "is no result of a job"),
-        ('{"accuracy": 0.5}', "is no result of a job"),
-        ('{"format": 1, "status": "great"}', "is no result of a job"),
-        ('{"format": 1, "status": ["failed"]}', "is no result of a job"),
+        '{"format": 1, "status": "comp',
+        "",
+        "[" * 100_000,
+        "\xff",
+        "[1, 2]",
+        '{"accuracy": 0.5}',
+        '{"format": 1, "status": "failed"}',
+        '{"format": 2, "figures": {}, "overrides": []}',
+        '{"format": 1, "figures": {}, "overrides": [], "mine": 1}',
     ],
 )
-def test_an_invalid_result_is_reported_and_its_job_is_unfinished(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_result_is_reported_and_its_job_is_unfinished(tmp_path: Path, text: str) -> None:
     write_hydra(tmp_path, ["lr=1"], 4)
     (tmp_path / RESULT).write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match=f"{RESULT} {message}|{message}"):
+    message = f"{RESULT} is damaged, or of another version of stagereg"
+    with pytest.raises(ConfigError, match=message):
         JobResult.read(tmp_path)
     job = JobResult.of_directory(tmp_path)
     assert (job.status, job.overrides, job.job["num"]) == ("unfinished", ("lr=1",), 4)
     assert message in (job.error or "")
     write_run(tmp_path)
-    job = JobResult.of_directory(tmp_path)
+    (job,) = results(tmp_path)
     assert job.status == "unfinished"
     assert message in (job.error or "")
     assert job.figures["loss"] == 2.5
-
-
-def test_fields_of_a_wrong_type_are_ignored(tmp_path: Path) -> None:
-    figures = {"stall_ms": "fast", "loss": None, "steps": 4, "lost_percent": True}
-    seen = {"format": 1, "status": "failed", "figures": figures, "overrides": "a=1", "seconds": "long", "job": []}
-    seen |= {"error": {"a": 1}, "started": 170, "versions": {"torch": [2]}}
-    (tmp_path / RESULT).write_text(json.dumps(seen).replace("4}", '4, "write_s": NaN}'))
-    job = JobResult.read(tmp_path)
-    assert (job.figures, job.overrides, job.seconds, job.job) == ({"steps": 4.0}, (), 0.0, {})
-    assert (job.error, job.started, job.versions) == (None, 170.0, {"torch": "[2]"})
-
-
-def test_a_newer_result_is_an_error_for_its_reader(tmp_path: Path) -> None:
-    result(tmp_path / "0").write()
-    newer = result(tmp_path / "1").write()
-    newer.write_text(newer.read_text().replace('"format": 1', '"format": 2'))
-    for read in (JobResult.read, JobResult.of_directory):
-        with pytest.raises(ConfigError, match=r"1/result\.json was written by a newer stagereg \(format 2; .*Update"):
-            read(tmp_path / "1")
-    with pytest.raises(ConfigError, match="newer stagereg"):
-        results(tmp_path)
 
 
 class TestWithoutResult:
@@ -122,8 +103,13 @@ class TestWithoutResult:
         assert job.figures["stall_ms"] == pytest.approx(2.1)
 
     def test_a_job_that_has_recorded_nothing_is_unfinished(self, tmp_path: Path) -> None:
-        job = JobResult.of_directory(write_hydra(tmp_path / "newer", ["a=1"], 0))
-        assert (job.status, job.error) == ("unfinished", "killed, or still running: nothing recorded yet")
+        write_hydra(tmp_path, ["a=1"], 0)
+        newer = {"event": "start", "t": 1, "format": 2}
+        for events, error in (([], "there is no metrics.jsonl"), ([newer], "newer stagereg")):
+            if events:
+                write_events(tmp_path / "metrics.jsonl", events)
+            (job,) = results(tmp_path)
+            assert (job.status, error in (job.error or "")) == ("unfinished", True)
 
     def test_a_run_that_reports_its_end_has_ended_that_way(self, tmp_path: Path) -> None:
         assert JobResult.of_directory(write_run(tmp_path / "a")).status == "completed"
@@ -145,12 +131,6 @@ class TestWithoutResult:
         (tmp_path / ".hydra" / "hydra.yaml").write_text("hydra: {job: ")
         job = JobResult.of_directory(tmp_path)
         assert (job.overrides, job.job) == ((), {})
-
-    def test_a_newer_recording_is_an_error_for_its_reader(self, tmp_path: Path) -> None:
-        write_hydra(tmp_path / "0", ["a=1"], 0)
-        write_events(tmp_path / "0" / "metrics.jsonl", [{"event": "start", "t": 1, "format": 2}])
-        with pytest.raises(ConfigError, match="newer stagereg"):
-            results(tmp_path)
 
     def test_a_folder_that_is_no_job_is_an_error(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"holds no job.*result\.json.*overrides\.yaml.*metrics\.jsonl"):
@@ -228,7 +208,7 @@ def test_runs_and_sweeps_are_recognised(given: str, kind: str, here: Path) -> No
         (f"{RUN}/metrics.jsonl", f"Name that:\n  stagereg report {RUN}  # a run"),
         (f"{SWEEP}/multirun.yaml", f"Name that:\n  stagereg report {SWEEP}  # a sweep"),
         ("multirun", f"has 1 below. The newest:\n  stagereg report {SWEEP}  # a sweep"),
-        ("outputs", f"2 below. The newest:\n  stagereg report {LATER}  # a run\n  stagereg report {RUN}  # a run"),
+        ("outputs", f"2 below. The newest:\n  stagereg report {LATER}  # a run"),
         ("other", "other holds no job: there is no folder with result.json, .hydra/overrides.yaml or metrics.jsonl"),
         ("outptus/x", "There is no directory outptus/x. Did you mean 'outputs'?"),
     ],
@@ -236,13 +216,3 @@ def test_runs_and_sweeps_are_recognised(given: str, kind: str, here: Path) -> No
 def test_any_other_directory_is_an_error_that_names_those_nearby(given: str, seen: str, here: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(seen)):
         kind_of(Path(given))
-
-
-def test_of_many_folders_the_nearest_are_looked_at(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for at in range(20):
-        (here / "outputs" / "2026-01-01" / "caches" / str(at)).mkdir(parents=True)
-    monkeypatch.setattr("stagereg.sweep.result._SEARCHED", 8)
-    with pytest.raises(ConfigError, match=r"has 2 below\. Only the 8 nearest folders were looked at\. The newest:"):
-        kind_of(here / "outputs")
-    with pytest.raises(ConfigError, match=r"holds no job.*Only the 8 nearest folders were looked at"):
-        kind_of(here / "outputs" / "2026-01-01")

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagereg.errors import ConfigError
-from stagereg.sweep.curves import curves_figure
 from stagereg.sweep.figures import Saved, saved
 from stagereg.sweep.run import RankRecord, Run, Span
 from stagereg.sweep.timeline import timeline_figure, usual_window
@@ -122,24 +121,6 @@ def test_a_long_run_shows_a_stretch_around_its_first_saves(read: Read) -> None:
     assert "stretch" not in " ".join(texts(timeline_figure(read(ranks=1))))
 
 
-def test_the_window_that_is_asked_for_is_shown(read: Read) -> None:
-    run = read(ranks=1, steps=1000, every=50)
-    figure = timeline_figure(run, (2.0, 3.0))
-    assert figure.axes[0].get_xlim() == (2.0, 3.0)
-    assert "2.0 s to 3.0 s of" in texts(figure)[0]
-    assert timeline_figure(run, (2.0, float("inf"))).axes[0].get_xlim()[1] < 20
-    for nothing in ((500.0, 600.0), (3.0, 2.0)):
-        with pytest.raises(ConfigError, match="nothing to draw from"):
-            timeline_figure(run, nothing)
-
-
-def test_many_steps_in_one_window_are_drawn_as_one_stretch(read: Read) -> None:
-    run = read(ranks=1, steps=1000, every=100)
-    steps = run.ranks[0].step_spans()[1:]
-    (drawn,) = bars(timeline_figure(run, (0.0, 100.0)), STEP)
-    assert drawn[:2] == pytest.approx((steps[0].start - run.began, steps[-1].end - run.began), abs=1e-6)
-
-
 def test_of_many_ranks_those_that_stalled_longest_are_drawn(read: Read) -> None:
     figure = timeline_figure(read(ranks=40, steps=10))
     seen = texts(figure)
@@ -213,9 +194,6 @@ def test_the_number_of_steps_with_data_is_that_of_the_join() -> None:
     assert replace(rank, join={"steps": 10, "shadowed": 3}).steps_with_data == 10, "it shadowed after its loop"
 
 
-# -- the checkpoints and the curves beside it
-
-
 def test_lost_saves_have_an_error_and_repeated_ones_are_two() -> None:
     stalls = (Span(10, BEGAN + 1, 0.1), Span(10, BEGAN + 3, 0.3), Span(20, BEGAN + 5, 0.1))
     writes = (Span(10, BEGAN + 1.1, 0.5), Span(10, BEGAN + 3.3, 0.5))
@@ -228,13 +206,3 @@ def test_lost_saves_have_an_error_and_repeated_ones_are_two() -> None:
     ]
     assert [one.stall_s for one in found if one.step == 10] == [0.1, 0.3]
     assert Saved(30, 0.0, 0.0, None, None, None, 0, 0, "lost", "no copy") in found
-
-
-def test_logged_values_are_drawn_except_sample_counts(read: Read) -> None:
-    run = read(ranks=2)
-    figure = curves_figure(run)
-    assert figure is not None
-    (axes,) = figure.axes
-    assert axes.get_title("left") + axes.get_title() == "loss"
-    assert [len(line.get_xdata()) for line in axes.lines] == [40, 40]
-    assert curves_figure(replace(run, ranks=tuple(replace(rank, logs=()) for rank in run.ranks))) is None
