@@ -34,7 +34,7 @@ _START_S = 300.0
 """Seconds that a child process has to start and to import torch, which is not the plugin's doing."""
 _BESIDE = 20
 """Columns of a line that neither a promise nor what was seen of it has."""
-_TARGET = "an installed package, a module, a file (plugin.py), or kind/name of a component (stager/pinned_cached)"
+_TARGET = "a package that announces plugins, a module, a file (plugin.py), or kind/name of a component (stager/shared)"
 
 Case = dict[str, str]
 """One promise: its ``section``, ``name`` and ``promise``, the ``verdict`` (one of ``_VERDICTS``), what was ``seen``."""
@@ -152,12 +152,7 @@ def _package(name: str) -> tuple[list[str], list[Case]] | None:
         return None
     title, own = f"{found.name} {found.version}", normalized(found.name)
     if not found.entry_points.select(group=registry.ENTRY_POINTS) and own != DISTRIBUTION:
-        if _importable(name):
-            return None
-        raise ConfigError(
-            f"The package {title} announces nothing under {registry.ENTRY_POINTS!r}, so nothing in it can be chosen.\n"
-            'Write in its pyproject.toml: [project.entry-points."stagereg.plugins"] "stager.name" = "module:Class"'
-        )
+        return None
     problems = [why for who, why in registry.unreadable() if who == title]
     if wrong := unmet(found.name):
         problems.append(wrong)

@@ -43,9 +43,8 @@ from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.output import echo
 from stagereg.sweep.comparison import compare
 from stagereg.sweep.figures import figures
-from stagereg.sweep.interleaved import KEYS
 from stagereg.sweep.metric import DIRECTIONS, counted, directed, usual
-from stagereg.sweep.result import RESULT, JobResult, results, split
+from stagereg.sweep.result import KEYS, RESULT, JobResult, results, split
 from stagereg.sweep.run import Run
 
 __all__ = ["Compare"]

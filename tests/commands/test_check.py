@@ -257,7 +257,7 @@ def test_what_a_target_means_is_known_without_importing_it(install: Install) -> 
         ("stagr/x", "Did you mean 'stager'?"),
         ("a b", "is no installed package, module or component"),
         (".", "is no installed package, module or component"),
-        ("hydra_core", "announces nothing"),
+        ("hydra_core", "Give a package that announces plugins"),
     ],
 )
 def test_what_cannot_be_checked_is_one_error(
