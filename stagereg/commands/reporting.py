@@ -36,6 +36,7 @@ from stagereg.sweep.trace import trace_text
 __all__ = ["RunReport", "SweepReport", "add_to", "run"]
 
 _MIB = 2**20
+_FILES = ("timeline.svg", "timeline.png", "trace.json", "report.html")
 _FIRST, _LAST = 6, 6
 """Checkpoints that a terminal shows of a run that has many."""
 _CAPTION = (
@@ -123,13 +124,12 @@ class RunReport:
     def __init__(self, directory: Path) -> None:
         self._job = JobResult.of_directory(directory)
         self._run: Run | None = None
-        self._why = ""
         try:
             self._run = Run.read(directory)
+            self._warnings = list(_warnings(self._job, self._run))
         except ConfigError as error:
-            self._why = str(error)
+            self._warnings = [*_warnings(self._job, None), f"There is no timeline: {error}"]
         self._saved = saved(self._run) if self._run is not None else []
-        self._warnings = list(_warnings(self._job, self._run))
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON has it."""
@@ -152,35 +152,16 @@ class RunReport:
                 rows[_FIRST:-_LAST] = [("…", *[""] * (len(table.columns) - 1))]
             output.echo()
             output.table(table.title, tuple(map(str, table.columns)), rows, verdict="state")
-        if self._why:
-            output.echo(f"\nThere is no timeline: {self._why}")
 
     def write(self, target: Path) -> list[Path]:
         """Write the pictures and the page into ``target`` and return their paths. Raises: ``OSError``."""
-        job, run = self._job, self._run
-        if run is None:
+        if self._run is None:
             return []
-        target.mkdir(parents=True, exist_ok=True)
-        documents, pictures = _pictures(run)
-        text = page.run_page(
-            run,
-            job.figures,
-            pictures,
-            answer=self._answer(),
-            tables=[_checkpoints(self._saved)] if self._saved else [],
-            config=page.config_text(job.directory),
-            command=job.command,
-            environment={**job.environment, **job.versions},
-            warnings=self._warnings,
-            error=(job.error or "") if "\n" in (job.error or "").strip() else "",
-        )
-        documents |= {"trace.json": trace_text(run).encode(), "report.html": text.encode()}
-        for name in ("timeline.svg", "timeline.png", "trace.json", "report.html"):
-            if name in documents:
-                (target / name).write_bytes(documents[name])
-            else:
-                (target / name).unlink(missing_ok=True)
-        return [target / name for name in documents]
+        documents, pictures = _pictures(self._run)
+        checkpoints = [_checkpoints(self._saved)] if self._saved else []
+        text = page.run_page(self._job, self._answer(), self._warnings, checkpoints, pictures)
+        documents |= {"trace.json": trace_text(self._run).encode(), "report.html": text.encode()}
+        return render.put(documents, _FILES, target)
 
     def _answer(self) -> str:
         """What the run was, in a sentence or two."""
