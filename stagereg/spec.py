@@ -52,7 +52,6 @@ REQUIRED = {
 
 OPTIONAL = {
     "stager": [
-        "def reserve_padding(self, before: int, after: int) -> None",
         "def expect_release(self) -> None",
         "def release(self, staged) -> None",
         "def watch(self, optimizer) -> None",
@@ -71,14 +70,17 @@ OPTIONAL = {
     ],
     "storage": [
         "@property\n    def marks(self) -> Mapping[str, FileMark]",
-        "@property\n    def wraps(self) -> Storage",
-        "padding: tuple[int, int] = (0, 0)",
+        "wraps: Storage | None = None",
         "remote: bool = False",
     ],
 }
 """The members of each kind's protocol that a component may lack."""
 
-_BASES = {"join_hook": "stagereg.join.joinable.JoinHook", "joinable": "stagereg.join.joinable.Joinable"}
+_BASES = {
+    "join_hook": "stagereg.join.joinable.JoinHook",
+    "joinable": "stagereg.join.joinable.Joinable",
+    "storage": "stagereg.checkpoint.storage.protocol.Storage",
+}
 _ABSTRACT = {"stage"}  # torch's protocol defines it only to raise: inherited, it does not count
 
 

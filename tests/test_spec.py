@@ -91,10 +91,10 @@ def test_a_misspelt_optional_member_is_refused(kind: str, member: str, slip: str
 
 def test_every_optional_member_is_declared_in_a_protocol() -> None:
     declared = {
-        "stager": (stager.ReservesPadding, stager.ReleasesCopies, stager.SharesMemory, stager.WatchesOptimizers),
+        "stager": (stager.ReleasesCopies, stager.SharesMemory, stager.WatchesOptimizers),
         "join_hook": (stagereg.JoinHook,),
         "joinable": (stagereg.Joinable,),
-        "storage": (storage.MarksFiles, storage.UsesPadding, storage.WritesUrls, storage.WrapsStorage),
+        "storage": (storage.Storage,),
     }
     for kind, protocols in declared.items():
         names = {name for each in protocols for name in {**vars(each), **inspect.get_annotations(each)}}

@@ -22,10 +22,8 @@ import stagereg.bench.ceiling as ceiling
 from stagereg.bench.measure import Case
 from stagereg.bench.states import State
 from stagereg.checkpoint.state_planner import StatePlanner
-from stagereg.checkpoint.storage.protocol import UsesPadding
 from stagereg.errors import CheckpointError
 from stagereg.registry import build, names
-from stagereg.stagers.async_stager import AsyncStager, ReservesPadding
 
 __all__ = ["cases", "durable"]
 
@@ -35,11 +33,8 @@ _ALIAS = "direct"
 _Save = Callable[[Path], object]
 
 
-def cases(state: State, folder: Path, note: Callable[[str], None]) -> list[Case]:
-    """The cases of one state dict, the ceiling first and once more last; nothing is made before its first sample.
-
-    What a reader of the figures has to know goes to ``note``.
-    """
+def cases(state: State, folder: Path) -> list[Case]:
+    """The cases of one state dict, the ceiling first and once more last; nothing is made before its first sample."""
 
     @functools.cache
     def copy() -> dict[str, Any]:
@@ -48,22 +43,18 @@ def cases(state: State, folder: Path, note: Callable[[str], None]) -> list[Case]
         stager.close()
         return staged
 
-    def top() -> _Save:
-        return ceiling.raw_write(state.nbytes, note)
+    def registered(name: str) -> _Save:
+        storage, planner = build("storage", name), StatePlanner()
+        return lambda path: save(copy(), checkpoint_id=path, storage_writer=storage, planner=planner, no_dist=True)
 
-    def registered(name: str) -> Callable[[], _Save]:
-        return lambda: _writer(build("storage", name), copy())
-
-    def torchs(threads: int) -> _Save:
-        return lambda path: save(copy(), storage_writer=FileSystemWriter(path, thread_count=threads), no_dist=True)
-
-    makes: dict[str, Callable[[], _Save]] = {name: registered(name) for name in names("storage") if name != _ALIAS}
+    makes: dict[str, Callable[[], _Save]] = {
+        name: functools.partial(registered, name) for name in names("storage") if name != _ALIAS
+    }
     makes |= {
-        "dcp:padding": lambda: _with_padding(state),
-        "torch:dcp": lambda: torchs(1),
-        "torch:dcp_2": lambda: torchs(2),
+        "torch:dcp": lambda: lambda path: save(copy(), storage_writer=FileSystemWriter(path), no_dist=True),
         "torch:save": lambda: lambda path: torch.save(copy(), path / "state.pt"),
     }
+    top = functools.partial(ceiling.raw_write, state.nbytes)
     makes = {ceiling.ROW: top, **makes, f"again:{ceiling.ROW}": top}
     return [durable(row, make, state.nbytes, folder) for row, make in makes.items()]
 
@@ -86,19 +77,3 @@ def durable(row: str, make: Callable[[], _Save], nbytes: int, folder: Path) -> C
             raise CheckpointError(f"only {written} of {nbytes} bytes were written")
 
     return Case(row, turn=turn)
-
-
-def _writer(storage: Any, copy: dict[str, Any]) -> _Save:
-    return lambda path: save(copy, checkpoint_id=path, storage_writer=storage, planner=StatePlanner(), no_dist=True)
-
-
-def _with_padding(state: State) -> _Save:
-    """``dcp`` at its best: over a copy with the padding that it writes in."""
-    storage = build("storage", "dcp")
-    stager: AsyncStager = build("stager", "pinned_cached")
-    assert isinstance(storage, UsesPadding)
-    assert isinstance(stager, ReservesPadding)
-    stager.reserve_padding(*storage.padding)
-    copy: Any = stager.stage(state.tree)
-    stager.close()  # the copy outlives it
-    return _writer(storage, copy)

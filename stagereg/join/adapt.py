@@ -1,8 +1,7 @@
 """Turn what a user puts in a list of joinables into joinables.
 
-Bare torch objects get the joinable that gives right numbers for them: DDP modules and ``ZeroRedundancyOptimizer`` s,
-which torch knows, and sharded modules, optimizers, schedulers and functions, which it does not. Anything else with
-torch's joinable methods is taken as it is.
+Bare torch objects get the joinable that gives right numbers for them; anything else with torch's joinable methods is
+taken as it is.
 """
 
 from __future__ import annotations
@@ -32,12 +31,7 @@ __all__ = ["ForeignJoinable", "adapt", "auto", "common_group", "type_name"]
 
 
 class ForeignJoinable(BuiltInJoinable):
-    """A joinable of torch's, or of a class that derives from none: it announces through torch's ``Join``.
-
-    Args:
-        joinable: the object, which keeps its own configuration.
-        hook: another hook in the place of the object's own.
-    """
+    """A joinable of torch's, or of a class that derives from none: it announces through torch's ``Join``."""
 
     announces_itself = True
 
@@ -86,11 +80,7 @@ def auto(thing: Any, hook: Callable[..., JoinHook] | None = None) -> Joinable:
 
 
 def adapt(objects: Mapping[str, Any]) -> dict[str, Joinable]:
-    """Return joinables for ``objects``, in their order, but those that run first at the front.
-
-    Raises:
-        JoinError: an object cannot take part, or the first one cannot announce its rank.
-    """
+    """Return joinables for ``objects``, in their order, but those that run first at the front."""
     listed = {name: auto(thing) for name, thing in objects.items()}
     joinables = dict(sorted(listed.items(), key=lambda item: not item[1].runs_first))
     name, first = next(iter(joinables.items()))

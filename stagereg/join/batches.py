@@ -14,7 +14,7 @@ import io
 import numbers
 import sys
 from collections import UserDict
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -24,15 +24,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 from stagereg.errors import JoinError
 
-__all__ = ["LIMIT", "SampleCounter", "emptied", "emptied_or_error", "fetch", "publish", "samples_in"]
-
-LIMIT = 1 << 20
-"""Bytes that an empty batch may take on its way to other ranks."""
+__all__ = ["SampleCounter", "emptied", "emptied_or_error", "fetch", "publish", "samples_in"]
 
 _ADVICE = (
     "Supply one: join.iterate(loader, example=...), where example is a batch as the loader would give, or an already "
     "empty one."
 )
+_MAPPINGS = (dict, UserDict)
 _CONSTANTS = (type(None), str, bytes, numbers.Number, enum.Enum, torch.Size, torch.device, torch.dtype)
 _DEPTH, _WIDTH = 4, 8
 """How deep, and at how many parts of a container, the samples of a batch are looked for."""
@@ -40,15 +38,10 @@ _DEPTH, _WIDTH = 4, 8
 
 @dataclasses.dataclass
 class SampleCounter:
-    """Counts what one rank was given by the loops of one join, without the empty batches that keep it in step.
-
-    Attributes:
-        batches: how many.
-        samples: in all of them; ``None`` if that is unknown of some batch.
-    """
+    """Counts what one rank was given by the loops of one join, without the empty batches that keep it in step."""
 
     batches: int = 0
-    samples: int | None = 0
+    samples: int | None = 0  # None if it is unknown of some batch
 
     def add(self, batch: Any) -> None:
         """Count a batch."""
@@ -74,14 +67,11 @@ def emptied(batch: Any) -> Any:
 
     * Tensors and NumPy arrays lose the entries of their first dimension; those without dimensions stay.
     * Lists and tuples that hold no tensor or array at any depth, such as the strings of a batch, become empty. Others
-      are taken for the fields of a batch and keep their length, as do named tuples, dataclasses and mappings.
+      are taken for the fields of a batch and keep their length, as do named tuples, dataclasses and dicts.
     * Numbers, strings and the like stay as they are.
 
     A batch whose tensors and arrays have no samples already comes back with all that it holds: that is how a user
     supplies what these rules get wrong.
-
-    Args:
-        batch: what a loader gave, or an example of it. It is not changed.
 
     Raises:
         JoinError: something in it cannot be emptied, or nothing in it can; the message says what and where.
@@ -107,35 +97,25 @@ def emptied_or_error(batch: Any) -> Any:
 
 
 def publish(store: Any, key: str, empty: Any) -> None:
-    """Put an empty batch into the store, for ranks that never had a batch. Any rank with one may call it.
+    """Put an empty batch, or the error in its place, into the store, for ranks that never had a batch.
 
     Args:
         store: a ``torch.distributed`` store.
-        key: where. If the batch cannot be pickled, or is larger than :data:`LIMIT` bytes, there is an error in its
-            place, for the ranks that ask for it.
+        key: where.
         empty: from :func:`emptied_or_error`; tensors of accelerators travel through host memory.
     """
-    file, reason = io.BytesIO(), ""
+    file = io.BytesIO()
     try:
         torch.save(empty, file)
     except Exception as error:  # of any class that the batch is made of
-        reason = f"it cannot be pickled ({error})"
-    if file.tell() > LIMIT:
-        reason = f"it takes {file.tell()} bytes, more than {LIMIT}, beside its samples"
-    if reason:
         file = io.BytesIO()
-        text = f"the empty batch cannot go to the ranks that have no batch of their own: {reason}. {_ADVICE}"
-        torch.save(JoinError(text), file)
+        text = "the empty batch cannot go to the ranks that have no batch of their own: it cannot be pickled"
+        torch.save(JoinError(f"{text} ({error}). {_ADVICE}"), file)
     store.set(key, file.getvalue())
 
 
 def fetch(store: Any, key: str, device: torch.device) -> Any:
-    """Return the empty batch that another rank has published.
-
-    Args:
-        store: a ``torch.distributed`` store.
-        key: as in :func:`publish`.
-        device: where tensors go that were on an accelerator on the other rank.
+    """Return the empty batch that another rank has published; tensors of an accelerator go to ``device``.
 
     Raises:
         JoinError: there is none, for the reason in the message.
@@ -152,30 +132,25 @@ def fetch(store: Any, key: str, device: torch.device) -> Any:
 
 def _parts(thing: Any) -> dict[Any, Any]:
     """The parts of a container by key, index or field name; nothing for what is no container."""
-    if isinstance(thing, _CONSTANTS):
-        return {}
-    if isinstance(thing, MutableMapping):
+    if isinstance(thing, _MAPPINGS):
         return dict(thing)
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
         return {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}
-    if isinstance(thing, (list, tuple)):
+    if isinstance(thing, (list, tuple)) and not isinstance(thing, (torch.Size, PackedSequence)):
         return dict(enumerate(thing))
     return {}
 
 
-def _is_tensor(thing: Any) -> bool:
+def _is_array(thing: Any) -> bool:
     numpy = sys.modules.get("numpy")  # not imported: no arrays
-    return isinstance(thing, torch.Tensor) or (numpy is not None and isinstance(thing, numpy.ndarray))
+    return numpy is not None and isinstance(thing, numpy.ndarray)
 
 
 def _sizes(thing: Any, depth: int = -1, width: int | None = None) -> Iterator[int]:
     """The number of samples of every tensor and array in ``thing``, as far as they are looked for."""
     if isinstance(thing, PackedSequence):  # its tensor has the steps of all sequences
         yield int(thing.batch_sizes[0])
-    elif isinstance(thing, torch.Tensor):
-        if thing.ndim:
-            yield thing.size(0)
-    elif _is_tensor(thing):
+    elif isinstance(thing, torch.Tensor) or _is_array(thing):
         if thing.ndim:
             yield len(thing)
     elif depth:
@@ -184,42 +159,40 @@ def _sizes(thing: Any, depth: int = -1, width: int | None = None) -> Iterator[in
 
 
 def _holds_tensors(thing: Any) -> bool:
-    return _is_tensor(thing) or any(map(_holds_tensors, _parts(thing).values()))
+    return isinstance(thing, torch.Tensor) or _is_array(thing) or any(map(_holds_tensors, _parts(thing).values()))
 
 
 def _emptied(thing: Any, path: str, is_empty: bool) -> Any:
     if isinstance(thing, _CONSTANTS):
         return thing
-    if _is_tensor(thing):
+    if isinstance(thing, torch.Tensor):
         return _emptied_tensor(thing, path, is_empty)
+    if _is_array(thing):
+        return (thing[:0] if thing.ndim else thing).copy()
+    is_sequence = isinstance(thing, (list, tuple)) and not isinstance(thing, PackedSequence)
     is_named = hasattr(thing, "_fields")
-    if isinstance(thing, (list, tuple)) and not is_named and not is_empty and not _holds_tensors(thing):
+    if is_sequence and not is_named and not is_empty and not _holds_tensors(thing):
         return type(thing)()  # its items are taken for samples
     parts = {key: _emptied(part, f"{path}[{key!r}]", is_empty) for key, part in _parts(thing).items()}
-    if isinstance(thing, (list, tuple)) and not isinstance(thing, PackedSequence):
+    if is_sequence:
         return type(thing)(*parts.values()) if is_named else type(thing)(parts.values())
-    if isinstance(thing, (dict, UserDict)):
+    if parts or isinstance(thing, _MAPPINGS):
         twin: Any = copy.copy(thing)
-        twin.update(parts)
-        return twin
-    if isinstance(thing, MutableMapping):  # its copy may share its items
-        return type(thing)(parts)  # type: ignore[call-arg]
-    if dataclasses.is_dataclass(thing):
-        twin = copy.copy(thing)
-        for name, part in parts.items():
-            object.__setattr__(twin, name, part)  # also where it is frozen; its checks are for real batches
+        for key, part in parts.items():
+            if isinstance(thing, _MAPPINGS):
+                twin[key] = part
+            else:  # a dataclass, which may be frozen; its checks are for real batches
+                object.__setattr__(twin, key, part)
         return twin
     if is_empty:
         return thing
     raise _refusal(thing, path, "it is no tensor, array, dict, list, tuple or dataclass of them")
 
 
-def _emptied_tensor(thing: Any, path: str, is_empty: bool) -> Any:
-    if not isinstance(thing, torch.Tensor):
-        return (thing[:0] if thing.ndim else thing).copy()
-    whole = thing.detach()
+def _emptied_tensor(thing: torch.Tensor, path: str, is_empty: bool) -> torch.Tensor:
     if not is_empty and (isinstance(thing, DTensor) or thing.is_nested or thing.layout != torch.strided):
         raise _refusal(thing, path, "it is sharded, nested or sparse")
+    whole = thing.detach()
     return (whole[:0] if whole.ndim and not is_empty else whole).clone().requires_grad_(thing.requires_grad)
 
 

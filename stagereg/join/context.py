@@ -3,11 +3,9 @@
 Two ways to write the loop. As with torch, a rank that runs out of data leaves it; it then stays in ``__exit__`` and,
 for every step that some rank still takes, runs the hooks of the joinables, which take part in that step's collectives.
 Or the loop is over ``join.iterate(loader)``: then its body runs on all ranks for as long as any has data, on an empty
-batch where there is none, and nothing has to be shadowed. When no rank is active any more, the post-hooks run and
-all ranks go on together.
+batch where there is none. When no rank is active any more, the post-hooks run and all ranks go on together.
 
-It leaves everything as it was, on every way out: the joinables' configuration, DDP's divisor, and Python's warning
-filters. How ranks know of each other is left to :mod:`stagereg.join.session`.
+It leaves everything as it was, on every way out. How ranks know of each other is left to :mod:`stagereg.join.session`.
 """
 
 from __future__ import annotations
@@ -228,7 +226,7 @@ class Join:
         if session is None or session.responder is None:
             raise JoinError(
                 "join.mean works inside the join, with join.iterate, or in a plain loop with join.mode=counted or "
-                "planned; it is not to be had on torch's wire (join.mode=torch)"
+                "planned; not with join.mode=torch"
             )
         if over == "world" and self._divides_by_world:
             return _weighted(loss_sum, 1.0, count)
@@ -310,7 +308,7 @@ class Join:
 
 
 def _named(joinables: Any) -> Mapping[str, Any]:
-    """Return joinables by name; those of a list by their index. Raises: ``JoinError`` if it is neither."""
+    """Return joinables by name; those of a list by their index."""
     if not isinstance(joinables, Iterable):
         raise JoinError(f"joinables must be a list, as in Join([model, optimizer]), not a {type(joinables).__name__}")
     return joinables if isinstance(joinables, Mapping) else {str(i): each for i, each in enumerate(joinables)}
@@ -320,8 +318,7 @@ def _weighted(loss_sum: torch.Tensor, ranks: float, divisor: float) -> torch.Ten
     """Return ``loss_sum * ranks / divisor``; exactly zero, with a gradient of zero, if either is zero.
 
     DDP and FSDP take the mean of the gradients over the ranks: with N samples on D ranks, ``loss_sum * D / N`` on each
-    of them makes it that of the mean over all samples. The loss of an empty batch may be anything, such as the NaN that
-    is the mean of nothing.
+    of them makes it that of the mean over all samples. The loss of an empty batch may be NaN.
     """
     if ranks and divisor:
         return loss_sum * (ranks / divisor)

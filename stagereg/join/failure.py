@@ -1,12 +1,9 @@
 """When one rank of a join fails, every other rank ends soon, with an error that says which rank it was and why.
 
-With a :class:`FailureDetector` per rank and join:
-
-* a rank that raises publishes its error; the others know it within about a quarter of a second;
-* a rank that is killed or frozen publishes nothing more: it is found in seconds where its peers' collectives break, as
-  gloo's do when a process is gone, and within the timeout where nothing breaks;
-* a rank that is alive but does not come lets the others' collectives run out after the join's timeout instead of the
-  process group's; then they look for two seconds at what all ranks publish, and name it and its last step.
+A rank that raises publishes its error. One that is killed or frozen publishes nothing more: it is found in seconds
+where its peers' collectives break, as gloo's do when a process is gone, and within the timeout where nothing breaks.
+One that is alive but does not come lets the others' collectives run out after the join's timeout instead of the process
+group's; then they look for two seconds at what all ranks publish, and name it and its last step.
 
 A rank that knows of a failure aborts its own process group. So a program that waits in a collective returns at once
 with an error of the backend, and :meth:`FailureDetector.explain` turns that into one that says why.
@@ -68,12 +65,10 @@ class FailureDetector:
     in the group, and are never suspected of having failed.
 
     In the store each rank has a key for its status, and there is one for the failure, which only the first to fail can
-    set. A thread that is kept for the group writes the one and reads the other a few times a second; entering and
-    leaving do not wake it. It makes all calls of the store, which may hang once the process that hosts it is gone.
-
-    Each rank watches its next neighbour that has a status. If that has not changed for long, or a collective has
-    failed, it reads all statuses twice, and gives up the ranks that have not written anew in between. Time is counted
-    in the thread's turns, as this process may be stopped too.
+    set. A thread that is kept for the group makes all calls of the store, which may hang once the process that hosts it
+    is gone. Each rank watches its next neighbour that has a status. If that has not changed for long, or a collective
+    has failed, it reads all statuses twice, and gives up the ranks that have not written anew in between. Time is
+    counted in the thread's turns, as this process may be stopped too.
 
     Args:
         group: whose ranks take part.
@@ -113,8 +108,7 @@ class FailureDetector:
     def start(self) -> None:
         """Begin to publish that this rank is alive, and to look at the others; does not wait for them.
 
-        Operations on the group, and on its channels that are not polled, may last ``timeout_s`` until :meth:`stop`. In
-        a group of one rank it does nothing.
+        Operations on the group, and on its channels that are not polled, may last ``timeout_s`` until :meth:`stop`.
         """
         group = self._group()
         if not self._others or self._running or group is None:
@@ -139,22 +133,15 @@ class FailureDetector:
                 self._limits.close()
 
     def check(self) -> None:
-        """Return at once while no failure is known here.
-
-        Raises:
-            PeerFailedError: a rank has failed.
-        """
+        """Raise ``PeerFailedError`` if it is known here that a rank has failed."""
         if (error := self._known()) is not None:
             raise error
 
     def report(self, error: BaseException) -> None:
-        """Publish that this rank leaves with ``error``. Never raises, never hangs.
+        """Publish that this rank leaves with ``error``, unless that is a consequence. Never raises, never hangs.
 
         The ranks abort their groups if they do not leave by themselves within a second, as they do where all ranks
-        raise the same on purpose and go on.
-
-        A :class:`PeerFailedError`, and any error once a failure is known, is a consequence and not published. Let
-        :meth:`explain` see the error of a collective first: it may be a consequence of what is not known here yet.
+        raise the same on purpose and go on. Let :meth:`explain` see the error of a collective first.
         """
         if self._running and not isinstance(error, PeerFailedError):
             message = "".join(traceback.format_exception_only(error)).strip()[:_LONGEST]
@@ -162,11 +149,9 @@ class FailureDetector:
             self._publish(PeerFailedError(text, self._rank, message))
 
     def explain(self, error: BaseException) -> PeerFailedError | None:
-        """Find out why a collective has failed here with ``error``; takes about three seconds, and four at most.
+        """Return why a collective has failed here with ``error``; takes about three seconds, and four at most.
 
-        Returns:
-            What to raise from ``error``; ``None`` if it does not look like a collective's, which is decided at once, or
-            if all ranks are well and none knows a reason. Then ``error`` stands alone.
+        ``None`` if it does not look like a collective's, or if all ranks are well and none knows a reason.
         """
         if not self._running or not is_broken_operation(error):
             return None
@@ -185,8 +170,8 @@ class FailureDetector:
         """Wait until ``ready``, and no longer than ``timeout_s`` and the seconds that it takes to name a rank.
 
         Args:
-            ready: waits for as many seconds as it is given at most, and returns whether what is waited for is there.
-            what: that, for the message.
+            ready: waits for as many seconds as it is given at most, and returns whether ``what`` is there.
+            what: it waits for, for the message.
 
         Raises:
             PeerFailedError: a rank has failed, or some did not come. What ``ready`` raises is explained if it can be.
@@ -198,11 +183,8 @@ class FailureDetector:
                 if time.monotonic() > ends:
                     self._overdue(what)
                 self.check()
-        except StageregError:
-            raise
         except RuntimeError as error:
-            known = self.explain(error)
-            if known is not None:
+            if not isinstance(error, StageregError) and (known := self.explain(error)) is not None:
                 raise known from error
             raise
         finally:
@@ -222,8 +204,8 @@ class FailureDetector:
         if absent:
             advice = "All ranks have to enter the same joins in the same order, and none may leave by itself."
             return _failure_of(absent, f"is not in this join, or no more, and {within}", advice)
-        others = [f"rank {rank} for {status.waits_for}{_last_step(status)}" for rank, status in statuses.items()]
-        message = f"all ranks are alive and wait for each other, this one for {what}, {', '.join(others)}"
+        others = ", ".join(f"rank {rank} for {each.waits_for}{_last_step(each)}" for rank, each in statuses.items())
+        message = f"all ranks are alive and wait for each other, this one for {what}, {others}"
         return PeerFailedError(f"{message}. They do not make the same calls in the same order.", None, message)
 
     def _absent(self) -> dict[int, RankStatus | None]:
@@ -336,8 +318,7 @@ def abort(group: dist.ProcessGroup) -> None:
     Gloo's own ``abort`` and ``shutdown`` do nothing, and neither wakes a thread that waits in a collective. A receive
     that times out does: gloo then takes every connection of this rank's group for broken and closes it, so whatever
     waits on one, on this rank or at its other end, fails at once. In a ring not every two ranks are connected, so each
-    rank has to call it. The group's control channels fail too. Never raises; for any thread.
-    Other backends get ``group.abort()``, which was not tried on an accelerator.
+    rank has to call it. Never raises; for any thread. Other backends get ``group.abort()``.
     """
     resources = resources_of(group)
     resources.aborted = True
@@ -360,8 +341,7 @@ def discard_channels(group: dist.ProcessGroup) -> None:
 def _close_connections(backend: Any) -> None:
     """Let a receive time out, from the first rank that is still connected.
 
-    One over a connection that the other end has closed, as ranks do that abort a moment earlier, fails without touching
-    the rest: a rank that waits for one that aborts nothing, since it is the one that failed, would go on waiting.
+    One over a connection that the other end has closed, as ranks do that abort earlier, fails and leaves the rest open.
     """
     for distance in range(1, backend.size()):
         try:

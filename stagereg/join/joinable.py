@@ -143,14 +143,10 @@ class BuiltInJoinable(Joinable):
     """A joinable with the device and the process group that it is given.
 
     Args:
-        hook: makes its hook; ``None``: :attr:`own_hook`.
+        hook: makes its hook; ``None``: :attr:`own_hook`, the hook of its kind.
         process_group: of its collectives; ``None``: the default group.
         device: of its collectives.
-        stands_for: an object of torch's that is in joins by itself, as a DDP module is. It keeps the configuration of
-            the join, for it announces the rank by itself.
-
-    Attributes:
-        own_hook: the hook of its kind.
+        stands_for: an object of torch's that is in joins by itself, as a DDP module is, and keeps the configuration.
     """
 
     own_hook: Callable[[Any], JoinHook]
@@ -192,14 +188,7 @@ class BuiltInJoinable(Joinable):
 
 
 class BuiltInHook(JoinHook, Generic[B]):
-    """The hook of one kind of joinable.
-
-    Args:
-        joinable: the joinable, of that kind.
-
-    Raises:
-        JoinError: it is of another kind.
-    """
+    """The hook of one kind of joinable. Raises: ``JoinError`` if the given one is of another kind."""
 
     def __init__(self, joinable: B, /) -> None:
         own = joinable.own_hook if isinstance(joinable, BuiltInJoinable) else None

@@ -24,9 +24,6 @@ class Responder:
         waiting: how to wait.
         follow: what a rank that answers does after each request, on the channel's thread: its part in what those that
             request do then over the same channel.
-
-    Attributes:
-        channel: the given one.
     """
 
     def __init__(
@@ -40,7 +37,7 @@ class Responder:
         self._nothing = [0.0] * width
         self._waiting = waiting
         self._follow = follow
-        self._ended: threading.Event | None = None
+        self._ended: threading.Event | None = None  # while this rank answers
         self._failure: Exception | None = None
 
     @property
@@ -57,8 +54,7 @@ class Responder:
         if self.running:
             raise JoinError(
                 "the loop body passed over an empty batch, and now calls join.mean on another one; it must do the "
-                "same on every empty batch, best of all nothing special: remove what looks at whether there are "
-                "samples"
+                "same on every empty batch: remove what looks at whether there are samples"
             )
         pending = self.channel.add([*values, 0.0])
         self._waiting(pending.ready, "join.mean")

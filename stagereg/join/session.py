@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -42,66 +42,47 @@ def one_of(what: str, name: str, choices: Any) -> str:
 
 @dataclass(eq=False)
 class JoinSession:
-    """All ranks construct theirs in the same order.
-
-    Attributes:
-        needs_active_ranks: whether a step depends on who is active, so that planned lengths are not enough.
-        foreign: the type of a first joinable that announces through torch's ``Join``, and whose steps on torch's wire
-            are not counted; empty if it announces here.
-        own_hooks: those that are no hooks of torch's, which have ``main_hook`` and ``post_hook`` alone.
-        announced: how many steps the first joinable has announced on torch's wire.
-        followed: how many steps of torch's wire this rank has taken part in without data.
-        loop: the loop that was entered last; ``None`` on torch's wire.
-        loops: all loops that this rank has entered.
-        responder: sums for :meth:`stagereg.Join.mean`; ``None`` on torch's wire.
-        suspended: whether another join has been entered inside this one.
-        failed: whether this rank leaves with an error, so that some rank may still wait on a channel.
-    """
+    """All ranks construct theirs in the same order."""
 
     wire: TorchWire
     joinables: Sequence[Any]
     mode: str | None
     throw: bool
-    needs_active_ranks: bool
-    foreign: str
+    needs_active_ranks: bool  # for a step, so that planned lengths are not enough
+    foreign: str  # the type of a first joinable that announces through torch's ``Join``; empty if it announces here
     timeout_s: float
     hooks: Sequence[Any] = ()
-    own_hooks: Sequence[Any] = ()
-    announced: int = 0
-    followed: int = 0
-    loop: Loop | None = None
+    own_hooks: Sequence[Any] = ()  # those with more than torch's ``main_hook`` and ``post_hook``
+    announced: int = 0  # steps, by the first joinable, on torch's wire
+    followed: int = 0  # steps of torch's wire, without data
+    loop: Loop | None = None  # that was entered last; ``None`` on torch's wire
     loops: list[Loop] = field(default_factory=list)
-    responder: Responder | None = None
-    suspended: bool = False
-    failed: bool = False
+    responder: Responder | None = None  # for the sums of ``join.mean``; ``None`` on torch's wire
+    suspended: bool = False  # as another join has been entered inside this one
+    failed: bool = False  # so that some rank may still wait on a channel
 
     def __post_init__(self) -> None:
         self.group = self.wire.group
         name = resources_of(self.group).next_name("join")
-        self.detector = FailureDetector(self.group, self.timeout_s, name, self._current_step)
+        self.detector = FailureDetector(self.group, self.timeout_s, name, lambda: self.steps or None)
         several = self.group.size() > 1
         self.store: Any = PrefixStore(name, self.group.get_group_store()) if several else HashStore()
 
     @property
     def membership(self) -> Membership | None:
-        """How this rank knows who has data in the loop that runs; ``None`` where it goes over torch's wire.
-
-        Raises:
-            JoinError: another join is on inside this one.
-        """
+        """How this rank knows who has data in the loop that runs; ``None`` where it goes over torch's wire."""
         if self.suspended:
             raise JoinError(
                 "a joinable of an outer join was used inside an inner one, where ranks without data do not answer it. "
-                "Put all that the inner loop uses in the inner join, or in one join alone."
+                "Put all that the inner loop uses in the inner join."
             )
         return None if self.loop is None else self.loop.membership
 
     @property
     def all_took_every_step(self) -> bool:
         """Once no rank has data any more: whether all are known to have had data in every step; the same on all."""
-        if self.loop is None:
-            return False  # on torch's wire it is not known
-        return all(loop.membership.over and loop.membership.all_took_every_step for loop in self.loops)
+        known = self.loop is not None  # not on torch's wire
+        return known and all(loop.membership.over and loop.membership.all_took_every_step for loop in self.loops)
 
     @property
     def steps(self) -> int:
@@ -121,8 +102,7 @@ class JoinSession:
         """Enter; the join around this one must not be used from now on. Collective.
 
         Args:
-            loader: that of a loop that ranks leave when they run out of data, if it is known. The ranks exchange its
-                length now. A join that throws waits for the others' lengths here, any other in its first step.
+            loader: that of a loop that ranks leave when they run out of data, if it is known.
         """
         for outer in _entered.get():
             outer.suspended = True
@@ -136,24 +116,17 @@ class JoinSession:
             self.enter_loop(loader)
 
     def enter_loop(self, loader: Any) -> Loop:
-        """Enter a loop in the place of the one before, which ends now on this rank. Collective.
-
-        Raises:
-            JoinError: the loop before runs its body on all ranks and has not come to its end, or the first joinable
-                announces elsewhere.
-        """
+        """Enter a loop in the place of the one before, which ends now on this rank. Collective."""
         if self.foreign:
             raise JoinError(
-                "join.iterate and join.mode=counted or planned need a first joinable that announces through "
-                f"stagereg's Join, but {self.foreign} does so through torch's. Put the model first, or use "
-                "join.mode=torch in a plain loop."
+                f"{self.foreign}, the first joinable, announces through torch's Join, which join.iterate and "
+                "join.mode=counted or planned cannot use. Put the model first, or use join.mode=torch in a plain loop."
             )
         before = self.loop
         if before is not None and before.running:
             raise JoinError(
                 "another join.iterate of this join has not come to its end, and only one runs at a time. Evaluate "
-                "after it, or loop over the loader itself under torch.no_grad(), with the metrics joinable for "
-                "what is reported"
+                "after it, or loop over the loader itself under torch.no_grad()."
             )
         if self.announced or (before is not None and not before.iterates and before.decided and before.decided.steps):
             raise JoinError(
@@ -171,14 +144,7 @@ class JoinSession:
         return self.loop
 
     def begin(self, reduces: bool) -> Membership | None:
-        """A step begins on this rank: announce it; on torch's wire only count it.
-
-        Args:
-            reduces: whether its gradients will be reduced among the ranks.
-
-        Returns:
-            As :attr:`membership`.
-        """
+        """A step begins on this rank, and ``reduces`` gradients or not: announce it; count it on torch's wire."""
         membership = self.membership
         if membership is not None and self.loop is not None:
             self.loop.begin(membership, reduces)
@@ -192,22 +158,20 @@ class JoinSession:
         return membership
 
     def shadow_step(self) -> None:
-        """Take part in a step by hooks."""
+        """Take part in a step by hooks, and in its :meth:`stagereg.Join.mean` by zeros."""
+        if self.responder is not None:
+            self.responder.start()
         for hook in self.own_hooks:
             hook.before_step()
         for hook in self.hooks:
             hook.main_hook()
 
     def finish(self) -> None:
-        """This rank has left its loop with nothing wrong: take part until no rank has data any more.
-
-        Raises:
-            JoinError: a step of this rank has no end, and the others wait for it.
-        """
+        """This rank has left its loop with nothing wrong: take part until no rank has data any more."""
         if any(joinable.has_unfinished_step for joinable in self.joinables):
             raise JoinError(
-                "this rank leaves the join after a forward without a backward, and the others wait for its "
-                "gradients. Run forwards that are no training steps under torch.no_grad()."
+                "this rank leaves the join after a forward without a backward, and the others wait for its gradients. "
+                "Run forwards that are no training steps under torch.no_grad()."
             )
         for hook in self.own_hooks:
             hook.on_exhausted()
@@ -242,9 +206,8 @@ class JoinSession:
         self.detector.report(error)
         if membership is not None and membership.empty:
             error.add_note(
-                "This rank has no more data, and join.iterate ran the loop body on an empty batch to keep it in step "
-                "with the others. What the body does with samples must bear that there are none: x.flatten(1) in "
-                "place of x.view(len(x), -1), sums in place of means and maxima."
+                "This rank has no more data, and join.iterate ran the loop body on an empty batch. What the body does "
+                "with samples must bear that there are none: x.flatten(1), not x.view(len(x), -1); sums, not means."
             )
 
     def stop(self) -> None:
@@ -267,20 +230,11 @@ class JoinSession:
         while not ready(0.5):
             self.detector.check()
 
-    def _current_step(self) -> int | None:
-        """The step that this rank is in, for the error messages of others; ``None`` if that is not known."""
-        memberships = self._memberships
-        return memberships[-1].steps if memberships else None
-
 
 class Loop:
     """A loop over data, on one rank. Ranks leave it when they run out of data, or it runs its body on all ranks.
 
-    Constructing it is collective: it sends this rank's length to the others, if the mode needs it.
-
-    Args:
-        session: of its join.
-        loader: this rank's batches; ``None`` if they are not known.
+    Constructing it is collective: it sends the length of this rank's loader to the others, if the mode needs it.
 
     Attributes:
         iterates: whether it runs its body on all ranks.
@@ -302,7 +256,9 @@ class Loop:
         self.decided: Membership | None = None
         self._example: Any = None  # an empty batch for ranks that have none, or why there is none, until it is needed
         self._loader = loader
-        self._length = _length_of(loader)
+        self._length: int | None = None
+        with contextlib.suppress(TypeError, NotImplementedError, AttributeError):  # it has none
+            self._length = len(loader)
         self._lengths: PendingSum | None = None
         if session.mode != "counted" and loader is not None:
             lengths = [0.0] * self._channel.size
@@ -311,20 +267,27 @@ class Loop:
 
     @property
     def membership(self) -> Membership:
-        """Who still has data; waits for the lengths of all ranks the first time.
-
-        Raises:
-            JoinError: the join is to plan, and some rank has no length.
-            UnevenInputsError: the join is to throw, and the lengths differ.
-        """
+        """Who still has data; waits for the lengths of all ranks the first time."""
         if self.decided is None:
-            session, wait = self._session, self._session.detector.wait
-            planned = None if self._lengths is None else self._planned(self._lengths)
-            if planned is None or session.needs_active_ranks:
-                self.decided = AllReduceMembership(self._channel, session.throw, wait, self._length)
-            else:
-                self.decided = planned
+            self.decided = self._decide()
         return self.decided
+
+    def _decide(self) -> Membership:
+        session, wait = self._session, self._session.detector.wait
+        if self._lengths is not None:
+            session.wait_for_ranks(self._lengths.ready, "the join")
+            lengths = [int(value) - 1 for value in self._lengths.wait()]
+            unknown = [str(rank) for rank, length in enumerate(lengths) if length < 0]
+            if unknown and session.mode == "planned":
+                raise JoinError(
+                    f"join.mode=planned needs the length of every rank's loader, and that of rank {', '.join(unknown)} "
+                    "has none. Give it a __len__, or use join.mode=counted, or auto, which then counts."
+                )
+            if not unknown:
+                planned = StoreMembership(self._channel, lengths, self.store, session.throw, wait)
+                if not session.needs_active_ranks:
+                    return planned
+        return AllReduceMembership(self._channel, session.throw, wait, self._length)
 
     def begin(self, membership: Membership, reduces: bool) -> None:
         """A step begins on this rank."""
@@ -340,24 +303,15 @@ class Loop:
             self._publish(example, membership)
 
     def leave(self) -> bool:
-        """Take part by hooks in what is left of the loop, which this rank has left by itself.
-
-        Returns:
-            Whether this rank had data in the last step.
-        """
+        """Take part by hooks in what is left of the loop; return whether this rank had data in the last step."""
         membership = self.membership
         membership.empty = False
         if membership.expects_empty_step:
-            self.shadow_step()
+            self._session.shadow_step()
         while not membership.over and membership.wait_for_next_step() is not None:
-            self.shadow_step()
+            self._session.shadow_step()
         self.close()
         return membership.shadowed == 0
-
-    def shadow_step(self) -> None:
-        """Take part in a step by hooks, and in its :meth:`stagereg.Join.mean` by zeros."""
-        self._responder.start()
-        self._session.shadow_step()
 
     def close(self) -> None:
         """The loop is over on all ranks; twice is harmless."""
@@ -367,44 +321,37 @@ class Loop:
                 self._responder.close()
 
     def run(self, example: Any, counter: SampleCounter) -> Iterator[Any]:
-        """Yield this rank's batches, then empty ones for as long as others have some.
+        """Yield this rank's batches, which ``counter`` counts, then empty ones for as long as others have some.
 
         A rank out of data asks, before each step, whether it begins anywhere, and if so its body gets an empty batch.
         The body's forward is no announcement then. What is announced is a forward, not a batch: a batch that the body
         skips is no step.
-
-        Args:
-            example: a batch to be emptied, or ``None``.
-            counter: counts this rank's batches.
         """
         self.iterates = self.running = True
-        try:
-            yield from self._run(example, counter)
-        finally:
-            self.running = False
-
-    def _run(self, example: Any, counter: SampleCounter) -> Iterator[Any]:
         empty = None if example is None else _empty_example(example)
         batch = None
-        for i, batch in enumerate(self._loader):
-            if i == 0 and example is None and self._channel.size > 1:
-                self._example = emptied_or_error(batch)  # before the body can change it
-            self.awaits_step = True
-            counter.add(batch)
-            yield batch
-        self.awaits_step = False
-        membership = self.membership
-        while membership.wait_for_next_step() is not None:
-            if empty is None:
-                empty = self._from_other_rank() if batch is None else emptied(batch)
-            batch = None  # so that its memory can be freed
-            membership.expects_empty_step = True
-            membership.empty = self.awaits_step = True
-            yield _empty_example(empty)  # anew each time: the body may take its items out
-            membership.empty = False
-            if membership.expects_empty_step:  # the body has skipped it, so it also calls no join.mean
-                self.shadow_step()
-        self.close()
+        try:
+            for i, batch in enumerate(self._loader):
+                if i == 0 and example is None and self._channel.size > 1:
+                    self._example = emptied_or_error(batch)  # before the body can change it
+                self.awaits_step = True
+                counter.add(batch)
+                yield batch
+            self.awaits_step = False
+            membership = self.membership
+            while membership.wait_for_next_step() is not None:
+                if empty is None:
+                    empty = self._from_other_rank() if batch is None else emptied(batch)
+                batch = None  # so that its memory can be freed
+                membership.expects_empty_step = True
+                membership.empty = self.awaits_step = True
+                yield _empty_example(empty)  # anew each time: the body may take its items out
+                membership.empty = False
+                if membership.expects_empty_step:  # the body has skipped it, so it also calls no join.mean
+                    self._session.shadow_step()
+            self.close()
+        finally:
+            self.running = False
 
     def _publish(self, example: Any, membership: Membership) -> None:
         """Give ranks that never had a batch an empty one; this rank's first step has begun."""
@@ -436,35 +383,11 @@ class Loop:
         begun = self.decided.keys if isinstance(self.decided, StoreMembership) else ()
         return [*begun, *(["example"] if self._channel.rank == 0 else [])]
 
-    def _planned(self, lengths: PendingSum) -> Membership | None:
-        """Return a membership by the ranks' lengths, which are one more in the sum; ``None`` if some rank has none."""
-        session = self._session
-        session.wait_for_ranks(lengths.ready, "the join")
-        announced = [int(value) - 1 for value in lengths.wait()]
-        unknown = [str(rank) for rank, length in enumerate(announced) if length < 0]
-        if not unknown:
-            return StoreMembership(self._channel, announced, self.store, session.throw, session.detector.wait)
-        if session.mode == "planned":
-            raise JoinError(
-                f"join.mode=planned needs the length of every rank's loader, and that of rank {', '.join(unknown)} has "
-                "none. Give it a __len__, or use join.mode=counted, or auto, which counts where lengths are missing."
-            )
-        return None
 
-
-def _delete(store: Any, keys: Iterable[str]) -> None:
-    """Delete keys, as far as the store is still there."""
-    with contextlib.suppress(RuntimeError):
+def _delete(store: Any, keys: Sequence[str]) -> None:
+    with contextlib.suppress(RuntimeError):  # the store may be gone
         for key in keys:
             store.delete_key(key)
-
-
-def _length_of(loader: Any) -> int | None:
-    """Return how many batches a loader says that it has, or ``None`` if it does not know."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError, AttributeError):
-        return None
 
 
 def _empty_example(example: Any) -> Any:

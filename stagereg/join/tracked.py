@@ -22,25 +22,15 @@ __all__ = ["TrackedJoinable", "differentiable"]
 
 
 class TrackedJoinable(BuiltInJoinable):
-    """A joinable whose steps begin with the forward of its module, which it watches from ``join_hook`` to ``detach``.
-
-    Attributes:
-        begun: how many steps have begun.
-        in_step: whether the forward that runs has begun a step; ``None`` while none runs that is to be watched.
-        divides_by_world: whether gradients are divided by the number of ranks that train the module, and not by the
-            number of active ones.
-        handles: of the hooks with which it watches; empty while it does not.
-    """
+    """A joinable whose steps begin with the forward of its module; it watches that from ``join_hook`` to ``detach``."""
 
     announces_itself = True
-    begun = 0
-    in_step: bool | None = None
-    divides_by_world = True
-    handles: Sequence[Any] = ()
+    begun = 0  # steps
+    in_step: bool | None = None  # whether the forward that runs has begun a step; ``None`` while none is watched
+    divides_by_world = True  # gradients, by the number of all ranks, and not by that of the active ones
+    handles: Sequence[Any] = ()  # of the hooks with which it watches; empty while it does not
     _is_open = False  # whether a step has begun of which no backward has run
-    _of_one_join: tuple[str, ...] = (
-        "begun", "in_step", "divides_by_world", "handles", "_is_open"
-    )  # fmt: skip
+    _of_one_join: tuple[str, ...] = ("begun", "in_step", "divides_by_world", "handles", "_is_open")
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook, and begin to watch the module: torch's ``Join`` calls nothing else."""

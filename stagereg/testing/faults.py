@@ -5,7 +5,7 @@
     from stagereg.testing.faults import FaultyStorage
 
     full = FaultyStorage(fault="ENOSPC", at="writing", after_bytes=10_000, saves=[2])
-    checkpointer = stagereg.Checkpointer(folder, storage=full, on_error="warn")
+    checkpointer = stagereg.Checkpointer(folder, storage=full)
 
 In a config the module is named as a plugin, ``plugins: [stagereg.testing.faults]``, and the storage is called
 ``faulty``. What goes wrong is an error of the operating system, as it is in earnest; the disk itself is not touched.
@@ -33,7 +33,7 @@ from torch.futures import Future
 import stagereg.checkpoint.failpoints as failpoints
 import stagereg.registry as registry
 from stagereg.checkpoint.manifest import FileMark
-from stagereg.checkpoint.storage.protocol import Storage, UsesPadding, WritesUrls
+from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import ConfigError, nearest
 
@@ -90,7 +90,7 @@ class FaultyStorage(Storage):
         if at not in moments:
             raise ConfigError(f"at must be one of {', '.join(moments)}, not {at!r}.{nearest(at, moments)}")
         inner: Storage = registry.build("storage", storage) if isinstance(storage, str) else storage
-        self.wraps = inner  # the storage whose checkpoints these are
+        self.wraps: Storage = inner  # whose checkpoints these are
         self.fault = fault
         self.at = at
         self.after_bytes = after_bytes
@@ -100,10 +100,7 @@ class FaultyStorage(Storage):
         self._folder: str = ""
         self._rank = 0
         self._count = 0
-        if isinstance(inner, UsesPadding):
-            self.padding = inner.padding
-        if isinstance(inner, WritesUrls):
-            self.remote = inner.remote
+        self.remote = inner.remote
 
     @property
     def marks(self) -> Mapping[str, FileMark]:

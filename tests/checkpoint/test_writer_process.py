@@ -29,7 +29,6 @@ import stagereg.stagers.tensor_bundle as tensor_bundle
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.encoding import leaves
 from stagereg.checkpoint.manifest import FileMark
-from stagereg.checkpoint.storage.protocol import UsesPadding
 from stagereg.checkpoint.writer_process import WriterProcess, write_data
 from stagereg.errors import CheckpointError
 
@@ -164,8 +163,6 @@ def test_every_storage_writes_there_and_its_marks_are_known_here(
     if kind == "safetensors":
         pytest.importorskip("safetensors")
     storage, stager = stagereg.build("storage", kind), stagereg.build("stager", "shared")
-    if isinstance(storage, UsesPadding):
-        stager.reserve_padding(*storage.padding)
     for step in (1.0, 2.0):
         path = tmp_path / str(step)
         source = {"w": torch.arange(3000.0) * step, "v": torch.full((70, 3), step).t(), "n": step}

@@ -34,8 +34,6 @@ def test_a_neutral_value_changes_no_result(reduce: Any, dtype: torch.dtype, valu
 def test_a_declaration_normalizes_names_and_lists() -> None:
     declared = Collective("all_reduce", [2, 3], "bfloat16")  # type: ignore[arg-type]
     assert (declared.shape, declared.dtype) == ((2, 3), torch.bfloat16)
-    with pytest.raises(JoinError, match=r"declared for torch\.bfloat16"):
-        declared.check(torch.zeros(2, 3))
 
 
 LENGTHS = (1, 3, 2)  # ranks 0, 1, 2 are active, then 1 and 2, then 1 alone

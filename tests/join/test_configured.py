@@ -130,7 +130,7 @@ WRONG: dict[str, tuple[list[str], list[str], tuple[str, ...]]] = {
     "another object": (
         ["joinable@join.joinables.model=fsdp2"],
         ["model"],
-        ("the fsdp2 joinable needs a module to which torch.distributed.fsdp.fully_shard was applied",),
+        ("the fsdp2 joinable needs a module of fully_shard",),
     ),
     "several objects": (
         ["+joinable@join.joinables.saver=checkpoint"],

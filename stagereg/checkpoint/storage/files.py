@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
@@ -59,11 +59,8 @@ class FileStorage(Storage):
         buffer_bytes: of each of the two buffers that small writes go through, a multiple of a page.
 
     Attributes:
-        remote: whether it can write to URLs.
         path: the directory or URL; empty if none was named yet.
     """
-
-    remote: ClassVar[bool] = True
 
     def __init__(self, path: StrPath | None = None, direct: bool = False, buffer_bytes: int = 1 << 20) -> None:
         self._direct = direct
@@ -79,7 +76,7 @@ class FileStorage(Storage):
 
     @property
     def marks(self) -> Mapping[str, FileMark]:
-        """See :class:`.MarksFiles`."""
+        """See :class:`.Storage`."""
         return dict(self._marks)
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:

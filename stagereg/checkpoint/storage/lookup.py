@@ -7,7 +7,7 @@ bare name, so that a checkpoint can be read where no other package claims the na
 from __future__ import annotations
 
 import stagereg.registry as registry
-from stagereg.checkpoint.storage.protocol import Storage, WrapsStorage, WritesUrls
+from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import CheckpointError, StageregError
 from stagereg.installed import DISTRIBUTION
@@ -20,7 +20,7 @@ _FORMER = {"direct": "dcp"}  # names in manifests of storages that have another 
 
 def name_of(storage: Storage) -> str:
     """Return what the manifest calls ``storage``; one that wraps another (``wraps``) goes by the name of that."""
-    storage = storage.wraps if isinstance(storage, WrapsStorage) else storage
+    storage = (storage.wraps if isinstance(storage, Storage) else None) or storage
     path = f"{type(storage).__module__}.{type(storage).__qualname__}"
     entry = registry.find_target(path)
     if entry is None or entry.kind != "storage":
@@ -30,7 +30,7 @@ def name_of(storage: Storage) -> str:
 
 def expect_fit(storage: Storage, path: str) -> None:
     """Raise ``CheckpointError`` if ``path`` is a URL and ``storage`` writes to none."""
-    if is_url(path) and isinstance(storage, WritesUrls) and not storage.remote:
+    if is_url(path) and isinstance(storage, Storage) and not storage.remote:
         raise CheckpointError(
             f"storage={name_of(storage)} writes to file systems of this machine alone, not to {path}; use storage=dcp."
         )

@@ -2,8 +2,7 @@
 
 The signatures are those of ``torch.distributed.checkpoint.StorageWriter`` (torch 2.13). So a storage works as
 ``torch.distributed.checkpoint.save(storage_writer=...)``, and a writer made for torch is a storage here once it has
-:meth:`Storage.reader`. The optional members are :class:`MarksFiles`, :class:`UsesPadding`, :class:`WritesUrls` and
-:class:`WrapsStorage`.
+:meth:`Storage.reader`. One that derives from :class:`Storage` may have its optional members too.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ import os
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
 from stagereg.checkpoint.manifest import FileMark
 
-__all__ = ["ArchiveResult", "MarksFiles", "Storage", "TensorResult", "UsesPadding", "WrapsStorage", "WritesUrls"]
+__all__ = ["ArchiveResult", "Storage", "TensorResult"]
 
 
 class Storage(StorageWriter):
@@ -41,7 +39,14 @@ class Storage(StorageWriter):
     5. *Portable.* It can be pickled before ``write_data`` and after it, for a writer process.
 
     A subclass has to write torch's methods and ``reader``.
+
+    Attributes:
+        remote: False if it writes only to file systems of this machine. Saving to a URL is then refused.
+        wraps: the storage that it writes through, whose name the manifest gets, and which reads the checkpoint.
     """
+
+    remote: bool = True
+    wraps: Storage | None = None
 
     @abstractmethod
     def reader(self, path: str | os.PathLike[str]) -> StorageReader:
@@ -49,7 +54,11 @@ class Storage(StorageWriter):
 
     @property
     def marks(self) -> Mapping[str, FileMark]:
-        """See :class:`MarksFiles`; none unless a subclass has them."""
+        """Size and CRC-32 of each file that this process wrote in the last ``write_data`` and ``finish``, if known.
+
+        By name inside the directory, from the bytes as they were written. The checkpointer reads every other file once
+        more to mark it.
+        """
         return {}
 
 
@@ -74,51 +83,3 @@ class ArchiveResult(WriteResult):
     ``storage_data.relative_path``, ``offset`` and ``length`` say where. What neither this nor :class:`TensorResult` is
     returned of is read through :meth:`Storage.reader`.
     """
-
-
-@runtime_checkable
-class MarksFiles(Protocol):
-    """A storage that computes the marks of its files while it writes them."""
-
-    @property
-    def marks(self) -> Mapping[str, FileMark]:
-        """Size and CRC-32 of each file that this process wrote in the last ``write_data`` and ``finish``.
-
-        By name inside the directory, from the bytes as they were written. The checkpointer reads every other file once
-        more to mark it.
-        """
-
-
-@runtime_checkable
-class UsesPadding(Protocol):
-    """A storage that can write the image of a file in place, around tensors of the copy.
-
-    Attributes:
-        padding: bytes that it writes before and after each tensor. A stager that is a
-            :class:`~stagereg.stagers.async_stager.ReservesPadding` leaves as many free.
-    """
-
-    padding: tuple[int, int]
-
-
-@runtime_checkable
-class WritesUrls(Protocol):
-    """A storage that declares whether it can write to URLs. Any other storage is taken to.
-
-    Attributes:
-        remote: False if it writes only to file systems of this machine. Saving to a URL is then refused.
-    """
-
-    remote: bool
-
-
-@runtime_checkable
-class WrapsStorage(Protocol):
-    """A storage that writes through another one.
-
-    Attributes:
-        wraps: the other one, whose name the manifest gets, and which reads the checkpoint.
-    """
-
-    @property
-    def wraps(self) -> Storage: ...

@@ -52,14 +52,6 @@ class Collective:
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "shape", tuple(self.shape))
 
-    def check(self, tensor: torch.Tensor) -> None:
-        """Refuse a tensor that is not as declared, before ranks that trust the declaration meet it on the wire."""
-        if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
-            raise JoinError(
-                f"{self.op} was declared for {self.dtype} of shape {self.shape} but got {tensor.dtype} of shape "
-                f"{tuple(tensor.shape)}; joined ranks would answer with the declared one. Declare what the step sends."
-            )
-
     def neutral(self, device: torch.device) -> torch.Tensor:
         """The value that leaves the other ranks' result alone. An ``avg`` still divides by the whole world."""
         if self.dtype == torch.bool:
@@ -121,9 +113,6 @@ class CollectiveJoinable(BuiltInJoinable):
         device: of the tensors.
         hook: another hook in the place of ``collective``.
 
-    Attributes:
-        last_sent: by index, what this rank sent last as the root of a broadcast.
-
     Example::
 
         total = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce", "shape": [2]}])
@@ -145,7 +134,7 @@ class CollectiveJoinable(BuiltInJoinable):
         self.collectives = [_declared(collective) for collective in collectives]
         if not self.collectives:
             raise JoinError("the collective joinable needs at least one collective to shadow")
-        self.last_sent: dict[int, torch.Tensor] = {}
+        self.last_sent: dict[int, torch.Tensor] = {}  # by index, as the root of a broadcast
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         """Run the collectives; active ranks, once a step.
@@ -163,8 +152,12 @@ class CollectiveJoinable(BuiltInJoinable):
         """
         if len(tensors) != len(self.collectives):
             raise JoinError(f"{len(self.collectives)} collectives are declared but {len(tensors)} tensors were given")
-        for collective, tensor in zip(self.collectives, tensors, strict=True):
-            collective.check(tensor)
+        for declared, tensor in zip(self.collectives, tensors, strict=True):
+            if tuple(tensor.shape) != declared.shape or tensor.dtype != declared.dtype:
+                raise JoinError(
+                    f"{declared.op} was declared for {declared.dtype} of shape {declared.shape} but got {tensor.dtype} "
+                    f"of shape {tuple(tensor.shape)}, which ranks without data do not expect"
+                )
         notify(self)
         group = self.join_process_group
         results = []

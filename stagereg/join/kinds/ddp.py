@@ -2,21 +2,19 @@
 
 On torch's wire DDP's own forward announces the rank. Where all ranks run stagereg's join, the joinable does that, and
 the divisor and the rank whose buffers count come from the join's membership. On either wire a forward that is no step
-of its own (the second one before a backward, or one under ``no_grad``) neither announces nor shares buffers, since
-ranks without data do not take part in it.
+of its own neither announces nor shares buffers, since ranks without data do not take part in it.
 
-The hook's collectives are those of torch's own hook, in its order. Three things differ. torch throws the reduced
-gradients away; here they become the gradients of the parameters, so that an optimizer stepped afterwards takes the
-step that the active ranks take. A loop that never zeroes its gradients, or that ran out in the middle of an
-accumulation, has a share in the next reduction; here the joined rank goes on contributing it instead of zeros. And
-torch's joined ranks report the parameters used long ago as used; here they report none.
+The hook's collectives are those of torch's own hook, in its order. Three things differ. The reduced gradients become
+those of the parameters, so that an optimizer stepped afterwards takes the step that the active ranks take. What a loop
+has added up without a reduction, or never zeroes, has its share in the next one. And a rank without data reports no
+parameters as used; torch's reports those that it used long ago.
 
 The internals of ``DistributedDataParallel`` used here are those of torch 2.13 (``nn/parallel/distributed.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,7 +46,7 @@ class DdpHook(BuiltInHook["DdpJoinable"]):
         if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
             raise JoinError(
                 "a DDP module with static_graph=True learns its graph in its first step, so a rank that never had a "
-                "batch cannot shadow it. Give every rank a batch, or use join.iterate, whose body runs on all ranks."
+                "batch cannot shadow it. Give every rank a batch, or use join.iterate."
             )
         joinable.policy.set_active(False)
         ddp.reducer._rebuild_buckets()
@@ -79,12 +77,17 @@ class DdpHook(BuiltInHook["DdpJoinable"]):
         buckets = ddp.reducer._get_zeros_like_grad_buckets()
         works = []
         for bucket in buckets:
-            if share:
-                _fill(bucket, share)
+            for view, param in zip(bucket.gradients(), bucket.parameters(), strict=True):
+                if share and param.grad is not None:
+                    torch.mul(param.grad, share, out=view)
             works.append(ddp.reducer._run_comm_hook(bucket))
         reduced: dict[torch.Tensor, torch.Tensor] = {}
         for bucket, work in zip(buckets, works, strict=True):
-            reduced.update(_gradients(bucket, work.wait()))
+            value, buffer = work.wait(), bucket.buffer()
+            result = value[0] if isinstance(value, (list, tuple)) else value
+            if result.data_ptr() != buffer.data_ptr():
+                buffer.copy_(result.view_as(buffer))
+            reduced.update(zip(bucket.parameters(), bucket.gradients(), strict=True))
         unused = self._unused_everywhere()
         for param in ddp.parameters():
             if param not in reduced or param in unused:
@@ -126,11 +129,10 @@ class DdpHook(BuiltInHook["DdpJoinable"]):
 
 @register("joinable", "ddp")
 class DdpJoinable(ReducingJoinable):
-    """Joins a DDP module.
+    """Joins a DDP module. ``Join`` wraps a bare one in this by itself; name it where torch's ``Join`` is used.
 
     Joined ranks end every step with the step's reduced gradients in ``param.grad``, so an optimizer that follows in the
-    list of joinables keeps parameters and optimizer state equal on all ranks. ``Join`` wraps a bare DDP module in this
-    by itself; name it where torch's ``Join`` is used, or to pass it to ``step`` or ``zero``.
+    list of joinables keeps parameters and optimizer state equal on all ranks.
 
     Args:
         module: the DDP module.
@@ -268,18 +270,3 @@ def _done_work(value: float) -> Any:
     done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
     done.set_result([torch.full((1,), value)])
     return _create_work_from_future(done)
-
-
-def _fill(bucket: Any, factor: float) -> None:
-    for view, param in zip(bucket.gradients(), bucket.parameters(), strict=True):
-        if param.grad is not None:
-            torch.mul(param.grad, factor, out=view)
-
-
-def _gradients(bucket: Any, value: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair a bucket's parameters with their reduced gradients; ``value`` is what the bucket's reduction returned."""
-    reduced = value[0] if isinstance(value, (list, tuple)) else value
-    buffer = bucket.buffer()
-    if reduced.data_ptr() != buffer.data_ptr():
-        buffer.copy_(reduced.view_as(buffer))
-    return zip(bucket.parameters(), bucket.gradients(), strict=True)

@@ -1,13 +1,11 @@
 """``fsdp2``: a module sharded by ``torch.distributed.fsdp.fully_shard``, in stagereg's ``Join`` or in torch's.
 
-Every rank owns a part of the parameters, so no rank can leave a step out, and nothing but the module knows its
-collectives. A rank without data therefore runs the module itself: forward on an *empty* version of its last inputs,
-backward from gradients of zero. All-gathers and reduce-scatters are then those of the active ranks, and the gradients
-of this rank's shards end as the step's reduced ones. What it had accumulated without a reduction goes into the next
-one, since FSDP2 adds it there by itself.
+Nothing but the module knows its collectives. A rank without data therefore runs the module itself: forward on an
+*empty* version of its last inputs, backward from gradients of zero. All-gathers and reduce-scatters are then those of
+the active ranks, and the gradients of this rank's shards end as the step's reduced ones. What it had added up without a
+reduction goes into the next one, since FSDP2 adds it there by itself.
 
-Left to the loop's own code: anything collective outside of the module's forward and backward. The internals of FSDP2
-used here are those of torch 2.13 (``distributed/fsdp/_fully_shard``).
+The internals of FSDP2 used here are those of torch 2.13 (``distributed/fsdp/_fully_shard``).
 """
 
 from __future__ import annotations
@@ -42,16 +40,12 @@ class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
     """Shadows an FSDP2 module by running it on empty inputs; the reduced gradients end in the shards' ``grad``."""
 
     def main_hook(self) -> None:
-        """Run one forward and backward on empty inputs.
-
-        Raises:
-            JoinError: the module cannot run on empty inputs, or those of other ranks cannot be emptied.
-        """
+        """Run one forward and backward on empty inputs."""
         joinable, module = self.joinable, self.joinable.module
         if not joinable.handles:
             raise JoinError(
-                "an fsdp2 joinable has left its join, but ranks still take steps. torch's Join cannot be entered a "
-                "second time with it: make a new one for every epoch, or use stagereg.Join."
+                "an fsdp2 joinable has left its join, but ranks still take steps. Make a new Join of torch's for every "
+                "epoch, or use stagereg.Join."
             )
         joinable.policy.set_active(False)
         as_left = joinable.will_reduce
@@ -98,13 +92,12 @@ class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
 
 @register("joinable", "fsdp2")
 class Fsdp2Joinable(ReducingJoinable):
-    """Joins an FSDP2 module.
+    """Joins an FSDP2 module. ``Join`` wraps a bare one in this by itself.
 
     Joined ranks run the module on empty inputs and end every step with the step's reduced gradients in their shards'
     ``grad``, so an optimizer that follows in the list of joinables keeps parameters and optimizer state right. The
     module's forward has to take tensors whose first dimension is 0. ``set_requires_gradient_sync`` is to be called
     before the forward, in the same steps on all ranks. In torch's ``Join``, make a new ``Join`` for each epoch.
-    ``Join`` wraps a bare FSDP2 module in this by itself.
 
     Args:
         module: the root module, to which ``fully_shard`` was applied last; the one that the loop calls.
@@ -112,9 +105,6 @@ class Fsdp2Joinable(ReducingJoinable):
             arguments, or the only one. ``None``: ranks keep an empty version of their last inputs, and those that
             never had any take that of another rank.
         hook: another hook in the place of ``fsdp2``.
-
-    Attributes:
-        is_shadowing: whether the hook runs the module, to take part in a step of other ranks.
 
     Keyword arguments of ``Join`` that it takes:
         divide_by_initial_world_size (bool): True (default): gradients are sums over the active ranks divided by the
@@ -130,13 +120,10 @@ class Fsdp2Joinable(ReducingJoinable):
 
     def __init__(self, module: FSDPModule, example: Any = None, hook: Callable[..., JoinHook] | None = None) -> None:
         if not isinstance(module, FSDPModule):
-            raise JoinError(
-                f"the fsdp2 joinable needs a module to which torch.distributed.fsdp.fully_shard was applied, not a "
-                f"{type(module).__name__}"
-            )
+            raise JoinError(f"the fsdp2 joinable needs a module of fully_shard, not a {type(module).__name__}")
         super().__init__(hook, _group_of(module), module._get_fsdp_state()._device)
         self.module = module
-        self.is_shadowing = False
+        self.is_shadowing = False  # whether the hook runs the module, to take part in a step of other ranks
         self._example: Any = None
         if example is not None:
             self._example = emptied(example if isinstance(example, tuple) else (example,)), {}
@@ -160,11 +147,7 @@ class Fsdp2Joinable(ReducingJoinable):
 
     @property
     def will_reduce(self) -> bool:
-        """Whether the next backward reduces the gradients (``set_requires_gradient_sync``).
-
-        Raises:
-            JoinError: parts of the module do and others do not, or it stops half-way (``set_requires_all_reduce``).
-        """
+        """Whether the next backward reduces the gradients (``set_requires_gradient_sync``), as all parts must alike."""
         groups = _groups(self.module)
         reduces = {bool(group.reduce_grads) for group in groups}
         half_way = any(group._is_hsdp and group.reduce_grads and not group.all_reduce_grads for group in groups)
@@ -211,7 +194,7 @@ class Fsdp2Joinable(ReducingJoinable):
     def on_backward(self) -> None:
         """A backward has begun, which is about to add to the gradients. FSDP2 has gathered its first parameters.
 
-        It is the moment on all ranks at which a rank without data may wait for an active one to publish its policy.
+        Now a rank without data may wait for an active one to publish its policy.
         """
         if self.is_shadowing and self.reduces is not None:
             self.reduces = None
@@ -219,8 +202,8 @@ class Fsdp2Joinable(ReducingJoinable):
             self.forget_gradients()
         elif self.reduces is not None and self.will_reduce != self.reduces:
             raise JoinError(
-                "set_requires_gradient_sync() was called between a forward and its backward, when ranks without data "
-                "had its announcement already. In a join, call it before the forward."
+                "set_requires_gradient_sync() was called between a forward and its backward. In a join, call it before "
+                "the forward, which announces it to ranks without data."
             )
         super().on_backward()
 
@@ -260,7 +243,7 @@ def _group_of(module: FSDPModule) -> Any:
         return dist.group.WORLD
     raise JoinError(
         f"an FSDP2 module on a mesh of {mesh.ndim} dimensions can be joined if it has all ranks, not {mesh.size()} of "
-        f"{dist.get_world_size()}. Build it on a mesh of one dimension, or start these ranks as a job of their own."
+        f"{dist.get_world_size()}. Build it on a mesh of one dimension."
     )
 
 

@@ -54,9 +54,6 @@ class MetricsJoinable(BuiltInJoinable):
         process_group: the ranks to add over; ``None`` is the default group.
         hook: another hook in the place of ``metrics``.
 
-    Attributes:
-        in_use: whether it is in a join that has not ended, where some rank may wait at the responder.
-
     Example::
 
         metrics = stagereg.build("joinable", "metrics")
@@ -79,7 +76,7 @@ class MetricsJoinable(BuiltInJoinable):
         self._totals: dict[str, tuple[Number, Number]] = {}
         self._lock = threading.Lock()
         self._responder: Responder | None = None
-        self.in_use = False
+        self.in_use = False  # in a join that has not ended, where some rank may wait at the responder
 
     def add(self, **metrics: tuple[Number, Number]) -> None:
         """Add to this rank's totals; no collective.
@@ -98,14 +95,7 @@ class MetricsJoinable(BuiltInJoinable):
                 self._totals[name] = (before[0] + total, before[1] + count)
 
     def compute(self, reset: bool = False) -> dict[str, float]:
-        """Return the mean of every metric over the samples of all ranks; see :meth:`totals` for who calls it when.
-
-        A metric of which no rank has a sample is left out, since there is no mean of nothing.
-        """
-        return {name: total / count for name, (total, count) in self.totals(reset).items() if count}
-
-    def totals(self, reset: bool = False) -> dict[str, tuple[float, float]]:
-        """Return sum and count of every metric that some rank knows, over all ranks, sorted by name.
+        """Return the mean of every metric over the samples of all ranks, by name; of what has samples on some rank.
 
         In a join, all ranks that still have data call it at the same point of the loop; those that have left it answer
         by themselves, and must not call it. Before, after and in ``join.iterate``, all ranks call it. In torch's
@@ -130,12 +120,12 @@ class MetricsJoinable(BuiltInJoinable):
             shares = self._exchange(self.responder.channel, reset)
         elif reset:
             self.reset()
-        names = sorted({name for share in shares for name in share})
-        columns = {name: [share.get(name, (0.0, 0.0)) for share in shares] for name in names}
-        return {
-            name: (math.fsum(total for total, _ in column), math.fsum(count for _, count in column))
-            for name, column in columns.items()
-        }
+        means = {}
+        for name in sorted({name for share in shares for name in share}):
+            totals, counts = zip(*(share[name] for share in shares if name in share), strict=True)
+            if count := math.fsum(counts):
+                means[name] = math.fsum(totals) / count
+        return means
 
     def reset(self) -> None:
         """Start anew on this rank alone. In a join use ``compute(reset=True)``, which reaches all ranks."""

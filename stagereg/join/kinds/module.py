@@ -1,8 +1,7 @@
 """``module``: any module whose ranks run its collectives by themselves: FSDP1, tensor parallelism, layers of one's own.
 
-There is no way to take part in its steps but to run them, so it can be joined where the loop body runs on all ranks: by
-``join.iterate``. ``Join`` wraps ``FullyShardedDataParallel`` modules, and modules with ``DTensor`` parameters, in this
-by itself.
+Its steps can only be run, so it can be joined by ``join.iterate`` alone. ``Join`` wraps ``FullyShardedDataParallel``
+modules, and modules with ``DTensor`` parameters, in this by itself.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """What ``ddp`` and ``fsdp2`` share: a module of which the ranks reduce the gradients.
 
-A training loop zeroes the gradients of one step before the next, drops them, or carries them over. A rank without data
-has to do the same, without seeing the loop. It goes by what it saw while it had data: each rank looks at one gradient
-as a backward begins. A rank that had data for less than two steps cannot know, and asks one that has seen more, through
-the process group's store.
+A training loop zeroes the gradients of one step before the next, drops them, or carries them over, and so must a rank
+without data. It goes by what it saw while it had data: each rank looks at one gradient as a backward begins. A rank
+that had data for less than two steps cannot know, and asks one that has seen more, through the store.
 """
 
 from __future__ import annotations
@@ -26,19 +25,13 @@ __all__ = ["ReducingJoinable", "ZeroGradPolicy", "local"]
 
 
 class ReducingJoinable(TrackedJoinable):
-    """Joins a module of which the ranks reduce the gradients.
-
-    Attributes:
-        watched: parameters; the gradient of the first that has one shows what the loop does with them.
-        reduces: between a step's forward and its backward, whether that will reduce the gradients; else ``None``.
-        is_unfinished: whether the last backward has not reduced them, so that they wait for the next one.
-    """
+    """Joins a module of which the ranks reduce the gradients."""
 
     reduces_gradients = True
     reduced = False
-    watched: Sequence[torch.Tensor] = ()
-    reduces: bool | None = None
-    is_unfinished = False
+    watched: Sequence[torch.Tensor] = ()  # the gradient of the first that has one shows what the loop does with them
+    reduces: bool | None = None  # between a step's forward and its backward, whether that will reduce the gradients
+    is_unfinished = False  # whether the last backward has not reduced them, so that they wait for the next one
     module: Any
     _of_one_join = (*TrackedJoinable._of_one_join, "reduced", "watched", "reduces", "is_unfinished")
 
@@ -78,22 +71,13 @@ class ReducingJoinable(TrackedJoinable):
 
 
 class ZeroGradPolicy:
-    """What is known of one module's loop, on this rank and through the store. All ranks make these in the same order.
-
-    What a look at the gradients finds stays on the device until it is asked for.
-
-    Attributes:
-        store: of what ranks publish of this module.
-        steps: how many steps have been reduced in this join, on this rank or while it had no data.
-        step_begins: whether the last backward was reduced, so that the next one begins a step.
-        inputs: empty ones of each forward in the last step, where ranks without data run the module.
-    """
+    """What is known of one module's loop, here and through the store. All ranks make these in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.steps = 0
-        self.step_begins = True
-        self.inputs: list[Any] | None = None
-        self._nonzero: torch.Tensor | None = None  # whether there were gradients as the last step began
+        self.steps = 0  # that have been reduced in this join, on this rank or while it had no data
+        self.step_begins = True  # with the next backward, as the last one was reduced
+        self.inputs: list[Any] | None = None  # empty ones of each forward in the last step, to run the module on
+        self._nonzero: torch.Tensor | None = None  # whether there were gradients as the last step began; on the device
         self._in_doubt = True
         self._active = False
         self.store = PrefixStore(resources_of(group).next_name("carry"), group.get_group_store())

@@ -1,8 +1,7 @@
 """``step``: the local work of a training step: an optimizer, an LR schedule, an average of the weights, a counter.
 
-What has no collectives of its own still has to happen on ranks without data, or replicas drift apart: moments and step
-counts of the optimizer, the learning rate, whatever is saved in a checkpoint. One function for all that follows
-``backward()`` is the surest way, since ranks with data and ranks without then run the very same lines.
+What has no collectives of its own still has to happen on ranks without data, or replicas drift apart. One function for
+all that follows ``backward()`` is the surest way, since ranks with data and without then run the very same lines.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 A joined rank owns a shard of the parameters that no other rank updates, so it steps that shard and takes part in the
 broadcasts. Right numbers need the step's gradients in ``param.grad`` first; stagereg's ``ddp`` hook puts them there,
 torch's does not: in torch's ``Join`` put the ``ddp`` joinable before it (``after=``).
-(torch 2.13, ``distributed/optim/zero_redundancy_optimizer.py``.)
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ class ZeroHook(BuiltInHook["ZeroJoinable"]):
 
 @register("joinable", "zero")
 class ZeroJoinable(BuiltInJoinable):
-    """Joins a ``ZeroRedundancyOptimizer``: joined ranks go on stepping the shard they own.
-
-    It cannot be the first joinable.
+    """Joins a ``ZeroRedundancyOptimizer``: joined ranks go on stepping the shard they own. It cannot be listed first.
 
     ``Join`` wraps a bare optimizer of that class in this by itself.
 
