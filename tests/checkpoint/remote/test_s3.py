@@ -262,7 +262,9 @@ def running(store: Store, small_parts: dict[str, str], tmp_path: Path) -> Iterat
 
 
 @pytest.mark.slow
-def test_the_next_run_clears_the_uploads_of_a_killed_run(running: subprocess.Popen[bytes], store: Store) -> None:
+def test_the_next_run_clears_the_uploads_of_a_killed_run(
+    running: subprocess.Popen[bytes], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.server.hit()
     with pytest.raises(CheckpointError, match=str(running.pid)):  # a refused run disturbs nothing
         Checkpointer(store.url)
@@ -270,6 +272,7 @@ def test_the_next_run_clears_the_uploads_of_a_killed_run(running: subprocess.Pop
     running.kill()
     running.wait(BOUND_S)
     store.server.fail()
+    monkeypatch.setattr("stagereg.checkpoint.store.lease.LEASE_S", 1.0)  # or else a minute would pass
     with Checkpointer(store.url) as checkpointer:
         assert unfinished(store) == []
         assert store.uploads() == []
