@@ -23,7 +23,7 @@ import stagereg.registry as registry
 from stagereg.commands.child import call_in_child
 from stagereg.commands.listing import find
 from stagereg.errors import ConfigError, UnknownNameError, nearest
-from stagereg.installed import DISTRIBUTION, normalized, unmet
+from stagereg.installed import DISTRIBUTION, normalized
 from stagereg.registry import Entry
 
 __all__ = ["CONTRACTS", "add_to", "resolve", "run"]
@@ -137,7 +137,7 @@ def resolve(target: str) -> tuple[list[str], list[Case]]:
     if package := _package(target):
         return package
     entries = registry.entries()
-    if any(target in (entry.name, entry.bare) for entry in entries):
+    if any(target == entry.name for entry in entries):
         return _names([find(target)]), []
     inside = [entry for entry in entries if f"{entry.target.partition(':')[0]}.".startswith(f"{target}.")]
     if inside or _importable(target):
@@ -193,15 +193,13 @@ def _package(name: str) -> tuple[list[str], list[Case]] | None:
             'Write in its pyproject.toml: [project.entry-points."stagereg.plugins"] "stager.name" = "module:Class"'
         )
     problems = [why for who, why in registry.unreadable() if who == title]
-    if wrong := unmet(found.name):
-        problems.append(wrong)
-    elif DISTRIBUTION not in [own, *(normalized(re.split(r"[^\w.-]", line)[0]) for line in found.requires or [])]:
+    if DISTRIBUTION not in [own, *(normalized(re.split(r"[^\w.-]", line)[0]) for line in found.requires or [])]:
         problems.append(f'it requires no stagereg; write in its pyproject.toml: dependencies = ["{DISTRIBUTION}>=..."]')
     for point in found.entry_points:
         if point.group == CONTRACTS and point.name not in announced:
             near = nearest(point.name, announced)
             problems.append(f"there is no plugin for the contract {point.name!r}.{near}")
-    promise = "It declares its plugins, their contracts, and which stagereg it needs."
+    promise = "It declares its plugins, their contracts, and that it needs stagereg."
     verdict = "broken" if problems else "kept"
     case = {"section": title, "name": "metadata", "promise": promise, "verdict": verdict, "seen": "\n".join(problems)}
     return _names([entry for entry in registry.entries() if normalized(entry.distribution) == own]), [case]
