@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import mmap
 import os
 from collections.abc import Callable
@@ -51,26 +50,21 @@ def device_copy(nbytes: int, device: str) -> Callable[[], torch.Tensor]:
     return lambda: target.copy_(source, non_blocking=True)
 
 
-def raw_write(nbytes: int, note: Callable[[str], None]) -> Callable[[Path], None]:
+def raw_write(nbytes: int) -> Callable[[Path], None]:
     """One file in a directory, written from an aligned buffer past the page cache; whole pages, not flushed.
 
-    Args:
-        note: called with a text if the file system refuses O_DIRECT, and the ceiling is a buffered write.
+    It raises ``OSError`` where the file system refuses O_DIRECT.
     """
     buffer = _memory(-(-nbytes // _PAGE_BYTES) * _PAGE_BYTES)
-    flags = os.O_DIRECT
 
     def write(folder: Path) -> None:
-        nonlocal flags
+        file = os.open(folder / "bytes", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
         try:
-            _write(folder, buffer, flags)
-        except OSError as error:
-            if not flags or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-            flags = 0
-            _write(folder, buffer, flags)
-        if not flags:
-            note("O_DIRECT is refused by this file system: the ceiling is a buffered write with fsync.")
+            at = 0
+            while at < len(buffer):
+                at += os.pwrite(file, memoryview(buffer)[at : at + _CHUNK_BYTES], at)
+        finally:
+            os.close(file)
 
     return write
 
@@ -84,16 +78,6 @@ def flush(folder: Path) -> None:
                 os.fsync(handle)
             finally:
                 os.close(handle)
-
-
-def _write(folder: Path, buffer: mmap.mmap, flags: int) -> None:
-    file = os.open(folder / "bytes", os.O_WRONLY | os.O_CREAT | flags)
-    try:
-        at = 0
-        while at < len(buffer):
-            at += os.pwrite(file, memoryview(buffer)[at : at + _CHUNK_BYTES], at)
-    finally:
-        os.close(file)
 
 
 def _memory(nbytes: int) -> mmap.mmap:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
+import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stagereg.bench.measure import Stopwatch, interleave, quiet
+from stagereg.bench.measure import in_own_process, interleave, quiet
 from stagereg.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     kinds = bench.add_subparsers(dest="kind", required=True, metavar="|".join(_KINDS))
     for kind, text in _KINDS.items():
         parser = kinds.add_parser(kind, help=text, description=text[0].upper() + text[1:] + ".")
-        parser.set_defaults(run=_endurance if kind == "endurance" else run, as_a_rank=True, device="cpu")
+        parser.set_defaults(run=run, as_a_rank=True, device="cpu")
         add = parser.add_argument
         add("--json", metavar="FILE", default="", help="write every sample there too")
         if kind in ("write", "stall", "endurance"):
@@ -68,71 +67,63 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Measure, print the tables, write the JSON. Returns the exit code: 1 if a row failed.
+    """Measure, print the tables, write the JSON. Returns the exit code: 1 if a row failed, or something has grown.
 
     Raises:
         ConfigError: something that was asked for cannot be had; nothing was measured.
     """
     rows = _check(asked)
-    import stagereg.bench.report as report
     import stagereg.machine as machine
 
     environment = machine.describe(asked.device)
-    notes: list[str] = []
-    if busy := machine.noise_warning(environment["load"][0], environment["cores"]):
-        print(busy, file=sys.stderr, flush=True)
-        notes.append(busy)
+    notes = [machine.noise_warning(environment["load"][0], environment["cores"])]
+    if "dir" in asked and machine.file_system(Path(asked.dir)) in ("tmpfs", "ramfs"):
+        notes.append(f"--dir {asked.dir} is memory, not a disk: the figures are not those of a disk.")
+    notes = [note for note in notes if note]
+    for note in notes:
+        print(note, file=sys.stderr, flush=True)
     with quiet():
-        groups = _MEASURE[asked.kind](asked, rows, notes)
-    notes = list(dict.fromkeys(notes))
-    print(report.tables(groups, notes))
-    _write_json(asked, environment, report.plain(groups, notes))
-    return int(any(line.failure for group in groups for line in group.lines))
-
-
-def _endurance(asked: argparse.Namespace) -> int:
-    """Save, print the marks, write the JSON. Returns the exit code: 1 if something has grown."""
-    import stagereg.bench.endurance as endurance
-    import stagereg.machine as machine
-    import stagereg.registry as registry
-
-    _check_at_least("--saves", asked.saves, endurance.MARKS)
-    _check_at_least("--keep", asked.keep, 1)
-    _check_outputs(asked)
-    for kind in ("stager", "storage"):
-        _known(kind, getattr(asked, kind), registry.names(kind))
-    environment = machine.describe("cpu")
-    with quiet(), _folder(asked.dir, []) as folder:
-        marks = endurance.measured(asked.stager, asked.storage, asked.saves, asked.keep, folder)
-    grown = endurance.grown(marks)
-    print(f"endurance: {asked.stager}+{asked.storage}, {asked.saves} checkpoints of which {asked.keep} stay")
-    print(endurance.table(marks))
-    print("\n".join(["This has grown:", *grown]) if grown else "Nothing has grown.")
-    _write_json(asked, environment, {"marks": marks, "grown": grown})
-    return int(bool(grown))
+        found, failed = (_endurance if asked.kind == "endurance" else _tables)(asked, rows)
+    if asked.json:
+        settings = {name: value for name, value in vars(asked).items() if not callable(value)}
+        content = {"environment": environment, "settings": settings, "notes": notes, **found}
+        Path(asked.json).write_text(json.dumps(content, indent=1) + "\n")
+    return int(failed)
 
 
 # -- what was asked for
 
 
 def _check(asked: argparse.Namespace) -> list[str]:
-    """Return the rows to be measured."""
-    _check_at_least("--rounds", asked.rounds, 1)
-    if "scale" in asked and not 0 < asked.scale <= 1:
-        raise ConfigError(f"--scale must be above 0 and at most 1, not {asked.scale:g}.")
-    _check_outputs(asked)
-    if asked.device == "cuda":
-        import torch
+    """Return the rows to be measured; of ``endurance`` the stager and the storage."""
+    import torch
 
-        if not torch.cuda.is_available():
-            raise ConfigError("--device cuda: torch finds no CUDA device here; leave it out to measure on the CPU.")
+    import stagereg.bench.endurance as endurance
     import stagereg.bench.join_rows as join
     import stagereg.bench.stall as stall
+    import stagereg.registry as registry
     from stagereg.bench.states import STATES, State
 
+    for name, least in (("rounds", 1), ("saves", endurance.MARKS), ("keep", 1)):
+        if name in asked and vars(asked)[name] < least:
+            raise ConfigError(f"--{name} must be at least {least}, not {vars(asked)[name]}.")
+    if "scale" in asked and not 0 < asked.scale <= 1:
+        raise ConfigError(f"--scale must be above 0 and at most 1, not {asked.scale:g}.")
+    if asked.json:
+        _check_writable("--json", Path(asked.json).absolute().parent)
+        if Path(asked.json).is_dir():
+            raise ConfigError(f"--json {asked.json} is a directory; name a file.")
+    if "dir" in asked:
+        _check_writable("--dir", Path(asked.dir))
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device here; leave it out to measure on the CPU.")
+    if asked.kind == "endurance":
+        return [
+            name for kind in ("stager", "storage") for name in _known(kind, vars(asked)[kind], registry.names(kind))
+        ]
     if asked.kind in _STATES:
         asked.states = _known("state", asked.states, list(STATES))
-        there = [row for case in _cases(asked, State({}), Path(), []) for row in case.rows]
+        there = [row for case in _cases(asked, State({}), Path()) for row in case.rows]
     elif asked.kind == "stall":
         asked.torch_threads = _numbers("--torch-threads", asked.torch_threads)
         there = stall.row_names()
@@ -143,27 +134,12 @@ def _check(asked: argparse.Namespace) -> list[str]:
     return _known("row", asked.rows, there) if asked.rows else there
 
 
-def _check_outputs(asked: argparse.Namespace) -> None:
-    if asked.json:
-        target = Path(asked.json).absolute()
-        if target.is_dir():
-            raise ConfigError(f"--json {asked.json} is a directory; name a file.")
-        _check_writable("--json", target.parent)
-    if "dir" in asked:
-        _check_writable("--dir", Path(asked.dir))
-
-
 def _check_writable(option: str, folder: Path) -> None:
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise ConfigError(f"{option}: cannot write in {folder}: {error.strerror}.") from error
-
-
-def _check_at_least(option: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"{option} must be at least {least}, not {value}.")
 
 
 def _numbers(option: str, text: str) -> list[int]:
@@ -190,14 +166,14 @@ def _known(what: str, text: str, there: Sequence[str]) -> list[str]:
 # -- measuring
 
 
-def _cases(asked: argparse.Namespace, state: State, folder: Path, notes: list[str]) -> list[Case]:
+def _cases(asked: argparse.Namespace, state: State, folder: Path) -> list[Case]:
     import stagereg.bench.staging as staging
     import stagereg.bench.write as write
 
-    return write.cases(state, folder, notes.append) if asked.kind == "write" else staging.cases(state, asked.device)
+    return write.cases(state, folder) if asked.kind == "write" else staging.cases(state, asked.device)
 
 
-def _series(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> list[Group]:
+def _series(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
     """Measure staging, or writing: the cases of which a row is wanted, and the ceiling, which they are a ratio to."""
     import torch
 
@@ -210,56 +186,67 @@ def _series(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) ->
         state = states.make(name, asked.scale, asked.device)
         count = len(states.tensors(state.tree))
         title = f"{asked.kind} {name}: {state.nbytes / 2**20:.1f} MiB in {count} tensors"
-        show = report.progress(f"{asked.kind} {name}", asked.rounds, sys.stderr)
-        watch = Stopwatch(torch.cuda.synchronize) if asked.device == "cuda" else Stopwatch()
+        settle = torch.cuda.synchronize if asked.device == "cuda" else lambda: None
         change = state.change if asked.kind == "staging" else lambda: None
-        with _folder(asked.dir if asked.kind == "write" else None, notes) as folder:
-            wanted = [case for case in _cases(asked, state, folder, notes) if {*case.rows} & {ROW, *rows}]
-            taken = interleave(wanted, asked.rounds, watch, change, show)
+        with _folder(asked.dir if asked.kind == "write" else None) as folder:
+            wanted = [case for case in _cases(asked, state, Path(folder)) if {*case.rows} & {ROW, *rows}]
+            taken = interleave(wanted, asked.rounds, settle, change, f"{asked.kind} {name}")
         groups.append(report.of_series(name, title, [one for one in taken if one.row in (ROW, *rows)], ROW))
     return groups
 
 
-def _stall(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> list[Group]:
+def _stall(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
     import stagereg.bench.stall as stall
 
     groups = []
     for threads in asked.torch_threads:
-        with _folder(asked.dir, notes) as folder:
+        with _folder(asked.dir) as folder:
             wanted = [stall.BASE, *(row for row in rows if row != stall.BASE)]
-            taken = stall.measured(wanted, asked.rounds, threads, asked.scale, asked.device, folder)
+            taken = stall.measured(wanted, asked.rounds, threads, asked.scale, asked.device, Path(folder))
         groups.append(stall.group(str(threads), f"stall: {threads} torch threads", taken))
     return groups
 
 
-def _join(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> list[Group]:
+def _join(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
     import stagereg.bench.join_rows as join
 
     pairs = [(model, ranks) for model in asked.models for ranks in asked.ranks]
     return [join.group(*pair, join.measured(*pair, rows, asked.rounds)) for pair in pairs]
 
 
-_Measure = Callable[[argparse.Namespace, Sequence[str], list[str]], "list[Group]"]
-_MEASURE: dict[str, _Measure] = {"staging": _series, "write": _series, "stall": _stall, "join": _join}
+_MEASURE: dict[str, Callable[[argparse.Namespace, Sequence[str]], list[Group]]] = {
+    "staging": _series,
+    "write": _series,
+    "stall": _stall,
+    "join": _join,
+}
 
 
-@contextmanager
-def _folder(root: str | None, notes: list[str]) -> Iterator[Path]:
-    """A fresh directory on the file system of ``root``, gone afterwards."""
-    from stagereg.machine import file_system
+def _tables(asked: argparse.Namespace, rows: Sequence[str]) -> tuple[dict[str, Any], bool]:
+    """Print the tables; return the same for JSON, and whether a row failed."""
+    import stagereg.bench.report as report
 
-    folder = Path(tempfile.mkdtemp(prefix="stagereg-bench-", dir=root)).absolute()
-    kind = file_system(folder)
-    if root is not None and kind in ("tmpfs", "ramfs"):
-        notes.append(f"--dir {root} is memory ({kind}), not a disk: the figures are not those of a disk.")
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    groups = _MEASURE[asked.kind](asked, rows)
+    report.show(groups)
+    return report.plain(groups), any(line.failure for group in groups for line in group.lines)
 
 
-def _write_json(asked: argparse.Namespace, environment: dict[str, Any], found: dict[str, Any]) -> None:
-    if asked.json:
-        settings = {name: value for name, value in vars(asked).items() if not callable(value)}
-        content = {"environment": environment, "settings": settings, **found}
-        Path(asked.json).write_text(json.dumps(content, indent=1) + "\n")
+def _endurance(asked: argparse.Namespace, rows: Sequence[str]) -> tuple[dict[str, Any], bool]:
+    """Print the marks; return the same for JSON, and whether something has grown."""
+    import stagereg.bench.endurance as endurance
+
+    with _folder(asked.dir) as folder:
+        # One thread of torch's: a pool of them would be counted, and comes up whenever torch likes.
+        arguments = (asked.stager, asked.storage, asked.saves, asked.keep, Path(folder))
+        marks = in_own_process(endurance.endure, *arguments, OMP_NUM_THREADS="1")
+    grown = endurance.grown(marks)
+    title = f"endurance: {asked.stager}+{asked.storage}, {asked.saves} checkpoints of which {asked.keep} stay"
+    endurance.show(title, marks)
+    print("\n".join(["This has grown:", *grown] if grown else ["Nothing has grown."]))
+    return {"marks": marks, "grown": grown}, bool(grown)
+
+
+def _folder(root: str | None) -> tempfile.TemporaryDirectory[str]:
+    """A fresh directory below ``root``, to be entered."""
+    root = root and os.path.abspath(root)
+    return tempfile.TemporaryDirectory(prefix="stagereg-bench-", dir=root, ignore_cleanup_errors=True)

@@ -1,6 +1,6 @@
 """``stagereg bench endurance``: whether hundreds of checkpoints leave anything behind.
 
-A small model is trained and saved after every step, in a process of its own, with retention at work all the time. At
+A small model is trained and saved after every step, with retention at work all the time. At
 ten marks the process waits for its last save, collects garbage, and counts what it and its writer process hold, and
 what lies on the disk. :func:`grown` compares the marks. Needs Linux's ``/proc``.
 """
@@ -11,19 +11,17 @@ import contextlib
 import gc
 import os
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from stagereg.bench.measure import in_own_process, quiet
-from stagereg.bench.report import aligned, progress
+import stagereg.output as output
+from stagereg.bench.measure import quiet
 from stagereg.registry import build
 
-__all__ = ["MARKS", "Mark", "endure", "grown", "measured", "table"]
+__all__ = ["MARKS", "Mark", "endure", "grown", "show"]
 
 MARKS = 10
 """How often one looks."""
@@ -36,14 +34,11 @@ HEADS = {
     "seconds": "ms a save",  # and the training step before it, on average since the mark before
     "memory": "memory MiB",  # resident, of the process and its children; what they share counts for each
     "objects": "objects",  # that Python's garbage collector knows of, in the process itself
-    "mappings": "mappings",  # of memory, of the process and its children
-    "descriptors": "fds",  # likewise
+    "descriptors": "fds",  # of the process and its children
     "threads": "threads",  # likewise
     "processes": "processes",
     "disk": "disk MiB",  # all files below the directory of checkpoints
     "names": "names",  # of files, directories and links there
-    "temporary": "temporary",  # names in the directory for temporary files
-    "unfinished": "unfinished",  # hidden directories beside the checkpoints, in which one was written
 }
 """The counts by name, and what each is called in the table."""
 
@@ -55,35 +50,19 @@ _OBJECTS_SLACK = 100
 _PROC = Path("/proc")
 
 
-def measured(stager: str, storage: str, saves: int, keep: int, folder: Path) -> list[Mark]:
-    """Save so many checkpoints below ``folder``, in a process of its own.
-
-    Raises:
-        LaunchError: that process ended before it was done.
-    """
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        checkpoints, temporary = Path(place, "checkpoints"), Path(place, "temporary")
-        checkpoints.mkdir()
-        temporary.mkdir()
-        # One thread of torch's: a pool of them would be counted, and comes up whenever torch likes.
-        environment = {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
-        return in_own_process(endure, stager, storage, saves, keep, checkpoints, temporary, **environment)
-
-
-def endure(stager: str, storage: str, saves: int, keep: int, folder: Path, temporary: Path) -> list[Mark]:
+def endure(stager: str, storage: str, saves: int, keep: int, folder: Path) -> list[Mark]:
     """Train, save after each step into an empty directory, and look around at each of the marks."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
     optimizer = torch.optim.Adam(model.parameters())
     batch = torch.randn(_BATCH, _WIDTH)
-    show = progress("endurance", MARKS, sys.stderr)
     marks: list[Mark] = []
     with quiet():
         parts = {"stager": build("stager", stager), "storage": build("storage", storage)}
         with build("checkpoint", "default", dir=str(folder), every=1, keep=keep, **parts) as checkpointer:
             done = 0
             for number in range(1, MARKS + 1):
-                show(number)
+                output.progress(f"endurance: mark {number} of {MARKS}")
                 until, started = saves * number // MARKS, time.perf_counter()
                 for step in range(done + 1, until + 1):
                     optimizer.zero_grad()
@@ -93,7 +72,8 @@ def endure(stager: str, storage: str, saves: int, keep: int, folder: Path, tempo
                 checkpointer.wait()
                 seconds = (time.perf_counter() - started) / (until - done)
                 done = until
-                marks.append({"saves": done, "seconds": seconds, **_counts(folder, temporary)})
+                marks.append({"saves": done, "seconds": seconds, **_counts(folder)})
+    output.progress()
     return marks
 
 
@@ -108,11 +88,9 @@ def grown(marks: Sequence[Mark]) -> list[str]:
     first["memory"], last["memory"] = (
         statistics.median(mark["memory"] for mark in some) for some in (marks[:3], marks[-3:])
     )
-    first["unfinished"], last["unfinished"] = 0, max(mark["unfinished"] for mark in marks)
     slack = {
-        **dict.fromkeys(("descriptors", "threads", "processes", "names", "temporary", "unfinished"), 0.0),
+        **dict.fromkeys(("descriptors", "threads", "processes", "names"), 0.0),
         "disk": first["disk"] * _SLACK,  # numbers in pickles have more digits later
-        "mappings": first["mappings"] * _SLACK,  # of which the allocator makes some when it likes
         "memory": _MEMORY_SLACK_BYTES,  # it comes and goes by pages; 12 KiB left by each of 500 saves are more
         # One with every save is what Checkpointer.stats keeps of it, and caches fill slowly.
         "objects": last["saves"] - first["saves"] + _OBJECTS_SLACK,
@@ -124,16 +102,16 @@ def grown(marks: Sequence[Mark]) -> list[str]:
     ]
 
 
-def table(marks: Sequence[Mark]) -> str:
-    """Plain text of at most 120 columns, a line a mark."""
-    return "\n".join(aligned([list(HEADS.values()), *([_cell(name, mark[name]) for name in HEADS] for mark in marks)]))
+def show(title: str, marks: Sequence[Mark]) -> None:
+    """Print a table of at most 120 columns, a line a mark."""
+    output.table(title, list(HEADS.values()), [[_cell(name, mark[name]) for name in HEADS] for mark in marks])
 
 
 def _cell(name: str, value: float) -> str:
     return f"{value / _UNITS[name]:.1f}" if name in _UNITS else f"{value:.0f}"
 
 
-def _counts(folder: Path, temporary: Path) -> Mark:
+def _counts(folder: Path) -> Mark:
     gc.collect()
     processes = [_PROC / str(pid) for pid in (os.getpid(), *_children(os.getpid()))]
     statuses = [_status(process) for process in processes]
@@ -141,14 +119,11 @@ def _counts(folder: Path, temporary: Path) -> Mark:
     return {
         "memory": sum(int(status["VmRSS"].split()[0]) << 10 for status in statuses),
         "objects": len(gc.get_objects()),
-        "mappings": sum(len((process / "maps").read_text().splitlines()) for process in processes),
         "descriptors": sum(len(os.listdir(process / "fd")) for process in processes),
         "threads": sum(int(status["Threads"]) for status in statuses),
         "processes": len(processes),
         "disk": sum(path.lstat().st_size for path in below if path.is_file() and not path.is_symlink()),
         "names": len(below),
-        "temporary": len(os.listdir(temporary)),
-        "unfinished": sum(path.name.startswith(".") and path.is_dir() for path in folder.iterdir()),
     }
 
 

@@ -3,25 +3,20 @@
 Each group is a model on a number of ranks, and its rows are ways to hold a join around the loop. A block opens a join,
 takes one step to get going, and then the steps that are timed. Entering and leaving are timed by themselves: from the
 construction of the join to the first batch, and from the end of the last step to the end of the join. All ways train
-the same DDP model, in turns that are the same on all ranks. In the end the ranks must still have the same parameters,
-or nothing was worth measuring.
+the same DDP model, in turns that are the same on all ranks.
 
 Each row shows the time of a step on the slowest rank, and its ratio to that of the row without a join *in the same
-round*, for the machine changes from round to round; of these ratios the median, and the ratio of the 20th percentiles,
-which the busy moments of the machine do not reach. And how many collectives a step begins beyond those of the step
-without a join, counted in the first round, which only warms up. The rows ``enter+leave:...`` are held against the same
-step.
+round*, for the machine changes from round to round. The rows ``enter+leave:...`` are held against the same step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import math
 import statistics
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -33,12 +28,11 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from stagereg.bench.measure import Case, Series, Stopwatch, interleave
+from stagereg.bench.measure import Case, Series, interleave
 from stagereg.bench.report import Group, Line, iqr, ms
 from stagereg.errors import JoinError, LaunchError
 from stagereg.join.context import Join
 from stagereg.testing.ranks import RankFailure, run_ranks
-from stagereg.testing.scenario import begun_collectives
 
 __all__ = ["AGAIN", "BASE", "ENTRY", "MODELS", "WAYS", "Model", "Way", "group", "measure", "measured", "row_names"]
 
@@ -49,10 +43,8 @@ AGAIN = f"again:{BASE}"
 ENTRY = "enter+leave:"
 """Before the name of a row, the row of entering and leaving such a join."""
 
-_ENTERED = ("torch:on", "torch:throw", "torch_wire", "counted", "planned", "iterate:counted", "iterate:planned")
 _SETTLE = 4  # steps after which DDP has ordered its buckets
 _HOUR_S = 3600.0
-_CONFIDENCE = 1.96  # standard deviations of a binomial count on either side: 95 %
 
 Batch = tuple[Tensor, Tensor]
 
@@ -83,23 +75,21 @@ class Way:
     """One way to hold a join around a loop."""
 
     mode: str | None = None
-    throw: bool = False
     enable: bool = True
     torchs: bool = False  # torch's Join, which leaves itself switched on in the model, and the warning filters changed
     iterates: bool = False  # the batches come through join.iterate
-    means: bool = False  # the loss is join.mean of a sum, not the mean over the rank's own samples
 
     @contextlib.contextmanager
     def join(self, ddp: Any, batches: Sequence[Batch]) -> Iterator[Any]:
         """Hold it."""
         if not self.torchs:
             loader = batches if self.enable and not self.iterates else None
-            with Join([ddp], self.enable, self.throw, mode=self.mode, loader=loader) as ours:
+            with Join([ddp], self.enable, mode=self.mode, loader=loader) as ours:
                 yield ours
             return
         before = ddp._join_config
         try:
-            with warnings.catch_warnings(), TorchJoin([ddp], throw_on_early_termination=self.throw) as join:
+            with warnings.catch_warnings(), TorchJoin([ddp]) as join:
                 yield join
         finally:
             ddp._join_config = before
@@ -108,17 +98,11 @@ class Way:
 WAYS = {
     BASE: Way(enable=False),
     "torch:on": Way(torchs=True),
-    "torch:throw": Way(torchs=True, throw=True),
     "torch_wire": Way("torch"),
-    "torch_wire+throw": Way("torch", throw=True),
     "counted": Way("counted"),
-    "counted+throw": Way("counted", throw=True),
     "planned": Way("planned"),
-    "planned+throw": Way("planned", throw=True),
     "iterate:counted": Way("counted", iterates=True),
     "iterate:planned": Way("planned", iterates=True),
-    "iterate+mean:counted": Way("counted", iterates=True, means=True),
-    "iterate+mean:planned": Way("planned", iterates=True, means=True),
     AGAIN: Way(enable=False),
 }
 """By the names of their rows."""
@@ -126,7 +110,7 @@ WAYS = {
 
 def row_names() -> list[str]:
     """The names of all rows there are."""
-    return [*WAYS, *(f"{ENTRY}{row}" for row in _ENTERED)]
+    return [*WAYS, *(f"{ENTRY}{row}" for row in WAYS)]
 
 
 # -- on the ranks
@@ -143,85 +127,61 @@ class JoinTraining:
         for _ in range(_SETTLE):
             self.step(*self.batch)
 
-    def step(self, x: Tensor, y: Tensor, join: Any = None) -> None:
-        """One step, whose loss is a mean over this rank's samples, or what ``join`` makes of their sum."""
+    def step(self, x: Tensor, y: Tensor) -> None:
+        """One step."""
         self.optimizer.zero_grad()
-        output = self.ddp(x)
-        loss = mse_loss(output, y) if join is None else join.mean(mse_loss(output, y, reduction="sum"), len(x))
-        loss.backward()
+        mse_loss(self.ddp(x), y).backward()
         self.optimizer.step()
 
 
 class Turn(Case):
-    """One way, whose rows are a step, and entering and leaving.
-
-    Attributes:
-        collectives: that one step begins, as counted in the first block.
-    """
+    """One way, whose rows are a step, and entering and leaving."""
 
     def __init__(self, row: str, training: JoinTraining) -> None:
         super().__init__(row, f"{ENTRY}{row}")
-        self.collectives: float | None = None
         self._training = training
 
-    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
+    def sample(self, settle: Callable[[], None], clock: Callable[[], float]) -> Mapping[str, float]:
         """Train for one block. Raises ``JoinError`` on all ranks if one of them fails."""
         seconds, mine = (0.0, 0.0), ""
         try:
             seconds = self._block(WAYS[self.rows[0]])
         except Exception as error:
             mine = f"{type(error).__name__}: {error}"
-        for rank, text in enumerate(_gathered(mine)):
+        errors = [""] * dist.get_world_size()
+        dist.all_gather_object(errors, mine)
+        for rank, text in enumerate(errors):
             if text:
                 raise JoinError(f"rank {rank}: {text}")
         return dict(zip(self.rows, seconds, strict=True))
 
     def _block(self, way: Way) -> tuple[float, float]:
         """Seconds of one of the steps after the first, and of entering and leaving the join."""
-        training, counts = self._training, self.collectives is None
+        training = self._training
         batches = [training.batch] * (training.steps + 1)
         dist.barrier()  # no rank times how much later another one enters
         began = time.perf_counter()
         entered = first = last = began
         with way.join(training.ddp, batches) as join:
             feed: Iterable[Batch] = join.iterate(batches) if way.iterates else batches
-            for number, (x, y) in enumerate(feed):
+            for number, batch in enumerate(feed):
                 if number == 0:
                     entered = time.perf_counter()
-                training.step(x, y, join if way.means else None)
+                training.step(*batch)
+                last = time.perf_counter()
                 if number == 0:
-                    before = begun_collectives() if counts else 0
-                    first = time.perf_counter()
-                elif number == training.steps:
-                    last = time.perf_counter()
-                    if counts:
-                        self.collectives = (begun_collectives() - before) / training.steps
+                    first = last
         return (last - first) / training.steps, entered - began + time.perf_counter() - last
 
 
-Taken = tuple[dict[str, Series], dict[str, float | None]]
-"""What one rank has measured: by row the seconds, and :attr:`Turn.collectives`."""
+Taken = dict[str, Series]
+"""What one rank has measured, by row."""
 
 
 def measure(rank: int, world: int, model: str, rows: Sequence[str], rounds: int) -> Taken:
-    """Measure ``rows`` of :data:`WAYS` in turns; for :func:`stagereg.testing.run_ranks`.
-
-    Raises:
-        JoinError: the ranks ended with different parameters.
-    """
+    """Measure ``rows`` of :data:`WAYS` in turns; for :func:`stagereg.testing.run_ranks`."""
     training = JoinTraining(MODELS[model])
-    cases = [Turn(row, training) for row in rows]
-    taken = interleave(cases, rounds, Stopwatch(), trim=False, shuffle=True)
-    digests = _gathered(sum(param.detach().double().abs().sum().item() for param in training.ddp.parameters()))
-    if len(set(digests)) > 1:
-        raise JoinError(f"The ranks have drifted apart: the sums of their parameters are {digests}.")
-    return {one.row: one for one in taken}, {case.rows[0]: case.collectives for case in cases}
-
-
-def _gathered(mine: Any) -> list[Any]:
-    said = [None] * dist.get_world_size()
-    dist.all_gather_object(said, mine)
-    return said
+    return {one.row: one for one in interleave([Turn(row, training) for row in rows], rounds)}
 
 
 # -- where it is asked for
@@ -244,49 +204,24 @@ def measured(model: str, ranks: int, rows: Sequence[str], rounds: int) -> list[T
 
 def group(model: str, ranks: int, taken: Sequence[Taken]) -> Group:
     """Make the rows of a table from what the ranks measured."""
-    ways = list(taken[0][1])
-    lines = [_line(row, taken) for row in [*ways, *(f"{ENTRY}{row}" for row in ways if row in _ENTERED)]]
+    ways = [row for row in taken[0] if row in WAYS]
+    lines = [_line(row, taken) for row in [*ways, *(f"{ENTRY}{row}" for row in ways)]]
     parameters = sum((inputs + 1) * outputs for inputs, outputs in pairwise(MODELS[model].widths))
     title = f"join {model}, {ranks} rank{'s' * (ranks > 1)}: DDP, {parameters:,} parameters"
-    for again in (line for line in lines if line.row == AGAIN and line.samples):
-        title += f"; below {noise(again.samples['x']):.2f} x off there is only noise"
-    return Group(f"{model}/{ranks}", title, ["step ms", "x off", "IQR", "x, p20", "+ collectives"], lines)
-
-
-def noise(ratios: Sequence[float]) -> float:
-    """The smallest ratio that differs from 1.0, by the A/A row's ratios of all rounds.
-
-    It is as far above 1.0 as the farther end of the 95 % confidence interval of their median, by order statistics,
-    which asks nothing of their distribution.
-    """
-    ordered = sorted(ratios)
-    half = _CONFIDENCE * math.sqrt(len(ordered)) / 2
-    low = max(0, math.floor(len(ordered) / 2 - half))
-    high = min(len(ordered) - 1, math.ceil(len(ordered) / 2 + half))
-    return 1.0 + max(abs(ordered[low] - 1.0), abs(ordered[high] - 1.0))
+    return Group(f"{model}/{ranks}", title, ["step ms", "x off", "IQR"], lines)
 
 
 def _line(row: str, taken: Sequence[Taken]) -> Line:
-    series, counts = taken[0]
-    for failure in (series[row].failure, series[BASE].failure):
+    for failure in (taken[0][row].failure, taken[0][BASE].failure):
         if failure:
             return Line(row, failure=failure)
     seconds, base = _slowest(taken, row), _slowest(taken, BASE)
     ratios = [mine / other for mine, other in zip(seconds, base, strict=True)]
-    figures = {"ratio": statistics.median(ratios), "p20": _p20(seconds) / _p20(base)}
-    without = counts[BASE]
-    if row in counts and without is not None:
-        figures["collectives"] = max(each[row] or 0 for _, each in taken) - without
-    cells = [ms(statistics.median(seconds)), f"{figures['ratio']:.3f}", iqr(ratios, "{:.2f}".format)]
-    cells += [f"{figures['p20']:.3f}", str(figures.get("collectives", "-"))]
-    return Line(row, cells, {"x": ratios, "step": seconds}, figures)
+    ratio = statistics.median(ratios)
+    cells = [ms(statistics.median(seconds)), f"{ratio:.3f}", iqr(ratios, "{:.2f}".format)]
+    return Line(row, cells, {"x": ratios, "step": seconds}, {"ratio": ratio})
 
 
 def _slowest(taken: Sequence[Taken], row: str) -> list[float]:
     """Of each round, the seconds of the rank that took longest."""
-    return [max(each) for each in zip(*(series[row].samples for series, _ in taken), strict=True)]
-
-
-def _p20(samples: Sequence[float]) -> float:
-    ordered = sorted(samples)
-    return ordered[int(0.2 * (len(ordered) - 1))]
+    return [max(each) for each in zip(*(series[row].samples for series in taken), strict=True)]

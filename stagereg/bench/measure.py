@@ -1,6 +1,6 @@
-"""How figures are measured: cases take turns, A B C ... A B C, and each row has a median and a spread.
+"""How figures are measured: cases take turns, A B C ... B C A, and each row has a median and a spread.
 
-Every round runs every case once, in the same order, so that a busy minute falls on all of them. The first round only
+Every round runs every case once, so that a busy minute falls on all of them. The first round only
 warms up. Figures are compared within one run and never across two. The modules with the rows define what is measured,
 and against which ceiling.
 """
@@ -23,40 +23,14 @@ from multiprocessing import get_context
 from typing import Any, TypeVar
 from unittest import mock
 
+import stagereg.output as output
 from stagereg.errors import LaunchError
 
-__all__ = ["Case", "Series", "Stopwatch", "in_own_process", "interleave", "quiet", "spread"]
+__all__ = ["Case", "Series", "in_own_process", "interleave", "quiet", "spread"]
 
 T = TypeVar("T")
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
-
-
-class Stopwatch:
-    """Times a section, and lets the device finish what it was given before it looks at the clock.
-
-    Args:
-        settle: returns when the device has nothing left to do.
-        clock: seconds, ever growing.
-    """
-
-    def __init__(
-        self, settle: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._settle = settle
-        self._clock = clock
-        self._started = 0.0
-
-    def start(self) -> None:
-        """Begin a section."""
-        self._settle()
-        self._started = self._clock()
-
-    def lap(self, settled: bool = True) -> float:
-        """Return the seconds since :meth:`start`; with ``settled=False``, without waiting for the device."""
-        if settled:
-            self._settle()
-        return self._clock() - self._started
 
 
 class Case:
@@ -80,14 +54,17 @@ class Case:
             raise NotImplementedError
         return self._turn()
 
-    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
-        """Do it once and return seconds by row. The device has to be done for the last row."""
+    def sample(self, settle: Callable[[], None], clock: Callable[[], float]) -> Mapping[str, float]:
+        """Do it once and return seconds by row; for the last row the device has to be done (``settle``)."""
         turn = self.turn()
         next(turn)
-        watch.start()
+        settle()
+        began = clock()
         seconds: list[float] = []
         for _ in turn:
-            seconds.append(watch.lap(settled=len(seconds) + 1 == len(self.rows)))
+            if len(seconds) + 1 == len(self.rows):
+                settle()
+            seconds.append(clock() - began)
         return dict(zip(self.rows, seconds, strict=True))
 
     def prove(self) -> None:
@@ -105,11 +82,6 @@ class Series:
     samples: list[float] = field(default_factory=list)
     failure: str = ""
 
-    @property
-    def median(self) -> float:
-        """The median of the samples, which must be there."""
-        return statistics.median(self.samples)
-
 
 def spread(samples: Sequence[float]) -> tuple[float, float]:
     """Return the first and the third quartile, interpolated within the samples."""
@@ -122,27 +94,27 @@ def spread(samples: Sequence[float]) -> tuple[float, float]:
 def interleave(
     cases: Sequence[Case],
     rounds: int,
-    watch: Stopwatch,
+    settle: Callable[[], None] = lambda: None,
     before_round: Callable[[], None] = lambda: None,
-    progress: Callable[[int], None] = lambda round_number: None,
-    trim: bool = True,
-    shuffle: bool = False,
+    what: str = "",
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Series]:
     """Measure ``cases`` in turns: one round to warm up, then ``rounds`` that count; then let each prove itself.
 
-    A case that fails is left out from then on, with the reason; its earlier samples do not count.
+    Each round has another order, the same ones in each run and on each rank. Before each sample freed memory goes back
+    to the system: otherwise a case that takes fresh memory now and then finds pages that were touched before. A case
+    that fails is left out from then on, with the reason; its earlier samples do not count.
 
     Args:
+        settle: returns when the device has nothing left to do.
         before_round: called before each round, outside of what is timed.
-        progress: called with the number of each round that begins, 0 for the one that warms up.
-        trim: give freed memory back to the system before each sample. Otherwise a case that takes fresh memory may find
-            pages that it or another has touched, or may not: that depends on what lies above them in the heap.
-        shuffle: take another order in each round, the same ones in each run and on each rank.
+        what: is shown with the number of the round, on a terminal.
+        clock: seconds, ever growing.
     """
     series = {case: [Series(row) for row in case.rows] for case in cases}
     alive = list(cases)
 
-    def attempt(case: Case, action: Callable[..., T], *args: Stopwatch) -> T | None:
+    def attempt(case: Case, action: Callable[..., T], *args: Callable[[], Any]) -> T | None:
         try:
             return action(*args)
         except Exception as error:
@@ -152,14 +124,14 @@ def interleave(
 
     try:
         for number in range(rounds + 1):
-            progress(number)
+            output.progress(f"{what}: round {number} of {rounds}")
             before_round()
             gc.collect()  # what has grown old; to look at every object of torch takes longer than most samples
-            for case in random.Random(number).sample(alive, len(alive)) if shuffle else list(alive):
+            for case in random.Random(number).sample(alive, len(alive)):
                 gc.collect(1)
-                if trim and _malloc_trim is not None:
+                if _malloc_trim is not None:
                     _malloc_trim(0)
-                taken = attempt(case, case.sample, watch)
+                taken = attempt(case, case.sample, settle, clock)
                 if number and taken:
                     for one in series[case]:
                         one.samples.append(taken[one.row])
@@ -167,6 +139,7 @@ def interleave(
         for case in list(alive):
             attempt(case, case.prove)
     finally:
+        output.progress()
         for case in cases:
             case.close()
     return [one for rows in series.values() for one in rows]

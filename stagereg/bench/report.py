@@ -1,17 +1,16 @@
-"""The output of a run: tables for people, one JSON file for programs, and a progress line on a terminal."""
+"""The output of a run: tables for people, and the same with every sample for programs."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any
 
+import stagereg.output as output
 from stagereg.bench.measure import Series, spread
 
-__all__ = ["Group", "Line", "aligned", "iqr", "ms", "of_series", "plain", "progress", "tables"]
-
-_REASON_WIDTH = 88
+__all__ = ["Group", "Line", "iqr", "ms", "of_series", "plain", "show"]
 
 
 @dataclass(frozen=True)
@@ -51,56 +50,36 @@ def of_series(name: str, title: str, series: Sequence[Series], ceiling: str) -> 
         if not one.samples:
             lines.append(Line(one.row, failure=one.failure))
             continue
-        figures = {"ratio": one.median / top.median} if top.samples else {}
-        ratio = f"{figures['ratio']:.2f}" if figures else "-"
-        cells = [ms(one.median), iqr(one.samples, ms), ratio]
+        median = statistics.median(one.samples)
+        figures = {"ratio": median / statistics.median(top.samples)} if top.samples else {}
+        ratio = f"{figures['ratio']:9.2f}" if figures else "-"
+        cells = [ms(median), iqr(one.samples, ms), ratio]
         lines.append(Line(one.row, cells, {"seconds": one.samples}, figures))
     return Group(name, title, ["median ms", "IQR ms", "x ceiling"], lines)
 
 
-def tables(groups: Sequence[Group], notes: Sequence[str]) -> str:
-    """Plain text of at most 120 columns."""
-    parts = []
+def show(groups: Sequence[Group]) -> None:
+    """Print a table for each group, of lines of at most 120 columns."""
     for group in groups:
-        measured = [line for line in group.lines if line.cells]
-        rows = iter(aligned([["row", *group.heads], *([line.row, *line.cells] for line in measured)]))
-        lines = [next(rows), *(next(rows) if line.cells else f"  {line.row}  {_reason(line)}" for line in group.lines)]
-        parts.append("\n".join([group.title, *lines]))
-    return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])])
+        rows = []
+        for line in group.lines:
+            failed = [*("-" for _ in group.heads[1:]), f"failed: {' '.join(line.failure.split())}"]
+            rows.append([line.row, *(line.cells or failed)])
+        output.table(group.title, ["row", *group.heads], rows)
+        output.echo()
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of plain text in columns, the first column to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join(["", f"{first:{widths[0]}}", *cells]))
-    return lines
-
-
-def plain(groups: Sequence[Group], notes: Sequence[str]) -> dict[str, Any]:
+def plain(groups: Sequence[Group]) -> dict[str, Any]:
     """The same and every sample, for JSON; times are seconds."""
     shown = [
         {"name": group.name, "title": group.title, "rows": [_row(line) for line in group.lines]} for group in groups
     ]
-    return {"groups": shown, "notes": list(notes)}
-
-
-def progress(what: str, rounds: int, stream: TextIO) -> Callable[[int], None]:
-    """Return a function that shows the number of the round, if ``stream`` is a terminal."""
-
-    def show(number: int) -> None:
-        if stream.isatty():
-            end = "\r\033[K" if number == rounds else ""
-            print(f"\r\033[K{what}: round {number} of {rounds}{end}", end="", file=stream, flush=True)
-
-    return show
+    return {"groups": shown}
 
 
 def ms(seconds: float) -> str:
     """Seconds as milliseconds."""
-    return f"{seconds * 1e3:.2f}"
+    return f"{seconds * 1e3:8.2f}"
 
 
 def iqr(samples: Sequence[float], shown: Callable[[float], str]) -> str:
@@ -114,8 +93,3 @@ def _row(line: Line) -> dict[str, Any]:
         first, third = spread(samples)
         row[name] = {"samples": list(samples), "median": statistics.median(samples), "q1": first, "q3": third}
     return {**row, **line.figures}
-
-
-def _reason(line: Line) -> str:
-    text = " ".join(f"failed: {line.failure}".split())
-    return text if len(text) <= _REASON_WIDTH else text[: _REASON_WIDTH - 1] + "…"

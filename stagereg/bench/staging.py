@@ -26,7 +26,6 @@ from stagereg.stagers.async_stager import AsyncStager
 __all__ = ["cases"]
 
 _BACKGROUND = ("overlapped",)  # stage() returns before the copy is there, so there are two times
-_TWICE = "pinned_cached"
 
 _Make = Callable[[], AsyncStager]
 
@@ -84,7 +83,7 @@ def cases(state: State, device: str) -> list[Case]:
         *(Warm(two_times.get(name, (name,)), make, state) for name, make in {**makes, **torchs}.items()),
         _first("torch:per_save", torchs["torch:kept"], state),  # what torch's async_save takes
         *(_first(f"first:{name}", make, state) for name, make in makes.items()),
-        Warm((f"again:{_TWICE}",), makes[_TWICE], state),
+        Warm(("again:pinned_cached",), makes["pinned_cached"], state),
         again,
     ]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import shutil
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,8 +23,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
 from stagereg.bench.ceiling import flush
-from stagereg.bench.measure import Case, Series, Stopwatch, in_own_process, interleave, quiet
-from stagereg.bench.report import Group, Line, iqr, ms, progress
+from stagereg.bench.measure import Case, Series, in_own_process, interleave, quiet
+from stagereg.bench.report import Group, Line, iqr, ms
 from stagereg.registry import build
 
 __all__ = ["BASE", "StallTraining", "group", "measured", "row_names"]
@@ -78,7 +77,6 @@ class Segment(Case):
 
     def __init__(self, row: str, training: StallTraining, folder: Path) -> None:
         super().__init__(f"{row}:blocked", row)
-        self.row = row
         self.training = training
         self.folder = folder
 
@@ -99,7 +97,7 @@ class TorchAsyncSave(Segment):
     def turn(self) -> Iterator[None]:
         """Wait for the writer, then flush what it has not."""
         options: dict[str, Any] = {}
-        if self.row == "torch:process":
+        if self.rows[1] == "torch:process":
             self._stager = self._stager or DefaultStager(StagingOptions(False, True, False, False))
             options = {"async_stager": self._stager, "async_checkpointer_type": AsyncCheckpointerType.PROCESS}
         for old in self.folder.iterdir():
@@ -130,7 +128,7 @@ class Checkpoints(Segment):
     def turn(self) -> Iterator[None]:
         """Wait until the checkpoint is committed."""
         if self._checkpointer is None:
-            stager, storage = self.row.split("+")
+            stager, storage = self.rows[1].split("+")
             parts = {"stager": build("stager", stager), "storage": build("storage", storage)}
             self._checkpointer = build("checkpoint", "default", dir=str(self.folder), every=1, keep=1, **parts)
         self._step += 1
@@ -174,10 +172,9 @@ def _train(rows: Sequence[str], rounds: int, threads: int, scale: float, device:
         kind = Segment if row.endswith(BASE) else TorchAsyncSave if row in _TORCHS else Checkpoints
         cases.append(kind(row, training, Path(tempfile.mkdtemp(dir=folder))))
     settle = torch.cuda.synchronize if device != "cpu" else lambda: None
-    show = progress(f"stall, {threads} torch threads", rounds, sys.stderr)
     try:
         with quiet():
-            return interleave(cases, rounds, Stopwatch(settle), progress=show)
+            return interleave(cases, rounds, settle, what=f"stall, {threads} torch threads")
     finally:
         dist.destroy_process_group()
 
@@ -195,7 +192,7 @@ def group(name: str, title: str, series: Sequence[Series]) -> Group:
             continue
         lost = [mine - without for mine, without in zip(one.samples, base.samples, strict=True)]
         samples = {"lost": lost, "blocked": by_row[f"{one.row}:blocked"].samples, "segment": one.samples}
-        middle, step = statistics.median(lost), base.median / StallTraining.STEPS
+        middle, step = statistics.median(lost), statistics.median(base.samples) / StallTraining.STEPS
         cells = [ms(statistics.median(samples["blocked"])), ms(middle), iqr(lost, ms), f"{middle / step:.2f}"]
         lines.append(Line(one.row, cells, samples, {"step": step}))
     return Group(name, title, ["blocked ms", "lost ms", "IQR ms", "lost steps"], lines)

@@ -33,34 +33,34 @@ _ALIAS = "direct"
 _Save = Callable[[Path], object]
 
 
-def cases(state: State, folder: Path, note: Callable[[str], None]) -> list[Case]:
-    """The cases of one state dict, the ceiling first and once more last; nothing is made before its first sample.
-
-    What a reader of the figures has to know goes to ``note``.
-    """
+def cases(state: State, folder: Path) -> list[Case]:
+    """The cases of one state dict, the ceiling first and once more last; nothing is made before its first sample."""
 
     @functools.cache
-    def copy() -> dict[str, Any]:
-        stager = build("stager", "blocking")
+    def copy(padding: tuple[int, int] | None = None) -> dict[str, Any]:
+        stager = build("stager", "pinned_cached" if padding else "blocking")
+        if padding:
+            stager.reserve_padding(*padding)
         staged: dict[str, Any] = stager.stage(state.tree)
-        stager.close()
+        stager.close()  # the copy outlives it
         return staged
 
-    def top() -> _Save:
-        return ceiling.raw_write(state.nbytes, note)
+    def registered(name: str, padded: bool = False) -> _Save:
+        storage, planner = build("storage", name), StatePlanner()
+        given = (storage.padding,) if padded else ()
+        return lambda path: save(
+            copy(*given), checkpoint_id=path, storage_writer=storage, planner=planner, no_dist=True
+        )
 
-    def registered(name: str) -> Callable[[], _Save]:
-        return lambda: _writer(build("storage", name), copy())
-
-    def torchs(threads: int) -> _Save:
-        return lambda path: save(copy(), storage_writer=FileSystemWriter(path, thread_count=threads), no_dist=True)
-
-    makes: dict[str, Callable[[], _Save]] = {name: registered(name) for name in names("storage") if name != _ALIAS}
+    makes: dict[str, Callable[[], _Save]] = {
+        name: functools.partial(registered, name) for name in names("storage") if name != _ALIAS
+    }
     makes |= {
-        "torch:dcp": lambda: torchs(1),
-        "torch:dcp_2": lambda: torchs(2),
+        "dcp:padding": functools.partial(registered, "dcp", padded=True),
+        "torch:dcp": lambda: lambda path: save(copy(), storage_writer=FileSystemWriter(path), no_dist=True),
         "torch:save": lambda: lambda path: torch.save(copy(), path / "state.pt"),
     }
+    top = functools.partial(ceiling.raw_write, state.nbytes)
     makes = {ceiling.ROW: top, **makes, f"again:{ceiling.ROW}": top}
     return [durable(row, make, state.nbytes, folder) for row, make in makes.items()]
 
@@ -83,7 +83,3 @@ def durable(row: str, make: Callable[[], _Save], nbytes: int, folder: Path) -> C
             raise CheckpointError(f"only {written} of {nbytes} bytes were written")
 
     return Case(row, turn=turn)
-
-
-def _writer(storage: Any, copy: dict[str, Any]) -> _Save:
-    return lambda path: save(copy, checkpoint_id=path, storage_writer=storage, planner=StatePlanner(), no_dist=True)

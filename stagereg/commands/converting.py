@@ -1,8 +1,8 @@
 """``stagereg convert``: a checkpoint as one file, a ``.pt`` for ``torch.load`` or a ``.safetensors``.
 
 What is converted is checked first, as ``stagereg verify`` does it; of a directory of checkpoints it is the newest one
-that is good. The checkpoint is read, never changed. :mod:`stagereg.checkpoint.export` describes such a file. Of a
-directory that plain torch has written (``torch.distributed.checkpoint.save``), a ``.pt`` is made.
+that is good. The checkpoint is read, never changed. :mod:`stagereg.checkpoint.export` describes such a file. A
+directory that plain torch has written is refused, since reading that runs code that it names.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import IO
 
 import stagereg.output as output
-from stagereg.checkpoint.manifest import Checkpoint
+from stagereg.checkpoint.manifest import MANIFEST, Checkpoint
 from stagereg.commands.inventory import located, newest_first
 from stagereg.commands.listing import add_plugins_option, import_plugins
-from stagereg.errors import CheckpointError, ConfigError, nearest
+from stagereg.errors import CheckpointError, ConfigError
 
 __all__ = ["add_to", "run"]
 
@@ -47,7 +46,6 @@ def run(asked: argparse.Namespace) -> int:
         ConfigError: OUT is no name of such a file, or ``--plugins`` names what cannot be imported.
     """
     from stagereg.checkpoint.export import SUFFIXES, Export
-    from stagereg.checkpoint.plain_dcp import is_plain_dcp
 
     out = Path(asked.out).expanduser().absolute()
     if out.suffix not in SUFFIXES:
@@ -57,8 +55,12 @@ def run(asked: argparse.Namespace) -> int:
     if not asked.force and os.path.lexists(out):
         raise ConfigError(f"{out} is there already; --force replaces it.")
     import_plugins(asked)
-    if is_plain_dcp(asked.checkpoint):
-        return _convert_plain(asked, out)
+    given = Path(asked.checkpoint).expanduser()
+    if (given / ".metadata").is_file() and not (given / MANIFEST).exists():
+        raise ConfigError(
+            f"{given} was written by plain torch, and reading that runs code that it names. If you trust it:\n"
+            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {given} {out}"
+        )
     chosen, passed = _chosen(asked.checkpoint)
     for line in passed:
         print(f"Passing over {line}", file=sys.stderr)
@@ -69,54 +71,21 @@ def run(asked: argparse.Namespace) -> int:
         raise CheckpointError(text) from error
     output.progress(f"writing {out}")
     try:
-        export.write(out, asked.force)
+        names, left_out = export.write(out, asked.force)
     except OSError as error:
         raise CheckpointError(f"{out} was not written: {error}") from error
     finally:
         output.progress()
-    nbytes, names, left_out = out.stat().st_size, export.names(out), export.left_out(out)
+    nbytes = out.stat().st_size
     if asked.json:
         found = {"checkpoint": chosen.path, "step": chosen.manifest.step, "file": str(out), "bytes": nbytes}
-        inside = {"names": names, "merged": export.merged, "tensors": export.tensors, "left_out": left_out}
-        output.as_json(found | inside)
+        output.as_json(found | {"names": names, "left_out": left_out})
         return 0
     output.echo(f"{out}: step {chosen.manifest.step} of {chosen.path}, {nbytes:,} bytes")
-    put_together = dict.fromkeys(export.merged, " (put together from the shards of a ZeroRedundancyOptimizer)")
-    output.echo(f"In it: {', '.join(_shown(name) + put_together.get(name, '') for name in names) or 'nothing'}")
+    output.echo(f"In it: {', '.join(map(_shown, names)) or 'nothing'}")
     if left_out:
         more = f", and {len(left_out) - _SHOWN} more (--json names all)" if len(left_out) > _SHOWN else ""
         output.echo(f"Not in it, being no tensors: {', '.join(map(_shown, left_out[:_SHOWN]))}{more}")
-    return 0
-
-
-def _convert_plain(asked: argparse.Namespace, out: Path) -> int:
-    import torch
-
-    from stagereg.checkpoint.entries import listed
-    from stagereg.checkpoint.export import expect_loadable, write_file
-    from stagereg.checkpoint.plain_dcp import read_plain_dcp
-
-    if out.suffix == ".safetensors":
-        raise ConfigError(f"{asked.checkpoint} is a directory of plain torch, of which only a .pt is made.")
-    state = read_plain_dcp(asked.checkpoint)
-    if asked.only is not None and asked.only not in state:
-        text = f"There is no {asked.only!r} in {asked.checkpoint}, only {listed(list(state))}."
-        raise CheckpointError(text + nearest(asked.only, state))
-
-    def write(file: IO[bytes]) -> None:
-        torch.save(state if asked.only is None else state[asked.only], file)
-        expect_loadable(file)
-
-    try:
-        write_file(out, asked.force, write)
-    except OSError as error:
-        raise CheckpointError(f"{out} was not written: {error}") from error
-    nbytes, names = out.stat().st_size, sorted(state if asked.only is None else [asked.only])
-    if asked.json:
-        output.as_json({"checkpoint": asked.checkpoint, "file": str(out), "bytes": nbytes, "names": names})
-        return 0
-    output.echo(f"{out}: {asked.checkpoint} of plain torch, {nbytes:,} bytes")
-    output.echo(f"In it: {', '.join(map(_shown, names)) or 'nothing'}")
     return 0
 
 

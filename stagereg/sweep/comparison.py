@@ -21,9 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from stagereg.errors import ConfigError
-from stagereg.sweep.interleaved import KEYS
 from stagereg.sweep.metric import Metric, columns, counted, directed
-from stagereg.sweep.result import JobResult
+from stagereg.sweep.result import KEYS, JobResult
 
 __all__ = ["Cell", "Comparison", "ComparisonRow", "compare"]
 

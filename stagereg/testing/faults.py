@@ -5,7 +5,7 @@
     from stagereg.testing.faults import FaultyStorage
 
     full = FaultyStorage(fault="ENOSPC", at="writing", after_bytes=10_000, saves=[2])
-    checkpointer = stagereg.Checkpointer(folder, storage=full, on_error="warn")
+    checkpointer = stagereg.Checkpointer(folder, storage=full)
 
 In a config the module is named as a plugin, ``plugins: [stagereg.testing.faults]``, and the storage is called
 ``faulty``. What goes wrong is an error of the operating system, as it is in earnest; the disk itself is not touched.
@@ -100,7 +100,7 @@ class FaultyStorage(Storage):
         self._folder: str = ""
         self._rank = 0
         self._count = 0
-        self.remote = inner.remote
+        self.remote, self.padding = inner.remote, inner.padding
 
     @property
     def marks(self) -> Mapping[str, FileMark]:

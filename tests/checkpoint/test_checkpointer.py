@@ -53,7 +53,7 @@ def test_saving_a_step_again_replaces_it_whole(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="no 'y' in it"):
             checkpointer.restore({"y": 0})
     assert state == {"x": "new"}
-    assert names(tmp_path) == ["latest", "step-00000005"]
+    assert [name.partition(".")[0] for name in names(tmp_path)] == ["latest", "step-00000005"]
 
 
 def test_newest_means_committed_last(tmp_path: Path) -> None:
@@ -169,7 +169,6 @@ def test_what_cannot_be_restored_is_named(tmp_path: Path) -> None:
         ({"keep": 1.5}, "keep must be a whole number"),
         ({"resume": ""}, "resume must be"),
         ({"verify": "fsat"}, r"verify must be one of full, fast, not 'fsat'\. Did you mean 'fast'\?"),
-        ({"on_error": None}, "on_error must be one of raise, warn"),
         ({"stager": "blocking"}, "stager must be a stager"),
         ({"storage": DcpStorage}, "storage must be a storage"),
     ],

@@ -132,11 +132,11 @@ def see_a_failure_at_different_calls(rank: int, root: str) -> tuple[str, int | N
         background = checkpointer._background
         with mock.patch.object(LocalStore, "publish", side_effect=ZeroDivisionError):
             checkpointer.save(1, {"x": 1})
-            background.drain()
+            background.finish()
         # As if the failure had not reached rank 1 yet at its second call.
         with mock.patch.object(background, "raise_failure") if rank == 1 else mock.MagicMock():
             first = message(lambda: checkpointer.save(2, {"x": 2}))
-        background.drain()
+        background.finish()
         first = message(checkpointer.wait) if rank == 1 else first
         checkpointer.save(3, {"x": 3})
         checkpointer.wait()

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -93,7 +93,6 @@ def test_torch_loads_the_file_of_a_zero_run_into_model_and_adam(
     assert cli.main(["convert", str(root / "zero"), str(tmp_path / "all.pt")]) == 0
     shown = capsys.readouterr().out
     assert "step 2" in shown
-    assert "optimizer (put together from the shards of a ZeroRedundancyOptimizer)" in shown
     found = torch.load(tmp_path / "all.pt", weights_only=True)
     assert sorted(found) == NAMES
     assert bits(dict(found["model"])) == bits(dict(whole["model"]))
@@ -138,8 +137,7 @@ def test_safetensors_has_tensors_by_name_and_names_the_rest(
     for number, part in whole["optimizer"]["state"].items():
         expected |= {f"optimizer.state.{number}.{name}": x for name, x in part.items()}
     assert bits(found) == bits(expected)
-    assert (shown["tensors"], shown["bytes"]) == (len(expected), out.stat().st_size)
-    assert (shown["names"], shown["merged"]) == (["model", "optimizer"], ["optimizer"])
+    assert (shown["names"], shown["bytes"]) == (["model", "optimizer"], out.stat().st_size)
     assert {"optimizer.param_groups.0.lr", "scheduler.last_epoch"} <= set(shown["left_out"])
     assert not set(shown["left_out"]) & set(expected)
 
@@ -174,7 +172,7 @@ def test_tensors_that_safetensors_cannot_hold_are_named(tmp_path: Path, capsys: 
     root = save(tmp_path / "run", state)
     for name, message in (
         ("x", "cannot hold 'wide', which is torch.complex128; write a .pt"),
-        ("y", "cannot hold a tensor called '__metadata__'; write a .pt"),
+        ("y", "cannot hold '__metadata__', which is torch.float32; write a .pt"),
     ):
         assert cli.main(["convert", str(root), str(tmp_path / "x.safetensors"), "--only", name]) == 2
         assert message in capsys.readouterr().err
@@ -327,47 +325,12 @@ def test_names_and_types_in_a_file_cannot_control_the_terminal(
     assert r"'\x1b[2Jx'" in shown.out
 
 
-def test_a_directory_of_plain_torch_becomes_a_pt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain, out = str(tmp_path / "plain"), str(tmp_path / "x.pt")
-    state = {"model": network().state_dict(), "values": {"lr": 0.1, "list": [torch.ones(2), {"a": (1, "b")}]}}
-    dcp.save(state, checkpoint_id=plain, no_dist=True)
-    assert cli.main(["convert", plain, out]) == 0
-    found = torch.load(out, weights_only=True)
-    assert bits(found["model"]) == bits(dict(state["model"]))
-    assert found["values"]["lr"] == 0.1
-    assert found["values"]["list"][0].tolist() == [1, 1]
-    assert found["values"]["list"][1] == {"a": (1, "b")}
-    assert cli.main(["convert", plain, out, "--only", "model", "--force"]) == 0
-    assert bits(torch.load(out, weights_only=True)) == bits(found["model"])
-    assert "In it: model\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("what", ["metadata", "value", "mesh", "cut", "elsewhere"])
-def test_plain_torch_runs_nothing_and_damage_is_one_line(
-    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_of_plain_torch_is_refused_and_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = tmp_path / "plain"
-    values = {"value": Fires(), "mesh": MakesMesh()}
-    dcp.save({"x": torch.ones(9), "y": values.get(what, 1)}, checkpoint_id=plain, no_dist=True)
-    metadata, (data,) = plain / ".metadata", plain.glob("*.distcp")
-    if what == "metadata":
-        metadata.write_bytes(pickle.dumps(Fires()))
-    elif what == "cut":
-        data.write_bytes(data.read_bytes()[:100])
-    elif what == "elsewhere":
-        metadata.write_bytes(metadata.read_bytes().replace(b"__0_0.distcp", b"../_0.distcp"))
-    capsys.readouterr()
+    dcp.save({"x": torch.ones(9)}, checkpoint_id=plain, no_dist=True)
+    (plain / ".metadata").write_bytes(pickle.dumps(Fires()))
     assert cli.main(["convert", str(plain), str(tmp_path / "x.pt")]) == 2
-    messages = {
-        "metadata": "which is no metadata; nothing was imported",
-        "value": "'y' was not read",
-        "mesh": "'y' was not read",
-        "cut": "was not read",
-        "elsewhere": "'../_0.distcp', which is no file of the directory",
-    }
-    shown = capsys.readouterr().err
-    assert messages[what] in shown
-    assert len(shown.splitlines()) < 12
+    assert "written by plain torch" in capsys.readouterr().err
     assert not (tmp_path / "x.pt").exists()
 
 
@@ -386,13 +349,6 @@ def test_what_has_no_index_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     (older / "manifest.json").write_text(manifest.dumps())
     assert cli.main(["convert", str(tmp_path / "run"), str(tmp_path / "x.pt")]) == 2
     assert "has no index.json" in capsys.readouterr().err
-
-
-class MakesMesh:
-    """Becomes a device mesh, which initializes the process group."""
-
-    def __reduce__(self) -> Any:
-        return DeviceMesh, ("cpu", [0])
 
 
 class Fires:
