@@ -142,9 +142,8 @@ def newest_first(conditions: Sequence[Condition]) -> list[Condition]:
 
 def _conditions(store: CheckpointStore) -> list[Condition]:
     complete, refused = store.checkpoints()
-    unfinished = set(store.leftovers())  # which in an object store lie among the others
     every = [Condition(one.path, one.manifest) for one in complete]
-    every += [store.condition(path) for path in refused if path not in unfinished]
+    every += [store.condition(path) for path in refused]
     return sorted(every, key=lambda each: -1 if each.step is None else each.step, reverse=True)
 
 
