@@ -10,7 +10,6 @@ import importlib
 import inspect
 import json
 import os
-import threading
 import types
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
@@ -58,10 +57,6 @@ def run(folder: str, target: str) -> str:
     except ConfigError as error:
         return str(error)
     cases.run_contracts()
-    left = [thread.name for thread in threading.enumerate() if not thread.daemon]
-    if len(left) > 1:  # the main one is there
-        promise = "The process that has used it comes to its end."
-        cases.write(target, "ends", promise, "broken", f"threads hold it up: {', '.join(left[1:])}")
     return ""
 
 

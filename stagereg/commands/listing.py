@@ -107,8 +107,6 @@ def show(asked: argparse.Namespace) -> int:
         rows = [(r.name, r.type or "-", f"{'must' if r.required else 'may'} be passed", r.help) for r in shown.runtime]
         output.echo()
         output.table("Arguments that the program passes", ("name", "type", "", "what it is for"), rows)
-    output.echo("\nExample", "bold")
-    output.echo("\n".join(f"  {line}" for line in shown.example))
     output.echo(f"\n{shown.doc}" if shown.doc else "")
     return 0
 

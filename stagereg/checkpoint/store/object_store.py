@@ -25,9 +25,8 @@ _BLOCKS_KEPT = 3
 _BEST_EFFORT_S = 10.0
 _PRECONDITION_FAILED = 412
 _S3 = {"s3", "s3a"}
-_LIST_BY_PREFIX = {*_S3, "gs", "gcs"}
 # Stores where a name needs no directory to be made first; making one would ask for rights that writing does not need.
-_FLAT = {*_LIST_BY_PREFIX, "az", "abfs", "abfss", "adl", "oci", "oss", "obs", "tos", "memory"}
+_FLAT = {*_S3, "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "obs", "tos", "memory"}
 
 _log = logging.getLogger(__name__)
 
@@ -65,26 +64,21 @@ class ObjectStore:
         """Return what fsspec calls ``url``, without its protocol."""
         return str(self.fs._strip_protocol(url))
 
-    def sizes(self, url: str, prefix: str = "") -> dict[str, int]:
-        """Return the sizes of all objects below ``url``, by what follows ``url`` and a slash in their names.
+    def listing(self, url: str) -> dict[str, int | None]:
+        """Return what is right below ``url``, which need not be there: sizes of objects, None of directories."""
 
-        Args:
-            url: nothing but what lies below it is listed; it need not be there.
-            prefix: what the names have to begin with.
-        """
-
-        def act() -> dict[str, int]:
+        def act() -> dict[str, int | None]:
             path = self.path(url)
-            found = {}
             try:
-                entries = self._find(path, prefix)
+                entries = self._fresh.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return {}
-            for full, entry in entries.items():
-                name = full.removeprefix(path).lstrip("/")
-                if name and name.startswith(prefix) and not name.endswith("/") and entry["type"] == "file":
-                    found[name] = int(self.fs.size(full) or 0) if entry["size"] is None else int(entry["size"])
-            return found
+            found = {entry["name"].rstrip("/").removeprefix(path).lstrip("/"): entry for entry in entries}
+            return {
+                name: None if entry["type"] == "directory" else int(entry["size"])
+                for name, entry in found.items()
+                if name  # else ``url`` itself
+            }
 
         return retrying("listing", url, act)
 
@@ -180,16 +174,6 @@ class ObjectStore:
                 retrying("giving up unfinished uploads", prefix, act)
         except Exception as error:
             _log.warning("Multipart uploads below %s may be left, which cost money: %s", prefix, error)
-
-    def _find(self, path: str, prefix: str) -> dict[str, Any]:
-        if self.protocol in _LIST_BY_PREFIX:
-            return dict(self._fresh.find(path, detail=True, prefix=prefix))
-        found: dict[str, Any] = {}
-        for entry in self._fresh.ls(path, detail=True):  # which raises what `find` passes over
-            name = entry["name"].rstrip("/")
-            if name.rpartition("/")[2].startswith(prefix) and name != path:
-                found.update(self.fs.find(name, detail=True) if entry["type"] == "directory" else {name: entry})
-        return found
 
 
 def _check(url: str, protocol: str) -> None:

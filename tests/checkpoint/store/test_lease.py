@@ -126,7 +126,7 @@ def test_the_lease_of_a_dead_run_is_taken_over(store: Store, left: bytes) -> Non
     with store.lease() as hold:
         hold.check()
         assert store.content()["owner"]["pid"] == os.getpid()
-    assert store.sizes(store.root) == {}
+    assert store.listing(store.root) == {}
 
 
 def test_a_clock_that_is_ahead_does_not_keep_a_dead_runs_lease(store: Store) -> None:
@@ -188,7 +188,7 @@ def test_it_is_renewed_while_it_is_held_and_no_longer(store: Store) -> None:
     while any(thread.name == "stagereg-lease" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)
-    assert store.sizes(store.root) == {}
+    assert store.listing(store.root) == {}
 
 
 def test_a_lease_that_was_taken_over_fails_the_save_and_stays(store: Store) -> None:
