@@ -115,7 +115,7 @@ class Compare(Callback):
         import stagereg.sweep.render as render
         from stagereg.sweep.render.tables import terminal
 
-        directory = _sweep_directory(config)
+        directory = Path(config.hydra.runtime.cwd, str(config.hydra.sweep.dir))
         try:
             jobs = results(directory)
             metric = self._metric or usual(set().union(*(job.figures for job in jobs)))
@@ -170,14 +170,10 @@ class Compare(Callback):
         return math.nan
 
     def _command(self, hydra: Any, overrides: Iterable[str]) -> str:
-        """The shell command that runs this job alone."""
+        """The shell command that runs this job alone; empty if unknown."""
         own = [override for override in hydra.overrides.hydra if not _SWEEPS_OWN.match(_key(override))]
         job = [override for override in overrides if _key(override) not in KEYS]
-        return shlex.join([*self._start, *job, *own])
-
-
-def _sweep_directory(config: DictConfig) -> Path:
-    return Path(config.hydra.runtime.cwd, str(config.hydra.sweep.dir))
+        return shlex.join([*self._start, *job, *own]) if self._start else ""
 
 
 def _stop(error: Exception, advice: str = "") -> NoReturn:
@@ -239,16 +235,9 @@ def _error_text(error: Exception) -> str:
 
 
 def _started_as() -> list[str]:
-    """How this program was started, up to its overrides, as the user wrote it."""
+    """How this program was started, up to its overrides, as the user wrote it; empty for a rank of torchrun's."""
     command = CommandLine.of_this_process()
-    program, *rest = (sys.orig_argv[0], *command.start[1:], *command.flags)
-    if not is_rank():
-        return [program, *rest]
-    if rest[0] == "-u":  # torchrun's own
-        del rest[0]
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
-    return ["torchrun", *([f"--nnodes={nodes}"] if nodes > 1 else []), f"--nproc-per-node={ranks}", *rest]
+    return [] if is_rank() else [sys.orig_argv[0], *command.start[1:], *command.flags]
 
 
 def _key(override: str) -> str:

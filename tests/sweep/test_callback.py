@@ -138,22 +138,6 @@ def test_ranks_that_die_raise_or_leave_are_rows(tmp_path: Path) -> None:
     assert "Best by stall_ms: a=fine" in ended.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_below_torchrun_the_command_of_a_result_is_torchruns(tmp_path: Path) -> None:
-    App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "app.py", "b=3", "hydra.run.dir=run"]
-    ended = subprocess.run(command, cwd=tmp_path, env=programs.environment(), capture_output=True, timeout=220)
-    assert ended.returncode == 0, ended.stderr
-    job = JobResult.read(tmp_path / "run")
-    assert job.returned == {"loss": 1 / 3, "score": 3}
-    arguments = shlex.split(job.command)
-    assert arguments[:2] == ["torchrun", "--nproc-per-node=2"]
-    assert Path(arguments[2]).name == "app.py"
-    assert arguments[3:] == ["b=3"]
-
-
 # -- the callback alone, without a program
 
 
