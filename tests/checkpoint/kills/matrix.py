@@ -53,7 +53,6 @@ STEPS, EVERY, WIDTH = 10, 2, 256
 LIMIT_S = 300.0  # of one run; nothing here takes a tenth of it on an idle machine, but writers give way to others
 LINGER_S = 2.0  # for the other ranks to notice, which is no promise; a launcher would end them as well
 ATTEMPTS = 4
-BEFORE, AFTER, BETWEEN = "before the commit", "after it", "between saves"
 BY_RANK_0 = {"locked", "swept", *list(failpoints.POINTS)[list(failpoints.POINTS).index("marked") :]} - {"ended"}
 START = {"locked", "swept"}
 
@@ -159,17 +158,9 @@ class RunResult:
     def digests(self, rank: int) -> dict[int, str]:
         return {line["step"]: line["digest"] for line in self.lines(rank) if "step" in line}
 
-    def killed(self, i: int) -> float | None:
-        """When the kill of that number came about; None if it did not."""
-        flag = self.folder / f"killed-{i}"
-        return float(flag.read_text()) if flag.exists() else None
-
-    def phase(self, moment: float) -> str:
-        """Whether a moment was before, during or after rank 0's commit."""
-        seen = Counter(line["point"] for line in self.lines(0) if "point" in line and line["at"] <= moment)
-        if seen["staged"] > seen["committed"]:
-            return BEFORE
-        return AFTER if seen["committed"] > seen["ended"] else BETWEEN
+    def killed(self, i: int) -> bool:
+        """Whether the kill of that number came about."""
+        return (self.folder / f"killed-{i}").exists()
 
     def committed(self) -> int:
         """The step of the last save that rank 0 has reported as durable."""
@@ -280,7 +271,7 @@ def _kill_now(kill: Kill, pids: Sequence[int], flag: Path) -> None:
         os.kill(pids[kill.rank], signal.SIGKILL)
     else:
         os.killpg(pids[0], signal.SIGKILL)
-    flag.write_text(repr(time.monotonic()))
+    flag.touch()
 
 
 # -- chains
@@ -303,7 +294,6 @@ class KillResult:
 
     setup: Setup
     kill: Kill
-    phase: str
     newest: int
 
 
@@ -340,7 +330,7 @@ class Matrix:
         missed: list[Kill] = []
         for planned in kills:
             shown = self._run(setup, root, planned)
-            missed += [kill for i, kill in enumerate(planned) if shown.killed(i) is None]
+            missed += [kill for i, kill in enumerate(planned) if not shown.killed(i)]
             if shown.codes == [0] * setup.ranks:
                 self._check_end(setup, root, shown)
         if shown.codes != [0] * setup.ranks:
@@ -368,7 +358,7 @@ class Matrix:
         self.reached.update(name for rank in range(setup.ranks) for name in shown.of(rank, "point"))
         with self._naming(setup, kills, shown):
             self._check_resumed(setup, shown, before)
-            fatal = [kill for i, kill in enumerate(kills) if kill.victim != WRITER and shown.killed(i) is not None]
+            fatal = [kill for i, kill in enumerate(kills) if kill.victim != WRITER and shown.killed(i)]
             if not fatal and shown.codes != [0] * setup.ranks:
                 raise Broken(f"ranks ended with {shown.codes}, and none was killed")
             if fatal and shown.codes.count(-signal.SIGKILL) - shown.ended < (
@@ -377,9 +367,8 @@ class Matrix:
                 raise Broken(f"ranks ended with {shown.codes}")
             self._check_directory(setup, root, shown, before)
         for i, kill in enumerate(kills):
-            moment = shown.killed(i)
-            if moment is not None:
-                self.results.append(KillResult(setup, kill, shown.phase(moment), newest(root)))
+            if shown.killed(i):
+                self.results.append(KillResult(setup, kill, newest(root)))
         return shown
 
     @contextlib.contextmanager
@@ -500,18 +489,17 @@ def work_off(matrix: Matrix, chains: Sequence[tuple[Setup, list[list[Kill]]]]) -
 
 
 def counts(results: Sequence[KillResult]) -> list[list[str]]:
-    """Return the rows of the table: when, kills of each victim, before and after the commit, and resumed from."""
+    """Return the rows of the table: when, kills of each victim, and what the next run went on from."""
     rows = []
     for when in [*failpoints.POINTS, RANDOM, "all"]:
         these = [result for result in results if when in (result.kill.when, "all")]
         victims = [sum(result.kill.victim == victim for result in these) for victim in (ONE, ALL, WRITER)]
-        phases = [sum(result.phase == phase for result in these) for phase in (BEFORE, AFTER, BETWEEN)]
         nothing = sum(result.newest == 0 for result in these)
-        rows.append([when, *map(str, [*victims, len(these), *phases, len(these) - nothing, nothing])])
+        rows.append([when, *map(str, [*victims, len(these), len(these) - nothing, nothing])])
     return rows
 
 
-HEADS = ["killed at", ONE, ALL, WRITER, "kills", BEFORE, AFTER, BETWEEN, "resumed", "from the start"]
+HEADS = ["killed at", ONE, ALL, WRITER, "kills", "resumed", "from the start"]
 
 
 def main() -> int:
