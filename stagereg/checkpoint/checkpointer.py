@@ -256,9 +256,9 @@ class Checkpointer:
             The step of the checkpoint, or ``None`` if none was to be loaded.
 
         Raises:
-            CheckpointError: on all ranks: the checkpoint named by ``resume`` is not there, incomplete or damaged, and
-                the message names the newest good one; there are checkpoints and none of them is good; one cannot be
-                looked at; it has no entry of some name; an object does not take what was saved.
+            CheckpointError: on all ranks: the checkpoint named by ``resume`` is not there, incomplete or damaged; there
+                are checkpoints and none of them is good; one cannot be looked at; it has no entry of some name; an
+                object does not take what was saved.
         """
         self._check_open()
         self._background.finish()

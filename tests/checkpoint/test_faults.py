@@ -158,7 +158,7 @@ def on_two_ranks(rank: int, world_size: int, root: str) -> list[Any]:
     gone = ""
     if rank == 0:
         try:
-            limited.exchange("only here")
+            limited.run_on_all("only here", int)
         except CheckpointError as error:
             gone = str(error)
     dist.barrier()
