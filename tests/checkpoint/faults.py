@@ -105,11 +105,7 @@ FAULTS = {
     "manifest": Fault("EIO at the manifest", storage={"fault": "EIO", "at": "held", "saves": [BREAKS]}),
     "rename": Fault("EIO at the rename", storage={"fault": "EIO", "at": "described", "saves": [BREAKS]}),
     "latest": Fault("EIO at latest", storage={"fault": "EIO", "at": "committed", "saves": [BREAKS]}),
-    "process": Fault("EIO in the writer process", stager="shared", storage={"fault": "EIO", "saves": [BREAKS]}),
     "hangs": Fault("write hangs", timeout_s=0.5, storage={"fault": "hang", "saves": [BREAKS]}),
-    "process_hangs": Fault(
-        "writer process hangs", timeout_s=20.0, stager="shared", storage={"fault": "hang", "saves": [BREAKS]}
-    ),
 }
 
 
