@@ -85,6 +85,8 @@ class Checkpointer:
         mtbf: for ``every="auto"``: mean time between failures of the whole job, all its machines together.
         verify: what :meth:`restore` looks at before it loads: ``"full"`` the content of every file, ``"fast"`` the
             manifest and the sizes.
+        on_error: what a save that fails does at the next call: ``"raise"``, or ``"warn"`` in the log, at once, and let
+            training go on; then the process ends with exit status 1 if its last save has failed.
         timeout: of one save, from the end of the one before it to its commit. One that takes longer has failed, and
             until it ends no other begins. A store that does not answer at the start is waited for as long.
         grace: how long after SIGTERM or SIGUSR1 the ranks have to agree on a step, save it and leave. ``None`` leaves
@@ -118,6 +120,7 @@ class Checkpointer:
         process_group: dist.ProcessGroup | None = None,
         mtbf: datetime.timedelta = datetime.timedelta(hours=6),
         verify: Literal["full", "fast"] = "full",
+        on_error: Literal["raise", "warn"] = "raise",
         timeout: datetime.timedelta = datetime.timedelta(minutes=30),
         grace: datetime.timedelta | None = datetime.timedelta(seconds=25),
     ) -> None:
@@ -130,6 +133,7 @@ class Checkpointer:
         for name, steps in {"every": 1 if every == "auto" else every, "keep": keep}.items():
             options.at_least_one(name, steps)
         options.one_of("verify", verify, ("full", "fast"))
+        options.one_of("on_error", on_error, ("raise", "warn"))
         for name, duration in {"mtbf": mtbf, "timeout": timeout, "grace": timeout if grace is None else grace}.items():
             options.check_duration(name, duration)
         self._store = open_store(dir)
@@ -159,7 +163,7 @@ class Checkpointer:
             Schedule(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), RankGroup(process_group))
         )
         self._target = SaveTarget(self._store, keep, self._storage, self._ranks, opened[0][0])
-        self._background = Background(self._target, timeout, self._schedule)
+        self._background = Background(self._target, timeout, self._schedule, on_error == "warn")
         self.stats: CheckpointStats = self._background.stats
         self.preemption: PreemptionConsensus | None = None
         if grace is not None:
@@ -216,7 +220,7 @@ class Checkpointer:
             self._stage(save, state)
         except BaseException as error:
             save.failure = reason(error)
-            raise
+            self._background.raise_or_warn(error)
         finally:
             # Also when this rank gives up, so that the saves of the ranks stay paired and the others raise too.
             self._background.submit(save)
@@ -225,8 +229,9 @@ class Checkpointer:
             finally:
                 stall = record.now() - save.called
                 self._schedule.held(step, stall)
-        self.stats.stall_seconds.append(stall)
-        record.emit("stall", step=step, start=save.called, seconds=stall)
+        if save.failure is None:
+            self.stats.stall_seconds.append(stall)
+            record.emit("stall", step=step, start=save.called, seconds=stall)
 
     def wait(self) -> None:
         """Wait until every save has ended, or has taken longer than ``timeout``.
@@ -340,11 +345,12 @@ class Checkpointer:
                 self._background.finish()
                 self._background.raise_failure()
                 if self._background.newest != step:
-                    raise CheckpointError(f"Step {step} was not saved.")
+                    raise self._background.last or CheckpointError(f"Step {step} was not saved.")
             except CheckpointError as error:
                 failure, newest = error, self._background.describe_newest()
                 if newest not in str(error):
                     failure = CheckpointError(f"{str(error).rstrip('.')}. {newest}")
+                self._background.set_status(None)  # the exception below reports it
         self.preemption.exit(step, str(self.dir), failure)
 
     def _open(self) -> str:
@@ -398,7 +404,9 @@ class Checkpointer:
                 save.complete()
         except Exception as error:
             save.failure = reason(error)
-            raise CheckpointError(f"Step {save.step} was not saved: {save.failure}") from error
+            failure = CheckpointError(f"Step {save.step} was not saved: {save.failure}")
+            failure.__cause__ = error
+            self._background.raise_or_warn(failure)
         finally:
             save.settled.set()
 
