@@ -34,7 +34,7 @@ from typing import Any, SupportsFloat
 
 from stagereg.errors import ConfigError, Preempted, Stopped
 
-__all__ = ["FILES", "FORMAT", "emit", "file_name", "log", "now", "peak_rss", "recording"]
+__all__ = ["FILES", "FORMAT", "add_child_memory", "emit", "file_name", "log", "now", "peak_rss", "recording"]
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class _Recorder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.child_memory: list[int] = []
         # Reentrant, since a signal handler that emits an event may interrupt an emission.
         self._lock = threading.RLock()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +128,7 @@ def recording(directory: Path, rank: int, world_size: int, **facts: Any) -> Iter
         raise
     finally:
         if _recorder is mine:
-            emit("end", seconds=time.perf_counter() - began, **ending, peak_rss=peak_rss())
+            emit("end", seconds=time.perf_counter() - began, **ending, peak_rss=peak_rss() + sum(mine.child_memory))
             _forget()
             mine.close()
 
@@ -185,6 +186,16 @@ def peak_rss(pid: int | None = None) -> int:
         status = Path("/proc", str(pid or "self"), "status").read_bytes()
         return int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0]) * 1024
     return 0
+
+
+def add_child_memory(nbytes: int) -> None:
+    """Count the peak memory in bytes of a child process that belongs to the run too, as one that writes checkpoints.
+
+    May be called on any thread; does nothing where nothing records.
+    """
+    recorder = _recorder
+    if recorder is not None:
+        recorder.child_memory.append(nbytes)
 
 
 def _about_process() -> dict[str, Any]:

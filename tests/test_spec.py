@@ -91,7 +91,7 @@ def test_a_misspelt_optional_member_is_refused(kind: str, member: str, slip: str
 
 def test_every_optional_member_is_declared_in_a_protocol() -> None:
     declared = {
-        "stager": (stager.ReleasesCopies, stager.WatchesOptimizers),
+        "stager": (stager.ReleasesCopies, stager.SharesMemory, stager.WatchesOptimizers),
         "join_hook": (stagereg.JoinHook,),
         "joinable": (stagereg.Joinable,),
         "storage": (storage.Storage,),

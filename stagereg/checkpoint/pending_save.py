@@ -58,6 +58,7 @@ from stagereg.checkpoint.storage.lookup import name_of
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.retry import within
+from stagereg.checkpoint.writer_process import WriterProcess, write_data
 from stagereg.errors import CheckpointError
 
 __all__ = ["Background", "CheckpointStats", "PendingSave", "SaveTarget"]
@@ -96,6 +97,7 @@ class SaveTarget:
     keep: int
     storage: Storage
     ranks: RankGroup  # that save together
+    process: WriterProcess | None  # where the storage writes; ``None`` for this one
     token: str  # of this run, the same on all ranks
 
     def __post_init__(self) -> None:
@@ -194,7 +196,10 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         failpoint("agreed")
         save.at = "writing its files"
         own = planner.finish_plan(plan)
-        results = to.storage.write_data(own, planner).wait()
+        if to.process is None:
+            results = to.storage.write_data(own, planner).wait()
+        else:
+            results = write_data(to.storage, own, planner, to.process, save.until)
         planner.state_dict = {}
         copy, save.staged = save.copy(), {}
         save.release(copy)

@@ -9,7 +9,8 @@
 
 In a config the module is named as a plugin, ``plugins: [stagereg.testing.faults]``, and the storage is called
 ``faulty``. What goes wrong is an error of the operating system, as it is in earnest; the disk itself is not touched.
-The moments are those of the commit protocol (:data:`stagereg.checkpoint.failpoints.POINTS`).
+The moments are those of the commit protocol (:data:`stagereg.checkpoint.failpoints.POINTS`), in the process where they
+come, be it the one that writes.
 
 One at a time in a process: the moments do not show which checkpointer they belong to.
 """
@@ -119,7 +120,8 @@ class FaultyStorage(Storage):
         self._listen()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write as the storage inside. Raises: ``OSError``."""
+        """Write as the storage inside, which may be in another process by now. Raises: ``OSError``."""
+        self._listen()
         return self.wraps.write_data(plan, planner)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

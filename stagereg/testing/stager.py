@@ -37,6 +37,7 @@ from stagereg.spec import check
 from stagereg.stagers.async_stager import (
     AsyncStager,
     ReleasesCopies,
+    SharesMemory,
     StateDict,
     WatchesOptimizers,
 )
@@ -167,6 +168,8 @@ class StagerContract(StagerTrial):
             self.broken(str(error))
         if not isinstance(stager.should_synchronize_after_execute, bool):
             self.broken(f"should_synchronize_after_execute is {stager.should_synchronize_after_execute!r}, not a bool")
+        if isinstance(stager, SharesMemory) and not isinstance(stager.shares_memory, bool):
+            self.broken(f"shares_memory is {stager.shares_memory!r}, not a bool")
 
     # Isolation
 

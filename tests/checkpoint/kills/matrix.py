@@ -40,7 +40,7 @@ import torch.distributed.fsdp
 import torch.distributed.optim
 import torch.distributed.tensor
 import torch.nn.parallel
-from observer import ALL, ONE, RANDOM, Kill, Observer, append_line
+from observer import ALL, ONE, RANDOM, WRITER, Kill, Observer, append_line
 
 import stagereg
 import stagereg.checkpoint.failpoints as failpoints
@@ -73,7 +73,8 @@ class Setup:
         return 2 * STEPS if self.again else 2
 
 
-SETUPS = [Setup(storage, stager) for stager in ("blocking", "pinned_cached") for storage in ("dcp", "safetensors")]
+CHEAP = [Setup(storage, stager) for stager in ("blocking", "pinned_cached") for storage in ("dcp", "safetensors")]
+SHARED = [Setup(storage, "shared") for storage in ("dcp", "safetensors")]
 AGAIN = Setup("dcp", "blocking", ranks=1, again=True)
 
 
@@ -82,7 +83,7 @@ AGAIN = Setup("dcp", "blocking", ranks=1, again=True)
 
 def train(setup: Setup, rank: int, root: Path, folder: Path, kills: Sequence[Kill], resume: str) -> None:
     """Train; deterministic as long as the random numbers are."""
-    observer = Observer(kills, rank, folder)
+    observer = Observer(kills, rank, folder, os.getpid())
     if setup.again:
         local._exchange = lambda one, other: False
     if setup.ranks > 1:
@@ -103,10 +104,12 @@ def train(setup: Setup, rank: int, root: Path, folder: Path, kills: Sequence[Kil
     own = f"drawn.rank{rank}"
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, own: 0.0}
     storage = stagereg.build("storage", setup.storage)
+    storage.observer = observer
     failpoints.watch(observer)
     with Checkpointer(
         str(root), EVERY, setup.keep, resume, stagereg.build("stager", setup.stager), storage
     ) as checkpointer:
+        observer.checkpointer = checkpointer
         start = checkpointer.restore(state) or 0
         append_line(folder, rank, resumed=start, digest=digest(state))
         for step in range(start + 1, STEPS + 1):
@@ -207,6 +210,9 @@ def run(
     try:
         for i, kill in enumerate(kills):
             if kill.when == RANDOM and not _one_ended(pidfds, began + kill.moment * full):
+                while kill.victim == WRITER and not _children(pids[kill.rank]):
+                    if _one_ended(pidfds, time.monotonic() + 0.01):  # until the writer is there
+                        break
                 _kill_now(kill, pids, folder / f"killed-{i}")
         deadline = began + LIMIT_S
         while left := _running(pidfds):
@@ -225,7 +231,7 @@ def run(
             os.close(descriptor)
     if codes == [0] * setup.ranks:  # a kill at a random moment came after the end
         for i, kill in enumerate(kills):
-            if kill.when == RANDOM:
+            if kill.when == RANDOM and kill.victim != WRITER:
                 (folder / f"killed-{i}").unlink(missing_ok=True)
     ended = sum(codes[rank] == -signal.SIGKILL for rank in late)  # the others were just about to end by themselves
     return RunResult(folder, setup.ranks, codes, time.monotonic() - began, ended)
@@ -270,8 +276,20 @@ def _one_ended(pidfds: dict[int, int], deadline: float) -> bool:
     return bool(select.select(list(pidfds), [], [], max(0.0, deadline - time.monotonic()))[0])
 
 
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
 def _kill_now(kill: Kill, pids: Sequence[int], flag: Path) -> None:
-    if kill.victim == ONE:
+    if kill.victim == WRITER:
+        children = _children(pids[kill.rank])
+        if not children:
+            return
+        os.kill(children[0], signal.SIGKILL)
+    elif kill.victim == ONE:
         os.kill(pids[kill.rank], signal.SIGKILL)
     else:
         os.killpg(pids[0], signal.SIGKILL)
@@ -283,7 +301,7 @@ def _kill_now(kill: Kill, pids: Sequence[int], flag: Path) -> None:
 
 def preload() -> None:
     """Import what the ranks would import, each for itself."""
-    for setup in SETUPS:
+    for setup in (*CHEAP, *SHARED):
         find("storage", setup.storage).load()
         find("stager", setup.stager).load()
 
@@ -313,7 +331,7 @@ class Matrix:
         self.reached: Counter[str] = Counter()
         self.runs = 0
         self._expected: dict[int, RunResult] = {}
-        self._seconds: dict[int, float] = {}
+        self._seconds: dict[tuple[bool, int], float] = {}
 
     def expected(self, ranks: int) -> RunResult:
         """The uninterrupted run of that many ranks."""
@@ -325,16 +343,19 @@ class Matrix:
             self.runs += 1
         return self._expected[ranks]
 
-    def chain(self, setup: Setup, kills: Sequence[Kill]) -> list[Kill]:
-        """Kill run after run in one directory, then go on to the end; return the kills that did not come about."""
+    def chain(self, setup: Setup, kills: Sequence[Sequence[Kill]]) -> list[Kill]:
+        """Kill run after run in one directory, then go on to the end; return the kills that did not come about.
+
+        Each of ``kills`` is what happens to one run: one kill, or several of its writer processes.
+        """
         root = self.folder / "root"
         shutil.rmtree(root, ignore_errors=True)
         missed: list[Kill] = []
         if setup.again:
             self._run(setup, root, [])
-        for kill in kills:
-            shown = self._run(setup, root, [kill])
-            missed += [kill] if shown.killed(0) is None else []
+        for planned in kills:
+            shown = self._run(setup, root, planned)
+            missed += [kill for i, kill in enumerate(planned) if shown.killed(i) is None]
             if shown.codes == [0] * setup.ranks:
                 self._check_end(setup, root, shown)
         if shown.codes != [0] * setup.ranks:
@@ -342,15 +363,16 @@ class Matrix:
         return missed
 
     def duration(self, setup: Setup) -> float:
-        """How many seconds an uninterrupted run takes."""
-        if setup.ranks not in self._seconds:
+        """How many seconds an uninterrupted run takes, with a writer process or without."""
+        key = setup.stager == "shared", setup.ranks
+        if key not in self._seconds:
             root = self.folder / "measured"
             self.expected(setup.ranks)
             shown = self._run(setup, root, [])
             self._check_end(setup, root, shown)
             shutil.rmtree(root)
-            self._seconds[setup.ranks] = shown.seconds
-        return self._seconds[setup.ranks]
+            self._seconds[key] = shown.seconds
+        return self._seconds[key]
 
     def _run(self, setup: Setup, root: Path, kills: Sequence[Kill]) -> RunResult:
         before = newest(root)
@@ -362,7 +384,7 @@ class Matrix:
         self.reached.update(name for rank in range(setup.ranks) for name in shown.of(rank, "point"))
         with self._naming(setup, kills, shown):
             self._check_resumed(setup, shown, 0 if resume == "never" else before)
-            fatal = [kill for i, kill in enumerate(kills) if shown.killed(i) is not None]
+            fatal = [kill for i, kill in enumerate(kills) if kill.victim != WRITER and shown.killed(i) is not None]
             if not fatal and shown.codes != [0] * setup.ranks:
                 raise Broken(f"ranks ended with {shown.codes}, and none was killed")
             if fatal and shown.codes.count(-signal.SIGKILL) - shown.ended < (
@@ -413,6 +435,9 @@ class Matrix:
         expected = self.expected(setup.ranks)
         with self._naming(setup, [], shown):
             for rank in range(setup.ranks):
+                by_writer = any(line.get("writer") for line in shown.lines(rank))
+                if setup.stager == "shared" and "written" in shown.of(rank, "point") and not by_writer:
+                    raise Broken(f"rank {rank} wrote without its writer process")
                 if shown.of(rank, "end") != expected.of(rank, "end"):
                     raise Broken(f"rank {rank} ended with another state than the uninterrupted run")
             hidden = [name for name in os.listdir(root) if name.startswith(".")]
@@ -441,32 +466,42 @@ def at_random(draw: random.Random, victim: str, ranks: int) -> Kill:
     return Kill(victim, RANDOM, draw.randrange(ranks), moment=draw.random())
 
 
-def few(draw: random.Random, kills: int) -> list[tuple[Setup, list[Kill]]]:
-    """Chains for a short run: each point once, and random moments for the rest of ``kills``."""
+def few(draw: random.Random, kills: int) -> list[tuple[Setup, list[list[Kill]]]]:
+    """Chains for a short run: each point once, writers of one run, and random moments for the rest of ``kills``."""
     named = [name for name in failpoints.POINTS if name != "aside"]
     single = [at_point(draw, draw.choice((ONE, ALL)), name, 2) for name in named]
-    single += [at_random(draw, draw.choice((ONE, ALL)), 2) for _ in range(kills - len(single) - 1)]
+    writers = [Kill(WRITER, draw.choice(("writing", "flushed", "marked")), nth=2)]
+    count = kills - len(single) - len(writers) - 1
+    single += [at_random(draw, draw.choice((ONE, ALL)), 2) for _ in range(count)]
     draw.shuffle(single)
-    chains = [(setup, single[i::4]) for i, setup in enumerate(SETUPS)]
-    return [*chains, (AGAIN, [Kill(ONE, "aside")])]
+    setups = draw.sample(CHEAP, 4)
+    chains = [(setup, [[kill] for kill in single[i::4]]) for i, setup in enumerate(setups)]
+    again = (AGAIN, [[Kill(ONE, "aside")]])
+    return [*chains, again, (Setup("dcp", "shared", ranks=1), [writers])]
 
 
-def many(draw: random.Random, kills: int) -> list[tuple[Setup, list[Kill]]]:
-    """Chains for a long run: ranks at each point under each setup; random moments for the rest."""
-    chains: list[tuple[Setup, list[Kill]]] = []
+def many(draw: random.Random, kills: int) -> list[tuple[Setup, list[list[Kill]]]]:
+    """Chains for a long run: ranks at each point under each setup, writers at each; random moments for the rest."""
+    chains: list[tuple[Setup, list[list[Kill]]]] = []
     named = [name for name in failpoints.POINTS if name != "aside"]
-    for setup in SETUPS:
+    for setup in CHEAP:
         each = [at_point(draw, victim, name, 2) for victim in (ONE, ALL) for name in named]
         draw.shuffle(each)
-        chains += [(setup, each[i::8]) for i in range(8)]
-    chains += [(replace(AGAIN, storage=storage), [Kill(ONE, "aside")]) for storage in ("dcp", "safetensors")]
-    count = max(0, kills - sum(len(chain) for _, chain in chains))
+        chains += [(setup, [[kill] for kill in each[i::8]]) for i in range(8)]
+    each = [at_point(draw, victim, name, 2) for victim in (ONE, ALL) for name in named]
+    each += [at_point(draw, WRITER, name, 2) for name in named if name not in START]
+    draw.shuffle(each)  # a writer process takes seconds to start: these are shared out among the storages
+    chains += [(SHARED[i % len(SHARED)], [[kill] for kill in each[i::9]]) for i in range(9)]
+    chains += [(replace(AGAIN, storage=setup.storage), [[Kill(ONE, "aside")]]) for setup in SHARED]
+    count = max(0, kills - sum(len(planned) for _, chain in chains for planned in chain))
     for i in range(-(-count // 4)):
-        chains.append((SETUPS[i % 4], [at_random(draw, draw.choice((ONE, ALL)), 2) for _ in range(4)]))
+        setup = SHARED[i // 6 % len(SHARED)] if i % 6 == 5 else CHEAP[i % len(CHEAP)]
+        victims = (ONE, ALL, WRITER) if setup.stager == "shared" else (ONE, ALL)
+        chains.append((setup, [[at_random(draw, draw.choice(victims), 2)] for _ in range(4)]))
     return chains
 
 
-def work_off(matrix: Matrix, chains: Sequence[tuple[Setup, list[Kill]]]) -> None:
+def work_off(matrix: Matrix, chains: Sequence[tuple[Setup, list[list[Kill]]]]) -> None:
     """Run all chains; a kill that did not come about, since the run had ended before, is tried in a new directory."""
     for setup, kills in chains:
         missed = matrix.chain(setup, kills)
@@ -474,7 +509,7 @@ def work_off(matrix: Matrix, chains: Sequence[tuple[Setup, list[Kill]]]) -> None
             if not missed:
                 break
             earlier = [replace(kill, nth=1, moment=kill.moment / 2**attempt) for kill in missed]
-            missed = matrix.chain(setup, earlier)
+            missed = matrix.chain(setup, [[kill] for kill in earlier])
         if missed:
             raise Broken(f"{setup}: {missed} did not come about")
 
@@ -487,14 +522,14 @@ def counts(results: Sequence[KillResult]) -> list[list[str]]:
     rows = []
     for when in [*failpoints.POINTS, RANDOM, "all"]:
         these = [result for result in results if when in (result.kill.when, "all")]
-        victims = [sum(result.kill.victim == victim for result in these) for victim in (ONE, ALL)]
+        victims = [sum(result.kill.victim == victim for result in these) for victim in (ONE, ALL, WRITER)]
         phases = [sum(result.phase == phase for result in these) for phase in (BEFORE, AFTER, BETWEEN)]
         nothing = sum(result.newest == 0 for result in these)
         rows.append([when, *map(str, [*victims, len(these), *phases, len(these) - nothing, nothing])])
     return rows
 
 
-HEADS = ["killed at", ONE, ALL, "kills", BEFORE, AFTER, BETWEEN, "resumed", "from the start"]
+HEADS = ["killed at", ONE, ALL, WRITER, "kills", BEFORE, AFTER, BETWEEN, "resumed", "from the start"]
 
 
 def main() -> int:

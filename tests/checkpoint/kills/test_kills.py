@@ -38,7 +38,7 @@ def check(counts: dict[str, Any], kills: int) -> None:
     by_moment = {row[0]: dict(zip(counts["heads"], row, strict=True)) for row in counts["rows"]}
     assert [name for name in POINTS if by_moment[name]["kills"] == "0"] == []
     assert set(counts["reached"]) == set(POINTS)
-    for victim in ("one rank", "all ranks"):
+    for victim in ("one rank", "all ranks", "the writer"):
         assert by_moment["all"][victim] != "0"
 
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.errors import CheckpointError
+from stagereg.registry import build
 from stagereg.testing.ranks import run_ranks
 
 from .conftest import BUCKET, Store
@@ -202,6 +203,13 @@ def test_ranks_save_together(store: Store) -> None:
     assert all(same for _, same, _ in results)
     assert results[0][2] == results[1][2]
     assert steps(store) == {2: {".metadata", "__0_0.distcp", "__1_0.distcp", "index.json", "manifest.json"}}
+
+
+@pytest.mark.slow
+def test_a_writer_process_writes_to_a_url(store: Store) -> None:
+    with Checkpointer(store.url, stager=build("stager", "shared")) as checkpointer:
+        checkpointer.save(1, state(1))
+    expect_restored(store, 1)
 
 
 def test_the_commands_take_a_url(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
