@@ -40,7 +40,7 @@ from stagereg.checkpoint.store.retry import answered, within
 from stagereg.checkpoint.writer_process import WriterProcess
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.registry import register
-from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, SharesMemory
+from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesPadding, SharesMemory
 
 __all__ = ["CheckpointStats", "Checkpointer"]
 
@@ -143,6 +143,8 @@ class Checkpointer:
         self.timeout, self.grace = timeout, grace
         self._stager: AsyncStager = options.component("stager", stager, "pinned_cached")
         self._storage: Storage = options.component("storage", storage, "dcp")
+        if isinstance(self._storage, Storage) and isinstance(self._stager, ReservesPadding):
+            self._stager.reserve_padding(*self._storage.padding)
         if isinstance(self._stager, ReleasesCopies):
             self._stager.expect_release()
         self._ranks = RankGroup(process_group, timeout)

@@ -104,8 +104,7 @@ def _choice(store: CheckpointStore, resume: str) -> _Choice:
         _expect_certain(condition)
         return _Choice((), [condition]) if condition.checkpoint is None else _Choice([condition.checkpoint])
     complete, refused = store.checkpoints()
-    unfinished = set(store.leftovers()) if refused else set()  # which in an object store lie among the others
-    damaged = [store.condition(path) for path in sorted(set(refused) - unfinished, reverse=True)]
+    damaged = [store.condition(path) for path in sorted(refused, reverse=True)]
     for each in damaged:
         _expect_certain(each)
     pointed = store.latest()

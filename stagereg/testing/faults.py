@@ -100,7 +100,7 @@ class FaultyStorage(Storage):
         self._folder: str = ""
         self._rank = 0
         self._count = 0
-        self.remote = inner.remote
+        self.remote, self.padding = inner.remote, inner.padding
 
     @property
     def marks(self) -> Mapping[str, FileMark]:

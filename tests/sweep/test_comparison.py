@@ -320,12 +320,6 @@ class TestWarnings:
             "may come from the machine.",
         )
 
-    def test_lost_time_that_is_only_stalls_is_reported(self) -> None:
-        shown = jobs({"a=1": [{"lost_percent": 1.0}], "a=2": [{"lost_percent": 2.0, "step_s": 0.1}]})
-        (warning,) = compare(shown, "lost_percent").warnings
-        assert warning.startswith("The lost_percent of a=1 counts only stalls, since no step was undisturbed")
-        assert compare(shown[:1], "lost_percent").warnings == ()
-
     def test_jobs_that_ran_beside_each_other_are_reported(self) -> None:
         shown = [replace(job, started=BEGAN) for job in stalls(a=[1.0], b=[2.0], c=[3.0])]
         elsewhere = replace(shown[2], environment=ENVIRONMENT | {"host": "there"})
@@ -334,20 +328,6 @@ class TestWarnings:
         assert compare([shown[0], elsewhere]).warnings == ()
         in_turn = [replace(job, started=BEGAN + 49.5 * at) for at, job in enumerate(shown)]
         assert compare(in_turn).warnings == ()
-
-    def test_jobs_of_an_earlier_sweep_here_are_reported(self) -> None:
-        shown = stalls(a=[1.0], b=[2.0], c=[3.0])
-        left = replace(shown[2], started=BEGAN - 3600)
-        assert compare([*shown[:2], left]).warnings[0].startswith("Over before the first job began: 1 job")
-        assert compare([*shown[:2], replace(shown[2], started=BEGAN - 20)]).warnings[0].startswith("Up to 2 jobs ran")
-
-    def test_rows_without_the_figure_that_ranks_are_reported(self) -> None:
-        shown = jobs({"a=1": [{"stall_ms": 1.0}], "a=2": [{"loss": 1.0}]})
-        assert compare(shown).warnings == ("No run of a=2 has stall_ms.",)
-
-    def test_lost_time_that_counts_only_stalls_is_reported(self) -> None:
-        shown = jobs({"a=1": [{"lost_percent": 1.0}], "a=2": [{"lost_percent": 2.0, "step_s": 0.1}]})
-        assert [row.note.partition(",")[0] for row in compare(shown).rows] == ["lost_percent counts only stalls", ""]
 
     def test_checkpoints_that_could_not_be_saved_are_reported(self) -> None:
         shown = jobs({"a=1": [{"stall_ms": 1.0, "lost_checkpoints": 2.0}]})

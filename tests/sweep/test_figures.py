@@ -52,8 +52,6 @@ def test_a_whole_run_has_all_figures(tmp_path: Path) -> None:
             "checkpoints": 4,
             "train_s": train_s,
             "lost_s": lost_s,
-            "stall_s": 4 * 2.1e-3,
-            "bytes_staged": 4 * 128 * MIB,
             "state_bytes": 128 * MIB,
             "write_s": 0.020,
             "step_s": 0.010,
@@ -75,7 +73,6 @@ def test_a_save_is_as_slow_as_its_slowest_rank_as_large_as_all() -> None:
     two = RankRecord(1, stalls=(Span(1, 0, 2.0), Span(2, 5, 1.0)), stages=(Span(1, 0, 1.0, GIB), Span(2, 5, 4.0, GIB)))
     found = figures(run_of(one, two))
     assert found["stall_ms"] == 2500
-    assert found["stall_s"] == 5
     assert found["staged_gib_per_s"] == (2 / 2 + 2 / 4) / 2
     assert found["state_bytes"] == 2 * GIB
 
@@ -83,7 +80,7 @@ def test_a_save_is_as_slow_as_its_slowest_rank_as_large_as_all() -> None:
 def test_a_step_that_is_saved_twice_is_two_checkpoints() -> None:
     twice = (Span(4, 0, 1.0), Span(4, 5, 3.0))
     found = figures(run_of(RankRecord(0, stalls=twice, writes=twice), RankRecord(1, stalls=twice)))
-    assert (found["stall_ms"], found["stall_s"], found["checkpoints"]) == (2000, 4, 2)
+    assert (found["stall_ms"], found["checkpoints"]) == (2000, 2)
 
 
 def test_the_memory_of_a_run_is_known_where_all_ranks_recorded_it() -> None:
@@ -147,13 +144,13 @@ class TestLostTime:
             during = set(range(began, began + duration))
             (disturbed if during & busy else usual).append(len(during - held))
             began += duration
-        if len(usual) >= 3:
-            lost += max(0, sum(disturbed) - len(disturbed) * statistics.median(usual))
         found = figures(run_of(record))
-        assert found["lost_s"] == pytest.approx(lost)
-        assert ("step_s" in found) == (len(usual) >= 3)
         assert found["train_s"] == pytest.approx(training)
-        assert found["lost_percent"] == pytest.approx(100 * lost / training)
+        known = len(usual) >= 3
+        assert [name in found for name in ("step_s", "lost_s", "lost_percent")] == [known] * 3
+        if known:
+            lost += max(0, sum(disturbed) - len(disturbed) * statistics.median(usual))
+            assert (found["lost_s"], found["lost_percent"]) == pytest.approx((lost, 100 * lost / training))
 
 
 class TestSamples:

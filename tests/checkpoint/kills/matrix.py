@@ -44,7 +44,6 @@ from observer import ALL, ONE, RANDOM, WRITER, Kill, Observer, append_line
 
 import stagereg
 import stagereg.checkpoint.failpoints as failpoints
-import stagereg.checkpoint.store.local_store as local
 from stagereg import output
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.open_store import open_store
@@ -61,7 +60,7 @@ START = {"locked", "swept"}
 
 @dataclass(frozen=True)
 class Setup:
-    """What runs: storage, stager, ranks; ``again`` saves steps that are there, by two renames."""
+    """What runs: storage, stager, ranks; ``again`` saves steps that are there."""
 
     storage: str = "dcp"
     stager: str = "blocking"
@@ -84,8 +83,6 @@ AGAIN = Setup("dcp", "blocking", ranks=1, again=True)
 def train(setup: Setup, rank: int, root: Path, folder: Path, kills: Sequence[Kill], resume: str) -> None:
     """Train; deterministic as long as the random numbers are."""
     observer = Observer(kills, rank, folder, os.getpid())
-    if setup.again:
-        local._exchange = lambda one, other: False
     if setup.ranks > 1:
         store = f"file://{folder / 'rendezvous'}"
         limit = datetime.timedelta(seconds=LIMIT_S)
@@ -428,7 +425,7 @@ class Matrix:
             raise Broken(f"damaged: {damaged}")
         if not setup.again and newest(root) < max(before, shown.committed()):
             raise Broken(f"step {max(before, shown.committed())} was committed, and the newest is {newest(root)}")
-        if os.path.lexists(root / "latest") and open_store(str(root)).latest() is None and not setup.again:
+        if os.path.lexists(root / "latest") and open_store(str(root)).latest() is None:
             raise Broken("latest points to what is no checkpoint")
 
     def _check_end(self, setup: Setup, root: Path, shown: RunResult) -> None:
@@ -468,7 +465,7 @@ def at_random(draw: random.Random, victim: str, ranks: int) -> Kill:
 
 def few(draw: random.Random, kills: int) -> list[tuple[Setup, list[list[Kill]]]]:
     """Chains for a short run: each point once, writers of one run, and random moments for the rest of ``kills``."""
-    named = [name for name in failpoints.POINTS if name != "aside"]
+    named = list(failpoints.POINTS)
     single = [at_point(draw, draw.choice((ONE, ALL)), name, 2) for name in named]
     writers = [Kill(WRITER, draw.choice(("writing", "flushed", "marked")), nth=2)]
     count = kills - len(single) - len(writers) - 1
@@ -476,14 +473,14 @@ def few(draw: random.Random, kills: int) -> list[tuple[Setup, list[list[Kill]]]]
     draw.shuffle(single)
     setups = draw.sample(CHEAP, 4)
     chains = [(setup, [[kill] for kill in single[i::4]]) for i, setup in enumerate(setups)]
-    again = (AGAIN, [[Kill(ONE, "aside")]])
+    again = (AGAIN, [[Kill(ONE, "hidden")]])
     return [*chains, again, (Setup("dcp", "shared", ranks=1), [writers])]
 
 
 def many(draw: random.Random, kills: int) -> list[tuple[Setup, list[list[Kill]]]]:
     """Chains for a long run: ranks at each point under each setup, writers at each; random moments for the rest."""
     chains: list[tuple[Setup, list[list[Kill]]]] = []
-    named = [name for name in failpoints.POINTS if name != "aside"]
+    named = list(failpoints.POINTS)
     for setup in CHEAP:
         each = [at_point(draw, victim, name, 2) for victim in (ONE, ALL) for name in named]
         draw.shuffle(each)
@@ -492,7 +489,7 @@ def many(draw: random.Random, kills: int) -> list[tuple[Setup, list[list[Kill]]]
     each += [at_point(draw, WRITER, name, 2) for name in named if name not in START]
     draw.shuffle(each)  # a writer process takes seconds to start: these are shared out among the storages
     chains += [(SHARED[i % len(SHARED)], [[kill] for kill in each[i::9]]) for i in range(9)]
-    chains += [(replace(AGAIN, storage=setup.storage), [[Kill(ONE, "aside")]]) for setup in SHARED]
+    chains += [(replace(AGAIN, storage=setup.storage), [[Kill(ONE, "hidden")]]) for setup in SHARED]
     count = max(0, kills - sum(len(planned) for _, chain in chains for planned in chain))
     for i in range(-(-count // 4)):
         setup = SHARED[i // 6 % len(SHARED)] if i % 6 == 5 else CHEAP[i % len(CHEAP)]
