@@ -91,10 +91,6 @@ class RemoteStore(CheckpointStore):
         self._hold = StoreLease(self.objects, self.root)
         return self._hold
 
-    def sweep(self) -> None:
-        super().sweep()
-        self.objects.abort_uploads(f"{self.root}/step-")
-
     def temporary(self, step: int, token: str) -> str:
         return f"{self.root}/{step_name(step)}.{token}"
 
@@ -108,7 +104,7 @@ class RemoteStore(CheckpointStore):
             return file_mark(stream)
 
     def discard(self, path: str) -> None:
-        """See :class:`.CheckpointStore`. The manifest goes first; unfinished multipart uploads go too.
+        """See :class:`.CheckpointStore`. The manifest goes first.
 
         What was published stays: another rank may have died since, and the checkpoints before it may be deleted.
         """
@@ -119,13 +115,10 @@ class RemoteStore(CheckpointStore):
                 self._delete(path)
         except OSError as error:
             _log.warning("%s could not be deleted, which the next start will do: %s", path, error)
-        else:
-            self.objects.abort_uploads(f"{path}/")
 
     def _commit(self, written: str, manifest: Manifest) -> str:
         self.objects.put(f"{written}/{MANIFEST}", manifest.dumps().encode())
         self._committed = written
-        self.objects.abort_uploads(f"{written}/")
         return written
 
     def _point(self, name: str) -> None:

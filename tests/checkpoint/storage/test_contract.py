@@ -152,9 +152,12 @@ def test_torch_saves_with_it_again_and_again_in_any_process(tmp_path: Path, stor
         writer = pickle.loads(pickle.dumps(writer))
         assert writer.marks == {path.name: mark_file(path) for path in (tmp_path / str(step)).iterdir()}
     for step in range(3):
-        state = {"x": torch.zeros(5, dtype=torch.int64), "n": -1}
+        state: dict[str, Any] = {"x": torch.zeros(5, dtype=torch.int64)}
+        if storage == "dcp":  # torch's reader of safetensors reads tensors only
+            state["n"] = -1
         dcp.load(state, storage_reader=writer.reader(tmp_path / str(step)), no_dist=True)
-        assert (state["x"].tolist(), state["n"]) == ([step] * 5, step)
+        assert state["x"].tolist() == [step] * 5
+        assert state.get("n", step) == step
 
 
 class Breaks(DefaultSavePlanner):
