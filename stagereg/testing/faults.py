@@ -5,7 +5,7 @@
     from stagereg.testing.faults import FaultyStorage
 
     full = FaultyStorage(fault="ENOSPC", at="writing", after_bytes=10_000, saves=[2])
-    checkpointer = stagereg.Checkpointer(folder, storage=full)
+    checkpointer = stagereg.Checkpointer(folder, storage=full, on_error="warn")
 
 In a config the module is named as a plugin, ``plugins: [stagereg.testing.faults]``, and the storage is called
 ``faulty``. What goes wrong is an error of the operating system, as it is in earnest; the disk itself is not touched.

@@ -169,6 +169,7 @@ def test_what_cannot_be_restored_is_named(tmp_path: Path) -> None:
         ({"keep": 1.5}, "keep must be a whole number"),
         ({"resume": ""}, "resume must be"),
         ({"verify": "fsat"}, r"verify must be one of full, fast, not 'fsat'\. Did you mean 'fast'\?"),
+        ({"on_error": None}, "on_error must be one of raise, warn"),
         ({"stager": "blocking"}, "stager must be a stager"),
         ({"storage": DcpStorage}, "storage must be a storage"),
     ],

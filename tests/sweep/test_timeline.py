@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,15 +60,7 @@ def test_spans_lie_where_the_ranks_recorded_them(read: Read) -> None:
         seen = [(span.start - run.began, span.end - run.began) for rank in run.ranks for span in getattr(rank, name)]
         assert [bar[:2] for bar in drawn] == [pytest.approx(each, abs=1e-6) for each in seen]
         assert len({bar[2] for bar in drawn}) == 2, "each rank has a lane of its own"
-
-
-def test_steps_fill_the_time_between_stalls(read: Read) -> None:
-    run = read(ranks=1, steps=30)
-    figure = timeline_figure(run)
-    lane = sorted([*bars(figure, STEP), *bars(figure, STALL)])
-    for (_, end, _), (start, _, _) in itertools.pairwise(lane):
-        assert start == pytest.approx(end, abs=1e-6)
-    assert len(bars(figure, STEP)) == 29, "the begin of the first step is unknown"
+    assert len(bars(figure, STEP)) == 2 * 39, "the begin of the first step is unknown"
 
 
 def test_checkpoints_show_their_step_and_state(read: Read) -> None:
