@@ -24,15 +24,14 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.distributed_c10d import _world
 
 from stagereg.crash_report import innermost_frame, summarize
-from stagereg.errors import JoinError, PeerFailedError, UnevenInputsError
-from stagereg.join.adapt import auto
+from stagereg.errors import PeerFailedError, UnevenInputsError
 from stagereg.join.context import Join
 from stagereg.kernel.channel import resources_of
 from stagereg.testing.ranks import RankFailure, run_ranks
-from stagereg.testing.side_effects import changed, side_effects, strict
+from stagereg.testing.side_effects import changed, side_effects
 from stagereg.testing.worker import limited, new_group
 
-__all__ = ["Observation", "Scenario", "ScenarioResult", "begun_collectives", "played", "steps_of"]
+__all__ = ["Observation", "Scenario", "ScenarioResult", "played", "steps_of"]
 
 _OURS_ALONE = ("mode", "loader", "timeout", "average", "process_group")
 """Options of stagereg's ``Join`` that torch's does not know."""
@@ -46,16 +45,12 @@ class Scenario:
     lengths: tuple[tuple[int, ...], ...] = ()  # of each join that follows on the one before, each rank's batches
     torchs: tuple[bool, bool] = (False, False)  # on even and on odd ranks: whether torch's Join runs there
     mode: str | None = "own"  # of stagereg's Join; "own": what the contract's options say
-    announced: tuple[int, ...] = ()  # how many batches each rank says it has, where that is not true
-    again: bool = False  # one Join object is entered for all, in place of a new one each time
     iterates: bool = False  # the loop is over join.iterate, and passes over empty batches
     enable: bool = True
     throw: bool = False
-    keywords: tuple[tuple[str, Any], ...] = ()  # further ones of Join
     before: int = 0  # steps outside the join before it; side effects beyond those of the last of them are observed
     after: int = 0  # steps outside the join after it
-    stops: bool = False  # every rank raises after its first step
-    fails: bool = False  # rank 0 raises after its first step
+    failing: int = 0  # so many ranks, from rank 0 on, raise after their first step
 
     def __str__(self) -> str:
         """Describe it, for parentheses after what was observed."""
@@ -78,8 +73,6 @@ class Observation:
     hooks: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # runs of a joinable's main and post hook
     sent: list[int] = field(default_factory=list)  # how many collectives each step had in the last join
     place: str = ""  # what is wrong with device and group of a joinable
-    foreign: str = ""  # why it cannot be planned or counted
-    counts: bool = False  # whether a planned join with it counts after all
 
 
 @dataclass(frozen=True)
@@ -226,22 +219,18 @@ class _Play:
             taken = side_effects(roots)
             self._contract.step(subject, batch(self._rank, -1, step))
         before = side_effects(roots)
-        allowed = {at for at, _ in changed(taken, before)}
+        allowed = changed(taken, before)
         try:
             self._joins(subject, joinables)
         finally:
-            # After an irregular end only what training never changes can be judged.
-            every = not (what.stops or what.throw)
             found = changed(before, side_effects(roots))
-            self._seen.traces = [text for at, text in found if at not in allowed and (every or strict(at))]
+            self._seen.traces = [text for at, text in found.items() if at not in allowed]
 
     def _joins(self, subject: Any, joinables: list[Any]) -> None:
-        join = None
         for number, lengths in enumerate(self._what.lengths):
             self._taken = 0
             self._seen.sent.clear()
-            if join is None or not self._what.again:
-                join = self._join(joinables, lengths)
+            join = self._join(joinables, lengths)
             values = [batch(self._rank, number, step) for step in range(lengths[self._rank])]
             try:
                 with join:
@@ -265,7 +254,7 @@ class _Play:
 
     def _join(self, joinables: list[Any], lengths: Sequence[int]) -> Any:
         what = self._what
-        options = {**self._contract.options, **dict(what.keywords)}
+        options = {**self._contract.options, "colour": "red"}  # as if there were another joinable that takes it
         if what.torchs[self._rank % 2]:
             options = {key: value for key, value in options.items() if key not in _OURS_ALONE}
             return TorchJoin(joinables, what.enable, what.throw, **options)
@@ -273,19 +262,19 @@ class _Play:
         if what.mode != "own":
             options["mode"] = what.mode
         if options.get("mode") in ("planned", "auto"):
-            options["loader"] = range((what.announced or lengths)[self._rank])
+            options["loader"] = range(lengths[self._rank])
         return Join(joinables, what.enable, what.throw, **options)
 
     def _counted(self, step: Callable[[Any, Any], object], joinables: list[Any]) -> Callable[[Any, Any], object]:
         def counted(subject: Any, value: Any) -> object:
-            if self._in_join and self._taken == 1 and (self._what.stops or (self._what.fails and self._rank == 0)):
+            if self._in_join and self._taken == 1 and self._rank < self._what.failing:
                 raise InjectedError(f"raised on rank {self._rank} on purpose")
-            before = begun_collectives()
+            before = _begun_collectives()
             self._contract.announce(joinables)
             result = step(subject, value)
             if self._in_join:
                 self._taken += 1
-                self._seen.sent.append(begun_collectives() - before)
+                self._seen.sent.append(_begun_collectives() - before)
             return result
 
         return counted
@@ -317,13 +306,6 @@ class _Play:
                 seen = f"{type(each).__name__}.join_process_group: a sum of ones over it is {total.item():g}"
                 self._seen.place = f"{seen}, and {self._world_size} ranks train"
                 return
-        divides = self._contract.options.get("divide_by_initial_world_size", True)
-        self._seen.counts = any(auto(each).needs_active_ranks(divides) for each in joinables)
-        try:
-            with Join(joinables, mode="counted", timeout=self._contract.timeout_s / 2):
-                pass
-        except JoinError as error:
-            self._seen.foreign = str(error)
 
 
 def _plain(state: Any) -> Any:
@@ -335,7 +317,7 @@ def _plain(state: Any) -> Any:
     return state.detach().cpu().clone() if isinstance(state, torch.Tensor) else state
 
 
-def begun_collectives() -> int:
+def _begun_collectives() -> int:
     """How many collectives this process has begun, in all its process groups and their control channels."""
     groups = list(_world.pg_map)
     begun = 0
