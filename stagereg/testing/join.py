@@ -159,27 +159,6 @@ class JoinableContract(Contract):
             self.skipped("torch_join = False: it works in stagereg's Join only")
         self._right("torch's", "mixed", "mixed the other way")
 
-    def test_hooks(self) -> None:
-        """The main hook runs once for each step that a rank missed, the post hook once at the end of each join."""
-        observed = self._ended("two joins")
-        if not any(seen.hooks for seen in observed):
-            self.skipped("its hooks are made by what stagereg's Join wraps it in, and cannot be watched")
-        for rank, seen in enumerate(observed):
-            for name, of_joins in seen.hooks.items():
-                for lengths, (main, post) in zip(self._plan()["two joins"].lengths, of_joins, strict=True):
-                    missed = 0 if self._has_own_loop else max(lengths) - lengths[rank]
-                    if main != missed:
-                        ran = f"the main hook of {name} ran {main} times on rank {rank}"
-                        self._broken("two joins", f"{ran}, which missed {missed} steps of a join")
-                    if post != 1:
-                        self._broken("two joins", f"the post hook of {name} ran {post} times on rank {rank} in a join")
-
-    def test_device_and_group(self) -> None:
-        """join_device is a device, and join_process_group a group of all ranks whose collectives work there."""
-        for rank, seen in enumerate(self._ended("place")):
-            if seen.place:
-                self.broken(f"on rank {rank}, {seen.place}")
-
     def test_failing_rank(self) -> None:
         """When a rank fails, every other rank ends soon, with an error that names it; also ranks without data."""
         for name in ("fails", "fails while others have left"):
@@ -223,7 +202,6 @@ class JoinableContract(Contract):
         even, uneven, other = ((3,) * size), _lengths((1, 3, 2), size), _lengths((3, 1, 2), size)
         first_none, last_none = (0, *(2,) * (size - 1)), (*(2,) * (size - 1), 0)
         return {
-            "place": Scenario(),
             "even": Scenario((even,)),
             "uneven": Scenario((uneven,)),
             "first has none": Scenario((first_none,)),
@@ -278,7 +256,7 @@ class JoinableContract(Contract):
         own = {rank: seen for rank, seen in failed.items() if seen.kind != "peer"}
         ended = self._seen(name) if not own else []
         for rank, seen in (own or failed).items():
-            self.broken(f"rank {rank} raised {seen.error} ({self._plan()[name]})\n{seen.trace}")
+            self._broken(name, f"rank {rank} raised {seen.error}")
         return ended
 
     def _right(self, *names: str) -> None:
@@ -324,11 +302,10 @@ class MinimalJoinable(BuiltInJoinable):
 
     Args:
         make: makes the hook for one join.
-        device: where it announces on torch's wire.
     """
 
-    def __init__(self, make: Callable[[], Any], device: str = "cpu") -> None:
-        super().__init__(device=device)
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__(device="cpu")
         self.own_hook = lambda joinable: make()
 
 
@@ -338,12 +315,7 @@ class JoinHookContract(JoinableContract):
     The hook is tried within a minimal joinable, which announces each step; so :meth:`step` is only what the active
     ranks do, collectives and all, and the hook's ``main_hook`` has to match it. A hook that needs more of its joinable
     overrides :meth:`joinables` too.
-
-    Attributes:
-        device: where the minimal joinable announces.
     """
-
-    device: ClassVar[str] = "cpu"
 
     def hook(self, subject: Any) -> Any:
         """Return a fresh hook for one join."""
@@ -351,7 +323,7 @@ class JoinHookContract(JoinableContract):
 
     def joinables(self, subject: Any) -> Sequence[Any]:
         """Return a minimal joinable around :meth:`hook`."""
-        return [MinimalJoinable(lambda: self.hook(subject), self.device)]
+        return [MinimalJoinable(lambda: self.hook(subject))]
 
     def announce(self, joinables: Sequence[Any]) -> None:
         """Announce this rank, if the joinable is the minimal one."""

@@ -11,19 +11,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import Mock
 
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.distributed_c10d import _world
 
-from stagereg.crash_report import innermost_frame, summarize
+from stagereg.crash_report import innermost_frame, summarize, summarize_exception
 from stagereg.errors import PeerFailedError, UnevenInputsError
 from stagereg.join.context import Join
 from stagereg.kernel.channel import resources_of
@@ -40,9 +37,9 @@ _STARTING_S = 30.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """What happens; without a join at all, only the joinables' device and group are tried."""
+    """What happens."""
 
-    lengths: tuple[tuple[int, ...], ...] = ()  # of each join that follows on the one before, each rank's batches
+    lengths: tuple[tuple[int, ...], ...]  # of each join that follows on the one before, each rank's batches
     torchs: tuple[bool, bool] = (False, False)  # on even and on odd ranks: whether torch's Join runs there
     mode: str | None = "own"  # of stagereg's Join; "own": what the contract's options say
     iterates: bool = False  # the loop is over join.iterate, and passes over empty batches
@@ -54,7 +51,7 @@ class Scenario:
 
     def __str__(self) -> str:
         """Describe it, for parentheses after what was observed."""
-        counts = " and then ".join(", ".join(map(str, lengths)) for lengths in self.lengths) or "no"
+        counts = " and then ".join(", ".join(map(str, lengths)) for lengths in self.lengths)
         shown = dataclasses.fields(self)[1:]
         options = [f"{f.name}={getattr(self, f.name)}" for f in shown if getattr(self, f.name) != f.default]
         return ", ".join([f"{counts} batches on ranks 0, 1, ...", *options])
@@ -66,13 +63,10 @@ class Observation:
 
     states: list[Any] = field(default_factory=list)  # after each join, and once more after the steps that follow
     done: list[int] = field(default_factory=list)  # how many steps ended within each join
-    error: str = ""  # class and message of what ended it
+    error: str = ""  # what ended it, and where
     kind: str = ""  # of that: "injected" on purpose, "uneven" inputs, a "peer" that failed, or "other"
-    trace: str = ""  # its traceback
     traces: list[str] = field(default_factory=list)  # what was left behind, one text each
-    hooks: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # runs of a joinable's main and post hook
     sent: list[int] = field(default_factory=list)  # how many collectives each step had in the last join
-    place: str = ""  # what is wrong with device and group of a joinable
 
 
 @dataclass(frozen=True)
@@ -172,7 +166,6 @@ class _Play:
         self._rank = rank
         self._world_size = world_size
         self._seen = Observation()
-        self._hooks: dict[str, list[tuple[Mock, Mock]]] = {}
         self._in_join = False
         self._taken = 0
 
@@ -182,11 +175,8 @@ class _Play:
         try:
             self._play()
         except Exception as error:
-            seen.error = f"{type(error).__name__}: {str(error).strip()}"
+            seen.error = summarize_exception(error)
             seen.kind = next((name for kind, name in _KINDS.items() if isinstance(error, kind)), "other")
-            seen.trace = "".join(traceback.format_exception(error))
-        for name, pairs in self._hooks.items():
-            seen.hooks[name] = [(main.call_count, post.call_count) for main, post in pairs]
         return seen
 
     def _play(self) -> None:
@@ -196,14 +186,10 @@ class _Play:
         self._contract.step = self._counted(self._contract.step, joinables)
         kinds = [type(each).__name__ for each in joinables]
         names = [f"{kind} {i}" if kinds.count(kind) > 1 else kind for i, kind in enumerate(kinds)]
-        if not what.lengths:
-            self._look_at_place(joinables)
-        elif not what.before:
-            for name, each in zip(names, joinables, strict=True):
-                self._count_hooks(name, each)
-            self._joins(subject, joinables)
-        else:
+        if what.before:
             self._watched_joins(subject, joinables, [*zip(names, joinables, strict=True), ("the subject", subject)])
+        else:
+            self._joins(subject, joinables)
         for step in range(what.after):
             self._contract.step(subject, batch(self._rank, len(what.lengths), step))
         if what.after:
@@ -278,34 +264,6 @@ class _Play:
             return result
 
         return counted
-
-    def _count_hooks(self, name: str, joinable: Any) -> None:
-        def made(**kwargs: Any) -> Any:
-            hook = make(**kwargs)
-            main, post = Mock(wraps=hook.main_hook), Mock(wraps=hook.post_hook)
-            with contextlib.suppress(AttributeError):
-                hook.main_hook, hook.post_hook = main, post
-                self._hooks.setdefault(name, []).append((main, post))
-            return hook
-
-        with contextlib.suppress(AttributeError):
-            make = joinable.join_hook
-            joinable.join_hook = made
-
-    def _look_at_place(self, joinables: list[Any]) -> None:
-        for each in joinables:
-            if not hasattr(each, "join_device"):
-                continue  # something that stagereg's Join wraps
-            device = each.join_device
-            if not isinstance(device, torch.device):
-                self._seen.place = f"{type(each).__name__}.join_device is {device!r}, no torch.device"
-                return
-            total = torch.ones(1, device=device)
-            dist.all_reduce(total, group=each.join_process_group)
-            if total.item() != self._world_size:
-                seen = f"{type(each).__name__}.join_process_group: a sum of ones over it is {total.item():g}"
-                self._seen.place = f"{seen}, and {self._world_size} ranks train"
-                return
 
 
 def _plain(state: Any) -> Any:

@@ -241,43 +241,10 @@ class Picky(Sum):
         return SumHook(self)
 
 
-# -- hooks
+# -- where it is
 
 
-@breaks("ran 4 times on rank 0, which missed 2", "hooks")
-class Twice(Sum):
-    """Its hook calls its own main hook."""
-
-    class hook_kind(SumHook):
-        done = False
-
-        def before_step(self) -> None:
-            self.main_hook()
-
-        def main_hook(self) -> None:
-            self.done = not self.done
-            if self.done:
-                super().main_hook()
-
-
-@breaks("the post hook of Hasty", "hooks")
-class Hasty(Sum):
-    """Its hook calls its own post hook."""
-
-    class hook_kind(SumHook):
-        def main_hook(self) -> None:
-            super().main_hook()
-            self.post_hook(False)
-
-
-@breaks("no torch.device", "device_and_group")
-class Text(Sum):
-    """Returns a device's name for the device."""
-
-    join_device = "cpu"
-
-
-@breaks("a sum of ones over it is 1, and 2 ranks train", "device_and_group")
+@breaks("1, 3 batches", "uneven_inputs")
 class Apart(Sum):
     """Returns a group in which each rank is alone."""
 
