@@ -279,7 +279,9 @@ def _plain(saw: str, home: Path) -> str:
 
 def main() -> None:
     """Print the table, or the results of some as JSON (``--json``)."""
-    import secrets, shlex  # noqa: E401, F401 - what is imported later on, a user who may not read the interpreter's folder cannot
+    # What is imported later on, a user who may not read the interpreter's folder cannot.
+    import secrets  # noqa: F401
+    import shlex  # noqa: F401
 
     import torch.distributed.checkpoint  # noqa: F401
 
