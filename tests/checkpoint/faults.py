@@ -281,9 +281,10 @@ def main() -> None:
     """Print the table, or the results of some as JSON (``--json``)."""
     # What is imported later on, a user who may not read the interpreter's folder cannot.
     import secrets  # noqa: F401
-    import shlex  # noqa: F401
 
     import torch.distributed.checkpoint  # noqa: F401
+
+    import stagereg.checkpoint.checkpointer  # noqa: F401
 
     sys.path.insert(0, str(Path(__file__).parents[2]))
     import tests.support.faulty_storage  # noqa: F401
