@@ -1,7 +1,7 @@
 """What the end of a job, or of the process, waits for and reports.
 
 Work in the background outlives the call that began it, and it can fail when no call is left to raise its error. So it
-registers here (:func:`wait_for`) and reports its failures here (:func:`report_error`, :func:`set_last_status`).
+registers here (:func:`wait_for`) and reports its failures here (:func:`report_error`).
 ``stagereg.main`` calls :func:`finish` at the end of a job, so that such a failure is the job's. In any other program
 the end of the process waits, prints the failure and makes the exit status 1.
 
@@ -26,7 +26,6 @@ __all__ = [
     "finish",
     "report_error",
     "set_exit_code",
-    "set_last_status",
     "wait_for",
     "withdraw_error",
 ]
@@ -48,7 +47,6 @@ class Shutdown:
     def __init__(self) -> None:
         self.works: weakref.WeakSet[BackgroundWork] = weakref.WeakSet()
         self.errors: list[StageregError] = []
-        self.last: dict[str, StageregError] = {}
         self.code: int | None = None
         self.interrupted = False
 
@@ -67,9 +65,7 @@ class Shutdown:
 
     def take_errors(self) -> list[StageregError]:
         """The failures that no call has raised; they are reported by the caller, so this forgets them."""
-        errors = [*self.errors, *(error for error in self.last.values() if error not in self.errors)]
-        self.errors.clear()
-        self.last.clear()
+        errors, self.errors = self.errors, []
         return errors
 
 
@@ -91,18 +87,6 @@ def withdraw_error(error: StageregError) -> None:
     """Forget ``error``, because a call raises it."""
     if error in _shutdown.errors:
         _shutdown.errors.remove(error)
-
-
-def set_last_status(of: str, error: StageregError | None) -> None:
-    """Record how the last of a series went, such as the saves to one directory; the end reports it if it failed.
-
-    Args:
-        of: names the series.
-        error: ``None`` where it went well.
-    """
-    _shutdown.last.pop(of, None)
-    if error is not None:
-        _shutdown.last[of] = error
 
 
 def set_exit_code(code: int) -> None:

@@ -52,6 +52,7 @@ REQUIRED = {
 
 OPTIONAL = {
     "stager": [
+        "def reserve_padding(self, before: int, after: int) -> None",
         "def expect_release(self) -> None",
         "def release(self, staged) -> None",
         "def watch(self, optimizer) -> None",
@@ -71,6 +72,7 @@ OPTIONAL = {
     "storage": [
         "@property\n    def marks(self) -> Mapping[str, FileMark]",
         "wraps: Storage | None = None",
+        "padding: tuple[int, int] = (0, 0)",
         "remote: bool = False",
     ],
 }

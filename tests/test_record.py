@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,21 +133,6 @@ def test_every_event_comes_back_as_one_line_of_json(event: str, fields: dict[str
     assert line == with_odd == expected
 
 
-def test_numbers_of_other_types_are_written_as_numbers(tmp_path: Path) -> None:
-    with record.recording(tmp_path, 0, 1):
-        record.emit(
-            "write", bytes=torch.tensor(7), seconds=torch.tensor(0.5), price=decimal.Decimal("1.25"), dir=tmp_path
-        )
-    (line,) = recorded(tmp_path, "write")
-    assert (line["bytes"], line["seconds"], line["price"], line["dir"]) == (7, 0.5, 1.25, str(tmp_path))
-
-
-def test_time_is_the_worlds_and_never_goes_back() -> None:
-    times = [record.now() for _ in range(1000)]
-    assert times == sorted(times)
-    assert record.now() == pytest.approx(time.time(), abs=5)
-
-
 def test_lines_of_many_threads_stay_whole(tmp_path: Path) -> None:
     threads, each = 8, 100
     ready = threading.Barrier(threads)
@@ -191,45 +176,34 @@ def test_a_recording_inside_another_changes_nothing(tmp_path: Path, caplog: pyte
     assert len(caplog.records) == 1
 
 
-def once_warned(caplog: pytest.LogCaptureFixture) -> bool:
-    messages = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
-    return len(messages) == 1 and "training goes on" in messages[0]
+OBSTACLES: dict[str, Callable[[Path], object]] = {
+    "a file instead of the directory": lambda directory: directory.touch(),
+    "a directory instead of the file": lambda directory: (directory / "metrics.jsonl").mkdir(parents=True),
+    "full": lambda directory: (directory.mkdir(), (directory / "metrics.jsonl").symlink_to("/dev/full")),
+    "full within a line": lambda directory: None,
+}
 
 
-def test_a_disk_that_fills_up_within_a_line_ends_the_recording(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_a_run_that_cannot_be_recorded_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, obstacle: str
 ) -> None:
-    write = os.write
-    with record.recording(tmp_path, 0, 1):
-        record.emit("step", step=1)
-        with monkeypatch.context() as full:
-            full.setattr(os, "write", lambda file, data: write(file, data[:9]))
-            record.emit("step", step=2)
-        record.emit("step", step=3)
-    *whole, torn = (tmp_path / "metrics.jsonl").read_text().split("\n")
-    assert [parsed(line)["event"] for line in whole] == ["start", "step"]
-    assert torn == '{"event":'
-    assert once_warned(caplog)
-
-
-@pytest.mark.parametrize("obstacle", ["a file instead of the directory", "a directory instead of the file", "full"])
-def test_a_run_that_cannot_be_recorded_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture, obstacle: str) -> None:
-    directory, file = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
-    if obstacle.startswith("a file"):
-        directory.touch()
-    elif obstacle.startswith("a directory"):
-        file.mkdir(parents=True)
-    else:
-        directory.mkdir()
-        file.symlink_to("/dev/full")
-    steps = 0
+    directory, write = tmp_path / "run", os.write
+    OBSTACLES[obstacle](directory)
     with record.recording(directory, 0, 1):
-        for step in range(5):
-            record.emit("step", step=step)
-            stagereg.log(step, loss=0.5)
-            steps += 1
-    assert steps == 5
-    assert once_warned(caplog)
+        record.emit("step", step=1)
+        if obstacle == "full within a line":
+            with monkeypatch.context() as full:
+                full.setattr(os, "write", lambda file, data: write(file, data[:9]))
+                record.emit("step", step=2)
+        stagereg.log(3, loss=0.5)
+    messages = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert len(messages) == 1
+    assert "training goes on" in messages[0]
+    if obstacle == "full within a line":
+        *whole, torn = (directory / "metrics.jsonl").read_text().split("\n")
+        assert [parsed(line)["event"] for line in whole] == ["start", "step"]
+        assert torn == '{"event":'
 
 
 KILLED = """
@@ -266,11 +240,13 @@ def test_a_killed_process_has_written_all_but_its_last_line(tmp_path: Path) -> N
     assert all(line["text"] == "x" * 1000 for line in steps)
 
 
-def test_logged_numbers_are_recorded_and_nan_as_null(tmp_path: Path) -> None:
+def test_numbers_are_written_as_numbers_and_nan_as_null(tmp_path: Path) -> None:
     with record.recording(tmp_path, 0, 1):
+        record.emit("write", bytes=torch.tensor(7), price=decimal.Decimal("1.25"), dir=tmp_path)
         stagereg.log(3, loss=torch.tensor(0.5), rate=1, grown=math.inf)
         stagereg.log(4, loss=math.nan)
-    first, second = recorded(tmp_path, "log")
+    _, write, first, second, _ = recorded(tmp_path)
+    assert (write["bytes"], write["price"], write["dir"]) == (7, 1.25, str(tmp_path))
     assert (first["step"], first["values"]) == (3, {"loss": 0.5, "rate": 1.0, "grown": None})
     assert (second["step"], second["values"]) == (4, {"loss": None})
 

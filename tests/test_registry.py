@@ -55,12 +55,11 @@ pytestmark = pytest.mark.usefixtures("registry_as_before")
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Install a package made of one module; its entry points are given as ``"kind.name"`` to the object's name."""
 
-    def install(name: str, source: str, requires: str = "torch", **points: str) -> None:
+    def install(name: str, source: str, **points: str) -> None:
         (tmp_path / f"{name}.py").write_text(source)
         info = tmp_path / f"{name}-1.2.dist-info"
         info.mkdir()
-        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\nRequires-Dist: {requires}\n"
-        (info / "METADATA").write_text(text)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
         lines = "".join(f"{point} = {name}:{target}\n" for point, target in points.items())
         (info / "entry_points.txt").write_text(f"[stagereg.plugins]\n{lines}")
         registry.REGISTRY.refresh()
@@ -93,33 +92,17 @@ def test_register_returns_its_argument_and_makes_it_buildable(kind: str) -> None
     assert isinstance(stagereg.build(kind, "mine"), GOOD[kind])
 
 
-def test_a_registry_of_its_own_knows_nothing_of_the_shared_one() -> None:
-    own = registry.Registry({("stager", "built_in"): f"{__name__}:Stager"})
-    own.register("join_hook", "mine")(Hook)
-    assert (own.names("stager"), own.names("join_hook")) == (["built_in"], ["mine"])
-    assert isinstance(own.build("join_hook", "mine"), Hook)
-    assert "mine" not in stagereg.names("join_hook")
-
-
-def test_build_passes_its_arguments_and_names_the_nearest_for_one_that_is_not_taken() -> None:
+def test_build_passes_its_arguments_and_refuses_others() -> None:
     stagereg.register("stager", "mine")(Stager)
     assert stagereg.build("stager", "mine", slots=5).slots == 5
     with pytest.raises(ConfigError, match=r"stager/mine takes no 'slot'\. Did you mean 'slots'\? It takes: slots"):
         stagereg.build("stager", "mine", slot=5)
-
-
-def test_an_argument_of_a_component_may_be_called_kind_or_name() -> None:
-    @stagereg.register("joinable", "mine")
-    def make(kind: str, name: str) -> Any:
-        joinable = Joinable()
-        joinable.made_of = (kind, name)
-        return joinable
-
-    assert stagereg.build("joinable", "mine", kind="k", name="n").made_of == ("k", "n")
+    stagereg.register("join", "named")(lambda kind, name: (kind, name))
+    assert stagereg.build("join", "named", kind="k", name="n") == ("k", "n")
 
 
 @pytest.mark.parametrize(("kind", "line"), [(kind, line) for kind in GOOD for line in spec.REQUIRED[kind]])
-def test_a_missing_member_is_refused_when_registering_and_the_line_to_write_is_shown(kind: str, line: str) -> None:
+def test_a_missing_member_is_refused_with_the_line_to_write(kind: str, line: str) -> None:
     missing = re.findall(r"(\w+)[(:]", line)[0]
     members = {name: value for name, value in vars(GOOD[kind]).items() if name != missing and name[:2] != "__"}
     with pytest.raises(RegistryError, match=f"{missing!r} is missing(.|\n)*{re.escape(line)}"):
@@ -128,37 +111,36 @@ def test_a_missing_member_is_refused_when_registering_and_the_line_to_write_is_s
 
 
 @pytest.mark.parametrize(
-    ("kind", "member", "wrong"),
+    ("kind", "member", "given", "fits"),
     [
-        ("stager", "stage", lambda self: None),
-        ("stager", "stage", lambda self, state_dict, more: None),
-        ("stager", "close", lambda self, force: None),
-        ("join_hook", "post_hook", lambda self: None),
-        ("join_hook", "main_hook", staticmethod(lambda joinables: None)),
-        ("joinable", "join_hook", lambda self: None),
-        ("joinable", "join_hook", lambda self, divide: None),
+        ("stager", "stage", lambda self: None, False),
+        ("stager", "stage", lambda self, state_dict, more: None, False),
+        ("stager", "stage", lambda self, state_dict, *, extra=None: None, True),
+        ("stager", "stage", staticmethod(lambda state_dict: None), True),
+        ("stager", "close", lambda self, force: None, False),
+        ("join_hook", "post_hook", lambda self: None, False),
+        ("join_hook", "main_hook", staticmethod(lambda joinables: None), False),
+        ("joinable", "join_hook", lambda self: None, False),
+        ("joinable", "join_hook", lambda self, divide: None, False),
     ],
 )
-def test_a_wrong_signature_is_refused_when_registering(kind: str, member: str, wrong: Any) -> None:
+def test_a_method_has_to_take_the_call(kind: str, member: str, given: Any, fits: bool) -> None:
+    subject = type("Mine", (GOOD[kind],), {member: given})
+    if fits:
+        stagereg.register(kind, "mine")(subject)
+        return
     with pytest.raises(RegistryError, match=f"method {member}.* does not fit"):
-        stagereg.register(kind, "mine")(type("Wrong", (GOOD[kind],), {member: wrong}))
-
-
-@pytest.mark.parametrize("fine", [lambda self, state_dict, *, extra=None: None, staticmethod(lambda state_dict: None)])
-def test_any_signature_that_takes_the_call_is_accepted(fine: Any) -> None:
-    stagereg.register("stager", "mine")(type("Fine", (Stager,), {"stage": fine}))
+        stagereg.register(kind, "mine")(subject)
 
 
 def test_an_attribute_may_be_a_property_or_an_annotation() -> None:
-    members = {name: value for name, value in vars(Stager).items() if name != "should_synchronize_after_execute"}
-    stagereg.register("stager", "one")(
-        type("P", (), {**members, "should_synchronize_after_execute": property(lambda self: 1 / 0)})
-    )
-    annotated = {**members, "__annotations__": {"should_synchronize_after_execute": bool}}
-    stagereg.register("stager", "two")(type("A", (), annotated))
+    attribute = "should_synchronize_after_execute"
+    members = {name: value for name, value in vars(Stager).items() if name != attribute}
+    stagereg.register("stager", "one")(type("P", (), {**members, attribute: property(lambda self: 1 / 0)}))
+    stagereg.register("stager", "two")(type("A", (), {**members, "__annotations__": {attribute: bool}}))
 
 
-def test_a_factory_is_held_to_the_class_it_promises_or_to_what_it_returns() -> None:
+def test_a_factory_is_held_to_what_it_promises_or_returns() -> None:
     def lacking() -> Hook:
         return Hook()
 
@@ -201,44 +183,32 @@ def test_a_script_may_be_imported_as_a_module_too(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("7\n", "")
 
 
-def test_the_error_for_an_unknown_name_has_the_nearest_and_the_list() -> None:
-    with pytest.raises(
-        UnknownNameError, match=r"No kind 'stagger'.* Did you mean 'stager'\?\nThere is: checkpoint, jo"
-    ):
+def test_an_unknown_name_is_an_error_with_the_nearest_and_the_list() -> None:
+    with pytest.raises(UnknownNameError, match=r"No kind 'stagger'.* Did you mean 'stager'\?\nThere is: checkpoint, "):
         stagereg.names("stagger")
-    with pytest.raises(
-        UnknownNameError, match=r"No stager named 'pinned_cahced'\. Did you mean 'pinned_cached'\?\n.*blo"
-    ):
+    nearest = r"No stager named 'pinned_cahced'\. Did you mean 'pinned_cached'\?\n.*blo"
+    with pytest.raises(UnknownNameError, match=nearest):
         stagereg.build("stager", "pinned_cahced")
 
 
-@pytest.mark.parametrize("name", ["", "a.b", "a/b", "a=b", "a,b", "a@b", "1st", "a b"])
-def test_a_name_that_cannot_be_an_option_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["", "a.b", "a/b", "a=b", "a,b", "a@b", "1st", "a b", 3, None])
+def test_a_name_that_cannot_be_an_option_is_refused(name: Any) -> None:
     with pytest.raises(RegistryError, match="is not a name"):
         stagereg.register("stager", name)
 
 
-def test_installed_packages_are_listed_without_being_imported(package: Any) -> None:
-    package("theirs", "raise RuntimeError('imported')", **{"stager.theirs": "Cls"})
-    assert "theirs" in stagereg.names("stager")
-    entry = registry.find("stager", "theirs")
-    assert (entry.target, entry.distribution, entry.version) == ("theirs:Cls", "theirs", "1.2")
+@pytest.mark.parametrize("thing", [3, None, object()])
+def test_only_classes_and_functions_can_be_registered(thing: Any) -> None:
+    with pytest.raises(RegistryError, match="register a class or a function"):
+        stagereg.register("stager", "mine")(thing)
+    with pytest.raises(UnknownNameError, match="No kind"):
+        stagereg.names(thing)
 
 
-def test_an_installed_component_is_checked_when_loaded(package: Any) -> None:
-    package("lacking", "class Cls: ...", **{"stager.lacking": "Cls"})
-    with pytest.raises(RegistryError, match=r"lacking\.Cls cannot be the stager 'lacking'") as caught:
-        stagereg.build("stager", "lacking")
-    assert str(caught.value).startswith("stager 'lacking' cannot be loaded from lacking:Cls of lacking 1.2.\n")
-
-
-def test_the_error_of_a_decorator_is_reported_in_full_with_file_and_line(package: Any) -> None:
-    code = "import stagereg\n@stagereg.register('stager', 'rude')\nclass Cls: ...\n"
-    package("rude", code, **{"stager.rude": "Cls"})
-    with pytest.raises(RegistryError) as caught:
-        stagereg.build("stager", "rude")
-    for part in ("rude:Cls of rude 1.2", "def close", "should_synchronize_after_execute", "rude.py:2)"):
-        assert part in str(caught.value)
+def test_a_stager_that_only_inherits_the_protocols_stage_is_refused() -> None:
+    empty = type("Empty", (stagereg.AsyncStager,), {"__module__": "some.module"})
+    with pytest.raises(RegistryError, match="method 'stage' is missing"):
+        stagereg.register("stager", "empty")(empty)
 
 
 SELF_REGISTERED = """
@@ -249,80 +219,26 @@ def make():
 """
 
 
-def test_a_component_may_be_announced_and_decorated(package: Any) -> None:
-    package("both", SELF_REGISTERED, **{"join.both": "make"})
-    assert stagereg.build("join", "both") == 7
-    assert stagereg.names("join").count("both") == 1
-    assert registry.find("join", "both").distribution == "both"
+def test_entries_are_all_components_and_import_none(package: Any) -> None:
+    package("theirs", "raise RuntimeError('imported')", **{"join.theirs": "make"})
+    stagereg.register("join", "mine")(_make)
+    listed = {(entry.kind, entry.name): entry for entry in registry.entries()}
+    assert set(registry.REGISTRY.built_in) | {("join", "theirs"), ("join", "mine")} <= set(listed)
+    assert list(listed) == sorted(listed)
+    for kind in registry.kinds():
+        assert [name for of, name in listed if of == kind] == stagereg.names(kind)
+    assert listed["join", "mine"].file.startswith(f"{__file__}:")
+    assert listed["join", "theirs"].file == ""
+    theirs = registry.find("join", "theirs")
+    assert (theirs.target, theirs.distribution, theirs.version) == ("theirs:make", "theirs", "1.2")
 
 
-def test_one_name_of_two_packages_is_two_qualified_names_and_an_error_that_lists_them(package: Any) -> None:
-    package("one", "def make(): return 1", **{"join.shared": "make"})
-    package("two", "def make(): return 2", **{"join.shared": "make"})
-    assert stagereg.names("join") == ["default", "shared@one", "shared@two"]
-    with pytest.raises(
-        RegistryError, match=r"^2 installed packages provide join/shared; say which: shared@one or shared@two$"
-    ):
-        stagereg.build("join", "shared")
-    assert [stagereg.build("join", f"shared@{name}") for name in ("one", "two")] == [1, 2]
-    found = registry.find_target("two.make")
-    assert found == registry.find("join", "shared@two")
-    assert (found.name, found.distribution) == ("shared@two", "two")
-    with pytest.raises(UnknownNameError, match=r"No join named 'shared@tow'\. Did you mean 'shared@two'\?"):
-        registry.find("join", "shared@tow")
-
-
-def test_a_qualified_name_is_taken_where_nothing_is_ambiguous_and_compared_as_pip_compares(package: Any) -> None:
-    package("Zope_Inter.Face", "", **{"join.theirs": "make"})
-    plain = registry.find("join", "theirs")
-    assert plain.name == "theirs"
-    assert registry.find("join", "theirs@zope-inter-face") == registry.find("join", "theirs@Zope.Inter_Face") == plain
-    assert registry.find("stager", "blocking@hydra-stagereg") == registry.find("stager", "blocking")
-    for name in ("theirs@other", "theirs@", "theirs@a@b", "default@zope-inter-face"):
-        with pytest.raises(UnknownNameError):
-            registry.find("join", name)
-
-
-def test_a_name_of_the_built_in_ones_is_qualified_like_any_other(package: Any) -> None:
-    package("theirs", SELF_REGISTERED.replace("both", "default"), **{"join.default": "make"})
-    assert stagereg.names("join") == ["default@hydra-stagereg", "default@theirs"]
-    with pytest.raises(RegistryError, match=r"say which: default@hydra-stagereg or default@theirs"):
-        registry.find("join", "default")
-    assert stagereg.build("join", "default@theirs") == 7
-    assert registry.find("join", "default@hydra-stagereg").load() is not registry.find("join", "default@theirs").load()
-    assert registry.find_target("stagereg.join.context.configured").name == "default@hydra-stagereg"
-    assert stagereg.names("join") == ["default@hydra-stagereg", "default@theirs"]
-
-
-def test_two_packages_may_both_announce_and_decorate_one_name(package: Any) -> None:
-    for number, name in enumerate(("one", "two")):
-        package(name, SELF_REGISTERED.replace("7", str(number)), **{"join.both": "make"})
-    assert [stagereg.build("join", name) for name in ("both@two", "both@one")] == [1, 0]
-    assert stagereg.names("join") == ["both@one", "both@two", "default"]
-    assert registry.find("join", "both@one").file.endswith("one.py:3")
-
-
-def test_two_packages_that_announce_the_same_component_are_no_conflict(package: Any) -> None:
-    package("one", "def make(): return 1", **{"join.shared": "make"})
-    package("two", "", **{"join.shared": "make"})
-    edit(package.folder / "two-1.2.dist-info/entry_points.txt", "two:make", "one:make")
-    assert stagereg.build("join", "shared") == stagereg.build("join", "shared@two") == 1
-
-
-def test_a_decorated_component_does_not_take_an_installed_name_silently(package: Any) -> None:
-    package("theirs", "def make(): return 1", **{"join.both": "make"})
-    stagereg.register("join", "both")(_make)
-    assert stagereg.names("join").count("both") == 1
-    with pytest.raises(RegistryError, match=r"theirs:make of theirs 1\.2\n  .*:_make at .*test_registry\.py:\d+\n"):
-        registry.find("join", "both")
-    assert stagereg.build("join", "both@theirs") == 1
-
-
-def test_a_component_is_found_where_it_is_announced_and_where_it_is_defined(package: Any) -> None:
+def test_a_component_is_found_where_announced_and_where_defined(package: Any) -> None:
     package("inner", SELF_REGISTERED)
     package("outer", "from inner import make", **{"join.both": "make"})
     announced = registry.find("join", "both")
     component = announced.load()
+    assert stagereg.names("join").count("both") == 1
     assert registry.find("join", "both") == announced
     assert registry.find("join", "both").file.endswith("inner.py:3")
     defined = registry.find_target("inner.make")
@@ -331,63 +247,54 @@ def test_a_component_is_found_where_it_is_announced_and_where_it_is_defined(pack
     assert [entry.target for entry in registry.entries() if entry.name == "both"] == ["outer:make"]
 
 
-def test_entries_are_all_components_with_the_path_of_a_decorated_one(package: Any) -> None:
-    package("theirs", "raise RuntimeError('imported')", **{"join.theirs": "make"})
-    stagereg.register("join", "mine")(_make)
-    listed = {(entry.kind, entry.name): entry for entry in registry.entries()}
-    assert set(registry.REGISTRY.built_in) | {("join", "theirs"), ("join", "mine")} <= set(listed)
-    assert list(listed) == sorted(listed)
-    assert {kind: [n for k, n in listed if k == kind] for kind in registry.kinds()} == {
-        kind: stagereg.names(kind) for kind in registry.kinds()
-    }
-    assert listed["join", "mine"].file.startswith(f"{__file__}:")
-    assert listed["join", "theirs"].file == ""
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("one", "other:make of other 1.2"),
+        ("default", "stagereg.join.context:configured of hydra-stagereg"),
+        ("mine", r":_make at .*test_registry\.py:\d+"),
+    ],
+)
+def test_one_name_of_two_packages_is_an_error_that_names_both(package: Any, name: str, other: str) -> None:
+    package("theirs", "def make(): return 2", **{f"join.{name}": "make"})
+    if name == "one":
+        package("other", "def make(): return 1", **{"join.one": "make"})
+    elif name == "mine":
+        stagereg.register("join", "mine")(_make)
+    assert stagereg.names("join").count(name) == 1
+    with pytest.raises(RegistryError, match=f"^Two components want to be the join '{name}':\n") as caught:
+        stagereg.build("join", name)
+    assert "theirs:make of theirs 1.2\n" in str(caught.value)
+    assert re.search(other, str(caught.value))
+    assert registry.find_target("theirs.make").load()() == 2  # a _target_ can still choose it
+
+
+def test_two_packages_with_the_same_component_are_no_conflict(package: Any) -> None:
+    package("one", "def make(): return 1", **{"join.shared": "make"})
+    package("two", "", **{"join.shared": "make"})
+    edit(package.folder / "two-1.2.dist-info/entry_points.txt", "two:make", "one:make")
+    assert stagereg.build("join", "shared") == 1
+
+
+RUDE = "import stagereg\n@stagereg.register('stager', 'rude')\nclass Cls: ...\n"
 
 
 @pytest.mark.parametrize(
-    ("requires", "refused"),
+    ("source", "causes"),
     [
-        ("hydra-stagereg>=9", "needs hydra-stagereg>=9; this is {version}. Install one that fits: pip install"),
-        ("Hydra_StageReg[report] (<0.1,>=0.0.1)", "needs hydra-stagereg<0.1,>=0.0.1; this is {version}."),
-        ("stagereg>=0.1", "requires 'stagereg>=0.1', which is an unrelated project; its author has to write 'hydra-"),
-        ("StageReg", "requires 'StageReg', which is an unrelated project"),
-        ("hydra-stagereg>=9; python_version < '3'", ""),
-        ("hydra-stagereg>=9; extra == 'test'", ""),
-        ("stagereg>=9; extra == 'test'", ""),
-        ("hydra-stagereg>=0.1", ""),
-        ("hydra-stagereg", ""),
-        ("hydra-stagereg-contrib>=9", ""),
-        ("hydra-stagereg>=nonsense", ""),
+        ("import no_such_module", ["ModuleNotFoundError: No module named 'no_such_module' (LOCATION:1)"]),
+        ("\n1 / 0", ["ZeroDivisionError: division by zero (LOCATION:2)"]),
+        ("def f(:", ["SyntaxError: invalid syntax"]),
+        ("import sys; sys.exit('bye')", ["SystemExit: bye (LOCATION:1)"]),
+        ("class Stop(BaseException): ...\nraise Stop", ["Stop (LOCATION:2)"]),
+        ("raise OSError('\\n'.join(map(str, range(99))))", ["\n26\n27\n...\n98 (LOCATION:1)"]),
+        ("", ["AttributeError: module 'broken' has no attribute 'Cls'"]),
+        ("class Cls: ...", ["broken.Cls cannot be the stager 'broken'"]),
+        (RUDE, ["def close", "should_synchronize_after_execute", "broken.py:2)"]),
     ],
 )
-def test_a_package_for_another_version_is_refused_before_it_is_imported(
-    package: Any, requires: str, refused: str
-) -> None:
-    package("newer", "def make(): return 7", requires=f"torch\nRequires-Dist: {requires}", **{"join.newer": "make"})
-    if not refused:
-        assert stagereg.build("join", "newer") == 7
-        return
-    with pytest.raises(RegistryError) as caught:
-        stagereg.build("join", "newer")
-    assert f"join/newer of newer 1.2 {refused.format(version=stagereg.__version__)}" in str(caught.value)
-    assert "newer" not in sys.modules
-    assert "newer" in stagereg.names("join")
-
-
-@pytest.mark.parametrize(
-    ("source", "cause"),
-    [
-        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module' (LOCATION:1)"),
-        ("\n1 / 0", "ZeroDivisionError: division by zero (LOCATION:2)"),
-        ("def f(:", "SyntaxError: invalid syntax"),
-        ("import sys; sys.exit('bye')", "SystemExit: bye (LOCATION:1)"),
-        ("class Stop(BaseException): ...\nraise Stop", "Stop (LOCATION:2)"),
-        ("raise OSError('\\n'.join(map(str, range(99))))", "\n26\n27\n...\n98 (LOCATION:1)"),
-        ("", "AttributeError: module 'broken' has no attribute 'Cls'"),
-    ],
-)
-def test_a_failed_import_is_reported_with_package_version_module_and_cause(
-    package: Any, source: str, cause: str
+def test_a_component_that_cannot_be_loaded_is_named_with_its_cause(
+    package: Any, source: str, causes: list[str]
 ) -> None:
     package("broken", source, **{"stager.broken": "Cls"})
     assert stagereg.build("stager", "blocking"), "it fails only when chosen"
@@ -395,7 +302,8 @@ def test_a_failed_import_is_reported_with_package_version_module_and_cause(
         stagereg.build("stager", "broken")
     message = str(caught.value)
     assert message.startswith("stager 'broken' cannot be loaded from broken:Cls of broken 1.2.\n")
-    assert cause.replace("LOCATION", str(package.folder / "broken.py")) in message
+    for cause in causes:
+        assert cause.replace("LOCATION", str(package.folder / "broken.py")) in message
     assert "or choose another stager: blocking, " in message
 
 
@@ -408,7 +316,7 @@ def test_the_registrations_of_a_failed_import_are_undone(package: Any) -> None:
 
 
 @pytest.mark.parametrize("value", ["theirs", "theirs:", "theirs make", "", "theirs:make:again", "a/b:c"])
-def test_an_entry_point_that_names_no_component_fails_only_when_chosen(package: Any, value: str) -> None:
+def test_an_entry_point_that_names_no_component_is_an_error(package: Any, value: str) -> None:
     package("theirs", "def make(): return 7", **{"join.theirs": "make", "join.fine": "make"})
     points = package.folder / "theirs-1.2.dist-info/entry_points.txt"
     edit(points, "join.theirs = theirs:make", f"join.theirs = {value}")
@@ -425,16 +333,12 @@ def test_an_entry_point_that_names_no_component_fails_only_when_chosen(package: 
     [
         ("entry_points.txt", b"[stagereg.plugins]\nno equals sign here\n", "cannot be read"),
         ("entry_points.txt", b"[stagereg.plugins]\njoin.x = \xff\xfe\n", "cannot be read: UnicodeDecodeError"),
-        *(
-            ("METADATA", text, "its METADATA lacks the name or the version")
-            for text in (b"", b"Name: a\n", b"Version: 1")
-        ),
+        ("METADATA", b"", "its METADATA lacks the name or the version"),
+        ("METADATA", b"Name: a\n", "its METADATA lacks the name or the version"),
         ("METADATA", b"Name: \xff\n", "cannot be read: UnicodeDecodeError"),
     ],
 )
-def test_broken_metadata_of_one_distribution_hides_no_other_and_is_reported(
-    package: Any, file: str, content: bytes, message: str
-) -> None:
+def test_broken_metadata_of_one_package_hides_no_other(package: Any, file: str, content: bytes, message: str) -> None:
     package("broken", "", **{"join.broken": "make"})
     (package.folder / "broken-1.2.dist-info" / file).write_bytes(content)
     package("fine", "def make(): return 7", **{"join.fine": "make"})
@@ -447,13 +351,7 @@ def test_broken_metadata_of_one_distribution_hides_no_other_and_is_reported(
         registry.find("stager", "far_from_all")
 
 
-def test_metadata_without_plugins_is_not_parsed(package: Any) -> None:
-    package("unrelated", "")
-    (package.folder / "unrelated-1.2.dist-info" / "entry_points.txt").write_text("[console_scripts]\nno equals sign\n")
-    assert registry.unreadable() == []
-
-
-def test_announcements_that_this_version_cannot_use_are_left_out_and_reported(package: Any) -> None:
+def test_announcements_of_no_use_are_left_out_and_reported(package: Any) -> None:
     package("odd", "", **{"stagger.x": "One", "join.1st": "Two", "bare": "Three", "join.fine": "Four"})
     assert "fine" in stagereg.names("join")
     assert "1st" not in stagereg.names("join")
@@ -464,7 +362,7 @@ def test_announcements_that_this_version_cannot_use_are_left_out_and_reported(pa
     assert "it announces 'join.1st', and '1st' is not a name" in message
 
 
-def test_of_two_distributions_with_one_name_the_first_on_the_path_counts(
+def test_of_two_distributions_of_one_name_the_first_counts(
     package: Any, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package("theirs", "def make(): return 7", **{"join.old": "make"})
@@ -494,7 +392,6 @@ def test_no_entry_points_file_whatsoever_breaks_the_registry(text: str) -> None:
         for entry in registry.entries():
             if entry.distribution == "odd":
                 assert registry.find_target(entry.path) is not None
-                assert registry.find(entry.kind, entry.name) == entry
 
 
 @pytest.mark.parametrize(("kind", "name"), list(registry.REGISTRY.built_in))
@@ -509,19 +406,3 @@ def test_importing_and_listing_imports_neither_torch_nor_hydra() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout.split()
     assert "stagereg.registry" in loaded
     assert not {"torch", "hydra", "omegaconf", "numpy"} & set(loaded)
-
-
-def test_a_stager_that_only_inherits_the_protocols_stage_is_refused() -> None:
-    empty = type("Empty", (stagereg.AsyncStager,), {"__module__": "some.module"})
-    with pytest.raises(RegistryError, match="method 'stage' is missing"):
-        stagereg.register("stager", "empty")(empty)
-
-
-@pytest.mark.parametrize("thing", [3, None, object()])
-def test_only_classes_and_functions_can_be_registered(thing: Any) -> None:
-    with pytest.raises(RegistryError, match="register a class or a function"):
-        stagereg.register("stager", "mine")(thing)
-    with pytest.raises(RegistryError, match="is not a name"):
-        stagereg.register("stager", thing)
-    with pytest.raises(UnknownNameError, match="No kind"):
-        stagereg.names(thing)

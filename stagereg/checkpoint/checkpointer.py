@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import MutableMapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
@@ -26,12 +25,10 @@ import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.options as options
 import stagereg.checkpoint.restoring as restoring
 import stagereg.record as record
-import stagereg.shutdown as shutdown
-from stagereg.checkpoint.background import Background
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import StoreLock
 from stagereg.checkpoint.manifest import MOST, new_token
-from stagereg.checkpoint.pending_save import PendingSave, SaveTarget
+from stagereg.checkpoint.pending_save import Background, CheckpointStats, PendingSave, SaveTarget
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.schedule import Automatic, Schedule
@@ -43,28 +40,11 @@ from stagereg.checkpoint.store.retry import answered, within
 from stagereg.checkpoint.writer_process import WriterProcess
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.registry import register
-from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, SharesMemory
+from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesPadding, SharesMemory
 
 __all__ = ["CheckpointStats", "Checkpointer"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class CheckpointStats:
-    """What this process's checkpoints have cost so far.
-
-    Attributes:
-        saves: checkpoints committed.
-        bytes_staged: bytes of tensor data copied on this rank, over all committed saves.
-        stall_seconds: how long each call of ``save`` held the training loop, in order of the calls.
-        write_seconds: how long the background took to write and commit each checkpoint, in order of the commits.
-    """
-
-    saves: int = 0
-    bytes_staged: int = 0
-    stall_seconds: tuple[float, ...] = ()
-    write_seconds: tuple[float, ...] = ()
 
 
 @register("checkpoint", "default")
@@ -92,7 +72,7 @@ class Checkpointer:
         dir: where the checkpoints go; created if it is not there. All ranks see the same file system.
         every: ``maybe_save`` saves at the steps that are multiples of this, at least 1. ``"auto"`` saves as often as
             loses least time to checkpoints and failures together, from what saves turn out to cost: first after 10
-            steps, then about 10 steps later, then at the interval that is best for ``mtbf``.
+            steps, then at the interval that is best for ``mtbf``.
         keep: how many checkpoints stay, at least 1; the newest are kept. The disk needs space for one more, since an
             old one goes only when the new one is complete.
         resume: what ``restore`` loads: ``"auto"`` the newest undamaged checkpoint, if there is one; ``"never"``
@@ -106,8 +86,8 @@ class Checkpointer:
         mtbf: for ``every="auto"``: mean time between failures of the whole job, all its machines together.
         verify: what :meth:`restore` looks at before it loads: ``"full"`` the content of every file, ``"fast"`` the
             manifest and the sizes.
-        on_error: what a save that fails does at the next call: ``"raise"``, or ``"warn"`` in the log and let training
-            go on; then the process ends with exit status 1 if its last save has failed.
+        on_error: what a save that fails does at the next call: ``"raise"``, or ``"warn"`` in the log, at once, and let
+            training go on; then the process ends with exit status 1 if its last save has failed.
         timeout: of one save, from the end of the one before it to its commit. One that takes longer has failed, and
             until it ends no other begins. A store that does not answer at the start is waited for as long.
         grace: how long after SIGTERM or SIGUSR1 the ranks have to agree on a step, save it and leave. ``None`` leaves
@@ -115,6 +95,7 @@ class Checkpointer:
 
     Attributes:
         preemption: whether the ranks are to leave; ``None`` without ``grace``.
+        stats: what the checkpoints have cost so far, on this rank; goes on counting.
 
     Raises:
         ConfigError: an option is of no use, or the ranks differ in ``every``.
@@ -158,10 +139,12 @@ class Checkpointer:
             options.check_duration(name, duration)
         self._store = open_store(dir)
         self.dir = path_or_url(self._store.root)
-        self.keep, self.resume, self.verify, self.on_error = keep, resume, verify, on_error
+        self.keep, self.resume, self.verify = keep, resume, verify
         self.timeout, self.grace = timeout, grace
         self._stager: AsyncStager = options.component("stager", stager, "pinned_cached")
         self._storage: Storage = options.component("storage", storage, "dcp")
+        if isinstance(self._storage, Storage) and isinstance(self._stager, ReservesPadding):
+            self._stager.reserve_padding(*self._storage.padding)
         if isinstance(self._stager, ReleasesCopies):
             self._stager.expect_release()
         self._ranks = RankGroup(process_group, timeout)
@@ -169,7 +152,6 @@ class Checkpointer:
         expect_fit(self._storage, self._store.root)
         self._hold: StoreLock | None = None
         self._process: WriterProcess | None = None
-        self._stalls: list[float] = []
         self._saved: int | None = None
         self._closed = self._leaving = False
         self._pid = os.getpid()
@@ -187,9 +169,10 @@ class Checkpointer:
         )
         self._target = SaveTarget(self._store, keep, self._storage, self._ranks, self._process, opened[0][0])
         self._background = Background(self._target, timeout, self._schedule, on_error == "warn")
+        self.stats: CheckpointStats = self._background.stats
         self.preemption: PreemptionConsensus | None = None
         if grace is not None:
-            newest = partial(_describe_newest, self._store)
+            newest = self._background.describe_newest
             self.preemption = PreemptionConsensus(RankGroup(process_group), grace.total_seconds(), newest)
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
@@ -197,9 +180,7 @@ class Checkpointer:
 
         Raises as :meth:`save` does.
         """
-        due = self.due(step)
-        leaves = self.preemption is not None and self.preemption.agreed is not None
-        if due and (leaves or not self._schedule.postponed(step)):
+        if self.due(step):
             self.save(step, state)
             return True
         self._check_open()
@@ -244,7 +225,7 @@ class Checkpointer:
             self._stage(save, state)
         except BaseException as error:
             save.failure = reason(error)
-            self._background.raise_or_warn(save, error)
+            self._background.raise_or_warn(error)
         finally:
             # Also when this rank gives up, so that the saves of the ranks stay paired and the others raise too.
             self._background.submit(save)
@@ -254,7 +235,7 @@ class Checkpointer:
                 stall = record.now() - save.called
                 self._schedule.held(step, stall)
         if save.failure is None:
-            self._stalls.append(stall)
+            self.stats.stall_seconds.append(stall)
             record.emit("stall", step=step, start=save.called, seconds=stall)
 
     def wait(self) -> None:
@@ -264,7 +245,7 @@ class Checkpointer:
             CheckpointError: one failed, and no call has raised that yet.
         """
         self._check_open()
-        self._background.drain()
+        self._background.finish()
         self._background.raise_failure()
 
     def restore(self, state: MutableMapping[str, Any]) -> int | None:
@@ -282,12 +263,12 @@ class Checkpointer:
             The step of the checkpoint, or ``None`` if none was to be loaded.
 
         Raises:
-            CheckpointError: on all ranks: the checkpoint named by ``resume`` is not there, incomplete or damaged, and
-                the message names the newest good one; there are checkpoints and none of them is good; one cannot be
-                looked at; it has no entry of some name; an object does not take what was saved.
+            CheckpointError: on all ranks: the checkpoint named by ``resume`` is not there, incomplete or damaged; there
+                are checkpoints and none of them is good; one cannot be looked at; it has no entry of some name; an
+                object does not take what was saved.
         """
         self._check_open()
-        self._background.drain()
+        self._background.finish()
         if self._background.hanging:  # in an exchange with the other ranks, which another one must not meet
             self._background.raise_failure()
             raise CheckpointError("Nothing was restored: a save has not ended yet, since the storage hangs.")
@@ -310,7 +291,7 @@ class Checkpointer:
         """
         if self._closed:
             return
-        ended = self._background.drain()
+        ended = self._background.finish()
         self._closed = True
         if self.preemption is not None:
             self.preemption.close()
@@ -362,38 +343,28 @@ class Checkpointer:
         """Of the process that writes; ``None`` where this one does, as its stager keeps its memory to itself."""
         return None if self._process is None else self._process.pid
 
-    @property
-    def stats(self) -> CheckpointStats:
-        """What the checkpoints have cost so far, on this rank."""
-        return CheckpointStats(
-            saves=len(self._background.write_seconds),
-            bytes_staged=self._background.bytes_staged,
-            stall_seconds=tuple(self._stalls),
-            write_seconds=tuple(self._background.write_seconds),
-        )
-
     def _leave(self, step: int, state: MutableMapping[str, Any]) -> NoReturn:
         """Save ``step``, unless that is done, and leave; on all ranks, which have agreed to."""
         assert self.preemption is not None
         self._leaving = True
         failure: CheckpointError | None = None
-        self._background.drain()
+        self._background.finish()
         if self._background.newest != step:
-            if (earlier := self._background.take_failure()) is not None:
+            try:
+                self._background.raise_failure()
+            except CheckpointError as earlier:
                 _log.error("%s", earlier)
             try:
                 self.save(step, state)
-                self._background.drain()
-                failure = self._background.take_failure()
+                self._background.finish()
+                self._background.raise_failure()
+                if self._background.newest != step:
+                    raise self._background.last or CheckpointError(f"Step {step} was not saved.")
             except CheckpointError as error:
-                failure = error
-            if failure is None and self._background.newest != step:
-                failure = CheckpointError(f"Step {step} was not saved.")
-        if failure is not None:
-            text = str(failure).rstrip(".")
-            if "newest" not in text and "no complete checkpoint" not in text:
-                failure = CheckpointError(f"{text}; {_describe_newest(self._store)}.")
-            shutdown.set_last_status(self._store.root, None)  # the exception below reports it
+                failure, newest = error, self._background.describe_newest()
+                if newest not in str(error):
+                    failure = CheckpointError(f"{str(error).rstrip('.')}. {newest}")
+                self._background.set_status(None)  # the exception below reports it
         self.preemption.exit(step, str(self.dir), failure)
 
     def _open(self, shared: bool) -> str:
@@ -451,7 +422,7 @@ class Checkpointer:
             save.failure = reason(error)
             failure = CheckpointError(f"Step {save.step} was not saved: {save.failure}")
             failure.__cause__ = error
-            self._background.raise_or_warn(save, failure)
+            self._background.raise_or_warn(failure)
         finally:
             save.settled.set()
 
@@ -474,11 +445,3 @@ def _a_step(step: int) -> int:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MOST:
         raise CheckpointError(f"A step is a whole number from 0 on, below 2**63, not {step!r:.100}.")
     return step
-
-
-def _describe_newest(store: CheckpointStore) -> str:
-    """What a store has to go on from, for a message."""
-    found = store.latest()
-    if found is None:
-        return f"there is no complete checkpoint in {store.root}"
-    return f"the newest complete checkpoint in {store.root} is step {found.manifest.step}"

@@ -89,10 +89,10 @@ def find(files: CheckpointFiles, state: Mapping[str, Any], saved_size: int, rank
     return {**found, own: files.structure(own)} if saved_size == size else found
 
 
-def parts(files: CheckpointFiles, saved_size: int) -> tuple[dict[str, Any], list[str]]:
+def parts(files: CheckpointFiles, saved_size: int) -> dict[str, Any]:
     """Return the structures of all there is, by the names that the caller's state had.
 
-    The shards of a ``ZeroRedundancyOptimizer`` are the state dict of the optimizer inside; their names come second.
+    The shards of a ``ZeroRedundancyOptimizer`` are the state dict of the optimizer inside.
     """
     names = [name for name in files.index.state if name.split(".")[0] != _RESERVED]
     found = {name: files.structure(name) for name in names}
@@ -101,7 +101,7 @@ def parts(files: CheckpointFiles, saved_size: int) -> tuple[dict[str, Any], list
         mine = [entry for entry in _shards(name, found, saved_size) if zero_shards.is_shard(found[entry])]
         shards = [found.pop(entry) for entry in mine]
         found[name], _ = zero_shards.whole(shards, {number for shard in shards for number in shard["state"]})
-    return dict(sorted(found.items())), sorted(sharded)
+    return dict(sorted(found.items()))
 
 
 def listed(names: Sequence[str]) -> str:

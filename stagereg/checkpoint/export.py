@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 
@@ -32,13 +32,13 @@ from stagereg.checkpoint.storage.safetensors import DTYPES, METADATA, head
 from stagereg.errors import CheckpointError, nearest
 from stagereg.kernel.memory import view_of
 
-__all__ = ["SUFFIXES", "Export", "expect_loadable", "write_file"]
+__all__ = ["SUFFIXES", "Export", "write_pt"]
 
 SUFFIXES = (".pt", ".pth", ".safetensors")
 """What a file may be called."""
 
 
-def write_file(out: Path, replace: bool, write: Callable[[IO[bytes]], None]) -> None:
+def _write_file(out: Path, replace: bool, write: Callable[[IO[bytes]], None]) -> None:
     """Let ``write`` fill a file beside ``out``, flush it, and rename it.
 
     Raises:
@@ -58,17 +58,21 @@ def write_file(out: Path, replace: bool, write: Callable[[IO[bytes]], None]) -> 
             beside.unlink()
 
 
-def expect_loadable(file: IO[bytes]) -> None:
-    """Raise ``CheckpointError`` if ``torch.load(weights_only=True)`` would refuse the ``.pt`` just written."""
-    file.flush()
-    try:
-        torch.load(str(file.name), map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:
-        named = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(str(file.name)))
-        text = (
-            f"torch.load(weights_only=True) would refuse it ({named or reason(error)}); a .safetensors has the tensors"
-        )
-        raise CheckpointError(f"{text} alone.") from error
+def write_pt(state: Any, out: Path, replace: bool) -> None:
+    """Write a file for ``torch.load(weights_only=True)``, which is tried.
+
+    Raises:
+        CheckpointError: that would refuse it, or as :class:`Export`.write. ``OSError``.
+    """
+
+    def write(file: IO[bytes]) -> None:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # of torch's archive, which could not be ended after what the file has raised
+            raise next((each for each in causes(error) if isinstance(each, OSError)), error) from None
+        _expect_loadable(file)
+
+    _write_file(out, replace, write)
 
 
 class Export:
@@ -78,10 +82,6 @@ class Export:
         checkpoint: a complete one, whose content has been looked at.
         only: one name of the state that was saved; its own names are then the names in the file. ``None`` for all.
 
-    Attributes:
-        merged: of the names of the state that was saved, those that were saved in shards.
-        tensors: how many tensors there are.
-
     Raises:
         CheckpointError: it has no such name, or was written by a storage that is not there.
     """
@@ -89,65 +89,53 @@ class Export:
     def __init__(self, checkpoint: Checkpoint, only: str | None = None) -> None:
         self._step, self._only = checkpoint.manifest.step, only
         self._files = CheckpointFiles(checkpoint, registry.build("storage", "dcp"))
-        self._parts, self.merged = entries.parts(self._files, checkpoint.manifest.world_size)
+        self._parts = entries.parts(self._files, checkpoint.manifest.world_size)
         if only is not None:
             if only not in self._parts:
                 known = entries.listed(list(self._parts))
                 text = f"There is no {only!r} in {checkpoint.path}, only {known}.{nearest(only, self._parts)}"
                 raise CheckpointError(text)
             self._parts = {only: self._parts[only]}
-            self.merged = [name for name in self.merged if name == only]
-        self._tensors: dict[str, tuple[Leaf, TensorEntry]] = {}
-        self._others: list[str] = []
-        self._with_tensors: set[str] = set()
-        for part, structure in self._parts.items():
-            for name, leaf in encoding.leaves(structure, part):
-                name = name if only is None else name.removeprefix(f"{only}.")
-                entry = self._files.index.tensor(leaf.name) if isinstance(leaf, Leaf) else None
-                if entry is None:
-                    self._others.append(name)
-                else:
-                    self._tensors[name] = leaf, entry
-                    self._with_tensors.add(part)
-        self.tensors = len(self._tensors)
 
-    def names(self, out: Path) -> list[str]:
-        """Return of the names of the state those that are in ``out``; neither the step nor the generators are."""
-        return sorted(self._with_tensors if out.suffix == ".safetensors" else self._parts)
-
-    def left_out(self, out: Path) -> list[str]:
-        """Return the names of what ``out`` cannot hold."""
-        return sorted(self._others) if out.suffix == ".safetensors" else []
-
-    def write(self, out: Path, replace: bool) -> None:
+    def write(self, out: Path, replace: bool) -> tuple[list[str], list[str]]:
         """Write the file.
 
         Args:
             out: its path; the suffix, one of :data:`SUFFIXES`, is its format.
             replace: whether it may take the place of a file that is there.
 
+        Returns:
+            Of the names of the state those that are in the file, and the names of what such a file cannot hold.
+
         Raises:
             CheckpointError: such a file cannot hold a tensor, or it is there already. ``OSError``.
         """
-        write_file(out, replace, self._write_tensors if out.suffix == ".safetensors" else self._write_all)
+        if out.suffix != ".safetensors":
+            self._files.read([leaf for structure in self._parts.values() for leaf in encoding.marks(structure)])
+            read = {name: encoding.fill(structure) for name, structure in self._parts.items()}
+            write_pt(read if self._only is None else read[self._only], out, replace)
+            return sorted(self._parts), []
+        tensors: dict[str, tuple[Leaf, TensorEntry]] = {}
+        others: list[str] = []
+        held: set[str] = set()
+        for part, structure in self._parts.items():
+            for name, leaf in encoding.leaves(structure, part):
+                name = name if self._only is None else name.removeprefix(f"{self._only}.")
+                entry = self._files.index.tensor(leaf.name) if isinstance(leaf, Leaf) else None
+                if entry is None:
+                    others.append(name)
+                else:
+                    tensors[name] = leaf, entry
+                    held.add(part)
+        _write_file(out, replace, lambda file: self._write_tensors(file, tensors))
+        return sorted(held), sorted(others)
 
-    def _write_all(self, file: IO[bytes]) -> None:
-        self._files.read([leaf for structure in self._parts.values() for leaf in encoding.marks(structure)])
-        read = {name: encoding.fill(structure) for name, structure in self._parts.items()}
-        try:
-            torch.save(read if self._only is None else read[self._only], file)
-        except RuntimeError as error:  # of torch's archive, which could not be ended after what the file has raised
-            raise next((each for each in causes(error) if isinstance(each, OSError)), error) from None
-        expect_loadable(file)
-
-    def _write_tensors(self, file: IO[bytes]) -> None:
-        for name, (_, entry) in self._tensors.items():
-            if entry.dtype not in DTYPES:
+    def _write_tensors(self, file: IO[bytes], tensors: Mapping[str, tuple[Leaf, TensorEntry]]) -> None:
+        for name, (_, entry) in tensors.items():
+            if entry.dtype not in DTYPES or name == METADATA:
                 raise CheckpointError(f"safetensors cannot hold {name!r}, which is {entry.dtype}; write a .pt")
-        if METADATA in self._tensors:
-            raise CheckpointError(f"safetensors cannot hold a tensor called {METADATA!r}; write a .pt")
         # As the library does it: by size of the elements, so that every tensor is aligned, and then by name.
-        order = sorted(self._tensors.items(), key=lambda item: (-item[1][1].dtype.itemsize, item[0]))
+        order = sorted(tensors.items(), key=lambda item: (-item[1][1].dtype.itemsize, item[0]))
         kinds = {name: (entry.dtype, entry.shape) for name, (_, entry) in order}
         file.write(head(kinds, {"format": "pt", "step": str(self._step)}))
         for _, (leaf, _) in order:
@@ -155,3 +143,13 @@ class Export:
             if leaf.value.numel():
                 file.write(view_of(leaf.value.contiguous()))
             leaf.value = None
+
+
+def _expect_loadable(file: IO[bytes]) -> None:
+    """Raise ``CheckpointError`` if ``torch.load(weights_only=True)`` would refuse the ``.pt`` just written."""
+    file.flush()
+    try:
+        torch.load(str(file.name), map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        text = f"torch.load(weights_only=True) would refuse it ({reason(error)}); a .safetensors has the tensors alone."
+        raise CheckpointError(text) from error

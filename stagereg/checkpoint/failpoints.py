@@ -22,7 +22,6 @@ POINTS = {
     "marked": "all ranks have written theirs, and size and checksum of every file are known",
     "held": "the run has made sure that it still holds the directory",
     "described": "the manifest lies beside the files, under the hidden name",
-    "aside": "an older checkpoint of this step has given up its name, where the two cannot change names at once",
     "renamed": "the checkpoint has its name, which may not be on the disk yet",
     "committed": "the name, or the manifest in a remote directory, is durable: the checkpoint is complete",
     "pointed": "``latest`` points to it",

@@ -40,7 +40,7 @@ MANIFEST = "manifest.json"
 MANIFEST_BYTES = 1 << 28
 """What is longer is not read: with some hundred bytes for each file, that is far more than any run writes."""
 _FORMAT = 2
-_STEP_NAME = re.compile(r"step-(?P<step>\d+)", re.ASCII)
+_STEP_NAME = re.compile(r"step-(?P<step>\d+)(\.[0-9a-f]+)?", re.ASCII)  # a token, where a step has several
 _BLOCK_BYTES = 1 << 20
 _LONGEST_NAME = 255  # bytes, as file systems have it
 MOST = (1 << 63) - 1

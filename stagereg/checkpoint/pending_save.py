@@ -1,7 +1,7 @@
-"""One save, from the call in the training loop to the committed checkpoint.
+"""One save, from the call in the training loop to the committed checkpoint, and the thread that works off saves.
 
-:class:`PendingSave` is its state, and :func:`write_and_commit` what the background thread does with it, on all ranks at
-once. There are two exchanges, and nothing is left out of either:
+:class:`PendingSave` is one save, and :func:`write_and_commit` what the thread of :class:`Background` does with it, on
+all ranks at once. There are two exchanges, and nothing is left out of either:
 
 1. Before any file: every rank sends that it has staged and what it would write; rank 0 answers which rank writes what.
    Without it a rank would write for nothing, or two ranks the same.
@@ -10,19 +10,33 @@ once. There are two exchanges, and nothing is left out of either:
    its save has ended.
 
 A failure on any rank fails the save on all of them and deletes the hidden directory. Each rank lets go of its copy as
-soon as its files are written.
+soon as its files are written. At most two saves are under way: one being written and one waiting, which matches a
+stager that hands out two copies.
+
+A failure is kept until a call raises it, or else the end of the job or process (:mod:`stagereg.shutdown`); or it is
+logged where it happens, and the end reports only that the last save has failed. It is kept without tracebacks, which
+would keep the staged memory alive; they are logged at level DEBUG. A save that takes longer than the time-out counts as
+failed from then on, and as hanging until it ends: a thread that waits for the storage cannot be ended. So it is a
+daemon thread, and every wait here ends with the time-out.
 """
 
 from __future__ import annotations
 
+import datetime
 import inspect
+import logging
 import math
+import os
+import queue
 import random
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -31,11 +45,14 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 import stagereg.record as record
+import stagereg.shutdown as shutdown
+from stagereg.checkpoint.advice import advice, causes
 from stagereg.checkpoint.encoding import Encoded, encode
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.index import INDEX, make_index
 from stagereg.checkpoint.manifest import FileMark
-from stagereg.checkpoint.rank_group import RankGroup
+from stagereg.checkpoint.rank_group import RankGroup, reason
+from stagereg.checkpoint.schedule import Schedule
 from stagereg.checkpoint.state_planner import StatePlanner
 from stagereg.checkpoint.storage.lookup import name_of
 from stagereg.checkpoint.storage.protocol import Storage
@@ -44,12 +61,32 @@ from stagereg.checkpoint.store.retry import within
 from stagereg.checkpoint.writer_process import WriterProcess, write_data
 from stagereg.errors import CheckpointError
 
-__all__ = ["WAITING", "PendingSave", "SaveTarget", "write_and_commit"]
+__all__ = ["Background", "CheckpointStats", "PendingSave", "SaveTarget"]
 
-WAITING = "waiting for the others"
-"""What a rank that has done its part is doing."""
+_log = logging.getLogger(__name__)
+
+_WAITING = "waiting for the others"  # what a rank that has done its part is doing
 _TRYING = 0.5  # of the time-out; the rest is for clearing away and reporting
+_MOST_UNDER_WAY = 2
+_LOOK_S = 0.05  # how often one looks whether a save takes too long
 _Written: TypeAlias = tuple[list[WriteResult], dict[str, FileMark], dict[str, Encoded]]
+
+
+@dataclass
+class CheckpointStats:
+    """What this process's checkpoints have cost so far.
+
+    Attributes:
+        saves: checkpoints committed.
+        bytes_staged: bytes of tensor data copied on this rank, over all committed saves.
+        stall_seconds: how long each call of ``save`` held the training loop, in order of the calls.
+        write_seconds: how long the background took to write and commit each checkpoint, in order of the commits.
+    """
+
+    saves: int = 0
+    bytes_staged: int = 0
+    stall_seconds: list[float] = field(default_factory=list)
+    write_seconds: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -142,7 +179,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         more = {"rank": ranks.rank, "use_collectives": True} if takes_more else {}
         to.storage.set_up_storage_writer(ranks.rank == 0, **more)
         plan = to.storage.prepare_local_plan(planner.create_local_plan())
-        save.at = WAITING
+        save.at = _WAITING
         return save.step, plan
 
     def share_out(prepared: list[tuple[int, SavePlan]]) -> list[SavePlan]:
@@ -172,7 +209,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         save.record_copied()
         marks = _marks(to, path) if ranks.rank > 0 else {}  # those of rank 0 come with the metadata's
         failpoint("written")
-        save.at = WAITING
+        save.at = _WAITING
         return results, marks, structures
 
     def commit(written: list[_Written]) -> list[int]:
@@ -218,3 +255,207 @@ def _marks(to: SaveTarget, path: str) -> dict[str, FileMark]:
         raise CheckpointError(f"{path} has lost what was just written there: {', '.join(lost)}")
     own = [name for name in there if name not in known and name.startswith(f"__{to.ranks.rank}_")]
     return {name: known[name] for name in there if name in known} | {name: to.store.mark(path, name) for name in own}
+
+
+class Background:
+    """The thread, and what has become of its saves.
+
+    All methods are for the training thread, and for the end of the process, which may come while that still runs. In a
+    forked child nothing is under way: it has no such thread.
+
+    Args:
+        target: where the saves go.
+        timeout: of one save, from when the one before it has ended.
+        schedule: is given how old each state was when its checkpoint was complete.
+        warns: whether failures are logged, and never raised.
+
+    Attributes:
+        newest: the step of the newest checkpoint there that this run knows to be good.
+        last: why the last save that has ended failed; ``None`` if it did not.
+        stats: of its saves.
+    """
+
+    def __init__(
+        self, target: SaveTarget, timeout: datetime.timedelta, schedule: Schedule, warns: bool = False
+    ) -> None:
+        self.newest: int | None = None
+        self.last: CheckpointError | None = None
+        self.stats = CheckpointStats()
+        self._target = target
+        self._timeout_s = timeout.total_seconds()
+        self._schedule = schedule
+        self._warns = warns
+        self._status: CheckpointError | None = None  # what the end reports if failures are warnings
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._under_way: deque[PendingSave] = deque()
+        self._failures: deque[CheckpointError] = deque()
+        weakref.finalize(self, self._queue.put, None)  # or the thread of one that was never closed would stay
+        shutdown.wait_for(self)
+
+    @property
+    def hanging(self) -> bool:
+        """Whether the save being written has passed the time-out, which was reported, and has not ended."""
+        first = self._first()
+        return first is not None and first.late
+
+    def admit(self, save: PendingSave) -> None:
+        """Wait until ``save`` may be staged. Raises ``CheckpointError`` if an earlier save has failed, or hangs."""
+        self._wait(_MOST_UNDER_WAY)
+        self.raise_failure()
+        if self.hanging:
+            self.set_status(save.step)
+            raise CheckpointError(f"Step {save.step} was not saved: an earlier save hangs. {self.describe_newest()}")
+
+    def submit(self, save: PendingSave) -> None:
+        """Have ``save`` written after those before it; its failure is kept for :meth:`raise_failure`."""
+        if self._thread is None:
+            thread = threading.Thread(target=_work, args=(self._queue,), name="stagereg-checkpoint", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise CheckpointError(f"No thread to write checkpoints could be started: {error}") from error
+            self._thread = thread
+        self._under_way.append(save)
+        self._queue.put(partial(self._write, save))
+
+    def finish(self) -> bool:
+        """Wait until every save has ended, well or not; False if one has taken too long."""
+        return self._wait(1)
+
+    def raise_failure(self) -> None:
+        """Raise the first failure that no call has raised yet, and log later ones."""
+        self._first()
+        failures = [self._failures.popleft() for _ in range(len(self._failures))]
+        for failure in failures:
+            shutdown.withdraw_error(failure)
+        for later in failures[1:]:
+            _log.error("%s", later)
+        if failures:
+            raise failures[0]
+
+    def raise_or_warn(self, error: BaseException) -> None:
+        """Raise what has kept this rank from staging; log it if failures are warnings."""
+        if not self._warns or not isinstance(error, CheckpointError):
+            raise error
+        self._warn(error)
+
+    def set_status(self, failed: int | None) -> None:
+        """Have the end report that the save of step ``failed`` was the last one, if failures are warnings."""
+        if self._status is not None:
+            shutdown.withdraw_error(self._status)
+        self._status = None
+        if self._warns and failed is not None:
+            text = f"the last save has failed, of step {failed}, so the exit status is 1. {self.describe_newest()}"
+            self._status = CheckpointError(text)
+            shutdown.report_error(self._status)
+
+    def describe_newest(self) -> str:
+        """Return a sentence on the newest good checkpoint."""
+        if self.newest is None:
+            return f"This run has no complete checkpoint in {self._target.store.root} yet."
+        return f"The newest good checkpoint is step {self.newest}, in {self._target.store.root}."
+
+    def close(self) -> None:
+        """End the thread after its last save; one that hangs commits nothing, should it ever go on."""
+        for save in self._under_way:
+            save.abandoned = True
+        self._queue.put(None)
+
+    def _wait(self, most: int) -> bool:
+        """Wait until fewer than ``most`` saves are under way; False if one of them has taken too long."""
+        while (first := self._first()) is not None and not first.late and len(self._under_way) >= most:
+            first.over.wait(_LOOK_S)
+        return first is None or not first.late
+
+    def _first(self) -> PendingSave | None:
+        """Return the first save that has not ended, if there is one; report it once it takes too long."""
+        if os.getpid() != self._process:
+            self._under_way.clear()
+            return None
+        with self._lock:
+            while self._under_way and self._under_way[0].over.is_set():
+                self._under_way.popleft()
+            if not self._under_way:
+                return None
+            first = self._under_way[0]
+            if not first.late and time.monotonic() >= first.until:
+                first.late = True
+                self._keep(first.step, self._lateness(first), everywhere=first.at == _WAITING)
+            return first
+
+    def _lateness(self, save: PendingSave) -> CheckpointError:
+        ranks, seconds = self._target.ranks, self._timeout_s
+        who = "it" if ranks.group is None else f"rank {ranks.rank}"
+        limit = f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"
+        return CheckpointError(
+            f"Step {save.step} was not saved: it has taken longer than {limit} ({who} is at: {save.at}). Does the "
+            f"storage hang? Until this ends, no other save begins. {self.describe_newest()}"
+        )
+
+    def _keep(self, step: int, failure: CheckpointError, everywhere: bool = True) -> None:
+        self.last = failure
+        self.set_status(step)
+        if self._warns:
+            self._warn(failure, everywhere)
+        else:
+            shutdown.report_error(failure)
+            self._failures.append(failure)
+
+    def _warn(self, failure: CheckpointError, everywhere: bool = False) -> None:
+        """Log a failed save while training goes on; what is reported ``everywhere`` is a warning on rank 0 only."""
+        log = _log.info if everywhere and self._target.ranks.rank > 0 else _log.warning
+        log("stagereg: %s Training goes on.", failure)
+
+    # -- on the thread
+
+    def _write(self, save: PendingSave) -> None:
+        save.until = time.monotonic() + self._timeout_s
+        failure: CheckpointError | None = None
+        try:
+            began, nbytes = write_and_commit(save)
+        except BaseException as error:
+            failure = self._fail(save, error)
+            _log.debug("A save failed.", exc_info=error)
+            for connected in causes(error):
+                connected.__traceback__ = None
+        else:
+            ended = record.now()
+            self.newest, self.last = save.step, None
+            self.set_status(None)
+            self.stats.saves += 1
+            self.stats.write_seconds.append(ended - began)
+            self.stats.bytes_staged += save.nbytes or 0
+            self._schedule.ended(ended - save.called)
+            record.emit("write", step=save.step, start=began, seconds=ended - began, bytes=nbytes)
+        with self._lock:
+            if save.late:
+                state = "is saved after all" if save.step == self.newest else "was not saved"
+                _log.warning("stagereg: storage is responding again; step %d %s", save.step, state)
+            elif failure is not None:
+                self._keep(save.step, failure)
+            save.over.set()
+
+    def _fail(self, save: PendingSave, error: BaseException) -> CheckpointError | None:
+        """Note that a save has failed; return what is to be raised, ``None`` if its training loop has raised it."""
+        save.record_copied()
+        record.emit("lost", step=save.step, error=reason(error))
+        self._schedule.ended(None)
+        if isinstance(error, CheckpointError) and save.failure is not None:
+            self.last = error
+            self.set_status(save.step)
+            return None
+        known = isinstance(error, CheckpointError)
+        text = reason(error) if known else f"Step {save.step} was not saved: {reason(error)}"
+        parts = (f"{text.rstrip('.')}.", advice(error, self._target.store.root), self.describe_newest())
+        failure = CheckpointError(" ".join(part for part in parts if part))
+        failure.__cause__ = error.__cause__ if known else error
+        return failure
+
+
+def _work(saves: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (write := saves.get()) is not None:
+        write()
+        del write  # while it waits for the next save, the thread keeps nothing alive

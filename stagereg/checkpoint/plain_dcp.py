@@ -2,26 +2,19 @@
 
 torch reads ``.metadata`` and all values with ``pickle``, which runs whatever they name. Here ``.metadata`` may name the
 types of torch's metadata and nothing else, and values are read as in checkpoints of this project
-(:mod:`stagereg.checkpoint.pickled`); the rest is torch's own loader. As there, integer keys have become text, and empty
-containers are gone.
+(:mod:`stagereg.checkpoint.pickled`). As torch reads them, integer keys have become text, and empty containers are gone.
 """
 
 from __future__ import annotations
 
 import pickle
-from pathlib import Path, PosixPath, PurePath
+from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint.filesystem as filesystem
 import torch.distributed.checkpoint.metadata as torch_metadata
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from torch.futures import Future
 
 import stagereg.checkpoint.pickled as pickled
 from stagereg.checkpoint.manifest import MANIFEST
@@ -66,17 +59,22 @@ def read_plain_dcp(path: str) -> dict[str, Any]:
     Raises:
         CheckpointError: it is damaged, or names something else than data; nothing of it was run.
     """
+    folder = Path(path).expanduser()
     state: dict[str, Any] = {}
     try:
-        reader = _Reader(Path(path).expanduser())
-        _load_state_dict(state, storage_reader=reader, planner=_DataPlanner(), no_dist=True)
+        with (folder / _METADATA).open("rb") as file:
+            metadata: torch_metadata.Metadata = _Unpickler(file).load()
+        paths = metadata.planner_data or {}
+        for name, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, torch_metadata.TensorStorageMetadata):
+                value = _tensor(folder, name, entry, metadata.storage_data)
+            else:
+                value = _value(folder, name, metadata.storage_data[torch_metadata.MetadataIndex(name)])
+            set_element(state, paths.get(name, (name,)), value)
     except CheckpointError:
         raise
-    except (Exception, CheckpointException) as error:
-        inner = error.failures[0][0] if isinstance(error, CheckpointException) else error
-        if isinstance(inner, CheckpointError) or not isinstance(inner, Exception):
-            raise inner from None
-        raise CheckpointError(f"{path} was not read: {type(inner).__name__}: {str(inner)[:300]}") from error
+    except Exception as error:
+        raise CheckpointError(f"{path} was not read: {type(error).__name__}: {str(error)[:300]}") from error
     return state
 
 
@@ -89,39 +87,24 @@ class _Unpickler(pickle.Unpickler):
             raise CheckpointError(text) from None
 
 
-class _Reader(filesystem.FileSystemReader):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        with open(folder / _METADATA, "rb") as file:
-            self._metadata: torch_metadata.Metadata = _Unpickler(file).load()
-        for info in self._metadata.storage_data.values():
-            if PurePath(info.relative_path).name != info.relative_path:
-                raise CheckpointError(f"it names {info.relative_path[:100]!r}, which is no file of the directory.")
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> torch_metadata.Metadata:
-        return self._metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            info = self.storage_data[item.storage_index]
-            if getattr(info, "transform_descriptors", None):
-                raise CheckpointError("it is stored through an extension of torch's format, which is not read here.")
-            with open(Path(self.path) / info.relative_path, "rb") as file:
-                file.seek(info.offset)
-                value = pickled.load(item.storage_index.fqn, file.read(info.length))
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, value)
-                continue
-            target = planner.resolve_tensor(item).detach()
-            part = narrow_tensor_by_index(value, item.storage_offsets, item.lengths)
-            if part.shape != target.shape:
-                raise CheckpointError(f"{item.storage_index.fqn!r:.100} has another shape than its {_METADATA} says.")
-            planner.commit_tensor(item, target.copy_(part))
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+def _tensor(folder: Path, name: str, entry: torch_metadata.TensorStorageMetadata, places: Any) -> torch.Tensor:
+    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+    if sum(chunk.sizes.numel() for chunk in entry.chunks) != whole.numel():
+        raise CheckpointError(f"the parts of {name!r:.100} are not the whole of it.")
+    for chunk in entry.chunks:
+        part = _value(folder, name, places[torch_metadata.MetadataIndex(name, chunk.offsets)])
+        if not isinstance(part, torch.Tensor) or (part.shape, part.dtype) != (chunk.sizes, whole.dtype):
+            raise CheckpointError(f"{name!r:.100} has another shape or dtype than its {_METADATA} says.")
+        box = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        whole[box] = part.detach()
+    return whole
 
 
-class _DataPlanner(_EmptyStateDictLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], value)
+def _value(folder: Path, name: str, info: Any) -> Any:
+    if Path(info.relative_path).name != info.relative_path:
+        raise CheckpointError(f"it names {info.relative_path[:100]!r}, which is no file of the directory.")
+    if getattr(info, "transform_descriptors", None):
+        raise CheckpointError("it is stored through an extension of torch's format, which is not read here.")
+    with (folder / info.relative_path).open("rb") as file:
+        file.seek(info.offset)
+        return pickled.load(name, file.read(info.length))

@@ -105,10 +105,6 @@ class RankGroup:
 
         return wait
 
-    def exchange(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order. Collective."""
-        return self.run_on_all("The ranks could not exchange values", lambda: value)
-
     def run_on_all(self, failing: str, act: Callable[[], T]) -> list[T]:
         """Let every rank act, and return what ``act`` returned on each, in rank order. Collective.
 

@@ -5,9 +5,7 @@
 
 1. The first save comes after ten steps, of a fresh run and of a resumed one: the first few steps compile, allocate and
    warm up, and their median over ten is that of a usual step; and ten steps are little to do once more.
-2. The second save comes ten steps later, or when the first is written on all ranks, if that takes longer: a first save
-   takes new memory and plans its files, so only a second one shows what later ones cost. Then there is a plan.
-3. After each save the plan is made anew from the last few: what they held the loop for, by how much the steps beside
+2. After each save the plan is made anew from the last few: what they held the loop for, by how much the steps beside
    them were slower, how old each was when it was complete, and the time of an undisturbed step. The next save is at
    most ten times as many steps away as were measured, since the first steps of a run may be unlike the later ones: on
    an accelerator they may be no more than queued.
@@ -34,7 +32,7 @@ __all__ = ["Automatic", "Schedule"]
 
 _log = logging.getLogger(__name__)
 
-_FIRST_STEPS = 10  # until the first save, and from it to the second
+_FIRST_STEPS = 10  # until the first save
 _STEPS = 200  # undisturbed ones whose median counts, the newest
 _FORESIGHT = 10  # how many times the steps that were measured a plan goes ahead at most
 _SAVES = 5  # that count, the newest: a disk that becomes slow is noticed within so many
@@ -57,10 +55,6 @@ class Schedule:
     def due(self, step: int) -> bool:
         """Whether to save after ``step``. Called once a step; the same on all ranks; not collective."""
         return step > 0 and step % self._every == 0
-
-    def postponed(self, step: int) -> bool:
-        """Whether a save that is due has to wait, since there is nothing to plan with yet. Collective."""
-        return False
 
     def held(self, step: int, seconds: float) -> None:
         """Take notice of what a save has held the training loop for. Collective: all ranks, also those that failed."""
@@ -112,19 +106,10 @@ class Automatic(Schedule):
             self._next = max(step - 1, 0) + _FIRST_STEPS
         return step >= self._next
 
-    def postponed(self, step: int) -> bool:
-        if self._saves != 1:
-            return False
-        (busy,) = self._ranks.max_async([float(self._ended == 0)])()
-        self._look(step)
-        if busy:  # then look again after twice as many steps
-            self._next = step + max(1, step - self._saved)
-        return busy > 0
-
     def held(self, step: int, seconds: float) -> None:
         self._take_answer()
         if self._saves == 1:
-            self._stalls.clear()  # of the first save, which took longer than others do
+            self._stalls.clear()  # of the first save, which took new memory and planned its files
         self._stalls.append(seconds)
         if self._beside and self._undisturbed:
             usual = median(self._undisturbed)
@@ -133,8 +118,7 @@ class Automatic(Schedule):
         self._saves += 1
         self._saved = step
         self._next = step + self._every
-        if self._saves > 1:
-            self._answer = self._ranks.max_async(self._plan())
+        self._answer = self._ranks.max_async(self._plan())
         self._look(step)
 
     def ended(self, age: float | None) -> None:

@@ -10,7 +10,6 @@ import importlib
 import inspect
 import json
 import os
-import threading
 import types
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
@@ -58,10 +57,6 @@ def run(folder: str, target: str) -> str:
     except ConfigError as error:
         return str(error)
     cases.run_contracts()
-    left = [thread.name for thread in threading.enumerate() if not thread.daemon]
-    if len(left) > 1:  # the main one is there
-        promise = "The process that has used it comes to its end."
-        cases.write(target, "ends", promise, "broken", f"threads hold it up: {', '.join(left[1:])}")
     return ""
 
 
@@ -140,7 +135,7 @@ class _Cases:
             )
         elif lacking := "only its author knows a step of it" if entry.kind != "stager" else _configured(entry):
             module = f"{entry.target.partition(':')[0].partition('.')[0]}.contract"
-            where = f'announce it: [project.entry-points."{CONTRACTS}"] "{entry.kind}.{entry.bare}" = "{module}:Name"'
+            where = f'announce it: [project.entry-points."{CONTRACTS}"] "{entry.kind}.{entry.name}" = "{module}:Name"'
             write = f"write a class that inherits stagereg.testing.{_KINDS[entry.kind].__name__}, and {where}"
             self.write(section, "contract", promise, "not shown", f"{lacking}; {write}")
         else:
@@ -209,7 +204,7 @@ def _loaded(entry: Entry) -> str:
 
 def _announced(entry: Entry) -> str:
     """Where the contract of a component is, ``"package.module:Name"``, as its own package announces it."""
-    for point in entry_points(group=CONTRACTS, name=f"{entry.kind}.{entry.bare}"):
+    for point in entry_points(group=CONTRACTS, name=f"{entry.kind}.{entry.name}"):
         if point.dist is not None and normalized(point.dist.name) == normalized(entry.distribution):
             return point.value
     return ""

@@ -11,7 +11,6 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
-import re
 import sys
 import tempfile
 import textwrap
@@ -22,8 +21,8 @@ import stagereg.output as output
 import stagereg.registry as registry
 from stagereg.commands.child import call_in_child
 from stagereg.commands.listing import find
-from stagereg.errors import ConfigError, UnknownNameError, nearest
-from stagereg.installed import DISTRIBUTION, normalized, unmet
+from stagereg.errors import ConfigError, nearest
+from stagereg.installed import DISTRIBUTION, normalized
 from stagereg.registry import Entry
 
 __all__ = ["CONTRACTS", "add_to", "resolve", "run"]
@@ -35,9 +34,7 @@ _START_S = 300.0
 """Seconds that a child process has to start and to import torch, which is not the plugin's doing."""
 _BESIDE = 20
 """Columns of a line that neither a promise nor what was seen of it has."""
-_LINES = 12
-"""Lines of what was seen that the table shows."""
-_TARGET = "an installed package, a module, a file (plugin.py), or kind/name of a component (stager/pinned_cached)"
+_TARGET = "a package that announces plugins, a module, a file (plugin.py), or kind/name of a component (stager/shared)"
 
 Case = dict[str, str]
 """One promise: its ``section``, ``name`` and ``promise``, the ``verdict`` (one of ``_VERDICTS``), what was ``seen``."""
@@ -68,8 +65,10 @@ def run(asked: argparse.Namespace) -> int:
     if asked.json:
         output.as_json({"target": asked.target, "kept": not bad, "counts": counts, "cases": cases})
         return int(bad > 0)
+    wide = (output.line_width() - _BESIDE) // 2
     for title in dict.fromkeys(case["section"] for case in cases):
-        rows = [_row(case) for case in cases if case["section"] == title]
+        mine = [case for case in cases if case["section"] == title]
+        rows = [(case["verdict"], textwrap.fill(case["promise"], wide), case["seen"]) for case in mine]
         output.table(title, ("verdict", "promise", "seen"), rows, verdict="verdict")
         output.echo()
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _VERDICTS if counts[verdict])
@@ -103,14 +102,6 @@ def _tried(target: str, limit_s: float) -> list[Case]:
     return list(cases.values())
 
 
-def _row(case: Case) -> list[str]:
-    """A row of the table for people, not longer than a screen."""
-    promise = textwrap.fill(case["promise"], (output.line_width() - _BESIDE) // 2)
-    lines = case["seen"].splitlines()
-    more = [f"[{len(lines) - _LINES} more lines; --json has them]"] if len(lines) > _LINES else []
-    return [case["verdict"], promise, "\n".join([*lines[:_LINES], *more])]
-
-
 # -- what the target means
 
 
@@ -127,48 +118,24 @@ def resolve(target: str) -> tuple[list[str], list[Case]]:
     if target.endswith(".py"):
         if not Path(target).is_file():
             raise ConfigError(f"There is no file {target}.")
-        return [_module_of(Path(target).resolve())], []
-    if "/" in target:
-        try:
-            return _names([find(target)]), []
-        except UnknownNameError:
-            _refuse_folder(target)
-            raise
+        sys.path.insert(0, str(Path(target).resolve().parent))  # the child process has it then
+        return [Path(target).stem], []
     if package := _package(target):
         return package
     entries = registry.entries()
-    if any(target in (entry.name, entry.bare) for entry in entries):
+    if "/" in target or any(target == entry.name for entry in entries):
         return _names([find(target)]), []
     inside = [entry for entry in entries if f"{entry.target.partition(':')[0]}.".startswith(f"{target}.")]
     if inside or _importable(target):
         return _names(inside) or [target], []
-    _refuse_folder(target)
     known = [*(d.name for d in importlib.metadata.distributions() if d.name), *(entry.name for entry in entries)]
     raise ConfigError(
         f"{target!r} is no installed package, module or component.{nearest(target, known)}\nGive {_TARGET}."
     )
 
 
-def _refuse_folder(target: str) -> None:
-    if Path(target).is_dir():
-        raise ConfigError(
-            f"{target} is a folder, and a folder is not checked.\n"
-            f"If it is a package's: python -m pip install --editable {target}, and then stagereg check PACKAGE.\n"
-            f"Give {_TARGET}."
-        )
-
-
 def _names(entries: list[Entry]) -> list[str]:
     return [f"{entry.kind}/{entry.name}" for entry in entries]
-
-
-def _module_of(file: Path) -> str:
-    """The name that a file has for its neighbours, packages above it being those with ``__init__.py``."""
-    parts, root = [file.stem], file.parent
-    while (root / "__init__.py").is_file():
-        parts, root = [root.name, *parts], root.parent
-    sys.path.insert(0, str(root))  # the child process has it then
-    return ".".join(parts)
 
 
 def _importable(module: str) -> bool:
@@ -184,24 +151,10 @@ def _package(name: str) -> tuple[list[str], list[Case]] | None:
     except (importlib.metadata.PackageNotFoundError, ValueError):
         return None
     title, own = f"{found.name} {found.version}", normalized(found.name)
-    announced = {point.name for point in found.entry_points if point.group == registry.ENTRY_POINTS}
-    if not announced and own != DISTRIBUTION:
-        if _importable(name):
-            return None
-        raise ConfigError(
-            f"The package {title} announces nothing under {registry.ENTRY_POINTS!r}, so nothing in it can be chosen.\n"
-            'Write in its pyproject.toml: [project.entry-points."stagereg.plugins"] "stager.name" = "module:Class"'
-        )
+    if not found.entry_points.select(group=registry.ENTRY_POINTS) and own != DISTRIBUTION:
+        return None
     problems = [why for who, why in registry.unreadable() if who == title]
-    if wrong := unmet(found.name):
-        problems.append(wrong)
-    elif DISTRIBUTION not in [own, *(normalized(re.split(r"[^\w.-]", line)[0]) for line in found.requires or [])]:
-        problems.append(f'it requires no stagereg; write in its pyproject.toml: dependencies = ["{DISTRIBUTION}>=..."]')
-    for point in found.entry_points:
-        if point.group == CONTRACTS and point.name not in announced:
-            near = nearest(point.name, announced)
-            problems.append(f"there is no plugin for the contract {point.name!r}.{near}")
-    promise = "It declares its plugins, their contracts, and which stagereg it needs."
+    promise = "It declares its plugins."
     verdict = "broken" if problems else "kept"
     case = {"section": title, "name": "metadata", "promise": promise, "verdict": verdict, "seen": "\n".join(problems)}
     return _names([entry for entry in registry.entries() if normalized(entry.distribution) == own]), [case]

@@ -11,7 +11,6 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import IO
 
 import stagereg.output as output
 from stagereg.checkpoint.manifest import Checkpoint
@@ -69,20 +68,18 @@ def run(asked: argparse.Namespace) -> int:
         raise CheckpointError(text) from error
     output.progress(f"writing {out}")
     try:
-        export.write(out, asked.force)
+        names, left_out = export.write(out, asked.force)
     except OSError as error:
         raise CheckpointError(f"{out} was not written: {error}") from error
     finally:
         output.progress()
-    nbytes, names, left_out = out.stat().st_size, export.names(out), export.left_out(out)
+    nbytes = out.stat().st_size
     if asked.json:
         found = {"checkpoint": chosen.path, "step": chosen.manifest.step, "file": str(out), "bytes": nbytes}
-        inside = {"names": names, "merged": export.merged, "tensors": export.tensors, "left_out": left_out}
-        output.as_json(found | inside)
+        output.as_json(found | {"names": names, "left_out": left_out})
         return 0
     output.echo(f"{out}: step {chosen.manifest.step} of {chosen.path}, {nbytes:,} bytes")
-    put_together = dict.fromkeys(export.merged, " (put together from the shards of a ZeroRedundancyOptimizer)")
-    output.echo(f"In it: {', '.join(_shown(name) + put_together.get(name, '') for name in names) or 'nothing'}")
+    output.echo(f"In it: {', '.join(map(_shown, names)) or 'nothing'}")
     if left_out:
         more = f", and {len(left_out) - _SHOWN} more (--json names all)" if len(left_out) > _SHOWN else ""
         output.echo(f"Not in it, being no tensors: {', '.join(map(_shown, left_out[:_SHOWN]))}{more}")
@@ -90,10 +87,8 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _convert_plain(asked: argparse.Namespace, out: Path) -> int:
-    import torch
-
     from stagereg.checkpoint.entries import listed
-    from stagereg.checkpoint.export import expect_loadable, write_file
+    from stagereg.checkpoint.export import write_pt
     from stagereg.checkpoint.plain_dcp import read_plain_dcp
 
     if out.suffix == ".safetensors":
@@ -102,13 +97,8 @@ def _convert_plain(asked: argparse.Namespace, out: Path) -> int:
     if asked.only is not None and asked.only not in state:
         text = f"There is no {asked.only!r} in {asked.checkpoint}, only {listed(list(state))}."
         raise CheckpointError(text + nearest(asked.only, state))
-
-    def write(file: IO[bytes]) -> None:
-        torch.save(state if asked.only is None else state[asked.only], file)
-        expect_loadable(file)
-
     try:
-        write_file(out, asked.force, write)
+        write_pt(state if asked.only is None else state[asked.only], out, asked.force)
     except OSError as error:
         raise CheckpointError(f"{out} was not written: {error}") from error
     nbytes, names = out.stat().st_size, sorted(state if asked.only is None else [asked.only])

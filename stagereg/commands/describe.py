@@ -47,7 +47,6 @@ class Described:
     doc: str  # the rest, without the section on arguments
     options: list[Field]
     runtime: list[Field]  # the arguments that are no options
-    example: list[str]  # a command line that chooses it, and the call where arguments are left to the program
 
 
 def describe(entry: Entry) -> Described:
@@ -75,8 +74,7 @@ def describe(entry: Entry) -> Described:
         file = entry.file
     # Without the section `Args:`, which becomes the table of options.
     doc = re.sub(r"^(Args|Arguments|Parameters):\n(?:(?:[ \t]+.*)?(?:\n|\Z))*", "", rest, flags=re.MULTILINE)
-    example = list(_example(entry, options, runtime))
-    return Described(file, _marked(" ".join(summary.split())), _marked(doc.strip()), options, runtime, example)
+    return Described(file, _marked(" ".join(summary.split())), _marked(doc.strip()), options, runtime)
 
 
 def _fields(key: str, option: schema.Option) -> Iterator[Field]:
@@ -136,14 +134,3 @@ def _marked(text: str) -> str:
     text = re.sub(r":[a-z:]+:`~(?:[^`]*\.)?([^`.]+)`", r"`\1`", text)  # only the last name is shown
     text = re.sub(r":[a-z:]+:`(?:stagereg\.)?([^`]+)`", r"`\1`", text)
     return re.sub(r"``([^`]+)``", r"`\1`", text)
-
-
-def _example(entry: Entry, options: list[Field], runtime: list[Field]) -> Iterator[str]:
-    # What `defaults: [stagereg]` does not choose by itself is added.
-    plus = "" if entry.kind in ("stager", "storage", "join", "checkpoint") else "+"
-    required = [f"{entry.kind}.{f.name}={f.name.rpartition('.')[2].upper()}" for f in options if f.required]
-    settings = required or [f"{entry.kind}.{f.name}={f.default}" for f in options if f.default.isalnum()][:1]
-    yield " ".join(["python train.py", f"{plus}{entry.kind}={entry.name}", *settings])
-    passed = [f"{argument.name}={argument.name}" for argument in runtime if argument.required]
-    if passed:
-        yield f"stagereg.instantiate(cfg.{entry.kind}, {', '.join(passed)})"

@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import stagereg.output as output
@@ -25,8 +24,6 @@ from stagereg.errors import CheckpointError
 from stagereg.output import size_text
 
 __all__ = ["Located", "add_to", "list_checkpoints", "located", "newest_first", "verify"]
-
-_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -43,9 +40,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     help_ = "of checkpoints (checkpoint.dir), or one checkpoint; a path or a URL"
     listing = "list the checkpoints of a directory, and who writes there"
     output.add_command(commands, "ls", listing, list_checkpoints).add_argument("directory", help=help_)
-    parser = output.add_command(commands, "verify", "check whether checkpoints are what was written", verify)
-    parser.add_argument("directory", help=help_)
-    parser.add_argument("--fast", action="store_true", help="manifests and sizes only; the content is not read")
+    checking = "check whether checkpoints are what was written"
+    output.add_command(commands, "verify", checking, verify).add_argument("directory", help=help_)
 
 
 def list_checkpoints(asked: argparse.Namespace) -> int:
@@ -90,23 +86,21 @@ def verify(asked: argparse.Namespace) -> int:
     looked: list[Condition] = []
     for each in found.conditions:
         output.progress(f"reading {each.path}")
-        looked.append(each if asked.fast else found.store.examine(each.path))
+        looked.append(found.store.examine(each.path))
     output.progress()
     looked = _still_there(found.store, looked)
     bad = sum(bool(each.damages) for each in looked)
     good = next((each.path for each in newest_first(looked) if not each.damages), None)
     entries = [_entry(each, "ok") for each in looked]
     if asked.json:
-        how = "fast" if asked.fast else "full"
-        output.as_json({"root": found.store.root, "verify": how, "checkpoints": entries, "newest_good": good})
+        output.as_json({"root": found.store.root, "checkpoints": entries, "newest_good": good})
         return int(bad > 0)
     columns = ("step", "files", "size", "state")
     wrong = ["\n".join(map(str, each.damages)) for each in looked]
     rows = [(*_cells(entry, columns), text) for entry, text in zip(entries, wrong, strict=True)]
     output.table(found.store.root, (*columns, "what is wrong"), rows, verdict="state")
-    how = "By manifests and sizes, no content was read" if asked.fast else "The content of every file was read"
-    count = f"{len(looked)} checkpoint{'' if len(looked) == 1 else 's'}"
-    output.echo(f"\n{how}: {count}, {f'{bad} not' if bad else 'all'} good.", "bold red" if bad else "")
+    count = f"{len(looked)} checkpoint{'' if len(looked) == 1 else 's'}, {f'{bad} not' if bad else 'all'} good."
+    output.echo(f"\nThe content of every file was read: {count}", "bold red" if bad else "")
     if bad and not found.one:
         output.echo("None is good." if good is None else f"The newest good one is {good}")
     return int(bad > 0)
@@ -136,11 +130,9 @@ def located(target: str, empty: bool = False) -> Located:
         lost = any((damage.file, damage.what if damage.file == MANIFEST else "") in absent for damage in one.damages)
         if one.manifest is not None or not lost or any(each.name == one.name for each in _conditions(store)):
             return Located(store, [one], one=True)
-        below = sorted(path for path in Path(target).expanduser().glob("*/") if any(open_store(path).checkpoints()))
     except OSError as error:
         raise CheckpointError(f"{target} could not be looked at: {error}") from error
-    some = f" There are some in {', '.join(map(str, below[:_NAMED]))}." if below else ""
-    raise CheckpointError(f"There is no checkpoint in {target}.{some}")
+    raise CheckpointError(f"There is no checkpoint in {target}. Name the directory that has them (checkpoint.dir).")
 
 
 def newest_first(conditions: Sequence[Condition]) -> list[Condition]:
@@ -150,9 +142,8 @@ def newest_first(conditions: Sequence[Condition]) -> list[Condition]:
 
 def _conditions(store: CheckpointStore) -> list[Condition]:
     complete, refused = store.checkpoints()
-    unfinished = set(store.leftovers())  # which in an object store lie among the others
     every = [Condition(one.path, one.manifest) for one in complete]
-    every += [store.condition(path) for path in refused if path not in unfinished]
+    every += [store.condition(path) for path in refused]
     return sorted(every, key=lambda each: -1 if each.step is None else each.step, reverse=True)
 
 
@@ -162,8 +153,7 @@ def _still_there(store: CheckpointStore, looked: list[Condition]) -> list[Condit
     there = {path.rpartition("/")[2] for path in refused} | {one.name for one in complete}
     left = [each for each in looked if not each.damages or each.name in there or step_of(each.name) is None]
     if not left:
-        text = "were read, a run replaced all of them by newer ones. Look again, or with --fast."
-        raise CheckpointError(f"While the checkpoints in {store.root} {text}")
+        raise CheckpointError(f"{store.root}: a run replaced all of them by newer ones meanwhile. Look again.")
     return left
 
 

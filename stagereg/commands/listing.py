@@ -107,8 +107,6 @@ def show(asked: argparse.Namespace) -> int:
         rows = [(r.name, r.type or "-", f"{'must' if r.required else 'may'} be passed", r.help) for r in shown.runtime]
         output.echo()
         output.table("Arguments that the program passes", ("name", "type", "", "what it is for"), rows)
-    output.echo("\nExample", "bold")
-    output.echo("\n".join(f"  {line}" for line in shown.example))
     output.echo(f"\n{shown.doc}" if shown.doc else "")
     return 0
 
@@ -122,12 +120,12 @@ def find(text: str) -> Entry:
 
     Raises:
         UnknownNameError: there is none; the message has the nearest one. Or several kinds have it.
-        RegistryError: several packages announce it; the message has how to choose.
+        RegistryError: several packages announce it.
     """
     kind, slash, name = text.replace("=", "/", 1).partition("/")
     if slash:
         return registry.find(kind, name)
-    having = sorted({e.kind for e in registry.entries() if e.bare == text.partition("@")[0]})
+    having = sorted({e.kind for e in registry.entries() if e.name == text})
     if len(having) == 1:
         return registry.find(having[0], text)
     if having:

@@ -63,9 +63,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     help_ = "compute how often to save: what checkpoints cost against what failures undo"
     parser = output.add_command(commands, "plan", help_, run)
     for name, kind, read, text in (
-        ("mtbf", "TIME", _seconds, "mean time between failures of the whole job, as in 6h"),
-        ("mtbf-per-node", "TIME", _seconds, "instead, of one machine, as in 50000h; with --nodes"),
-        ("nodes", "N", int, "machines of the job; any that fails stops it"),
+        ("mtbf", "TIME", _seconds, "mean time between failures of the whole job, all its machines together, as in 6h"),
         ("ranks", "N", int, "that share the state, 1 or those of --run"),
         ("state", "SIZE", ByteSize, "of a checkpoint, all ranks together, as in 1TiB"),
         ("restart", "TIME", _seconds, "from a failure until training goes on, 5m"),
@@ -84,14 +82,10 @@ def run(asked: argparse.Namespace) -> int:
     Raises:
         ConfigError: what was asked for makes no sense, or the run has no checkpoint.
     """
-    each_s, nodes = asked.mtbf_per_node, asked.nodes
-    if (asked.mtbf is None) == (each_s is None) or (nodes is None) != (each_s is None):
-        raise ConfigError(
-            "How often does the job fail? Give one: --mtbf 6h, of the whole job, all its machines together;\n"
-            "or --mtbf-per-node 50000h --nodes 128, of each machine."
-        )
+    if asked.mtbf is None:
+        raise ConfigError("How often does the job fail, all its machines together? Give --mtbf, as in --mtbf 6h.")
     job = _costs(asked)
-    job.mtbf_s, job.restart_s = asked.mtbf or each_s / nodes, asked.restart
+    job.mtbf_s, job.restart_s = asked.mtbf, asked.restart
     job.step_s = asked.step or job.step_s
     job.sources.append("The restart (--restart) changes what is lost, not the best interval.")
     best_s, least_s = interval.best(job.cost_s, job.mtbf_s, job.write_s), interval.least(job.cost_s, job.write_s)

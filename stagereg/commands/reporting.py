@@ -8,14 +8,41 @@ reported, not a failure of the report.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import os
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import stagereg.output as output
+import stagereg.sweep.render as render
+import stagereg.sweep.render.page as page
+import stagereg.sweep.render.plots as plots
+import stagereg.sweep.render.tables as tables
 from stagereg.errors import ConfigError
-from stagereg.sweep.result import kind_of
+from stagereg.sweep.answer import answer
+from stagereg.sweep.comparison import compare
+from stagereg.sweep.figures import Saved, saved
+from stagereg.sweep.metric import counted, in_order, labelled, metric, quantity, shown, usual
+from stagereg.sweep.render.page import Picture
+from stagereg.sweep.render.tables import Table, Value
+from stagereg.sweep.result import JobResult, kind_of, results
+from stagereg.sweep.run import Run
+from stagereg.sweep.timeline import timeline_figure
+from stagereg.sweep.trace import trace_text
 
-__all__ = ["add_to", "run"]
+__all__ = ["RunReport", "SweepReport", "add_to", "run"]
+
+_MIB = 2**20
+_FILES = ("timeline.svg", "timeline.png", "trace.json", "report.html")
+_FIRST, _LAST = 6, 6
+"""Checkpoints that a terminal shows of a run that has many."""
+_CAPTION = (
+    "What every rank did when. A stall is a checkpoint holding up training; staging and writing that lie below steps "
+    "cost training no more than what they slow it down."
+)
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,8 +62,6 @@ def run(asked: argparse.Namespace) -> int:
         ConfigError: the directory is neither a run nor a sweep, an option is not for what it is, or a file could not
             be written.
     """
-    from stagereg.commands.reported import RunReport, SweepReport
-
     directory = Path(asked.directory)
     is_sweep = kind_of(directory) == "sweep"
     if not is_sweep and (asked.metric or asked.direction):
@@ -55,3 +80,155 @@ def run(asked: argparse.Namespace) -> int:
     elif files:
         output.echo(f"\nWritten to {os.path.relpath(target)}: {', '.join(path.name for path in files)}")
     return 0
+
+
+class SweepReport:
+    """The comparison of a sweep's jobs, ranked by ``metric`` and ``direction``, else by what it was run with."""
+
+    def __init__(self, directory: Path, metric: str, direction: str | None) -> None:
+        jobs = results(directory)
+        own, its_direction = _ranking(jobs)
+        self._comparison = compare(jobs, metric or own, direction or (None if metric else its_direction))
+
+    def write(self, target: Path) -> list[Path]:
+        """Write its files and return their paths. Raises: ``OSError``."""
+        return render.write(self._comparison, target)
+
+    def show(self) -> None:
+        """Print it."""
+        tables.terminal(self._comparison)
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        comparison = self._comparison
+        rows = [dataclasses.asdict(row) | {"status": row.status} for row in comparison.rows]
+        ranking = {"metric": comparison.ranking.name, "better": comparison.ranking.better}
+        return dataclasses.asdict(comparison) | {"kind": "sweep", "answer": answer(comparison), "rows": rows} | ranking
+
+
+def _ranking(jobs: Sequence[JobResult]) -> tuple[str, str | None]:
+    """What the sweep was ranked by when it ran, by the config of the first job that has it, else what makes sense."""
+    from omegaconf import OmegaConf
+
+    for job in jobs:
+        with contextlib.suppress(Exception):  # whatever YAML and OmegaConf raise for a torn file
+            config = OmegaConf.load(job.directory / ".hydra" / "config.yaml")
+            if chosen := OmegaConf.select(config, "sweep.metric"):
+                return str(chosen), OmegaConf.select(config, "sweep.direction")
+    return usual(set().union(*(job.figures for job in jobs))), None
+
+
+class RunReport:
+    """The report on one run, also on one that recorded nothing but its result, or whose records cannot be read."""
+
+    def __init__(self, directory: Path) -> None:
+        self._job = JobResult.of_directory(directory)
+        self._run: Run | None = None
+        try:
+            self._run = Run.read(directory)
+            self._warnings = list(_warnings(self._job, self._run))
+        except ConfigError as error:
+            self._warnings = [*_warnings(self._job, None), f"There is no timeline: {error}"]
+        self._saved = saved(self._run) if self._run is not None else []
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        checkpoints = [dataclasses.asdict(one) for one in self._saved]
+        return {"kind": "run", **dataclasses.asdict(self._job), "checkpoints": checkpoints, "warnings": self._warnings}
+
+    def show(self) -> None:
+        """Print it; of many checkpoints the first and the last ones."""
+        output.echo(f"{self._job.directory}: {self._answer()}", "bold")
+        for line in self._warnings:
+            output.echo(line, "yellow")
+        if found := self._job.figures:
+            output.echo()
+            labels = [labelled(name, found[name]) for name in in_order(found)]
+            output.table("Figures", (), [(head, quantity(value, unit)) for head, value, unit in labels])
+        if self._saved:
+            table = _checkpoints(self._saved)
+            rows = [tuple(map(_cell, row)) for row in table.rows]
+            if len(rows) > _FIRST + _LAST + 1:
+                rows[_FIRST:-_LAST] = [("…", *[""] * (len(table.columns) - 1))]
+            output.echo()
+            output.table(table.title, tuple(map(str, table.columns)), rows, verdict="state")
+
+    def write(self, target: Path) -> list[Path]:
+        """Write the pictures and the page into ``target`` and return their paths. Raises: ``OSError``."""
+        if self._run is None:
+            return []
+        documents, pictures = _pictures(self._run)
+        checkpoints = [_checkpoints(self._saved)] if self._saved else []
+        text = page.run_page(self._job, self._answer(), self._warnings, checkpoints, pictures)
+        documents |= {"trace.json": trace_text(self._run).encode(), "report.html": text.encode()}
+        return render.put(documents, _FILES, target)
+
+    def _answer(self) -> str:
+        """What the run was, in a sentence or two."""
+        text, run, found = self._job.status.capitalize(), self._run, self._job.figures
+        if run is not None:
+            text += f": {counted(found.get('steps', 0), 'step')} on {counted(run.world_size, 'rank')}"
+            text += f" in {shown(run.seconds)} s"
+        if found.get("checkpoints"):
+            text += f". {counted(found['checkpoints'], 'checkpoint')}"
+            if "stall_ms" in found:
+                text += f", each held training for {metric('stall_ms').text(found['stall_ms'])} (median)"
+            if "lost_percent" in found:
+                text += f"; {metric('lost_percent').text(found['lost_percent'])} of training time lost"
+        return f"{text}."
+
+
+def _warnings(job: JobResult, recorded: Run | None) -> Iterator[str]:
+    """What to know before reading the figures: how it ended, if not well, and what is missing."""
+    if job.error:
+        yield f"It {'failed' if job.status == 'failed' else 'did not come to its end'}: {tables.first_line(job.error)}"
+    if recorded is None:
+        return
+    for each in (each for rank in recorded.ranks for each in rank.fallbacks):
+        why, lost = tables.first_line(each.why), counted(each.lost, "step")
+        yield f"It went on from step {each.step}, since a newer checkpoint was damaged ({why}): {lost} lost."
+    if recorded.damaged:
+        yield f"Left out, being damaged: {counted(recorded.damaged, 'line')} of its records."
+    if gone := sorted(set(range(recorded.world_size)) - {rank.rank for rank in recorded.ranks}):
+        named = ", ".join(map(str, gone[:8])) + ", …" * (len(gone) > 8)
+        yield f"There are no records of {counted(len(gone), 'rank')} ({named}): the figures are those of the others."
+
+
+def _checkpoints(every: Sequence[Saved]) -> Table:
+    heads = ("step", "saved at s", "stall ms", "staging ms", "writing ms", "complete after ms", "MiB", "state")
+    rows = tuple(
+        (
+            one.step,
+            one.start,
+            _ms(one.stall_s),
+            _ms(one.stage_s),
+            _ms(one.write_s),
+            _ms(one.end - one.start) if one.state == "complete" else None,
+            one.nbytes / _MIB,
+            one.state + (f": {one.error}" if one.error else ""),
+        )
+        for one in every
+    )
+    return Table("Checkpoints", heads, rows, "Times are the slowest rank's; MiB is what all ranks staged.")
+
+
+def _pictures(recorded: Run) -> tuple[dict[str, bytes], list[Picture]]:
+    """The files of the timeline by name, and the pictures of the page."""
+    documents: dict[str, bytes] = {}
+    pictures = []
+    try:
+        if any(rank.steps or rank.stalls for rank in recorded.ranks):
+            timeline = timeline_figure(recorded)
+            documents = {f"timeline.{kind}": plots.document(timeline, kind) for kind in ("svg", "png")}
+            pictures.append(Picture("Timeline", documents["timeline.svg"].decode(), caption=_CAPTION))
+    except ImportError:
+        print("no picture: pip install 'hydra-stagereg[report]'", file=sys.stderr)
+    return documents, pictures
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
+
+
+def _cell(value: Value) -> str:
+    return "-" if value is None else shown(value) if isinstance(value, float) else str(value)

@@ -71,6 +71,7 @@ class Layout:
     packed: list[int]  # the tensors that are copied element by element
     nbytes: int  # host memory needed
     alone: list[tuple[torch.dtype, int, int] | None]  # dtype, elements, offset; None of tensors that share memory
+    spans: dict[int, int]  # offset and bytes of those that share none
     unfinished: list[int]  # the tensors that are something else than neighbouring elements in one dimension
 
 
@@ -97,12 +98,13 @@ def span_of(x: torch.Tensor) -> int:
     return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
 
 
-def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature) -> Layout:
+def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature, margins: tuple[int, int] = (0, 0)) -> Layout:
     """Plan host memory for plain strided tensors.
 
     Args:
         tensors: on any devices.
         rows: their :func:`signature`.
+        margins: bytes to be left free before and after each region.
 
     Raises:
         StagingError: a tensor reaches beyond its storage, as after its storage was freed; ``path`` is the index.
@@ -124,12 +126,13 @@ def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature) -> Layout:
 
     regions = _merge(runs, rows)
     packed = _adopt(holed, regions, rows)
-    nbytes, alone = _assign(regions, packed, tensors, rows, pieces)
+    nbytes, alone = _assign(regions, packed, tensors, rows, pieces, margins)
     local = [r for r in regions if tensors[r.source].device.type == "cpu"]
     remote = [r for r in regions if tensors[r.source].device.type != "cpu"]
     batch = Batch([(r.offset, r.address, r.nbytes) for r in local])
+    spans = {piece.offset: piece.nbytes for piece, its_own in zip(pieces, alone, strict=True) if its_own}
     unfinished = [i for i, piece in enumerate(pieces) if alone[i] is None or piece.stride != (1,)]
-    return Layout(rows, pieces, local, batch, remote, packed, nbytes, alone, unfinished)
+    return Layout(rows, pieces, local, batch, remote, packed, nbytes, alone, spans, unfinished)
 
 
 def _merge(runs: list[_Run], rows: Signature) -> list[Region]:
@@ -167,13 +170,15 @@ def _assign(
     tensors: Sequence[torch.Tensor],
     rows: Signature,
     pieces: list[Piece],
+    margins: tuple[int, int],
 ) -> tuple[int, list[tuple[torch.dtype, int, int] | None]]:
     """Assign host offsets. Return the bytes needed, and ``Layout.alone``."""
+    before, after = _aligned(margins[0]), margins[1]
     alone: list[tuple[torch.dtype, int, int] | None] = [None] * len(pieces)
     cursor = 0
     for region in regions:
-        region.offset = cursor
-        cursor = _aligned(cursor + region.nbytes)
+        region.offset = cursor + before
+        cursor = _aligned(region.offset + region.nbytes + after)
         for i in region.members:
             piece, size = pieces[i], tensors[i].element_size()
             start = (rows[i][0] - region.address) // size

@@ -27,13 +27,14 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from stagereg.errors import StagerClosedError, StagingError
 
-__all__ = ["Block", "BlockRef", "Lease", "Pool", "view_of"]
+__all__ = ["Block", "BlockRef", "Lease", "Pool", "padding_around", "register_padding", "view_of"]
 
 log = logging.getLogger("stagereg")
 
@@ -316,3 +317,45 @@ def _give_back(pool: weakref.ref[Pool], block: Block) -> None:
     owner = pool()
     if owner is not None and owner._keep and not owner._closed:
         owner._free.append(block)
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """The free bytes around the staged tensors in a block, for a storage that writes a file's image in place.
+
+    The bytes next to a tensor belong to whoever holds it, and all of the block may be read.
+    """
+
+    address: int  # of the whole block, a multiple of 4096
+    nbytes: int  # likewise
+    before: int  # bytes next to a tensor's first byte that nothing else uses
+    after: int  # bytes next to its last
+    spans: dict[int, int]  # offset in the block and bytes of each tensor that has such bytes to itself
+
+
+# Global, since a storage has nothing but the tensor to find its padding by.
+_padded: dict[int, Padding] = {}
+
+
+def register_padding(view: memoryview, margins: tuple[int, int], spans: dict[int, int]) -> None:
+    """Record padding for :func:`padding_around`, as long as ``view`` lives.
+
+    Args:
+        view: of a whole block.
+        margins: bytes that are free before and after each tensor.
+        spans: see :class:`Padding`.
+    """
+    address = torch.frombuffer(view, dtype=torch.uint8, count=1).data_ptr()
+    _padded[id(view)] = Padding(address, view.nbytes, *margins, spans)
+    weakref.finalize(view, _padded.pop, id(view), None).atexit = False
+
+
+def padding_around(x: torch.Tensor) -> Padding | None:
+    """Return the padding of a contiguous staged tensor; None where it has none, or shares its memory."""
+    if x.device.type != "cpu" or x.layout is not torch.strided or not x.is_contiguous():
+        return None
+    address = x.data_ptr()
+    for padding in tuple(_padded.values()):
+        if padding.spans.get(address - padding.address) == x.nbytes:
+            return padding
+    return None

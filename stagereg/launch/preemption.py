@@ -217,8 +217,8 @@ class SignalListener:
             if each.reports:
                 text = "preempted: all is saved, but the process did not end in time\n"
                 if not self.saved:
-                    newest = _try(each.describe_newest) or "the newest checkpoint is unknown"
-                    text = f"stopped by {received.name}: {why.format(grace_s=each.grace_s)}; {newest}\n"
+                    newest = _try(each.describe_newest) or "The newest checkpoint is unknown."
+                    text = f"stopped by {received.name}: {why.format(grace_s=each.grace_s)}. {newest}\n"
                 with contextlib.suppress(OSError):
                     os.write(2, text.encode())
         _try(sys.stdout.flush)

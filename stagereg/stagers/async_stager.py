@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncStager",
     "ReleasesCopies",
+    "ReservesPadding",
     "SharesMemory",
     "StateDict",
     "WatchesOptimizers",
@@ -73,6 +74,17 @@ class AsyncStager(Protocol):
 
 
 # What a stager may offer besides. A checkpointer asks with isinstance; a stager needs not inherit from these.
+
+
+@runtime_checkable
+class ReservesPadding(Protocol):
+    """A stager that can leave bytes free around tensors, for a storage that writes a file's image in place."""
+
+    def reserve_padding(self, before: int, after: int) -> None:
+        """Leave so many bytes free before and after each tensor in the copies to come.
+
+        :func:`stagereg.kernel.memory.padding_around` finds them. A tensor that shares its memory has none.
+        """
 
 
 @runtime_checkable

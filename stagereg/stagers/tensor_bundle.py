@@ -1,7 +1,8 @@
 """Many tensors in shared memory as one small message, which another process opens into equal tensors.
 
 ``multiprocessing`` pickles tensor by tensor, at some thirty microseconds each. A :class:`TensorBundle` is a table of
-numbers, pickled at once by any pickler. The sender holds the tensors until the receiver has answered.
+numbers, pickled at once by any pickler. It also has the padding around the tensors, so that a storage in the other
+process finds it as in this one. The sender holds the tensors until the receiver has answered.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from stagereg.kernel.layout import span_of
+from stagereg.kernel.memory import padding_around, register_padding
 from stagereg.kernel.state_dict import flip
 from stagereg.stagers.shared_memory import SharedMemoryHandle, handle_of
 
@@ -25,9 +27,11 @@ _Row = tuple[int, int, int, torch.dtype, tuple[int, ...], tuple[int, ...], bool,
 
 @dataclass
 class TensorBundle:
-    """What is sent: the blocks that the tensors lie in, and where."""
+    """What is sent; the first three are of each block that the tensors lie in."""
 
     handles: list[SharedMemoryHandle] = field(default_factory=list)
+    margins: list[tuple[int, int]] = field(default_factory=list)  # bytes of padding before and after tensors
+    spans: list[dict[int, int]] = field(default_factory=list)  # offset and bytes of the tensors that have it
     rows: list[_Row] = field(default_factory=list)
 
 
@@ -47,6 +51,10 @@ def pack(tensors: Sequence[torch.Tensor]) -> tuple[TensorBundle, list[int]]:
             outside.append(i)
         offset = x.data_ptr() - begins[at] if at != _NO_BLOCK else 0
         bundle.rows.append((at, offset, elements, x.dtype, tuple(x.shape), x.stride(), x.is_neg(), x.is_conj()))
+        padding = padding_around(x) if at != _NO_BLOCK else None
+        if padding is not None:
+            bundle.margins[at] = (padding.before, padding.after)
+            bundle.spans[at][offset] = x.nbytes
     return bundle, outside
 
 
@@ -60,6 +68,8 @@ def _block_of(address: int, bundle: TensorBundle, begins: list[int]) -> int:
     handle, begin = found
     begins.append(begin)
     bundle.handles.append(handle)
+    bundle.margins.append((0, 0))
+    bundle.spans.append({})
     return len(begins) - 1
 
 
@@ -69,6 +79,9 @@ def unpack(bundle: TensorBundle) -> list[torch.Tensor]:
     Raises: ``StagingError`` if the sender's memory cannot be opened.
     """
     views = [handle.attach() for handle in bundle.handles]
+    for view, margins, spans in zip(views, bundle.margins, bundle.spans, strict=True):
+        if spans:
+            register_padding(view, margins, spans)
     made: list[torch.Tensor] = []
     for at, offset, elements, dtype, shape, stride, negative, conjugate in bundle.rows:
         if at == _NO_BLOCK:

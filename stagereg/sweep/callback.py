@@ -6,15 +6,14 @@ difference who runs the jobs and who chooses them.
 
 An error that must stop a sweep, such as an unknown metric, does so before the first job; a job that fails has
 a row like the others, and they go on; what goes wrong here costs no job its result. A sweep with a failed job ends with
-exit code 1, after its table. Hydra ends an interrupted sweep without calling a callback: then one line shows how
-to see what is there.
+exit code 1, after its table. Hydra ends an interrupted sweep without calling a callback: ``stagereg report`` shows what
+is there.
 
 What a job's figures are is left to :mod:`stagereg.sweep.figures`, comparing to ``compare``, pictures to ``render``.
 """
 
 from __future__ import annotations
 
-import atexit
 import importlib.metadata
 import logging
 import math
@@ -43,9 +42,8 @@ from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.output import echo
 from stagereg.sweep.comparison import compare
 from stagereg.sweep.figures import figures
-from stagereg.sweep.interleaved import KEYS
-from stagereg.sweep.metric import DIRECTIONS, counted, directed, usual
-from stagereg.sweep.result import RESULT, JobResult, results, split
+from stagereg.sweep.metric import directed, usual
+from stagereg.sweep.result import KEYS, JobResult, results, split
 from stagereg.sweep.run import Run
 
 __all__ = ["Compare"]
@@ -79,7 +77,6 @@ class Compare(Callback):
             self._check(config)
         except StageregError as error:
             _stop(error)
-        atexit.register(_show_what_is_done, _sweep_directory(config), os.getpid())
 
     def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
         self._begin()
@@ -111,15 +108,14 @@ class Compare(Callback):
             text = _one_text(value)
             log.error("This job failed, the sweep goes on:%s%s", "\n" if "\n" in text else " ", text)
         job_return.status = JobStatus.COMPLETED
-        job_return.return_value = self._for_sweeper(config, failed, value, found)
+        job_return.return_value = self._for_sweeper(failed, value, found)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Print the comparison and write the report. Leaves by ``SystemExit`` with code 1 when a job has failed."""
         import stagereg.sweep.render as render
         from stagereg.sweep.render.tables import terminal
 
-        atexit.unregister(_show_what_is_done)
-        directory = _sweep_directory(config)
+        directory = Path(config.hydra.runtime.cwd, str(config.hydra.sweep.dir))
         try:
             jobs = results(directory)
             metric = self._metric or usual(set().union(*(job.figures for job in jobs)))
@@ -133,20 +129,13 @@ class Compare(Callback):
             sys.exit(1)
 
     def _check(self, config: DictConfig) -> None:
-        ranking = directed(self._metric or usual(()), self._direction)
+        directed(self._metric or usual(()), self._direction)
         sweeper = config.hydra.sweeper
         repeats = OmegaConf.select(config, "sweep.repeats", default=1) if OmegaConf.is_dict(config.get("sweep")) else 1
         if "repeats" not in sweeper and repeats != 1:
             raise ConfigError(
                 f"sweep.repeats={repeats} needs hydra/sweeper=interleaved: {sweeper._target_} chooses its jobs by "
                 "itself, so leave sweep.repeats at 1 with it"
-            )
-        searched = _searched(sweeper)
-        if self._metric is not None and searched is not None and DIRECTIONS.get(searched) != ranking.better:
-            right = next(name for name, better in DIRECTIONS.items() if better == ranking.better)
-            raise ConfigError(
-                f"sweep.metric={self._metric} is to {right}, but hydra.sweeper.direction={searched}: "
-                f"set hydra.sweeper.direction={right}"
             )
 
     def _result(self, config: DictConfig, returned: Any, error: Exception | None) -> JobResult:
@@ -171,42 +160,20 @@ class Compare(Callback):
             command=self._command(hydra, overrides),
         )
 
-    def _for_sweeper(self, config: DictConfig, failed: bool, value: Any, found: dict[str, float]) -> Any:
+    def _for_sweeper(self, failed: bool, value: Any, found: dict[str, float]) -> Any:
         if not failed:
             if self._metric is None:
                 return value
             if self._metric in found:
                 return found[self._metric]
             log.warning("%s is not known of this job, so it cannot be ranked", self._metric)
-        # Searches of other projects end where a job has no number, and avoid what is worst.
-        return {"minimize": math.inf, "maximize": -math.inf}.get(_searched(config.hydra.sweeper) or "", math.nan)
+        return math.nan
 
     def _command(self, hydra: Any, overrides: Iterable[str]) -> str:
-        """The shell command that runs this job alone."""
+        """The shell command that runs this job alone; empty if unknown."""
         own = [override for override in hydra.overrides.hydra if not _SWEEPS_OWN.match(_key(override))]
         job = [override for override in overrides if _key(override) not in KEYS]
-        return shlex.join([*self._start, *job, *own])
-
-
-def _show_what_is_done(directory: Path, process: int) -> None:
-    """Print, at the end of the program, what a sweep has left that was interrupted."""
-    done = sum(1 for _ in directory.rglob(RESULT)) if os.getpid() == process else 0
-    if done:
-        report = f"`stagereg report {shlex.quote(str(directory))}`"
-        print(
-            f"The sweep has not come to its end: {report} shows what is done, {counted(done, 'job')}.", file=sys.stderr
-        )
-
-
-def _sweep_directory(config: DictConfig) -> Path:
-    return Path(config.hydra.runtime.cwd, str(config.hydra.sweep.dir))
-
-
-def _searched(sweeper: Any) -> str | None:
-    """In which direction a sweeper searches, which may be an enum; ``None`` where it does not, or in several."""
-    direction = OmegaConf.select(sweeper, "direction")
-    direction = getattr(direction, "name", direction)
-    return direction if isinstance(direction, str) else None
+        return shlex.join([*self._start, *job, *own]) if self._start else ""
 
 
 def _stop(error: Exception, advice: str = "") -> NoReturn:
@@ -268,16 +235,9 @@ def _error_text(error: Exception) -> str:
 
 
 def _started_as() -> list[str]:
-    """How this program was started, up to its overrides, as the user wrote it."""
+    """How this program was started, up to its overrides, as the user wrote it; empty for a rank of torchrun's."""
     command = CommandLine.of_this_process()
-    program, *rest = (sys.orig_argv[0], *command.start[1:], *command.flags)
-    if not is_rank():
-        return [program, *rest]
-    if rest[0] == "-u":  # torchrun's own
-        del rest[0]
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
-    return ["torchrun", *([f"--nnodes={nodes}"] if nodes > 1 else []), f"--nproc-per-node={ranks}", *rest]
+    return [] if is_rank() else [sys.orig_argv[0], *command.start[1:], *command.flags]
 
 
 def _key(override: str) -> str:

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from stagereg.errors import ConfigError
-from stagereg.sweep.interleaved import KEYS
 from stagereg.sweep.metric import Metric, columns, counted, directed
-from stagereg.sweep.result import JobResult
+from stagereg.sweep.result import KEYS, JobResult
 
 __all__ = ["Cell", "Comparison", "ComparisonRow", "compare"]
 
@@ -193,7 +192,7 @@ def compare(results: Sequence[JobResult], metric: str = "stall_ms", direction: s
         rows=tuple(rows),
         repeats=1 + max(job.repeat for job in jobs),
         ranking=ranking,
-        warnings=tuple(_warnings(jobs, rows, ranking)),
+        warnings=tuple(_warnings(jobs, rows)),
     )
 
 
@@ -314,11 +313,9 @@ def _notes(completed: Sequence[JobResult], ranking: Metric) -> Iterator[str]:
         yield f"no {ranking.name} in {without} of {len(completed)} runs"
     if lost := sum(int(job.figures.get("lost_checkpoints", 0)) for job in completed):
         yield f"{counted(lost, 'checkpoint')} could not be saved"
-    if any(map(_counts_only_stalls, completed)):
-        yield "lost_percent counts only stalls, since staging and writing left no step undisturbed"
 
 
-def _warnings(jobs: Sequence[JobResult], rows: Sequence[ComparisonRow], ranking: Metric) -> Iterator[str]:
+def _warnings(jobs: Sequence[JobResult], rows: Sequence[ComparisonRow]) -> Iterator[str]:
     """What keeps the rows from being compared as they stand."""
     if mixed := sorted({row.versions for row in rows if row.versions}):
         yield (
@@ -328,37 +325,15 @@ def _warnings(jobs: Sequence[JobResult], rows: Sequence[ComparisonRow], ranking:
     machines = sorted({_machine(job) for job in jobs if job.status == "completed" and "cpu" in job.environment})
     if len(machines) > 1:
         yield f"The jobs ran on different machines ({_listed(machines)}): what differs may come from the machine."
-    if older := _older(jobs):
-        yield f"Over before the first job began: {counted(older, 'job')}, left, it may be, by an earlier sweep here."
     if (beside := _beside(jobs)) > 1:
         yield f"Up to {beside} jobs ran at the same time on one machine, so they may have slowed each other down."
     if unfinished := sum(job.status == "unfinished" for job in jobs):
         yield f"Killed half-way or still running: {counted(unfinished, 'job')}, whose figures do not count."
-    measured = [row for row in rows if row.cells]
-    without = [row.label for row in measured if ranking.name not in row.cells]
-    if 0 < len(without) < len(measured):
-        yield f"No run of {_listed(without)} has {ranking.name}."
-    partly = [row.label for row in measured if any(map(_counts_only_stalls, row.jobs))]
-    if ranking.name == "lost_percent" and 0 < len(partly) < len(measured):
-        yield (
-            f"The lost_percent of {_listed(partly)} counts only stalls, since no step was undisturbed: it may be "
-            "larger than it looks."
-        )
-
-
-def _counts_only_stalls(job: JobResult) -> bool:
-    return job.status == "completed" and "lost_percent" in job.figures and "step_s" not in job.figures
 
 
 def _machine(job: JobResult) -> str:
     cores = f"{job.environment.get('cores', 'unknown')} cores"
     return ", ".join(filter(None, (str(job.environment["cpu"]), cores, str(job.environment.get("device") or ""))))
-
-
-def _older(jobs: Sequence[JobResult]) -> int:
-    """How many jobs had ended when the one with the lowest number began."""
-    numbered = [job for job in jobs if isinstance(job.job.get("num"), int) and job.started > 0]
-    return sum(job.started + job.seconds < numbered[0].started for job in numbered)
 
 
 def _beside(jobs: Sequence[JobResult]) -> int:

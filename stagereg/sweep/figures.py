@@ -103,8 +103,7 @@ def figures(run: Run | None, returned: Any = None) -> dict[str, float]:
     The metrics have the names of :data:`stagereg.sweep.metric.METRICS`; besides, in seconds and bytes: ``steps``;
     ``checkpoints`` (committed) and ``lost_checkpoints``; ``train_s``, from the end of the first step to the end of the
     last with its stall, ``lost_s`` of it and ``step_s``, the median undisturbed step, each of the rank that has most;
-    ``stall_s``, the slowest rank's stalls in sum; ``bytes_staged``, in all, and ``state_bytes``, of one checkpoint on
-    all ranks; ``write_s``, the median.
+    ``state_bytes``, of one checkpoint on all ranks; ``write_s``, the median.
 
     Args:
         run: what was recorded; ``None`` where nothing was.
@@ -156,10 +155,6 @@ def _of_checkpoints(run: Run) -> dict[str, float]:
         "write_gib_per_s": [one.written / _GIB / one.write_s for one in every if one.written and one.write_s],
     }
     found: dict[str, float] = {name: statistics.median(values) for name, values in medians.items() if values}
-    if stalls:
-        found["stall_s"] = sum(stalls)
-    if staged:
-        found["bytes_staged"] = sum(staged)
     if stalls or writes:
         found["checkpoints"] = len(writes)
     if lost := max(len(record.lost) for record in run.ranks):
@@ -175,13 +170,12 @@ def _of_training(run: Run) -> dict[str, float]:
     ranks = [rank for rank in ranks if rank["train_s"] > 0]
     if not ranks:
         return found
-    for name in ("train_s", "lost_s", "step_s"):
-        if known := [rank[name] for rank in ranks if name in rank]:
-            found[name] = max(known)
-    if any(record.stalls for record in run.ranks):
+    saves = any(record.stalls for record in run.ranks)
+    for name in ("train_s", "step_s", *(["lost_s"] if saves else [])):
+        if all(name in rank for rank in ranks):
+            found[name] = max(rank[name] for rank in ranks)
+    if "lost_s" in found:
         found["lost_percent"] = 100 * max(rank["lost_s"] / rank["train_s"] for rank in ranks)
-    else:
-        del found["lost_s"]
     if (samples := _samples(run)) is not None:
         found["samples_per_s"] = samples / found["train_s"]
     return found
@@ -206,11 +200,12 @@ def _of_rank(run: Run, record: RankRecord) -> dict[str, float]:
     first, last = record.steps[0][1], record.steps[-1][1]
     # The save of the last step comes after it, and is training time too.
     held_after = held.within(last, math.inf)
-    found = {"train_s": last - first + held_after, "lost_s": held.within(first, last) + held_after}
+    found = {"train_s": last - first + held_after}
     if len(undisturbed) >= _LEAST_UNDISTURBED:
         usual = found["step_s"] = statistics.median(undisturbed)
         # Steps vary: the sum lets the quick ones make up for the slow ones, so that chance alone adds little.
-        found["lost_s"] += max(0.0, sum(took - count * usual for took, count in disturbed))
+        slower = max(0.0, sum(took - count * usual for took, count in disturbed))
+        found["lost_s"] = held.within(first, last) + held_after + slower
     return found
 
 

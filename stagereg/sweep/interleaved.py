@@ -23,11 +23,10 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from stagereg.errors import RESUME_CODE, ConfigError, LaunchError
+from stagereg.sweep.result import KEYS
 
-__all__ = ["KEYS", "ContainedTask", "InterleavedSweeper", "SweepError", "check_repeats", "check_swept", "interleaved"]
+__all__ = ["ContainedTask", "InterleavedSweeper", "SweepError", "check_repeats", "check_swept", "interleaved"]
 
-KEYS = ("sweep.repeats", "sweep.metric", "sweep.direction", "sweep.repeat", "sweep.again")
-"""What goes for a sweep and not for what its jobs do."""
 _REPEAT, _AGAIN = "++sweep.repeat", "++sweep.again"
 _STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1)
 _STOPPED = {RESUME_CODE, *(128 + number for number in _STOPS)}

@@ -66,8 +66,7 @@ _DOCS = {
     "of a run.",
     "lost_percent": "Training time lost to checkpoints, of the time from the first step to the last: all stalls, and "
     "what the steps that staging or writing overlapped took longer, in sum, than as many undisturbed ones, by their "
-    "median. Of the slowest rank; never below 0. Where fewer than three steps were undisturbed, it is unknown what a "
-    "step takes, and only the stalls count.",
+    "median. Of the slowest rank; never below 0. Where fewer than three steps were undisturbed, it is unknown.",
     "samples_per_s": "Samples that all ranks together saw in a second of training time, stalls included: as logged "
     "with stagereg.log(step, samples=...), or else as counted by join.iterate.",
     "staged_gib_per_s": "Tensor data that all ranks copied for a checkpoint, by the seconds until the slowest rank's "

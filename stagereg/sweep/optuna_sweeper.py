@@ -36,8 +36,9 @@ from omegaconf import DictConfig, OmegaConf
 import stagereg.config.schema as schema
 import stagereg.registry as registry
 from stagereg.sweep.figures import number
-from stagereg.sweep.interleaved import KEYS, ContainedTask, SweepError, check_repeats, check_swept
+from stagereg.sweep.interleaved import ContainedTask, SweepError, check_repeats, check_swept
 from stagereg.sweep.metric import directed
+from stagereg.sweep.result import KEYS
 
 __all__ = ["OptunaSweeper"]
 

@@ -17,13 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from stagereg.errors import ConfigError, nearest
+from stagereg.errors import ConfigError
 from stagereg.record import file_name
 from stagereg.sweep.figures import figures, number
 from stagereg.sweep.run import Run
 
-__all__ = ["CONFIG", "FORMAT", "RESULT", "JobResult", "kind_of", "results", "split"]
+__all__ = ["CONFIG", "FORMAT", "KEYS", "RESULT", "JobResult", "kind_of", "results", "split"]
 
+KEYS = ("sweep.repeats", "sweep.metric", "sweep.direction", "sweep.repeat", "sweep.again")
+"""What goes for a sweep and not for what its jobs do."""
 RESULT = "result.json"
 FORMAT = 1
 CONFIG = Path(".hydra", "config.yaml")
@@ -80,16 +82,9 @@ class JobResult:
         fields = {name: value for name, value in vars(self).items() if name != "directory"}
         text = json.dumps(_plain({"format": FORMAT, **fields, "returned": _plain(self.returned)}), indent=1)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{RESULT}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        return path
+        temporary = path.with_name(f".{RESULT}.tmp")
+        temporary.write_text(text + "\n", encoding="utf-8")
+        return temporary.replace(path)
 
     @classmethod
     def read(cls, directory: Path | str) -> JobResult:
@@ -165,12 +160,9 @@ def kind_of(directory: Path) -> Literal["run", "sweep"]:
         return "run"
     if _is_sweep(directory):
         return "sweep"
-    whole = directory.absolute()
     if not directory.exists():
-        above = next(parent for parent in whole.parents if parent.is_dir())
-        missing = whole.relative_to(above).parts[0]
-        raise ConfigError(f"There is no directory {directory}.{nearest(missing, sorted(os.listdir(above)))}")
-    within = next((one for one in whole.parents if _is_job(one) or _is_sweep(one)), None)
+        raise ConfigError(f"There is no directory {directory}.")
+    within = next((one for one in directory.absolute().parents if _is_job(one) or _is_sweep(one)), None)
     if within is not None:
         raise ConfigError(f"{directory} is a part of a run or a sweep. Name that:\n{_command(within)}")
     below = _folders(directory, lambda path: _is_job(path) or _is_sweep(path))

@@ -112,13 +112,6 @@ class RankRecord:
             last = end
         return spans
 
-    @property
-    def steps_with_data(self) -> int:
-        """How many of the steps, from the first on, had data; the others were empty, for the others' sake."""
-        joined = self.join or {}
-        given = int(joined.get("steps", 0))
-        return given if joined.get("shadowed") and given < len(self.steps) else len(self.steps)
-
 
 @dataclass(frozen=True)
 class Run:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagereg.errors import ConfigError
 from stagereg.sweep.figures import Saved, saved
-from stagereg.sweep.metric import counted, quantity
+from stagereg.sweep.metric import counted, metric
 from stagereg.sweep.render.plots import COLOURS, legend, plain, styled
 from stagereg.sweep.run import RankRecord, Run, Span
 
@@ -60,7 +60,6 @@ def timeline_figure(run: Run) -> Figure:
     # All ranks, or rank 0 and those that stood still for longest.
     longest = sorted(run.ranks[1:], key=lambda record: -sum(span.seconds for span in record.stalls))
     ranks = sorted([run.ranks[0], *longest[: _MOST_RANKS - 1]], key=lambda record: record.rank)
-    last = max((record.steps[-1][1] for record in run.ranks if record.steps), default=run.began)
     with styled():
         figure = Figure(figsize=(12, 2.0 + 0.95 * len(ranks)))
         axes = figure.add_subplot()
@@ -73,9 +72,9 @@ def timeline_figure(run: Run) -> Figure:
         for at, record in enumerate(ranks):
             top = 1 + 2 * at
             lanes |= {top + 0.53: f"rank {record.rank}", top + 1.13: "staging", top + 1.51: "writing"}
-            _draw_rank(axes, top, record, run.began, last)
+            _draw_rank(axes, top, record, run.began)
         axes.set_yticks(list(lanes), list(lanes.values()))
-        figure.suptitle(plain(_title(run, checkpoints, (start, end))), x=0.01, ha="left", fontweight="bold")
+        figure.suptitle(plain(_title(run, checkpoints)), x=0.01, ha="left", fontweight="bold")
         subtitle = "; ".join(_subtitle(run, checkpoints, (start, end) != _whole(run)))
         axes.set_title(plain(subtitle), fontsize=9, fontweight="normal", loc="left")
         legend(figure, axes, loc="outside lower left")
@@ -138,7 +137,7 @@ def _draw_checkpoints(axes: Axes, checkpoints: Sequence[Saved]) -> None:
             axes.text(one.start, 0.38, str(one.step) if one.state == "complete" else f"{one.step} {one.state}")
 
 
-def _draw_rank(axes: Axes, top: float, record: RankRecord, began: float, last: float) -> None:
+def _draw_rank(axes: Axes, top: float, record: RankRecord, began: float) -> None:
     left, right = axes.get_xlim()
 
     def draw(spans: Sequence[Span], lane: tuple[float, float], colour: str, label: str, **looks: Any) -> None:
@@ -148,33 +147,18 @@ def _draw_rank(axes: Axes, top: float, record: RankRecord, began: float, last: f
             axes.broken_barh(shown, (top + lane[0], lane[1]), facecolors=colour, label=label, **looks)
 
     steps = record.step_spans()[1:]
-    with_data = max(record.steps_with_data - 1, 0)
-    full, empty = steps[:with_data], steps[with_data:]
-    if (record.join or {}).get("shadowed") and not empty and record.steps and last > record.steps[-1][1]:
-        # It had left its loop, and answered the collectives of the others.
-        empty = [Span(0, record.steps[-1][1], last - record.steps[-1][1])]
-    draw(full[::2], _TRAINING, _GREY, "steps of training", alpha=0.55, linewidth=0)
-    draw(full[1::2], _TRAINING, _GREY, "steps of training", alpha=0.3, linewidth=0)
-    draw(empty, _TRAINING, "none", "steps without data", hatch="////", edgecolor=_GREY, linewidth=0.3)
+    draw(steps[::2], _TRAINING, _GREY, "steps of training", alpha=0.55, linewidth=0)
+    draw(steps[1::2], _TRAINING, _GREY, "steps of training", alpha=0.3, linewidth=0)
     draw(record.stages, _STAGING, _STAGE, "staging: copy to memory", edgecolor=_STAGE)
     draw(record.writes, _WRITING, _WRITE, "writing: copy to disk", edgecolor=_WRITE)
     draw(record.stalls, _TRAINING, _STALL, "stall: training stands still", edgecolor=_STALL, zorder=2)
 
 
-def _duration(seconds: float) -> str:
-    return quantity(seconds, "s") if seconds >= 1 else quantity(seconds * 1e3, "ms")
-
-
-def _title(run: Run, checkpoints: Sequence[Saved], window: Window) -> str:
+def _title(run: Run, checkpoints: Sequence[Saved]) -> str:
     steps = max(len(record.steps) for record in run.ranks)
     name = "/".join(run.directory.resolve().parts[-2:])
     ranks = counted(len(run.ranks), "rank")
-    title = f"{name}: {counted(steps, 'step')}, {counted(len(checkpoints), 'checkpoint')}, {ranks}"
-    whole = _whole(run)
-    if window[0] <= whole[0] and window[1] >= whole[1]:
-        return title
-    digits = 1 if window[1] - window[0] >= 1 else 3
-    return f"{title}, {window[0]:.{digits}f} s to {window[1]:.{digits}f} s of {whole[1]:.1f} s"
+    return f"{name}: {counted(steps, 'step')}, {counted(len(checkpoints), 'checkpoint')}, {ranks}"
 
 
 def _subtitle(run: Run, checkpoints: Sequence[Saved], part: bool) -> Iterator[str]:
@@ -182,7 +166,8 @@ def _subtitle(run: Run, checkpoints: Sequence[Saved], part: bool) -> Iterator[st
     if part:
         yield "a stretch around the first checkpoints" if checkpoints else "its first steps"
     if stalls := [one.stall_s for one in checkpoints if one.stall_s is not None]:
-        yield f"a checkpoint holds training for {_duration(median(stalls))} (median of the slowest rank)"
+        held = metric("stall_ms").text(1e3 * median(stalls))
+        yield f"a checkpoint holds training for {held} (median of the slowest rank)"
     if len(run.ranks) > _MOST_RANKS:
         yield f"{_MOST_RANKS} of {len(run.ranks)} ranks: the first, and those that stood still for longest"
     if not run.finished:

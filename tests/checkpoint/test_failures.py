@@ -58,7 +58,7 @@ def test_a_failed_write_is_raised_by_the_next_call(tmp_path: Path, fail_writing:
     checkpointer.wait()
     fail_writing(FULL)
     checkpointer.save(2, {"x": 2})
-    checkpointer._background.drain()
+    checkpointer._background.finish()
     fail_writing(None)
     arguments = {"save": (3, {}), "maybe_save": (3, {}), "restore": ({},)}.get(call, ())
     with pytest.raises(CheckpointError, match=r"(?s)No space left on device") as caught:
@@ -88,7 +88,7 @@ def test_after_a_full_disk_saves_work_once_space_is_free(tmp_path: Path, storage
 
             failpoints.watch(full)
             checkpointer.save(2 * at, state)
-            checkpointer._background.drain()
+            checkpointer._background.finish()
             failpoints.watch(None)
             if len(reached) <= at:
                 break
@@ -172,7 +172,7 @@ def test_the_copy_is_released_when_it_is_written_or_lost(
     monkeypatch.setattr(LocalStore, "publish", publish_and_look)
     checkpointer = Checkpointer(str(tmp_path), stager=stager)
     checkpointer.save(1, {"x": torch.ones(10), "nested": {"l": [{"a": 1}]}})
-    checkpointer._background.drain()
+    checkpointer._background.finish()
     assert [copy() for copy in stager.copies] == [None]
     assert at_commit == ([None] if error is None else [])
     with contextlib.nullcontext() if error is None else pytest.raises(CheckpointError):

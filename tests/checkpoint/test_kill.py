@@ -15,14 +15,11 @@ SCRIPT = """
 import os, shutil, signal, sys
 from pathlib import Path
 import torch, torch.distributed.checkpoint as dcp
-import stagereg.checkpoint.store.local_store as local
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.manifest import Checkpoint
 from stagereg.checkpoint.store.open_store import open_parent_store
 
 root = Path(sys.argv[1])
-if sys.argv[2] == "two renames":
-    local._exchange = lambda one, other: False
 
 def state(version):
     return {"x": torch.full((50,), float(version)), "version": version}
@@ -37,8 +34,7 @@ def work(kill_at):
     seen = 0
     def hook(event, args):
         nonlocal seen
-        # The exchange of two names goes through ctypes, which is seen by its look-up only.
-        if event == "ctypes.dlsym" or (event.startswith(("open", "os.", "shutil.")) and str(root) in str(args)):
+        if event.startswith(("open", "os.", "shutil.")) and str(root) in str(args):
             if seen == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             seen += 1
@@ -51,17 +47,16 @@ def check():
         if path.name.startswith("step-"):
             found = open_parent_store(path).condition(str(path)).checkpoint
             assert isinstance(found, Checkpoint), (path, found)
-    if sys.argv[2] != "two renames":
-        template = {"x": torch.zeros(50)}
-        dcp.load(template, checkpoint_id=str(root / "latest"))
-        assert template["x"][0] in (2, 3) and (template["x"] == template["x"][0]).all()
+    template = {"x": torch.zeros(50)}
+    dcp.load(template, checkpoint_id=str(root / "latest"))
+    assert template["x"][0] in (2, 3) and (template["x"] == template["x"][0]).all()
     restored = state(0)
     with Checkpointer(str(root)) as checkpointer:
         step = checkpointer.restore(restored)
         assert restored["version"] in (2, 3), restored
         assert step == (restored["version"] if sys.argv[2] == "a new step" else 2)
         assert (restored["x"] == restored["version"]).all()
-        assert checkpointer.latest.name == f"step-{step:08d}"
+        assert checkpointer.latest.name.startswith(f"step-{step:08d}")
     assert not [path for path in root.iterdir() if path.name.startswith(".")], os.listdir(root)
 
 def forked(act, *args):
@@ -93,7 +88,7 @@ print(moment)
 """
 
 
-EVERY_MOMENT = [pytest.param(what, 1, marks=pytest.mark.slow) for what in ("a step again", "a new step", "two renames")]
+EVERY_MOMENT = [pytest.param(what, 1, marks=pytest.mark.slow) for what in ("a step again", "a new step")]
 
 
 @pytest.mark.timeout(400)

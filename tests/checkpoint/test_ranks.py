@@ -132,11 +132,11 @@ def see_a_failure_at_different_calls(rank: int, root: str) -> tuple[str, int | N
         background = checkpointer._background
         with mock.patch.object(LocalStore, "publish", side_effect=ZeroDivisionError):
             checkpointer.save(1, {"x": 1})
-            background.drain()
+            background.finish()
         # As if the failure had not reached rank 1 yet at its second call.
         with mock.patch.object(background, "raise_failure") if rank == 1 else mock.MagicMock():
             first = message(lambda: checkpointer.save(2, {"x": 2}))
-        background.drain()
+        background.finish()
         first = message(checkpointer.wait) if rank == 1 else first
         checkpointer.save(3, {"x": 3})
         checkpointer.wait()
@@ -228,7 +228,7 @@ def test_an_error_of_many_ranks_names_only_a_few(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(group, "_gather", lambda *_: [failed] * 512)
     monkeypatch.setattr(group, "_scatter", lambda answers, _: answers[0])
     with pytest.raises(CheckpointError, match=r"rank 3: OSError.*; and 508 more$") as caught:
-        group.exchange(None)
+        group.run_on_all("", int)
     assert len(str(caught.value)) < 300
 
 

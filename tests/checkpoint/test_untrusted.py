@@ -173,13 +173,12 @@ def refused(path: Path, seen: str = "") -> str:
 def test_code_in_metadata_and_plain_entries_is_never_read(forged: Path, payload: Any) -> None:
     """They are there for torch alone."""
     (forged / ".metadata").write_bytes(pickle.dumps(payload))
-    data = bytearray((forged / DATA).read_bytes())
-    first = min(chunk[0][1] for _, _, chunk in index_of(forged)["tensors"].values())
-    assert first > 4096, "plain entries lie before the tensors"
-    data[: first - 1024] = pickle.dumps(payload).ljust(first - 1024, b"\0")
-    index = index_of(forged)
+    index, code, data = index_of(forged), pickle.dumps(payload), (forged / DATA).read_bytes()
+    around = bytearray((code * (len(data) // len(code) + 1))[: len(data)])
+    for _, begin, nbytes, *_ in [chunk for _, _, chunks in index["tensors"].values() for chunk in chunks]:
+        around[begin : begin + nbytes] = data[begin : begin + nbytes]
+    (forged / DATA).write_bytes(around)
     index["objects"] = {name: append(forged, saved((torch.ones(2), 1))) for name in index["objects"]}
-    (forged / DATA).write_bytes(bytes(data) + (forged / DATA).read_bytes()[len(data) :])
     put_index(forged, index)
     state = full_state()
     state["model"]["w"].zero_()

@@ -163,6 +163,7 @@ def test_every_storage_writes_there_and_its_marks_are_known_here(
     if kind == "safetensors":
         pytest.importorskip("safetensors")
     storage, stager = stagereg.build("storage", kind), stagereg.build("stager", "shared")
+    stager.reserve_padding(*storage.padding)
     for step in (1.0, 2.0):
         path = tmp_path / str(step)
         source = {"w": torch.arange(3000.0) * step, "v": torch.full((70, 3), step).t(), "n": step}

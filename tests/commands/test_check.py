@@ -157,24 +157,6 @@ def test_a_process_that_dies_or_hangs_is_named_with_its_case(
         until(lambda pid=pid: gone(int(pid)))  # type: ignore[misc]
 
 
-def test_a_thread_that_delays_the_end_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "staying.py"
-    body = "threading.Thread(target=threading.Event().wait, name='mine').start()"
-    file.write_text(
-        "import threading\nfrom stagereg.testing import Contract\n"
-        f"class Leaves(Contract):\n    def test_it(self): {body}\n"
-        "class Innocent(Contract):\n    def test_it(self): pass\n"
-    )
-    result = check(str(file), capsys=capsys, code=1)
-    assert [(case["section"], case["name"], case["verdict"]) for case in result["cases"]] == [
-        ("staying", "imports", "kept"),
-        ("Leaves", "test_it", "kept"),
-        ("Innocent", "test_it", "kept"),
-        ("staying", "ends", "broken"),
-    ]
-    assert "mine" in rows(result)["ends"][1]
-
-
 def test_an_option_that_a_stager_needs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "asking.py"
     file.write_text(STAGER.format(name="asking").replace("lend: bool = False", "lend: bool"))
@@ -214,19 +196,14 @@ def test_a_joinable_without_a_contract_is_not_shown(install: Install, capsys: py
 
 
 def test_errors_in_the_metadata_of_a_package_are_reported(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
-    contracts = {"stager.careless": "Contract", "stager.carelss": "Contract"}
+    contracts = {"stager.careless": "Contract"}
     source = STAGER.format(name="careless") + "Contract = None\n"
     plugins = {"stager.careless": "Mine", "stagr.careless": "Mine"}
-    install("careless", source, plugins, contracts, requires="hydra-stagereg-like")
+    install("careless", source, plugins, contracts)
     found = rows(check("careless", capsys=capsys, code=1))
     assert found["metadata"][0] == "broken"
-    for part in ("Did you mean 'stager'?", "dependencies = ", "'stager.carelss'. Did you mean 'stager.careless'?"):
-        assert part in found["metadata"][1]
+    assert "Did you mean 'stager'?" in found["metadata"][1]
     assert "is no class that inherits stagereg.testing.StagerContract" in found["contract"][1]
-    install("older", STAGER.format(name="other"), {"stager.older": "Mine"}, requires="stagereg")
-    found = rows(check("older", capsys=capsys, code=1))
-    assert "requires 'stagereg', which is an unrelated project" in found["metadata"][1]
-    assert found["loads"][0] == "broken"
 
 
 @pytest.mark.parametrize(
@@ -261,10 +238,9 @@ def test_what_a_target_means_is_known_without_importing_it(install: Install) -> 
     for target in ("stager/pinned_cached", "pinned_cached"):
         assert checking.resolve(target) == (["stager/pinned_cached"], [])
     install("the_held", bomb, {"stager.held": "Mine", "stager.one": "Mine"})
-    assert checking.resolve("the_held")[0] == ["stager/held", "stager/one@the-held"]
-    with pytest.raises(RegistryError, match="say which"):
+    assert checking.resolve("the_held")[0] == ["stager/held", "stager/one"]
+    with pytest.raises(RegistryError, match="Two components want to be the stager 'one'"):
         checking.resolve("stager/one")
-    assert checking.resolve("stager/one@the_held")[0] == ["stager/one@the-held"]
 
 
 @pytest.mark.parametrize(
@@ -275,9 +251,8 @@ def test_what_a_target_means_is_known_without_importing_it(install: Install) -> 
         ("pined_cached", "Did you mean 'pinned_cached'?"),
         ("stagr/x", "Did you mean 'stager'?"),
         ("a b", "is no installed package, module or component"),
-        (".", ". is a folder, and a folder is not checked"),
-        ("examples/plugin", "python -m pip install --editable examples/plugin, and then stagereg check PACKAGE"),
-        ("hydra_core", "announces nothing"),
+        (".", "is no installed package, module or component"),
+        ("hydra_core", "Give a package that announces plugins"),
     ],
 )
 def test_what_cannot_be_checked_is_one_error(
@@ -285,7 +260,6 @@ def test_what_cannot_be_checked_is_one_error(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.py").touch()
-    (tmp_path / "examples" / "plugin").mkdir(parents=True)
     assert main(["check", target]) == 2
     captured = capsys.readouterr()
     assert result in captured.err

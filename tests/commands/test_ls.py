@@ -87,7 +87,12 @@ def test_nothing_is_an_error_of_one_line_and_a_leftover_is_something(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["ls", str(tmp_path)]) == 2
-    assert capsys.readouterr() == ("", f"stagereg: There is no checkpoint in {tmp_path}.\n")
+    seen = capsys.readouterr()
+    assert (seen.out, seen.err.splitlines()[0].startswith(f"stagereg: There is no checkpoint in {tmp_path}.")) == (
+        "",
+        True,
+    )
+    assert len(seen.err.splitlines()) == 1
     (tmp_path / ".step-00000200.0123456789ab.tmp").mkdir()
     assert [each["step"] for each in listed(capsys, tmp_path)["checkpoints"]] == [200]
 

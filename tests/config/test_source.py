@@ -140,39 +140,15 @@ def test_a_broken_package_is_named_only_when_chosen(app: App) -> None:
     assert "No module named 'nowhere'" in message
 
 
-def test_one_name_of_two_packages_is_two_options(app: App) -> None:
-    app.write("site/rival.py", THEIRS.replace("'here'", "'there'"))
-    app.write("site/their_rival-3.dist-info/METADATA", "Metadata-Version: 2.1\nName: Their.Rival\nVersion: 3\n")
-    app.write("site/their_rival-3.dist-info/entry_points.txt", "[stagereg.plugins]\nstager.other = rival:Other\n")
-    assert app.completes("stager=other") == ["stager=other@their-rival", "stager=other@theirs"]
-    out = app.prints("-m", "stager=other@theirs,other@their-rival")
-    assert out.index("BUILT {'path': 'here'} False") < out.index("BUILT {'path': 'there'} False")
-    message = "2 installed packages provide stager/other; say which: other@their-rival or other@theirs\n"
-    assert app.refuses("stager=other") == app.refuses("-m", "stager=other,theirs") == message + FULL_ERROR
-    assert "No stager named 'other@theris'. Did you mean 'other@theirs'?" in app.refuses("stager=other@theris")
-    app.write("app.py", PICKLED)
-    assert app.prints() == "there\n"
+def test_one_name_of_two_packages_is_an_error_that_names_both(app: App) -> None:
+    app.write("site/rival.py", THEIRS)
+    app.write("site/rival-3.dist-info/METADATA", "Metadata-Version: 2.1\nName: rival\nVersion: 3\n")
+    app.write("site/rival-3.dist-info/entry_points.txt", "[stagereg.plugins]\nstager.other = rival:Other\n")
+    message = app.refuses("stager=other")
+    for line in ("the stager 'other':\n", "  rival:Other of rival 3\n", "  theirs:Other of theirs 1.2\n"):
+        assert line in message
+    assert message == app.refuses("-m", "stager=other,theirs")
 
-
-def test_an_option_may_name_its_package_also_where_only_one_has_it(app: App) -> None:
-    plain, *named = app.prints_each(("stager=theirs",), ("stager=theirs@theirs",), ("stager=theirs@Theirs",))
-    assert plain.startswith("BUILT")
-    assert named == [plain, plain]
-
-
-FULL_ERROR = "\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\n"
-
-# A typed config goes through a pickle, as to the workers of a launcher.
-PICKLED = """
-import pickle
-from hydra import compose, initialize
-with initialize("conf", version_base="1.3"):
-    config = pickle.loads(pickle.dumps(compose("app", ["stager=other@their-rival"])))
-    try:
-        config.stager.path2 = 1
-    except AttributeError:  # still typed
-        print(config.stager.path)
-"""
 
 SHIPPED = """
 import sys

@@ -154,7 +154,7 @@ BATCHES = st.recursive(tensors() | ARRAYS | STRINGS | CONSTANTS, containers, max
 
 @given(batch=BATCHES)
 @settings(deadline=None, derandomize=True, database=None, max_examples=300)
-def test_any_batch_keeps_all_but_its_samples_here_and_on_other_ranks(batch: Any) -> None:
+def test_any_batch_keeps_all_but_its_samples(batch: Any) -> None:
     assume(any(tensor.ndim for tensor in tensors_in(batch)))
     before, store = copy.deepcopy(batch), HashStore()
     empty = emptied(batch)
@@ -194,7 +194,7 @@ def test_items_without_tensors_are_dropped_with_their_list() -> None:
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )
-def test_what_cannot_be_emptied_is_named_with_its_path_and_a_remedy(batch: Any, message: str) -> None:
+def test_what_cannot_be_emptied_is_named_with_a_remedy(batch: Any, message: str) -> None:
     with pytest.raises(JoinError, match=message) as caught:
         emptied(batch)
     assert "join.iterate(loader, example=...)" in str(caught.value)
@@ -209,7 +209,7 @@ def test_an_already_empty_example_keeps_all_that_it_has() -> None:
     assert example["names"] == ["a"]
 
 
-def test_an_empty_tensor_with_a_history_takes_no_memory_of_its_source() -> None:
+def test_an_empty_tensor_keeps_no_memory_of_its_source() -> None:
     empty = emptied([(torch.ones(1000, 3, requires_grad=True) * 2)[:0]])[0]
     assert (empty.shape, empty.requires_grad, empty.is_leaf) == ((0, 3), True, True)
     assert empty.untyped_storage().nbytes() == 0
@@ -222,7 +222,7 @@ def test_samples_that_cannot_be_counted_are_no_error() -> None:
     assert samples_in([torch.ones(4, 2)]) == 4
 
 
-def test_what_cannot_be_published_is_an_error_for_those_that_wait() -> None:
+def test_what_cannot_be_published_is_an_error_for_all_waiting() -> None:
     class Local(dict[str, Any]):
         pass
 
@@ -238,7 +238,7 @@ def test_what_cannot_be_published_is_an_error_for_those_that_wait() -> None:
 
 
 @pytest.mark.gpu
-def test_tensors_of_an_accelerator_arrive_on_the_device_of_the_receiver() -> None:
+def test_tensors_of_an_accelerator_arrive_on_the_receivers() -> None:
     store = HashStore()
     publish(store, "example", emptied({"there": torch.ones(3, 2, device="cuda"), "here": torch.ones(3)}))
     for device in ("cpu", "cuda"):

@@ -105,7 +105,7 @@ def several(rank: int, world_size: int) -> Any:
     return seen, [p.detach().clone() for p in ddp.parameters()]
 
 
-def test_a_list_of_collectives_runs_beside_a_model_and_in_a_group() -> None:
+def test_collectives_run_beside_a_model_and_in_a_group() -> None:
     (zero, params), (one, other) = run_ranks(several, 2, timeout_s=30)
     assert zero == [([2.0, 20.0], 0)]
     assert one == [([2.0, 20.0], 0), ([1.0, 10.0], 1)]
@@ -145,7 +145,7 @@ def undeclared(rank: int, world_size: int) -> list[str]:
     return answers
 
 
-def test_an_undeclared_collective_is_refused_before_anything_is_sent() -> None:
+def test_an_undeclared_collective_is_refused_before_sending() -> None:
     (shape, dtype, number, total), other = run_ranks(undeclared, 2, timeout_s=30)
     assert "declared for torch.float32 of shape (2,) but got torch.float32 of shape (3,)" in shape
     assert "got torch.float64 of shape (2,)" in dtype

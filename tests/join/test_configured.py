@@ -140,7 +140,7 @@ WRONG: dict[str, tuple[list[str], list[str], tuple[str, ...]]] = {
 }
 
 
-def test_a_joinable_that_cannot_be_bound_is_refused_in_a_few_lines_that_name_it(tmp_path: Path) -> None:
+def test_a_joinable_that_cannot_be_bound_is_named(tmp_path: Path) -> None:
     cases = {name: (composed(tmp_path, overrides).join, names) for name, (overrides, names, _) in WRONG.items()}
     (errors,) = run_ranks(refusals, 1, args=(cases,), timeout_s=40)
     for name, (_, _, parts) in WRONG.items():

@@ -83,7 +83,7 @@ def test_every_snippet_runs_and_leaves_all_ranks_equal(tmp_path: Path, monkeypat
 
 
 @pytest.mark.usefixtures("registry_as_before")
-def test_the_config_is_that_of_the_example_and_takes_the_command_lines(tmp_path: Path) -> None:
+def test_the_examples_config_takes_the_command_lines(tmp_path: Path) -> None:
     stagereg.register("join_hook", "mine")(MyHook)
     page = (DOCS / "join.md").read_text()
     example = (DOCS.parent / "examples" / "conf" / "train.yaml").read_text().splitlines()

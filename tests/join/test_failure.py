@@ -69,7 +69,7 @@ def aborting(rank: int, world_size: int) -> list[float]:
     return seconds
 
 
-def test_an_abort_ends_every_wait_for_the_failed_rank_whichever_rank_aborts_first() -> None:
+def test_an_abort_ends_every_wait_for_the_failed_rank() -> None:
     for seconds in run_ranks(aborting, 3, timeout_s=60):
         assert all(each < SOON_S for each in seconds)
 
@@ -127,7 +127,7 @@ DEATHS = {
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("own_store", [False, True])
-def test_a_killed_rank_is_named_and_so_is_a_store_that_dies_with_it(tmp_path: Path, own_store: bool) -> None:
+def test_a_killed_rank_or_its_store_is_named(tmp_path: Path, own_store: bool) -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(killed, 3, args=(tmp_path, 4.0, own_store), timeout_s=60)
     assert "SIGKILL" in failure.value.failed[0]
@@ -174,7 +174,7 @@ def many(rank: int, world_size: int) -> Any:
     return limits, backend.options._timeout == before[0], threading.active_count() - before[1], keys
 
 
-def test_joins_in_a_row_share_one_thread_and_leave_no_key_and_the_timeout_that_was_there() -> None:
+def test_joins_in_a_row_share_a_thread_and_leave_no_key() -> None:
     assert run_ranks(many, 2, timeout_s=60) == [({timedelta(seconds=30)}, True, 1, 0)] * 2
 
 
@@ -209,7 +209,7 @@ def unexplained(rank: int, world_size: int) -> Any:
     return texts
 
 
-def test_a_rank_that_is_not_in_the_join_is_named_only_when_it_is_waited_for() -> None:
+def test_a_rank_outside_the_join_is_named_only_when_waited_for() -> None:
     outcomes = run_ranks(unexplained, 3 * len(KINDS), timeout_s=60)
     assert outcomes[0].pop(0) is None
     absent = (
@@ -277,7 +277,7 @@ def await_true(holds: Callable[[], bool], limit_s: float = 10.0) -> None:
 
 
 @pytest.mark.usefixtures("simulated_abort")
-def test_a_rank_that_comes_while_others_are_polled_is_not_suspected() -> None:
+def test_a_rank_that_comes_during_a_poll_is_not_suspected() -> None:
     shared = dist.HashStore()
     store = dist.PrefixStore("join", shared)
     detector = Detecting(Member(shared, 0, 2), 60)
@@ -318,7 +318,7 @@ def test_a_failure_reaches_64_ranks_and_only_the_first_one_does() -> None:
             each.leave()
 
 
-def test_the_error_is_what_joins_and_collectives_raise_and_survives_a_process_border() -> None:
+def test_a_peer_failure_is_a_runtime_error_and_can_be_pickled() -> None:
     error = pickle.loads(pickle.dumps(PeerFailedError("rank 1 failed: x", 1, "x")))
     assert isinstance(error, JoinError)
     assert isinstance(error, RuntimeError)
@@ -477,7 +477,7 @@ def stuck(rank: int, world_size: int, way: str) -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize("way", slow_but("iterate"))
-def test_a_rank_that_is_alive_but_takes_no_part_is_named_after_the_timeout(way: str) -> None:
+def test_a_live_rank_that_does_not_come_is_named_in_time(way: str) -> None:
     joined, _, active = run_ranks(stuck, 3, args=(way,), timeout_s=60)
     for kind, text, seconds in (joined, active):
         assert kind == "PeerFailedError"

@@ -49,7 +49,7 @@ def test_every_rank_has_the_numbers_of_a_single_process() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("library", "reshard"), WAYS)
-def test_every_rank_has_the_numbers_of_a_single_process_in_every_way(library: str, reshard: bool) -> None:
+def test_every_way_has_the_numbers_of_a_single_process(library: str, reshard: bool) -> None:
     assert wrong({name: (sharded(name, reshard), library) for name in NAMES}) == {}
 
 
@@ -204,7 +204,7 @@ def odd(rank: int, world_size: int, careful: bool, opaque: bool, example: Any) -
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_a_module_that_cannot_run_without_samples_is_named_unless_it_has_an_example(name: str) -> None:
+def test_a_module_that_needs_samples_is_named_or_has_an_example(name: str) -> None:
     *options, parts = ODD[name]
     for text in run_ranks(odd, 2, args=tuple(options), timeout_s=30):
         assert all(part in text for part in parts), text
@@ -228,7 +228,7 @@ def kept_and_switched(rank: int, world_size: int) -> tuple[bool, str]:
     return is_gone, ""
 
 
-def test_no_batch_is_kept_and_no_switch_between_forward_and_backward_is_taken() -> None:
+def test_no_batch_is_kept_and_no_late_switch_is_taken() -> None:
     for is_gone, text in run_ranks(kept_and_switched, 2, timeout_s=30):
         assert is_gone
         assert "call it before the forward" in text

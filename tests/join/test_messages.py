@@ -59,7 +59,7 @@ def test_a_wrong_option_is_refused_with_the_nearest_name(options: dict[str, Any]
         stagereg.Join([joinable], **options)
 
 
-def test_an_optimizer_that_a_schedule_has_wrapped_is_not_refused_for_its_self() -> None:
+def test_an_optimizer_wrapped_by_a_schedule_is_not_refused() -> None:
     optimizer = sgd()
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(JoinError, match="put the DDP module first"):
@@ -67,7 +67,7 @@ def test_an_optimizer_that_a_schedule_has_wrapped_is_not_refused_for_its_self() 
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero"])
-def test_the_error_of_a_joinable_of_the_wrong_object_names_its_need(name: str) -> None:
+def test_a_joinable_of_the_wrong_object_names_what_it_needs(name: str) -> None:
     key = {"ddp": "module", "zero": "optimizer"}[name]
     needs = {"ddp": "needs a DistributedDataParallel module", "zero": "needs a ZeroRedundancyOptimizer"}[name]
     with pytest.raises(JoinError, match=needs):

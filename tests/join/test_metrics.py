@@ -93,7 +93,7 @@ def odd(rank: int, world_size: int) -> list[Any]:
     return results
 
 
-def test_names_that_only_some_ranks_know_count_and_empty_ones_are_left_out() -> None:
+def test_names_of_some_ranks_count_and_empty_ones_are_left_out() -> None:
     means = {"only rank 1": 1.5, "large": 1 / 3, "each": 0.5}
     assert run_ranks(odd, 3, timeout_s=30) == [[{}, means, {}]] * 3
 
@@ -112,7 +112,7 @@ def abandoned(rank: int, world_size: int) -> dict[str, float]:
     return result
 
 
-def test_a_rank_that_still_answers_in_a_failed_join_disturbs_no_other() -> None:
+def test_a_rank_that_answers_in_a_failed_join_disturbs_no_other() -> None:
     assert run_ranks(abandoned, 2, timeout_s=20) == [{"loss": 0.5}] * 2
 
 

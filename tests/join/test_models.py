@@ -53,7 +53,7 @@ def compressed(rank: int, hook: str, zeroing: bool, length: int) -> Any:
     return values(ddp), [s["momentum_buffer"] for s in optimizer.state_dict()["state"].values()]
 
 
-def test_a_communication_hook_divides_by_the_world_and_keeps_replicas_equal() -> None:
+def test_a_communication_hook_keeps_replicas_equal() -> None:
     one, other = run_ranks(all_compressed, 2, timeout_s=60)
     assert len(one) == 2 * (1 + len(HOOKS))
     for (hook, zeroing), (params, momentum) in one.items():

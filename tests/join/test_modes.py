@@ -53,7 +53,7 @@ def all_steps(rank: int, world_size: int) -> dict[Any, list[int]]:
     return {(mode, throw, way): steps(rank, mode, throw, way) for mode, throw in SENDING for way in WAYS}
 
 
-def test_a_planned_step_sends_nothing_of_its_own_and_a_counted_one_a_single_sum() -> None:
+def test_a_planned_step_sends_nothing_and_a_counted_one_a_sum() -> None:
     for sent in run_ranks(all_steps, 2, timeout_s=60):
         for (mode, throw, way), found in sent.items():
             without = sent[None, False, way]
@@ -80,7 +80,7 @@ def epochs(rank: int, world_size: int) -> list[int]:
     return counts
 
 
-def test_planned_joins_leave_no_more_keys_than_those_of_the_last_one() -> None:
+def test_planned_joins_leave_only_the_keys_of_the_last_one() -> None:
     for counts in run_ranks(epochs, 2, timeout_s=60):
         assert max(counts[1:]) - min(counts[1:]) < 10, counts
 
@@ -123,7 +123,7 @@ def sharpened(rank: int, mode: str) -> list[torch.Tensor]:
     return [p.detach() for p in ddp.parameters()]
 
 
-def test_two_steps_on_one_batch_count_ranks_without_data_in_neither() -> None:
+def test_two_steps_on_a_batch_leave_out_ranks_without_data() -> None:
     module = net(Case())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     for step in range(3):

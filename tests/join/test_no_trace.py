@@ -70,7 +70,7 @@ def unentered_and_failing_exit(rank: int, world_size: int) -> Any:
     return before, unentered, observe(ddp), [joinable._join_config.enable for joinable in joinables]
 
 
-def test_a_join_that_is_not_entered_changes_nothing_and_one_that_fails_to_leave_keeps_none_in() -> None:
+def test_a_join_not_entered_or_that_fails_changes_nothing() -> None:
     for before, unentered, after, enabled in run_ranks(unentered_and_failing_exit, 2, timeout_s=30):
         for mark in ("config", "hooks", "module hooks"):
             assert unentered[mark] == before[mark]

@@ -133,7 +133,7 @@ def test_every_rank_has_the_numbers_of_a_single_process(library: str, names: lis
     assert wrong({name: (CASES[name], library) for name in names}) == {}
 
 
-def test_the_reference_divides_by_the_active_ranks_only_on_request() -> None:
+def test_the_reference_divides_by_active_ranks_on_request() -> None:
     assert difference(expected(Case()), expected(Case(divide=False))) > 1e-3
 
 
@@ -175,7 +175,7 @@ WITHOUT_LIMITS = {"deadline": None, "suppress_health_check": list(HealthCheck), 
 
 @given(case=cases())
 @settings(max_examples=8, **WITHOUT_LIMITS)
-def test_any_loop_on_any_lengths_has_the_numbers_of_a_single_process(case: Case) -> None:
+def test_any_loop_has_the_numbers_of_a_single_process(case: Case) -> None:
     assert wrong({"any": (case, "ours")}, timeout_s=30) == {}
 
 
@@ -183,5 +183,5 @@ def test_any_loop_on_any_lengths_has_the_numbers_of_a_single_process(case: Case)
 @pytest.mark.timeout(1200)
 @given(case=cases(), library=st.sampled_from(["ours", "torch"]))
 @settings(max_examples=250, **WITHOUT_LIMITS)
-def test_many_loops_on_many_lengths_have_the_numbers_of_a_single_process(case: Case, library: str) -> None:
+def test_many_loops_have_the_numbers_of_a_single_process(case: Case, library: str) -> None:
     assert wrong({"any": (case, library)}, timeout_s=30) == {}

@@ -102,7 +102,7 @@ def wrapped(wrap: str) -> tuple[Any, Any]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_each_rank_records_its_steps_with_and_without_data_and_its_samples(tmp_path: Path) -> None:
+def test_each_rank_records_its_steps_and_samples(tmp_path: Path) -> None:
     every = run_ranks(recordings, 2, args=(str(tmp_path),), timeout_s=100)
     most = max(LENGTHS)
     for rank, found in enumerate(every):
@@ -151,7 +151,7 @@ X = torch.zeros(7, 3)
     ],
     ids=lambda batch: type(batch).__name__,
 )
-def test_the_samples_of_a_batch_are_the_first_dimension_of_its_first_tensor(batch: Any) -> None:
+def test_samples_are_the_first_dimension_of_the_first_tensor(batch: Any) -> None:
     assert samples_in(batch) == 7
 
 
@@ -160,7 +160,7 @@ CIRCLE.append(CIRCLE)
 
 
 @pytest.mark.parametrize("batch", [None, "text", object(), {}, [[1], {"x": ()}], CIRCLE, torch.tensor(1.0)])
-def test_a_batch_without_a_tensor_has_an_unknown_number_of_samples(batch: Any) -> None:
+def test_a_batch_without_a_tensor_has_an_unknown_size(batch: Any) -> None:
     assert samples_in(batch) is None
     seen = SampleCounter()
     for each in (X, batch, X):

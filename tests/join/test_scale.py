@@ -326,7 +326,7 @@ MANY = [
 @example(scenario=crowd(MANY, 64))
 @example(scenario=crowd(MANY[:1], 64, way="plain", mode="planned"))
 @example(scenario=crowd(MANY, 128, mode="counted", cycle=2, divide=False))
-def test_every_rank_has_the_gradients_of_every_step_whichever_way_it_takes_part(scenario: Scenario) -> None:
+def test_every_rank_has_the_gradients_of_every_step(scenario: Scenario) -> None:
     longest = max(script.steps for script in scenario.loops[-1])
     (results,) = play(scenario)
     for rank, (totals, was_last) in enumerate(results):

@@ -37,7 +37,7 @@ ERRORS = [
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("column", "mode"), RUNS)
-def test_every_rank_has_the_numbers_of_a_single_process_in_every_case(column: str, mode: str) -> None:
+def test_every_case_has_the_numbers_of_a_single_process(column: str, mode: str) -> None:
     """One run of all cases, one after another in the same ranks."""
     names = [name for name in in_column(column) if has(mode, name) and not CASES[name].fails]
     assert {name: value for name, value in run_column(column, names, mode).items() if not value < EXACT} == {}

@@ -56,7 +56,7 @@ def all_throwing(rank: int, world_size: int) -> list[Any]:
     return [throwing(rank, *case) for case in CASES]
 
 
-def test_all_ranks_stop_at_the_same_step_and_those_that_run_out_are_named_on_themselves() -> None:
+def test_all_ranks_stop_at_one_step_and_name_who_ran_out() -> None:
     for here, outcomes in enumerate(run_ranks(all_throwing, 3, timeout_s=60)):
         for (case, right), (steps, kind, text, rank) in zip(CASES.items(), outcomes, strict=True):
             assert steps == right[here][0], case

@@ -67,7 +67,7 @@ class Unprepared(stagereg.Joinable):
     join_process_group = property(lambda self: dist.group.WORLD)
 
 
-def test_a_joinable_whose_constructor_forgot_is_torchs_error_and_ours() -> None:
+def test_a_joinable_that_is_not_constructed_is_torchs_error() -> None:
     with pytest.raises(AssertionError) as theirs:
         torch_join.Join.notify_join_context(Unprepared())
     with pytest.raises(AssertionError) as ours:
@@ -232,7 +232,7 @@ def in_doubt(rank: int, world_size: int, case: Case) -> list[torch.Tensor]:
     return [p.detach().clone() for p in ddp.parameters()]
 
 
-def test_ranks_that_do_not_know_the_loop_do_not_wait_for_an_answer_from_torchs_join() -> None:
+def test_no_rank_waits_for_torchs_join_to_say_what_the_loop_does() -> None:
     case = Case(lengths=(0, 4, 1), optimizer="sgd")
     for params in run_ranks(in_doubt, 3, args=(case,), timeout_s=15):
         assert difference(params, list(expected(case)["params"].values())) < EXACT

@@ -16,6 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from stagereg.errors import StagingError
+from stagereg.kernel.memory import padding_around
 from stagereg.kernel.state_dict import flatten
 from stagereg.stagers.incremental import IncrementalStager, names_of
 from stagereg.testing import run_ranks
@@ -120,6 +121,15 @@ class TestDeclared:
         assert stager.stage(state)["w"].eq(0).all()
         stager.forget()
         assert stager.stage(state)["w"].eq(1).all()
+
+    def test_padding_is_only_where_memory_is_not_shared(self) -> None:
+        stager = build(frozen=["model.base.*"])
+        stager.reserve_padding(704, 300)
+        copy = stager.stage(adapted())["model"]
+        assert padding_around(copy["base"]["w"]) is None
+        found = padding_around(copy["adapter"]["w"])
+        assert found is not None
+        assert (found.before, found.after) == (704, 300)
 
 
 class TestTies:

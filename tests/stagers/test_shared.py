@@ -22,7 +22,7 @@ import stagereg.stagers.shared_memory as shared_memory
 import stagereg.stagers.tensor_bundle as tensor_bundle
 from stagereg import AsyncStager
 from stagereg.errors import StagingError
-from stagereg.kernel.memory import Pool
+from stagereg.kernel.memory import Pool, padding_around
 from stagereg.stagers.shared_memory import SharedBlock, register_reducers
 
 from .test_properties import tensors
@@ -210,6 +210,17 @@ class TestFidelity:
             [[0.0, 1.0, 2.0], [9.0, 4.0, 5.0]],
             [0.0, 1.0, 2.0, 3.0, 4.0, 5.0],
         )
+
+    def test_a_bundle_has_the_padding_around_the_tensors(self, stager) -> None:
+        stager.reserve_padding(128, 64)
+        copy = stager.stage(state(1))
+        arrived = tensor_bundle.unpack(pickle.loads(pickle.dumps(tensor_bundle.pack(list(copy.values()))[0])))
+        for here, there in zip(copy.values(), arrived, strict=True):
+            mine, theirs = padding_around(here), padding_around(there)
+            assert mine is not None
+            assert theirs is not None
+            assert (mine.nbytes, mine.before, mine.after) == (theirs.nbytes, theirs.before, theirs.after)
+            assert here.data_ptr() - mine.address == there.data_ptr() - theirs.address
 
     def test_a_bundle_reports_which_tensors_lie_elsewhere(self, stager) -> None:
         copy = stager.stage(state(1))

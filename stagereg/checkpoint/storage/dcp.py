@@ -1,15 +1,23 @@
-"""``dcp``: torch's own format, past the page cache where that can be.
+"""``dcp``: torch's own format, past the page cache where that can be, and from the staged memory as it lies.
 
-The file of a rank is what torch's writer would have made of the same entries, archive by archive (:mod:`.envelope`),
-with zeros between some of them. A large tensor goes to the file from its memory as it lies, at an offset that is as far
-from a page boundary as that memory; others go through a buffer, packed if they have holes, copied if an accelerator has
-them. The few kinds that :func:`.envelope.envelope` names go through ``torch.save``.
+The file of a rank is what torch's writer would have made of the same entries, archive by archive (:mod:`.envelope`);
+only the order, and what lies between them, differ. A tensor goes one of three ways:
+
+* *In place.* A stager that reserved padding around it (:mod:`stagereg.kernel.memory`) has made its memory nearly the
+  image of the file. Head and tail are written into the padding, the rest of which becomes zeros, and all of it goes
+  to the file without a copy, with its neighbours. Fewer than 64 bytes between two of them are what the stager's memory
+  held there: other tensors of the copy, or what that memory was used for before by this process.
+* *From elsewhere in memory*, behind its head: a large tensor as it lies, at an offset in the file that is as far from
+  a page boundary as its memory; others through a buffer, packed if they have holes, copied if an accelerator has them.
+* *As torch does it.* The few kinds that :func:`.envelope.envelope` names go through ``torch.save``.
 """
 
 from __future__ import annotations
 
-import io
+import ctypes
 import warnings
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader, FileSystemWriter, _StorageInfo
@@ -18,27 +26,37 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from stagereg.checkpoint.options import at_least_one, one_of
-from stagereg.checkpoint.storage.envelope import envelope
-from stagereg.checkpoint.storage.files import FileStorage, NewFile, StrPath, archived, write_object
+from stagereg.checkpoint.storage.aligned import AlignedFile
+from stagereg.checkpoint.storage.envelope import Envelope, envelope
+from stagereg.checkpoint.storage.files import FileStorage, StrPath, archived, write_object
 from stagereg.checkpoint.storage.protocol import ArchiveResult, Storage, TensorResult
-from stagereg.kernel.memory import view_of
+from stagereg.kernel.memory import padding_around, view_of
 from stagereg.registry import register
 
 __all__ = ["DcpStorage", "TorchDcpStorage", "direct"]
+
+_GAP_BYTES = 2048  # more than what the padding leaves free between two tensors
 
 
 @register("storage", "dcp")
 class DcpStorage(FileStorage):
     """Writes what plain ``torch.distributed.checkpoint.load`` reads, with ``O_DIRECT`` where the file system takes it.
 
-    It takes hardly any processor time from training, and none of its page cache. A file system that refuses
-    ``O_DIRECT``, as some network and memory file systems do, is written through the page cache, which is logged once.
+    It takes hardly any processor time from training, and none of its page cache. With a stager that reserves padding
+    (the checkpointer asks it to) the staged memory itself is written; with another one, or without any, small tensors
+    and tensors with holes go through two small buffers. A file system that refuses ``O_DIRECT``, as some network and
+    memory file systems do, is written through the page cache, which is logged once.
 
     Args:
         path: the directory or URL; torch and the checkpointer name another for each checkpoint.
         direct: ``"auto"``, or ``"never"`` to write through the page cache everywhere.
         buffer_mb: MiB of each of the two buffers, at least 1.
+
+    Attributes:
+        padding: see :class:`.Storage`.
     """
+
+    padding = (768, 1024)
 
     def __init__(self, path: StrPath | None = None, direct: str = "auto", buffer_mb: int = 4) -> None:
         auto = one_of("direct", direct, ("auto", "never")) == "auto"
@@ -50,7 +68,7 @@ class DcpStorage(FileStorage):
             return []
         name = f"__{rank}_0{DEFAULT_SUFFIX}"
         with self.create(name) as file:
-            return [_write_item(file, name, item, planner.resolve_data(item)) for item in items]
+            return list(_write_items(file, name, items, planner))
 
 
 @register("storage", "torch_dcp")
@@ -91,15 +109,49 @@ def direct(path: StrPath | None = None, buffer_mb: int = 4) -> DcpStorage:
     return DcpStorage(path, buffer_mb=buffer_mb)
 
 
-def _write_item(file: NewFile, name: str, item: WriteItem, data: torch.Tensor | io.BytesIO) -> WriteResult:
-    if not isinstance(data, torch.Tensor):
-        return write_object(file, name, item, data)
-    x = data.detach().resolve_conj().resolve_neg()
-    around = envelope(x)
-    if around is None:
-        begin = file.tell()
-        torch.save(_own_storage(x.cpu()), file)  # type: ignore[arg-type]
-        return archived(file, name, item, begin)
+class _InPlace(NamedTuple):
+    """A tensor that lies in memory, from ``begin`` to ``end``, as it will in the file."""
+
+    begin: int
+    end: int
+    item: WriteItem
+    tensor: torch.Tensor
+    around: Envelope
+
+
+def _write_items(file: AlignedFile, name: str, items: list[WriteItem], planner: SavePlanner) -> Iterator[WriteResult]:
+    in_place: list[_InPlace] = []
+    written: dict[int, Envelope] = {}
+    for item in items:
+        data = planner.resolve_data(item)
+        if not isinstance(data, torch.Tensor):
+            yield write_object(file, name, item, data)
+            continue
+        x = data.detach().resolve_conj().resolve_neg()
+        around = envelope(x)
+        if around is None:
+            begin = file.tell()
+            own = x.layout is torch.strided and x.untyped_storage().nbytes() == x.nbytes
+            torch.save(x.cpu() if own else x.cpu().clone(), file)  # type: ignore[arg-type]  # torch's writer does so too
+            yield archived(file, name, item, begin)
+        elif _put_around(x, around, written):
+            begin, end = x.data_ptr() - len(around.head), x.data_ptr() + x.nbytes + len(around.tail)
+            in_place.append(_InPlace(begin, end, item, x, around))
+        else:
+            yield _result(item, name, _write_tensor(file, x, around), x, around)
+    for run in _runs(in_place):
+        offset = _write_run(file, run) - run[0].begin
+        for each in run:
+            yield _result(each.item, name, each.begin + offset, each.tensor, each.around)
+
+
+def _result(item: WriteItem, name: str, begin: int, x: torch.Tensor, around: Envelope) -> TensorResult:
+    length = len(around.head) + x.nbytes + len(around.tail)
+    return TensorResult(item.index, length, _StorageInfo(name, begin, length), begin + len(around.head), around.stride)
+
+
+def _write_tensor(file: AlignedFile, x: torch.Tensor, around: Envelope) -> int:
+    """Write head, content and tail; return where in the file they begin."""
     if not x.is_cpu or x.stride() != around.stride:
         x = torch.empty_strided(x.shape, around.stride, dtype=x.dtype).copy_(x)
     file.align(x.data_ptr() - len(around.head), x.nbytes)
@@ -107,10 +159,43 @@ def _write_item(file: NewFile, name: str, item: WriteItem, data: torch.Tensor | 
     file.write(around.head)
     file.write_memory(view_of(x))
     file.write(around.tail)
-    length = file.tell() - begin
-    return TensorResult(item.index, length, _StorageInfo(name, begin, length), begin + len(around.head), around.stride)
+    return begin
 
 
-def _own_storage(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose storage has its bytes and no more, as torch's writer does before it saves."""
-    return x if x.layout is torch.strided and x.untyped_storage().nbytes() == x.nbytes else x.clone()
+def _put_around(x: torch.Tensor, around: Envelope, written: dict[int, Envelope]) -> bool:
+    """Write head and tail into the padding around a tensor; return False where there is none, or too little.
+
+    ``written`` has what was written around each address: another view of the same tensor must leave that alone.
+    """
+    padding = padding_around(x)
+    if padding is None or len(around.head) > padding.before or len(around.tail) > padding.after:
+        return False
+    address = x.data_ptr()
+    if written.setdefault(address, around) != around:
+        return False
+    # All of the padding, so that nothing gets into the file that happened to be in the memory.
+    ctypes.memmove(address - padding.before, around.head.rjust(padding.before, b"\0"), padding.before)
+    ctypes.memmove(address + x.nbytes, around.tail.ljust(padding.after, b"\0"), padding.after)
+    return True
+
+
+def _runs(tensors: list[_InPlace]) -> list[list[_InPlace]]:
+    """Group what follows one another in memory, in the order of addresses."""
+    runs: list[list[_InPlace]] = []
+    for each in sorted(tensors, key=lambda each: each.begin):
+        if runs and each.begin - runs[-1][-1].end <= _GAP_BYTES:
+            runs[-1].append(each)
+        else:
+            runs.append([each])
+    return runs
+
+
+def _write_run(file: AlignedFile, run: list[_InPlace]) -> int:
+    """Write memory as it is; return where in the file it begins."""
+    begin, nbytes = run[0].begin, run[-1].end - run[0].begin
+    memory = (ctypes.c_char * nbytes).from_address(begin)
+    memory.owner = [each.tensor for each in run]  # type: ignore[attr-defined]
+    file.align(begin, nbytes)
+    offset = file.tell()
+    file.write_memory(memoryview(memory).cast("B"))
+    return offset

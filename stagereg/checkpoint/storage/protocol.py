@@ -42,15 +42,23 @@ class Storage(StorageWriter):
 
     Attributes:
         remote: False if it writes only to file systems of this machine. Saving to a URL is then refused.
+        padding: bytes that it writes before and after each tensor, if it can write the image of a file in place, around
+            tensors of the copy. A stager that is a :class:`~stagereg.stagers.async_stager.ReservesPadding` leaves as
+            many free.
         wraps: the storage that it writes through, whose name the manifest gets, and which reads the checkpoint.
     """
 
     remote: bool = True
+    padding: tuple[int, int] = (0, 0)
     wraps: Storage | None = None
 
     @abstractmethod
     def reader(self, path: str | os.PathLike[str]) -> StorageReader:
-        """Return a reader of the checkpoint in the directory ``path``, new for each call. Any rank, any thread."""
+        """Return a reader of the checkpoint in the directory ``path``, new for each call. Any rank, any thread.
+
+        The checkpointer reads through it what ``write_data`` has returned neither a :class:`TensorResult` nor an
+        :class:`ArchiveResult` of.
+        """
 
     @property
     def marks(self) -> Mapping[str, FileMark]:
@@ -80,6 +88,5 @@ class TensorResult(WriteResult):
 class ArchiveResult(WriteResult):
     """What ``write_data`` may return of any item that lies in its file as ``torch.save`` has made it.
 
-    ``storage_data.relative_path``, ``offset`` and ``length`` say where. What neither this nor :class:`TensorResult` is
-    returned of is read through :meth:`Storage.reader`.
+    ``storage_data.relative_path``, ``offset`` and ``length`` say where.
     """

@@ -10,6 +10,11 @@ The order of calls of one run: :meth:`CheckpointStore.lock` and :meth:`Checkpoin
 :meth:`CheckpointStore.mark`, and then :meth:`CheckpointStore.publish`, or :meth:`CheckpointStore.discard` where
 something has failed.
 
+The order within :meth:`CheckpointStore.publish` makes every moment safe to be killed in: the sizes of the written files
+are looked at; one step makes a checkpoint of them; ``latest`` moves by another one; and only then are old checkpoints
+deleted. Nothing is overwritten: a step that is saved again gets a directory with another name, and the old one goes
+after the commit. What follows the commit is made up for by the next save, or the next start, where it fails.
+
 Paths are full paths, or URLs, as text. Errors of the file system are ``OSError`` unless said otherwise.
 """
 
@@ -18,12 +23,22 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 
 from stagereg.checkpoint.damage import Condition, Damage, Found, Unclear, differences, of_error
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import Owner, StoreLock
-from stagereg.checkpoint.manifest import LATEST, MANIFEST, MANIFEST_BYTES, Checkpoint, FileMark, Manifest, newest_first
+from stagereg.checkpoint.manifest import (
+    LATEST,
+    MANIFEST,
+    MANIFEST_BYTES,
+    Checkpoint,
+    FileMark,
+    Manifest,
+    newest_first,
+    step_of,
+)
+from stagereg.errors import CheckpointError
 
 __all__ = ["CheckpointStore"]
 
@@ -52,18 +67,26 @@ class CheckpointStore(ABC):
     def checkpoints(self) -> tuple[list[Checkpoint], dict[str, str]]:
         """Return the complete checkpoints, newest first, and why each other step directory is none, by its full path.
 
-        Complete by manifest and sizes; no content is read. A store that does not exist has none.
+        Complete by manifest and sizes; no content is read. A store that does not exist has none, and what
+        :meth:`leftovers` names is not in it.
         """
         found = self._conditions()
         return _complete(found), {each.path: str(each) for each in found if each.damages}
 
-    @abstractmethod
     def condition(self, path: str) -> Condition:
         """Return what is wrong with one checkpoint by its manifest and the sizes; no content is read.
 
         Args:
-            path: of a checkpoint's directory, or of a ``latest`` that points to one; need not lie in this store.
+            path: of a checkpoint's directory, or of a ``latest`` that points to one; need not lie in this store. The
+                path in the result is that of the directory.
         """
+        try:
+            found = self._look(self._resolve(path))
+            while found.damages and (again := self._look(self._resolve(path))) != found:
+                found = again  # a run has deleted it meanwhile, or moved `latest`
+        except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, up to Python 3.12
+            return _nothing_known(path, Unclear(f"cannot be looked at ({error})"))
+        return found
 
     def contents(self, path: str, names: Iterable[str]) -> dict[str, Found]:
         """Read files of the checkpoint in the directory ``path`` to their ends, and return what they are, by name.
@@ -71,9 +94,14 @@ class CheckpointStore(ABC):
         :func:`.damage.differences` compares them with the manifest. Any rank.
         """
         found: dict[str, Found] = {}
+        try:
+            sizes = self._sizes(path)
+        except OSError as error:
+            return dict.fromkeys(names, of_error(error))
         for name in names:
+            there = sizes.get(name, "missing")
             try:
-                found[name] = self._read_mark(path, name)
+                found[name] = self.mark(path, name, flush=False) if isinstance(there, int) else there
             except OSError as error:
                 found[name] = of_error(error)
         return found
@@ -81,7 +109,7 @@ class CheckpointStore(ABC):
     def examine(self, path: str) -> Condition:
         """Return what is wrong with one checkpoint, the content of its files included, which are read one by one.
 
-        Of one that is replaced meanwhile, the new one is looked at; of one that is deleted, no manifest is left.
+        Of one that is deleted meanwhile, no manifest is left.
         """
         condition = self.condition(path)
         if condition.manifest is None:
@@ -134,17 +162,20 @@ class CheckpointStore(ABC):
             token: distinguishes this save from all others (:func:`.manifest.new_token`); the same on all ranks.
         """
 
-    @abstractmethod
     def files(self, written: str) -> list[str]:
         """Return the names of the files in the directory ``written``, in no order. Any rank."""
+        return list(self._sizes(written))
 
     @abstractmethod
     def put(self, written: str, name: str, data: bytes) -> FileMark:
         """Write one file into the directory ``written``, have it safely stored, and return its mark."""
 
     @abstractmethod
-    def mark(self, written: str, name: str) -> FileMark:
-        """Have one file in the directory ``written`` safely stored, read it back, and return its mark. Any rank."""
+    def mark(self, written: str, name: str, flush: bool = True) -> FileMark:
+        """Have one file in the directory ``written`` safely stored, read it back, and return its mark. Any rank.
+
+        Without ``flush`` it is only read.
+        """
 
     def publish(
         self, written: str, step: int, world_size: int, storage: str, files: dict[str, FileMark], keep: int
@@ -168,17 +199,20 @@ class CheckpointStore(ABC):
         if self._hold is not None:
             self._hold.check()
         failpoint("held")
-        before = [each for each in self._conditions() if each.path != written]
+        before = self._conditions()
         serials = [each.manifest.serial for each in before if each.manifest is not None]  # damaged ones count as well
         manifest = Manifest(step, world_size, 1 + max(serials, default=0), files, storage, int(time.time()))
-        path, aside = self._commit(written, manifest)
+        lost = Condition(written, manifest, _missing_from(self._sizes(written), manifest))
+        if lost.damages:
+            raise CheckpointError(f"{written} did not reach the disk or the store as it was written: {lost}")
+        path = self._commit(written, manifest)
         try:  # the checkpoint is complete, so the save must not fail
             failpoint("committed")
             try:
                 self._point(path.rpartition("/")[2])
                 failpoint("pointed")
             finally:  # or a file system without links would fill up
-                for old in (*aside, *self._too_old(before, path, step, keep)):
+                for old in self._too_old(before, path, step, keep):
                     self._delete(old)
         except Exception as error:
             _log.warning(
@@ -198,19 +232,28 @@ class CheckpointStore(ABC):
     # -- what kinds of stores differ in
 
     @abstractmethod
-    def _conditions(self) -> list[Condition]:
-        """Return what each step directory is like by its manifest and sizes."""
+    def _names(self) -> list[str]:
+        """Return the names of the step directories; none if there is no store."""
 
     @abstractmethod
-    def _read_mark(self, path: str, name: str) -> Found:
-        """Read one file of a checkpoint; unlike :meth:`mark` this flushes nothing."""
+    def _resolve(self, path: str) -> str:
+        """Return the directory that a path means, which may be that of ``latest``."""
 
     @abstractmethod
-    def _commit(self, written: str, manifest: Manifest) -> tuple[str, list[str]]:
-        """Make a checkpoint of ``written`` in one step; return its path, and what is to be deleted afterwards."""
+    def _sizes(self, path: str) -> dict[str, Found]:
+        """Return the size of each file in a directory, or what it is instead; nothing if there is no directory."""
 
     @abstractmethod
-    def _point(self, name: str) -> None: ...
+    def _read(self, path: str) -> bytes:
+        """Read a small file."""
+
+    @abstractmethod
+    def _commit(self, written: str, manifest: Manifest) -> str:
+        """Make a checkpoint of ``written`` in one step; return its path."""
+
+    @abstractmethod
+    def _point(self, name: str) -> None:
+        """Let ``latest`` point to a directory, in one step."""
 
     @abstractmethod
     def _pointed(self) -> str | None: ...
@@ -218,6 +261,38 @@ class CheckpointStore(ABC):
     @abstractmethod
     def _delete(self, path: str) -> None:
         """Delete a checkpoint, in such an order that half of one is never a complete one."""
+
+    # -- common to them
+
+    def _conditions(self) -> list[Condition]:
+        """Return what each step directory is like by its manifest and sizes."""
+        found = self._look_at_all()
+        while any(each.damages for each in found) and (again := self._look_at_all()) != found:
+            found = again  # a run has deleted one since they were listed, and a newer one may be there
+        return found
+
+    def _look_at_all(self) -> list[Condition]:
+        return [self._look(f"{self.root}/{name}") for name in self._names()]
+
+    def _look(self, path: str) -> Condition:
+        try:
+            sizes = self._sizes(path)
+        except OSError as error:
+            return _nothing_known(path, Unclear(f"cannot be looked at ({error})"))
+        found = sizes.get(MANIFEST, "missing")
+        if not isinstance(found, int):
+            return _nothing_known(path, found)
+        if found > MANIFEST_BYTES:
+            return _nothing_known(path, f"damaged (it has {found:,} bytes)")
+        try:
+            manifest = Manifest.loads(self._read(f"{path}/{MANIFEST}"))
+        except OSError as error:
+            return _nothing_known(path, of_error(error))
+        except ValueError as error:
+            return _nothing_known(path, f"damaged ({error})")
+        if step_of(path.rpartition("/")[2]) not in (None, manifest.step):
+            return _nothing_known(path, f"of step {manifest.step}, not of this one")
+        return Condition(path, manifest, _missing_from(sizes, manifest))
 
     def _too_old(self, before: list[Condition], path: str, step: int, keep: int) -> list[str]:
         """Return what of ``before`` the commit of ``path`` replaces, and what is not to be kept."""
@@ -232,28 +307,11 @@ class CheckpointStore(ABC):
         return [old for old in (*counted[keep - 1 :], *sorted(replaced)) if old not in (path, pointed)]
 
 
-def look(path: str, step: int | None, size: Callable[[str], Found], read: Callable[[], bytes]) -> Condition:
-    """Return what is wrong with a directory by the manifest that ``read`` returns and the ``size`` of each name in it.
-
-    ``step`` is the one in the name of the directory, if there is one.
-    """
-    found = size(MANIFEST)
-    if not isinstance(found, int):
-        return nothing_known(path, found)
-    if found > MANIFEST_BYTES:
-        return nothing_known(path, f"damaged (it has {found:,} bytes)")
-    try:
-        manifest = Manifest.loads(read())
-    except OSError as error:
-        return nothing_known(path, of_error(error))
-    except ValueError as error:
-        return nothing_known(path, f"damaged ({error})")
-    if step not in (None, manifest.step):
-        return nothing_known(path, f"of step {manifest.step}, not of this one")
-    return Condition(path, manifest, differences(manifest, {name: size(name) for name in manifest.files}))
+def _missing_from(sizes: Mapping[str, Found], manifest: Manifest) -> tuple[Damage, ...]:
+    return differences(manifest, {name: sizes.get(name, "missing") for name in manifest.files})
 
 
-def nothing_known(path: str, what: Found) -> Condition:
+def _nothing_known(path: str, what: Found) -> Condition:
     """Return the condition of a directory without a manifest that can be read."""
     why = what.why if isinstance(what, Unclear) else str(what)
     return Condition(path, None, (Damage(MANIFEST, why, certain=not isinstance(what, Unclear)),))

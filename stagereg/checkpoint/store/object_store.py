@@ -11,10 +11,9 @@ import contextlib
 import errno
 import functools
 import io
-import logging
 from typing import Any
 
-from stagereg.checkpoint.store.retry import answer_of, retrying, within
+from stagereg.checkpoint.store.retry import answer_of, retrying
 from stagereg.errors import ConfigError
 
 __all__ = ["ObjectStore"]
@@ -22,14 +21,10 @@ __all__ = ["ObjectStore"]
 _READ_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 24
 _BLOCKS_KEPT = 3
-_BEST_EFFORT_S = 10.0
 _PRECONDITION_FAILED = 412
 _S3 = {"s3", "s3a"}
-_LIST_BY_PREFIX = {*_S3, "gs", "gcs"}
 # Stores where a name needs no directory to be made first; making one would ask for rights that writing does not need.
-_FLAT = {*_LIST_BY_PREFIX, "az", "abfs", "abfss", "adl", "oci", "oss", "obs", "tos", "memory"}
-
-_log = logging.getLogger(__name__)
+_FLAT = {*_S3, "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "obs", "tos", "memory"}
 
 
 class ObjectStore:
@@ -65,26 +60,21 @@ class ObjectStore:
         """Return what fsspec calls ``url``, without its protocol."""
         return str(self.fs._strip_protocol(url))
 
-    def sizes(self, url: str, prefix: str = "") -> dict[str, int]:
-        """Return the sizes of all objects below ``url``, by what follows ``url`` and a slash in their names.
+    def listing(self, url: str) -> dict[str, int | None]:
+        """Return what is right below ``url``, which need not be there: sizes of objects, None of directories."""
 
-        Args:
-            url: nothing but what lies below it is listed; it need not be there.
-            prefix: what the names have to begin with.
-        """
-
-        def act() -> dict[str, int]:
+        def act() -> dict[str, int | None]:
             path = self.path(url)
-            found = {}
             try:
-                entries = self._find(path, prefix)
+                entries = self._fresh.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return {}
-            for full, entry in entries.items():
-                name = full.removeprefix(path).lstrip("/")
-                if name and name.startswith(prefix) and not name.endswith("/") and entry["type"] == "file":
-                    found[name] = int(self.fs.size(full) or 0) if entry["size"] is None else int(entry["size"])
-            return found
+            found = {entry["name"].rstrip("/").removeprefix(path).lstrip("/"): entry for entry in entries}
+            return {
+                name: None if entry["type"] == "directory" else int(entry["size"])
+                for name, entry in found.items()
+                if name  # else ``url`` itself
+            }
 
         return retrying("listing", url, act)
 
@@ -157,39 +147,6 @@ class ObjectStore:
         """Make a directory, where the store has any."""
         if self.protocol not in _FLAT:
             retrying("making", url, lambda: self.fs.makedirs(self.path(url), exist_ok=True))
-
-    def abort_uploads(self, prefix: str) -> None:
-        """Give up the multipart uploads of S3 whose names begin with the URL ``prefix``; they are paid for, and hidden.
-
-        Other stores let go of them by themselves. A store that refuses the question is warned of.
-        """
-        if self.protocol not in _S3:
-            return
-        bucket, key, _ = self.fs.split_path(self.path(prefix))
-
-        def act() -> None:
-            listed = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key)  # up to 1000 of them
-            for upload in listed.get("Uploads", []):
-                if upload["Key"].startswith(key):  # not every S3-compatible store applies the prefix
-                    which = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
-                    with contextlib.suppress(FileNotFoundError):
-                        self.fs.call_s3("abort_multipart_upload", Bucket=bucket, **which)
-
-        try:
-            with within(_BEST_EFFORT_S):
-                retrying("giving up unfinished uploads", prefix, act)
-        except Exception as error:
-            _log.warning("Multipart uploads below %s may be left, which cost money: %s", prefix, error)
-
-    def _find(self, path: str, prefix: str) -> dict[str, Any]:
-        if self.protocol in _LIST_BY_PREFIX:
-            return dict(self._fresh.find(path, detail=True, prefix=prefix))
-        found: dict[str, Any] = {}
-        for entry in self._fresh.ls(path, detail=True):  # which raises what `find` passes over
-            name = entry["name"].rstrip("/")
-            if name.rpartition("/")[2].startswith(prefix) and name != path:
-                found.update(self.fs.find(name, detail=True) if entry["type"] == "directory" else {name: entry})
-        return found
 
 
 def _check(url: str, protocol: str) -> None:

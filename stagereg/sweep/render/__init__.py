@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from stagereg.errors import ConfigError
 if TYPE_CHECKING:
     from stagereg.sweep.comparison import Comparison
 
-__all__ = ["FILES", "write"]
+__all__ = ["FILES", "put", "write"]
 
 FILES = ("compare.csv", "compare.md", "compare.svg", "compare.png", "report.html")
 """What :func:`write` leaves in a directory, in this order."""
@@ -40,8 +40,6 @@ def write(comparison: Comparison, directory: Path | str) -> list[Path]:
     Raises:
         OSError: a file could not be written.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     documents = {
         "compare.csv": tables.csv_text(comparison).encode(),
         "compare.md": tables.markdown_text(comparison).encode(),
@@ -58,12 +56,22 @@ def write(comparison: Comparison, directory: Path | str) -> list[Path]:
     except ImportError as error:
         print(f"no picture ({error}): pip install 'hydra-stagereg[report]'", file=sys.stderr)
     documents["report.html"] = page.compare_page(comparison, pictures, timelines).encode()
-    for name in FILES:
+    return put(documents, FILES, Path(directory))
+
+
+def put(documents: Mapping[str, bytes], names: Sequence[str], directory: Path) -> list[Path]:
+    """Write the documents that there are of ``names``, remove older ones of the others; return the paths written.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in names:
         if name in documents:
             (directory / name).write_bytes(documents[name])
         else:
             (directory / name).unlink(missing_ok=True)
-    return [directory / name for name in FILES if name in documents]
+    return [directory / name for name in names if name in documents]
 
 
 def _timelines(comparison: Comparison) -> Iterator[tuple[Path, page.Picture]]:

@@ -1,9 +1,9 @@
 """Reports as one file of HTML each: the answer first, then the tables, the pictures, the configs and the environment.
 
-A page needs nothing but itself: style, script and pictures are inside, and its content policy forbids it the network.
+A page needs nothing but itself: style and pictures are inside, and its content policy forbids it the network.
 Whatever comes out of a run (overrides, configs, errors, directory names) is text and stays text. :func:`compare_page`
-is the page of a sweep and :func:`run_page` that of a single run, both made by ``templates/page.html``. Tables are
-sorted by any column: numbers as numbers, by all their digits, whatever of them is written.
+is the page of a sweep and :func:`run_page` that of a single run, both made by ``templates/page.html``.
+There is no script.
 
 Writes no file; Jinja2 is imported when a page is made.
 """
@@ -11,9 +11,7 @@ Writes no file; Jinja2 is imported when a page is made.
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,10 +23,9 @@ from stagereg.sweep.answer import answer as answer_of
 from stagereg.sweep.comparison import Comparison, ComparisonRow
 from stagereg.sweep.metric import METRICS, in_order, labelled, shown
 from stagereg.sweep.render.tables import Table
-from stagereg.sweep.result import CONFIG
-from stagereg.sweep.run import Run
+from stagereg.sweep.result import CONFIG, JobResult
 
-__all__ = ["Picture", "compare_page", "config_text", "run_page"]
+__all__ = ["Picture", "compare_page", "run_page"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ def compare_page(
         timelines: of runs, by their directories.
     """
     table = tables_of.compare_table(comparison)
-    ranking, best = comparison.ranking, comparison.best
+    best = comparison.best
     jobs = [job for row in comparison.ranked for job in row.jobs]
     began = min((job.started for job in jobs if job.started > 0), default=None)
     when = "" if began is None else f" · {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(began))}"
@@ -80,79 +77,63 @@ def compare_page(
         command_label="The best, once more",
         command=_command(best) if best else "",
         tables=[replace(table, title=f"Table: {table.title}")],
-        ranking=ranking,
         remarks=tables_of.remarks(comparison),
         above=(),
         below=pictures,
-        details=[_row_detail(row, ranking.name, timelines or {}) for row in comparison.ranked],
+        details=[_row_detail(row, comparison.ranking.name, timelines or {}) for row in comparison.ranked],
         environment=_facts([{**job.environment, **job.versions} for job in jobs]),
     )
 
 
 def _row_detail(row: ComparisonRow, ranking: str, timelines: Mapping[Path, Picture]) -> _Detail:
     runs = [f"{job.directory} {job.status}, repeat {job.repeat}, {shown(job.seconds)} s" for job in row.jobs]
-    config = next((text for job in row.jobs if (text := config_text(job.directory))), "")
+    config = next((text for job in row.jobs if (text := _config_text(job.directory))), "")
     picture = next((timelines[job.directory] for job in row.jobs if job.directory in timelines), None)
     texts = [("Error", row.error), ("Command", _command(row)), ("Runs", "\n".join(runs)), ("Config", config)]
     return _Detail(tables_of.row_name(row), texts, row.verdict(ranking), picture)
 
 
 def run_page(
-    run: Run,
-    figures: Mapping[str, float],
-    pictures: Sequence[Picture] = (),
-    *,
-    answer: str,
-    tables: Sequence[Table] = (),
-    config: str = "",
-    command: str = "",
-    environment: Mapping[str, Any] | None = None,
-    warnings: Sequence[str] = (),
-    error: str = "",
+    job: JobResult, answer: str, warnings: Sequence[str], tables: Sequence[Table], pictures: Sequence[Picture]
 ) -> str:
     """Return the page of a single run.
 
     Args:
-        run: its records; they give the heading and how it ended.
-        figures: its figures as ``figures.figures`` gives them.
-        pictures: the timeline, the loss curve …, in this order.
+        job: how it went; its figures, config, command, environment and error are shown.
         answer: the sentence on top.
+        warnings: lines below it, of which one is expected to have the first line of the error.
         tables: further tables below the figures, such as one of its checkpoints.
-        config: the text of its config (YAML).
-        command: the command line that runs it again.
-        environment: names and values, as ``machine.describe`` gives them.
-        warnings: lines for the top of the page.
-        error: what the run has failed of, in full; folded, for a line of it is expected among the warnings.
+        pictures: the timeline …, in this order.
     """
     docs = {metric.name: metric.doc for metric in METRICS}
-    rows = tuple((*labelled(name, figures[name]), docs.get(name, "")) for name in in_order(figures))
+    rows = tuple((*labelled(name, job.figures[name]), docs.get(name, "")) for name in in_order(job.figures))
+    error = job.error if job.error and "\n" in job.error.strip() else ""
+    folded = (("Error", error), ("Config", _config_text(job.directory)))
     return _rendered(
-        title=f"Run {run.directory.name}",
-        kicker=f"stagereg run · {run.directory}",
-        directory=run.directory,
+        title=f"Run {job.directory.name}",
+        kicker=f"stagereg run · {job.directory}",
+        directory=job.directory,
         answer=answer,
         warnings=warnings,
         command_label="Run it again",
-        command=command,
+        command=job.command,
         tables=[Table("Figures", ("figure", "value", "unit", "what it is"), rows), *tables],
-        ranking=None,
         remarks=(),
         above=pictures,
         below=(),
-        details=[_Detail(name, [("", text)]) for name, text in (("Error", error), ("Config", config)) if text],
-        environment=_facts([environment or {}]),
+        details=[_Detail(name, [("", text)]) for name, text in folded if text],
+        environment=_facts([{**job.environment, **job.versions}]),
     )
 
 
-def config_text(directory: Path) -> str:
-    """Return the config of the job in a directory; empty if there is none."""
+def _config_text(directory: Path) -> str:
+    """The config of the job in a directory; empty if there is none."""
     file = directory / CONFIG
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
 def _rendered(**values: Any) -> str:
     import jinja2
-    from markupsafe import Markup
 
     from stagereg._version import __version__
 
@@ -164,12 +145,7 @@ def _rendered(**values: Any) -> str:
     environment.filters["cell_texts"] = tables_of.cell_texts
     environment.filters["css"] = lambda verdict: verdict.lower().replace("/", "")
     environment.filters["shown"] = shown
-    environment.tests["finite"] = math.isfinite
-    script = f"\n{loader.get_source(environment, 'sort.js')[0]}"
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.get_template("page.html").render(
-        script=Markup(script), script_hash=f"sha256-{digest}", version=__version__, marks=tables_of.MARKS, **values
-    )
+    return environment.get_template("page.html").render(version=__version__, marks=tables_of.MARKS, **values)
 
 
 def _command(row: ComparisonRow) -> str:

@@ -95,14 +95,7 @@ def test_a_checkpoint_of_any_storage_is_restored_with_any_other_configured(
 
 
 @each
-def test_no_file_is_read_again_for_its_mark(tmp_path: Path, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "mark_file", lambda path: pytest.fail(f"{path} was read"))
-    with checkpointer(tmp_path, storage) as saving:
-        saving.save(1, values())
-
-
-@each
-def test_every_file_is_flushed_to_the_disk_before_the_checkpoint_has_its_name(
+def test_files_are_flushed_before_the_commit_and_not_read_for_it(
     tmp_path: Path, storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: set[str] = set()
@@ -116,6 +109,7 @@ def test_every_file_is_flushed_to_the_disk_before_the_checkpoint_has_its_name(
         assert set(os.listdir(written)) <= flushed
         return publish(store, written, *more)
 
+    monkeypatch.setattr(local, "mark_file", lambda path: pytest.fail(f"{path} was read"))
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(LocalStore, "publish", check)
     with checkpointer(tmp_path, storage) as saving:

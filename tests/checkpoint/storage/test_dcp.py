@@ -7,7 +7,8 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg
+from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.protocol import Storage, TensorResult
 from stagereg.checkpoint.store.local_store import mark_file
@@ -98,6 +100,7 @@ class Kept(DcpStorage):
 
 WRITER = Kept(buffer_mb=1)
 STAGER = stagereg.build("stager", "pinned_cached", pin=False)
+STAGER.reserve_padding(*WRITER.padding)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -135,6 +138,20 @@ def large() -> dict[str, torch.Tensor]:
     }
 
 
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The sizes of memory that is written as it lies."""
+    real, sizes = AlignedFile.write_memory, []
+
+    def count(self: AlignedFile, data: memoryview) -> None:
+        sizes.append(len(data))
+        real(self, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AlignedFile, "write_memory", count)
+        yield sizes
+
+
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("direct", ["auto", "never"])
 def test_large_tensors_load_with_plain_torch(tmp_path: Path, staged: bool, direct: str) -> None:
@@ -142,16 +159,49 @@ def test_large_tensors_load_with_plain_torch(tmp_path: Path, staged: bool, direc
     template = {name: torch.zeros_like(x) for name, x in state.items()}
     writer = DcpStorage(direct=direct, buffer_mb=1)
     copy = STAGER.stage(state) if staged else state
-    save(copy, tmp_path, writer)
+    with counted() as written:
+        save(copy, tmp_path, writer)
     dcp.load(template, checkpoint_id=tmp_path, no_dist=True)
     for name, x in state.items():
         assert torch.equal(template[name], x), name
         assert torch.equal(copy[name], x), name
     assert {name: mark_file(tmp_path / name) for name in os.listdir(tmp_path)} == writer.marks
+    # Written in place, three have head and tail with them; what has holes, or is shared, has no padding.
+    assert sum(written) - sum(x.nbytes for x in state.values()) > 3 * 1500 if staged else len(written) == len(state)
     ends = [
         entry.offset + entry.length for entry in dcp.FileSystemReader(tmp_path).read_metadata().storage_data.values()
     ]
     assert max(ends) == (tmp_path / "__0_0.distcp").stat().st_size
+
+
+def test_a_checkpointer_has_its_stager_reserve_padding(tmp_path: Path) -> None:
+    with counted() as written, stagereg.Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(1, {"a": torch.ones(10), "b": torch.ones(20)})
+        checkpointer.wait()
+    assert len(written) == 1
+
+
+def test_views_of_one_staged_tensor_share_its_padding(tmp_path: Path) -> None:
+    x = STAGER.stage({"x": torch.arange(600.0)})["x"]
+    views = {"a": x, "b": x.view(20, 30), "c": x, "d": x.view(torch.int32), "e": x.view(20, 30).t()}
+    save(views, tmp_path / "torch", dcp.FileSystemWriter(tmp_path / "torch"))
+    save(views, tmp_path / "dcp", WRITER)
+    assert entries(tmp_path / "dcp") == entries(tmp_path / "torch")
+    offsets = {name: result.content for name, result in WRITER.results.items()}
+    assert offsets["a"] == offsets["c"]
+    assert len(set(offsets.values())) == 4
+
+
+def test_too_little_padding_is_left_alone(tmp_path: Path) -> None:
+    stager = stagereg.build("stager", "blocking")
+    stager.reserve_padding(64, 64)
+    state = large()
+    staged = stager.stage(state)
+    with counted() as written:
+        save(staged, tmp_path, WRITER)
+    assert len(written) == len(state)
+    for name, x in state.items():
+        assert torch.equal(staged[name], x), name
 
 
 @pytest.mark.gpu

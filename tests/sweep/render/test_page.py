@@ -1,9 +1,8 @@
-"""The page of a sweep and of a run, in a real browser: answer first, sortable by mouse and keys, self-contained."""
+"""The page of a sweep and of a run, in a real browser: answer first, readable, self-contained."""
 
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,30 +15,13 @@ import stagereg.sweep.render.page as page
 from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import Comparison
 from stagereg.sweep.render.tables import Table
-from stagereg.sweep.run import RankRecord, Run
+from stagereg.sweep.result import JobResult
 
 from ..samples import compared, row_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="72pt" height="36pt" viewBox="0 0 72 36"><g id="a"/></svg>'
 EVIL = "</script><script>window.owned = 1</script><img src=x onerror='window.owned = 2'>"
-CONTRAST = """() => {
-  const canvas = document.createElement("canvas").getContext("2d");
-  const rgb = (colour) => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
-    return [...canvas.getImageData(0, 0, 1, 1).data]; };
-  const light = ([r, g, b]) => [r, g, b].map((c) => c / 255).map((c) => c <= 0.03928 ? c / 12.92 :
-    ((c + 0.055) / 1.055) ** 2.4).reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
-  const ground = (one) => { for (let e = one; e; e = e.parentElement) {
-    const c = rgb(getComputedStyle(e).backgroundColor); if (c[3] === 255) return c; } return [255, 255, 255, 255]; };
-  const ratios = {};
-  for (const name of ["h1", ".kicker", ".note", ".warnings li", "td.best", "td.tie small", "tr.failed td",
-      ".chip.best", ".chip.tie", ".chip.aa", ".chip.failed", "th button", "footer"])
-    for (const one of document.querySelectorAll(name)) {
-      const [a, b] = [light(rgb(getComputedStyle(one).color)), light(ground(one))];
-      ratios[name] = Math.min(ratios[name] ?? 99, (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05));
-    }
-  return ratios;
-}"""
 
 
 class Opened:
@@ -54,18 +36,6 @@ class Opened:
         self.view.on("console", lambda message: self.complaints.append(message.text))
         self.view.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.view.goto(path.as_uri())
-
-    def column(self, head: str, table: int = 0) -> list[str]:
-        """The medians or texts of a column, from top to bottom."""
-        heads = [one.strip() for one in self.view.locator(f"#table-{table} th").all_inner_texts()]
-        at = heads.index(head) + 1
-        cells = self.view.locator(f"#table-{table} tbody td:nth-child({at})").all_inner_texts()
-        return [cell.split()[0].rstrip("*~") if cell else "" for cell in cells]
-
-    def sorted_by(self) -> dict[str, str]:
-        """The heads that show a sort order."""
-        heads = self.view.locator('#table-0 th[aria-sort$="ending"]').all()
-        return {head.inner_text().strip(): head.get_attribute("aria-sort") for head in heads}
 
 
 Opener = Callable[..., Opened]
@@ -109,7 +79,6 @@ def test_a_sweep_of_unknown_time_has_no_date(comparison: Comparison) -> None:
 
 def test_the_page_makes_no_request_and_logs_no_error(opened: Opener, usual: str) -> None:
     one = opened(usual)
-    one.view.locator("#table-0 th button").first.click()
     assert [url for url in one.asked if not url.startswith(("file://", "data:"))] == []
     assert one.complaints == []
     assert one.view.locator("figure img").evaluate("(one) => one.naturalWidth") > 0, "its picture is inside"
@@ -128,41 +97,6 @@ def test_the_answer_and_the_table_are_on_the_first_screen(opened: Opener, usual:
     assert best.locator("td.tie b").inner_text() == "~"
 
 
-def test_a_click_sorts_by_number_and_back_with_gaps_last(opened: Opener, usual: str) -> None:
-    one = opened(usual)
-    assert one.sorted_by() == {"stall ms": "ascending"}
-    head = one.view.get_by_role("button", name="samples/s")
-    for way, seen in (
-        ("descending", ["18,000", "17,950", "9,050", "9,020", "-"]),
-        ("ascending", ["9,020", "9,050", "17,950", "18,000", "-"]),
-    ):
-        head.click()
-        assert one.sorted_by() == {"samples/s": way}
-        assert one.column("samples/s") == seen
-    assert one.view.locator(".live").inner_text() == "Sorted by samples/s, ascending."
-
-
-def test_the_keyboard_alone_sorts(opened: Opener, usual: str) -> None:
-    one = opened(usual)
-    for _ in range(30):
-        one.view.keyboard.press("Tab")
-        if one.view.evaluate("document.activeElement.innerText").startswith("stager"):
-            break
-    for key, way in (("Enter", "ascending"), ("Space", "descending")):
-        one.view.keyboard.press(key)
-        assert one.sorted_by() == {"stager": way}
-        names = ["blocking", "blocking", "overlapped", "pinned", "pinned"]
-        assert one.column("stager") == (names if way == "ascending" else names[::-1])
-    assert one.view.evaluate("document.activeElement.innerText").startswith("stager")
-
-
-def test_numbers_among_parameters_are_sorted_as_numbers(opened: Opener) -> None:
-    rows = [row_of({"threads": text}, {"stall_ms": (1.0,)}) for text in ("10", "9", "1e3", "-2")]
-    one = opened(page.compare_page(compared(rows)))
-    one.view.get_by_role("button", name="threads").click()
-    assert one.column("threads") == ["-2", "9", "10", "1e3"]
-
-
 def test_texts_of_a_run_are_escaped(opened: Opener, tmp_path: Path) -> None:
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "config.yaml").write_text(f"name: {EVIL}\n")
@@ -176,7 +110,7 @@ def test_texts_of_a_run_are_escaped(opened: Opener, tmp_path: Path) -> None:
     picture = page.Picture(EVIL, SVG, caption=EVIL)
     text = page.compare_page(evil, [picture], {tmp_path: picture})
     assert EVIL not in text
-    assert text.count("<script") == 1
+    assert "<script" not in text
     one = opened(text)
     assert one.view.locator("img").count() == 2
     one.view.locator("summary").first.click()
@@ -195,51 +129,30 @@ def test_what_differs_between_runs_is_listed_but_for_the_load() -> None:
     assert "9.75" not in text
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_all_text_can_be_read_in_light_and_in_dark(opened: Opener, usual: str, scheme: str) -> None:
-    view = opened(usual, color_scheme=scheme).view
-    seen = view.evaluate(CONTRAST)
-    assert len(seen) == 13
-    assert {name: ratio for name, ratio in seen.items() if ratio < 4.5} == {}
+def test_it_is_dark_where_wanted_and_only_its_table_scrolls(opened: Opener, usual: str) -> None:
+    view = opened(usual, color_scheme="dark", viewport={"width": 360, "height": 700}).view
     ground = view.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (max(json.loads(f"[{ground[4:-1]}]")) < 60) == (scheme == "dark")
-    view.emulate_media(media="print", color_scheme="dark")
-    assert view.evaluate("getComputedStyle(document.body).color") == "rgb(27, 36, 48)", "a print is light"
-
-
-def test_on_a_narrow_screen_only_the_table_scrolls(opened: Opener, usual: str) -> None:
-    view = opened(usual, viewport={"width": 360, "height": 700}).view
+    assert max(json.loads(f"[{ground[4:-1]}]")) < 60
     assert view.evaluate("document.documentElement.scrollWidth") <= 360
-    box = view.locator(".scroll:has(#table-0)")
-    assert box.evaluate("(one) => one.scrollWidth > one.clientWidth")
-    assert box.get_attribute("tabindex") == "0"
+    assert view.locator(".scroll:has(#table-0)").evaluate("(one) => one.scrollWidth > one.clientWidth")
 
 
-def test_the_page_of_a_run_has_all_that_is_known_of_it(opened: Opener) -> None:
-    run = Run(Path("runs/7"), (RankRecord(0, {"world_size": 1, "t": 10.0}, last=15.0),))
-    rows = ((1, 3.25, "x"), (10, 0.5, "y"), (2, None, "z"), (3, math.nan, "w"))
-    text = page.run_page(
-        run,
-        {"stall_ms": 1.25, "steps": 30.0, "zeal": 3.0, "loss": 0.5},
-        [page.Picture("Timeline", SVG)],
-        tables=[Table("Checkpoints", ("step", "stall", "name"), rows)],
-        config="a: 1",
-        answer="It stumbled.",
-        environment={"cores": 2, "device": "H200"},
-        error="it stumbled\nTraceback",
-    )
-    one = opened(text)
-    view = one.view
+def test_the_page_of_a_run_has_all_that_is_known_of_it(opened: Opener, tmp_path: Path) -> None:
+    figures = {"stall_ms": 1.25, "steps": 30.0, "zeal": 3.0, "loss": 0.5}
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text("a: 1\n")
+    job = JobResult(tmp_path, error="it stumbled\nTraceback", figures=figures, environment={"device": "H200"})
+    rows = ((1, 3.25, "x"), (10, 0.5, "y"), (2, None, "z"))
+    table = Table("Checkpoints", ("step", "stall", "name"), rows)
+    view = opened(page.run_page(job, "It stumbled.", ["Beware."], [table], [page.Picture("Timeline", SVG)])).view
     assert view.locator("h1").inner_text() == "It stumbled."
+    assert view.locator(".warnings").inner_text() == "Beware."
     assert view.locator("h2").all_inner_texts() == ["Timeline", "Figures", "Checkpoints", "Details"]
+    assert view.locator("summary").all_inner_texts() == ["Error", "Config"]
     error = view.locator("details", has_text="Error")
     assert not error.locator("pre").is_visible()
     error.locator("summary").click()
     assert error.locator("pre").inner_text() == "it stumbled\nTraceback"
-    assert one.column("figure") == ["stall_ms", "loss", "steps", "zeal"]
-    for _ in range(2):
-        view.locator("#table-1 th button").nth(1).click()
-    assert one.column("step", 1) == ["1", "10", "2", "3"]
-    view.locator("#table-1 th button").first.click()
-    assert one.column("step", 1) == ["1", "2", "3", "10"]
+    assert view.locator("#table-0 td:first-child").all_inner_texts() == ["stall_ms", "loss", "steps", "zeal"]
+    assert view.locator("#table-1 td:nth-child(2)").all_inner_texts() == ["3.25", "0.5", "-"]
     assert "H200" in view.locator(".facts").inner_text()
