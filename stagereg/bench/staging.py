@@ -70,7 +70,9 @@ class Warm(Case):
 def cases(state: State, device: str) -> list[Case]:
     """The cases of one state dict, the ceiling first and once more last; nothing is made before its first sample."""
     declared = {"incremental": {"frozen": list(state.frozen)}} if state.frozen else {}
-    makes = {name: functools.partial(build, "stager", name, **declared.get(name, {})) for name in names("stager")}
+    makes: dict[str, _Make] = {
+        name: functools.partial(build, "stager", name, **declared.get(name, {})) for name in names("stager")
+    }
     torchs: dict[str, _Make] = {
         "torch:kept": lambda: DefaultStager(StagingOptions(False, False, False, False)),
         "torch:blocking": lambda: BlockingAsyncStager(False),

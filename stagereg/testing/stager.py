@@ -421,9 +421,9 @@ class StagerContract(StagerTrial):
             thread.join(1.0)
         if names := sorted(thread.name for thread in left if thread.is_alive()):
             self.broken(f"a second after close(), these threads are still there: {', '.join(names)}")
-        error = self._error_of(used, {"w": self.ones(3)})
-        if not isinstance(error, StageregError) or "close" not in str(error):
-            self.broken(f"stage() after close() was {_shown(error)}; raise StagerClosedError")
+        refusal = self._error_of(used, {"w": self.ones(3)})
+        if not isinstance(refusal, StageregError) or "close" not in str(refusal):
+            self.broken(f"stage() after close() was {_shown(refusal)}; raise StagerClosedError")
 
     # torch
 
