@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stagereg import record
 from stagereg.errors import ConfigError
-from stagereg.sweep.run import Fallback, Run, Span
+from stagereg.sweep.run import Run, Span
 
 from .samples import BEGAN, Sample, rank_file, write_run
 
@@ -50,7 +50,7 @@ def test_recorded_events_are_read_back(tmp_path: Path) -> None:
     assert mine.writes == (Span(3, before + 1, 2, 2048),)
     assert mine.writes[0].end == before + 3
     assert mine.lost == ((2, "the disk is full"),)
-    assert mine.fallbacks == (Fallback(1, 2, "x: missing"),)
+    assert mine.fallbacks == ((1, 2, "x: missing"),)
     assert mine.join == {"samples": 40, "shadowed": 2, "steps": 5}
     assert [(step, values) for step, _, values in mine.logs] == [(3, {"loss": 2.5, "gap": None})]
     assert mine.end is not None

@@ -85,6 +85,14 @@ def test_a_long_run_shows_a_stretch_around_its_first_saves(read: Read) -> None:
     assert "stretch" not in " ".join(texts(timeline_figure(read(ranks=1))))
 
 
+def test_the_window_that_is_asked_for_is_shown(read: Read) -> None:
+    run = read(ranks=1, steps=1000, every=50)
+    assert timeline_figure(run, (2.0, 3.0)).axes[0].get_xlim() == (2.0, 3.0)
+    assert timeline_figure(run, (2.0, float("inf"))).axes[0].get_xlim()[1] < 20
+    with pytest.raises(ConfigError, match="nothing to draw from"):
+        timeline_figure(run, (500.0, 600.0))
+
+
 def test_of_many_ranks_those_that_stalled_longest_are_drawn(read: Read) -> None:
     figure = timeline_figure(read(ranks=40, steps=10))
     seen = texts(figure)
