@@ -108,18 +108,14 @@ def test_help_info_and_cfg_show_the_options(app: App) -> None:
 
 def test_a_misspelt_option_is_an_error_with_the_nearest_or_hydras_list(app: App) -> None:
     app.write("conf/stager/mine.yaml", "a: 1")
-    near, far = map(app.refusal, app.run_each(("stager=pinned_cahced",), ("stager=zzz",)))
+    app.write("more/stager/theirs2.yaml", "defaults: [theirs, _self_]\nslots: 7\n")  # near a name of the registry
+    search = f"hydra.searchpath=[{app.folder}/more]"
+    near, far, other = app.run_each(("stager=pinned_cahced",), ("stager=zzz",), ("stager=theirs2", search))
     listed = f"There is: {', '.join(STAGERS)}\n"
-    assert f"No stager named 'pinned_cahced'. Did you mean 'pinned_cached'?\n{listed}" in near
-    assert "Could not find 'stager/zzz'" in far
-    assert "\tmine\n" in far
-    assert "\tpinned_cached\n" in far
-
-
-def test_an_option_of_another_source_is_not_hidden_by_a_near_name(app: App) -> None:
-    app.write("more/stager/theirs2.yaml", "defaults: [theirs, _self_]\nslots: 7\n")
-    out = app.prints("stager=theirs2", f"hydra.searchpath=[{app.folder}/more]")
-    assert out.startswith("BUILT {'slots': 7")
+    assert f"No stager named 'pinned_cahced'. Did you mean 'pinned_cached'?\n{listed}" in app.refusal(near)
+    for line in ("Could not find 'stager/zzz'", "\tmine\n", "\tpinned_cached\n"):
+        assert line in app.refusal(far)
+    assert other.stdout.startswith("BUILT {'slots': 7")
 
 
 def test_a_wrong_type_or_key_is_refused_while_composing(app: App) -> None:
