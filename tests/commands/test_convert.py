@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -325,12 +325,47 @@ def test_names_and_types_in_a_file_cannot_control_the_terminal(
     assert r"'\x1b[2Jx'" in shown.out
 
 
-def test_a_directory_of_plain_torch_is_refused_and_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_of_plain_torch_becomes_a_pt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, out = str(tmp_path / "plain"), str(tmp_path / "x.pt")
+    state = {"model": network().state_dict(), "values": {"lr": 0.1, "list": [torch.ones(2), {"a": (1, "b")}]}}
+    dcp.save(state, checkpoint_id=plain, no_dist=True)
+    assert cli.main(["convert", plain, out]) == 0
+    found = torch.load(out, weights_only=True)
+    assert bits(found["model"]) == bits(dict(state["model"]))
+    assert found["values"]["lr"] == 0.1
+    assert found["values"]["list"][0].tolist() == [1, 1]
+    assert found["values"]["list"][1] == {"a": (1, "b")}
+    assert cli.main(["convert", plain, out, "--only", "model", "--force"]) == 0
+    assert bits(torch.load(out, weights_only=True)) == bits(found["model"])
+    assert "In it: model\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["metadata", "value", "mesh", "cut", "elsewhere"])
+def test_plain_torch_runs_nothing_and_damage_is_one_line(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain = tmp_path / "plain"
-    dcp.save({"x": torch.ones(9)}, checkpoint_id=plain, no_dist=True)
-    (plain / ".metadata").write_bytes(pickle.dumps(Fires()))
+    values = {"value": Fires(), "mesh": MakesMesh()}
+    dcp.save({"x": torch.ones(9), "y": values.get(what, 1)}, checkpoint_id=plain, no_dist=True)
+    metadata, (data,) = plain / ".metadata", plain.glob("*.distcp")
+    if what == "metadata":
+        metadata.write_bytes(pickle.dumps(Fires()))
+    elif what == "cut":
+        data.write_bytes(data.read_bytes()[:100])
+    elif what == "elsewhere":
+        metadata.write_bytes(metadata.read_bytes().replace(b"__0_0.distcp", b"../_0.distcp"))
+    capsys.readouterr()
     assert cli.main(["convert", str(plain), str(tmp_path / "x.pt")]) == 2
-    assert "written by plain torch" in capsys.readouterr().err
+    messages = {
+        "metadata": "which is no metadata; nothing was imported",
+        "value": "'y' was not read",
+        "mesh": "'y' was not read",
+        "cut": "was not read",
+        "elsewhere": "'../_0.distcp', which is no file of the directory",
+    }
+    shown = capsys.readouterr().err
+    assert messages[what] in shown
+    assert len(shown.splitlines()) < 12
     assert not (tmp_path / "x.pt").exists()
 
 
@@ -349,6 +384,13 @@ def test_what_has_no_index_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     (older / "manifest.json").write_text(manifest.dumps())
     assert cli.main(["convert", str(tmp_path / "run"), str(tmp_path / "x.pt")]) == 2
     assert "has no index.json" in capsys.readouterr().err
+
+
+class MakesMesh:
+    """Becomes a device mesh, which initializes the process group."""
+
+    def __reduce__(self) -> Any:
+        return DeviceMesh, ("cpu", [0])
 
 
 class Fires:

@@ -43,12 +43,15 @@ def test_a_restart_may_take_no_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert (seen["restart_s"], [one["restarts"] for one in seen["intervals"]]) == (0, [0] * len(seen["intervals"]))
 
 
+def test_a_job_fails_as_often_as_all_its_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = plan(capsys, "--mtbf-per-node", "50000h", "--nodes", "128", "--state", "8GiB", *GIVEN)
+    assert (seen["mtbf_s"], seen["steps"]) == (50000 * 3600 / 128, None)
+
+
 def test_slow_writing_sets_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--mtbf", "10h", "--state", "20GiB", "--stage-gib-s", "20", "--write-gib-s", "0.01")
     seen = plan(capsys, *arguments)
     assert seen["interval_s"] == seen["least_s"] == pytest.approx(2000)
-    assert cli.main(["plan", *arguments]) == 0
-    assert "Writing sets the interval" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("mtbf", "hardly"), [("6h", False), ("5m", True), ("1s", True)])
@@ -136,6 +139,9 @@ GOOD = {"--mtbf": "6h", "--state": "1GiB", "--stage-gib-s": "2", "--write-gib-s"
         ({"--mtbf": "0h"}, "--mtbf: must be above 0, not '0h'"),
         ({"--mtbf": "6 parsecs"}, "--mtbf: '6 parsecs' has no unit of time"),
         ({"--mtbf": "often"}, "--mtbf: 'often' is not a duration"),
+        ({"--mtbf-per-node": "9h", "--nodes": "3"}, "Give one"),
+        ({"--nodes": "3"}, "--mtbf-per-node 50000h --nodes 128"),
+        ({"--mtbf": None, "--mtbf-per-node": "9h"}, "--nodes 128"),
         ({"--state": None}, "How large is a checkpoint"),
         ({"--state": "0"}, "--state: must be above 0"),
         ({"--state": "1 lightyear"}, "--state: '1 lightyear'"),

@@ -1,7 +1,7 @@
 """The known ways to lose a checkpoint silently: each shown with torch's stager or writer, and absent with ours.
 
 Where torch loses only a race, a writer that waits at a gate makes the loss certain. What a crash at any moment leaves
-on disk is in ``tests/checkpoint/test_kill.py``; torch's half-new checkpoint (an old index over new data) is shown here
+on disk is in ``tests/checkpoint/kills``; torch's half-new checkpoint (an old index over new data) is shown here
 by a failing write instead.
 """
 

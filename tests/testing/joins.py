@@ -108,6 +108,7 @@ class ActiveContract(DdpContract):
     """``ddp`` with the mean over the active ranks."""
 
     options = {"divide_by_initial_world_size": False}  # noqa: RUF012
+    own_collectives = 1  # to know how many are active
 
     def divisor(self, values: list[float], world_size: int) -> int:
         return len(values)
@@ -375,6 +376,7 @@ class Verbatim:
 class TorchsDdp(DdpContract):
     """``Join([ddp])``, as torch has it; held to the weights alone."""
 
+    announces = False
     timeout_s = 12.0
 
     def joinables(self, subject: Any) -> list[Any]:
@@ -390,6 +392,7 @@ class TorchsDdp(DdpContract):
 class TorchsZero(ZeroContract):
     """``Join([ddp, zero])``, as torch has it."""
 
+    announces = False
     timeout_s = 12.0
 
     def joinables(self, subject: Any) -> list[Any]:

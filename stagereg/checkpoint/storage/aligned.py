@@ -1,4 +1,4 @@
-"""A file written in large pieces, past the page cache where the file system allows it.
+"""A file written in large pieces, to a disk past its page cache, or to an object store.
 
 With ``O_DIRECT`` the disk reads memory itself: no copy into the page cache, hardly any processor time, nothing evicted
 that training needs. In return address, offset and length of every write must be multiples of a block. So what is small
@@ -7,11 +7,12 @@ where they are to lie on a page of the file too. Writes run on a thread of their
 is taken on the caller's: both let go of the GIL.
 
 Where ``O_DIRECT`` is not asked for, or the file system refuses it (at the opening or at the first write), the same
-writes go through the page cache.
+writes go through the page cache. To a URL they go to an :class:`.Upload`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -19,43 +20,135 @@ import os
 import queue
 import threading
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from typing import Any
 
 from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.manifest import FileMark
+from stagereg.checkpoint.store.object_store import ObjectStore
 
-__all__ = ["PAGE", "AlignedFile"]
+__all__ = ["PAGE", "AlignedFile", "DiskFile", "Upload"]
 
 PAGE = 4096
 """Bytes: a multiple of the logical block of nearly every disk."""
 
 _STRAIGHT_BYTES = 1 << 20  # what memory must have at least to be worth a write of its own
 _CHUNK_BYTES = 1 << 24
+_PIECE_BYTES = 1 << 22
 _MOST_PENDING = 8  # or else memory would be held long after it was handed over
 _O_DIRECT = os.O_DIRECT
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
+class DiskFile:
+    """A new file at ``path``, past the page cache with ``direct``, where that can be; an older file there is emptied.
+
+    Attributes:
+        refused: whether the file system has refused to be written past the page cache.
+
+    Raises:
+        OSError: with the path.
+    """
+
+    def __init__(self, path: str, direct: bool) -> None:
+        self._path, self.refused = path, False
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        try:
+            self._descriptor = os.open(path, flags | (_O_DIRECT if direct else 0), 0o666)
+        except OSError:
+            self.refused = direct
+            self._descriptor = os.open(path, flags, 0o666)
+
+    def write(self, data: memoryview, used: int, at: int) -> None:
+        """Write ``data`` at an offset that is a multiple of a page. Of it, ``used`` bytes belong to the file."""
+        while data:
+            try:
+                written = os.pwrite(self._descriptor, data, at)
+            except OSError as error:
+                if error.errno not in _REFUSALS or not self._use_cache():
+                    raise self._named(error) from None
+                self.refused = True
+                continue
+            if written == 0:
+                raise OSError(errno.EIO, "The file takes no more bytes", self._path)
+            failpoint("writing")
+            data, at = data[written:], at + written
+            if written % PAGE:
+                self._use_cache()  # what is left of this write starts inside a block
+
+    def end(self, nbytes: int) -> None:
+        """Make the file durable, which has so many bytes."""
+        try:
+            os.ftruncate(self._descriptor, nbytes)
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise self._named(error) from None
+
+    def close(self, whole: bool) -> None:
+        """Let go of it; what is not ``whole`` is of no use. Raises nothing."""
+        os.close(self._descriptor)
+
+    def _use_cache(self) -> bool:
+        """Write through the page cache from now on; return whether that is new."""
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
+        return bool(flags & _O_DIRECT)
+
+    def _named(self, error: OSError) -> OSError:
+        return OSError(error.errno, error.strerror, self._path)
+
+
+class Upload:
+    """A new object at ``url``: what :class:`DiskFile` is in a directory.
+
+    It goes up in parts of the size that fsspec has for that store, so that no more than a part lies in memory. It is
+    given up where the writing fails, since an upload that is merely closed would leave half a file under its name.
+    """
+
+    refused = False
+
+    def __init__(self, url: str) -> None:
+        store = ObjectStore(url)
+        self._file: Any = store.fs.open(store.path(url), "wb")
+
+    def write(self, data: memoryview, used: int, at: int) -> None:
+        """See :class:`.DiskFile`. Raises: what the store has failed with."""
+        # A large tensor whole would be a part of its own size, and as much memory once more.
+        for begin in range(0, used, _PIECE_BYTES):
+            self._file.write(data[begin : min(begin + _PIECE_BYTES, used)])
+            failpoint("writing")
+
+    def end(self, nbytes: int) -> None:
+        """See :class:`.DiskFile`. Sends what is left."""
+        self._file.close()
+
+    def close(self, whole: bool) -> None:
+        """See :class:`.DiskFile`."""
+        if not whole:
+            with contextlib.suppress(Exception):
+                self._file.discard()
+            with contextlib.suppress(Exception):
+                self._file.closed = True  # or else it would send itself when it is let go of
+
+
 class AlignedFile:
-    """A new file at ``path``, written from its beginning to its end by one thread.
+    """A new file, written from its beginning to its end by one thread.
 
     As a context manager it ends its thread and closes the file; :meth:`finish` comes before that, when all is written.
 
     Args:
-        path: an older file there is emptied.
+        target: where it goes.
         buffer_bytes: of each of the two buffers that small writes go through, a multiple of a page.
-        direct: whether to bypass the page cache where that can be.
 
     Attributes:
-        refused: whether the file system has refused to be written past the page cache.
         error: what has gone wrong so far.
 
     Raises:
-        OSError: from any method, with the path: the operating system's error for this write or an earlier one.
+        OSError: from any method: the error of the operating system or of the store, for this write or an earlier one.
     """
 
-    def __init__(self, path: str | os.PathLike[str], buffer_bytes: int, direct: bool) -> None:
-        self._path = os.fspath(path)
+    def __init__(self, target: DiskFile | Upload, buffer_bytes: int) -> None:
+        self._target = target
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for _ in range(2):
             self._free.put(memoryview(mmap(-1, buffer_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)))
@@ -63,12 +156,10 @@ class AlignedFile:
         self._filled = 0  # bytes in the buffer
         self._begin = 0  # where they go in the file, a multiple of PAGE
         self._crc32 = 0
-        self.refused = False
         self.error: BaseException | None = None
-        self._given_up = False
-        self._descriptor = self._open(direct)
-        # What to write, where, and the buffer that is free afterwards.
-        self._writes: queue.Queue[tuple[memoryview, int, memoryview | None] | None] = queue.Queue(_MOST_PENDING)
+        self._given_up = self._whole = False
+        # What to write, how much of it is used, where, and the buffer that is free afterwards.
+        self._writes: queue.Queue[tuple[memoryview, int, int, memoryview | None] | None] = queue.Queue(_MOST_PENDING)
         # Not an executor's, which the end of the process would wait for, although a disk may never answer.
         self._thread = threading.Thread(target=self._work, name="stagereg-write", daemon=True)
         self._thread.start()
@@ -80,7 +171,7 @@ class AlignedFile:
         self._given_up = error is not None
         self._writes.put(None)
         self._thread.join()
-        os.close(self._descriptor)
+        self._target.close(self._whole)
         self.error = None  # or else it and the caller's memory would keep each other
 
     def tell(self) -> int:
@@ -129,27 +220,15 @@ class AlignedFile:
         self.write(data)
 
     def finish(self) -> FileMark:
-        """Wait until all is written, flush it to the disk and return the mark of the file."""
+        """Wait until all is written, make it durable and return the mark of the file."""
         end = self.tell()
         self._submit_buffer()
         self._writes.join()
         self._raise_error()
-        try:
-            os.ftruncate(self._descriptor, end)
-            os.fsync(self._descriptor)
-        except OSError as error:
-            raise self._named(error) from None
+        self._target.end(end)
+        self._whole = True
         failpoint("flushed")
         return FileMark(end, self._crc32)
-
-    def _open(self, direct: bool) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        if direct:
-            try:
-                return os.open(self._path, flags | _O_DIRECT, 0o666)
-            except OSError:
-                self.refused = True
-        return os.open(self._path, flags, 0o666)
 
     def _submit_buffer(self) -> None:
         if self._filled == 0:
@@ -163,7 +242,7 @@ class AlignedFile:
     def _submit(self, data: memoryview, used: int, buffer: memoryview | None = None) -> None:
         """Write ``data`` in the background; of it, ``used`` bytes belong to the file."""
         self._raise_error()
-        self._writes.put((data, self._begin, buffer))
+        self._writes.put((data, used, self._begin, buffer))
         self._crc32 = crc32(data[:used], self._crc32)
         self._begin += used
 
@@ -173,38 +252,13 @@ class AlignedFile:
 
     def _work(self) -> None:
         while (given := self._writes.get()) is not None:
-            data, at, buffer = given
+            data, used, at, buffer = given
             try:
                 if self.error is None and not self._given_up:
-                    self._write(data, at)
+                    self._target.write(data, used, at)
             except BaseException as error:
                 self.error = error.with_traceback(None)
             if buffer is not None:
                 self._free.put(buffer)
             del given, data, buffer  # the memory is held no longer than it is needed
             self._writes.task_done()
-
-    def _write(self, data: memoryview, at: int) -> None:
-        while data:
-            try:
-                written = os.pwrite(self._descriptor, data, at)
-            except OSError as error:
-                if error.errno not in _REFUSALS or not self._use_cache():
-                    raise self._named(error) from None
-                self.refused = True
-                continue
-            if written == 0:
-                raise OSError(errno.EIO, "The file takes no more bytes", self._path)
-            failpoint("writing")
-            data, at = data[written:], at + written
-            if written % PAGE:
-                self._use_cache()  # what is left of this write starts inside a block
-
-    def _use_cache(self) -> bool:
-        """Write through the page cache from now on; return whether that is new."""
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
-        return bool(flags & _O_DIRECT)
-
-    def _named(self, error: OSError) -> OSError:
-        return OSError(error.errno, error.strerror, self._path)

@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from stagereg.checkpoint.options import at_least_one, one_of
+from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.envelope import Envelope, envelope
-from stagereg.checkpoint.storage.files import FileStorage, NewFile, StrPath, archived, write_object
+from stagereg.checkpoint.storage.files import FileStorage, StrPath, archived, write_object
 from stagereg.checkpoint.storage.protocol import ArchiveResult, Storage, TensorResult
 from stagereg.kernel.memory import padding_around, view_of
 from stagereg.registry import register
@@ -118,7 +119,7 @@ class _InPlace(NamedTuple):
     around: Envelope
 
 
-def _write_items(file: NewFile, name: str, items: list[WriteItem], planner: SavePlanner) -> Iterator[WriteResult]:
+def _write_items(file: AlignedFile, name: str, items: list[WriteItem], planner: SavePlanner) -> Iterator[WriteResult]:
     in_place: list[_InPlace] = []
     written: dict[int, Envelope] = {}
     for item in items:
@@ -149,7 +150,7 @@ def _result(item: WriteItem, name: str, begin: int, x: torch.Tensor, around: Env
     return TensorResult(item.index, length, _StorageInfo(name, begin, length), begin + len(around.head), around.stride)
 
 
-def _write_tensor(file: NewFile, x: torch.Tensor, around: Envelope) -> int:
+def _write_tensor(file: AlignedFile, x: torch.Tensor, around: Envelope) -> int:
     """Write head, content and tail; return where in the file they begin."""
     if not x.is_cpu or x.stride() != around.stride:
         x = torch.empty_strided(x.shape, around.stride, dtype=x.dtype).copy_(x)
@@ -189,7 +190,7 @@ def _runs(tensors: list[_InPlace]) -> list[list[_InPlace]]:
     return runs
 
 
-def _write_run(file: NewFile, run: list[_InPlace]) -> int:
+def _write_run(file: AlignedFile, run: list[_InPlace]) -> int:
     """Write memory as it is; return where in the file it begins."""
     begin, nbytes = run[0].begin, run[-1].end - run[0].begin
     memory = (ctypes.c_char * nbytes).from_address(begin)

@@ -1,8 +1,7 @@
 """Files of a checkpoint, marked while they are written: what the storages have in common.
 
-A file in a directory is an :class:`.AlignedFile`, one at a URL an :class:`.Upload`. Both take the CRC-32 of what passes
-through and are durable when they end, so that no file is read again for its mark. A write that the network has lost is
-made again as a whole: what is to be written is still there.
+An :class:`.AlignedFile` takes the CRC-32 of what passes through and is durable when it ends, so that no file is read
+again for its mark. A write that the network has lost is made again as a whole: what is to be written is still there.
 """
 
 from __future__ import annotations
@@ -27,19 +26,17 @@ from torch.futures import Future
 from stagereg.checkpoint.encoding import without_gc
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.manifest import FileMark
-from stagereg.checkpoint.storage.aligned import AlignedFile
+from stagereg.checkpoint.storage.aligned import AlignedFile, DiskFile, Upload
 from stagereg.checkpoint.storage.lookup import expect_fit
 from stagereg.checkpoint.storage.protocol import ArchiveResult, Storage
-from stagereg.checkpoint.storage.upload import Upload
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.checkpoint.store.retry import retrying, until, within
 from stagereg.errors import CheckpointError
 
-__all__ = ["FileStorage", "NewFile", "StrPath", "archived", "write_object"]
+__all__ = ["FileStorage", "StrPath", "archived", "write_object"]
 
 StrPath: TypeAlias = str | os.PathLike[str]
-NewFile: TypeAlias = AlignedFile | Upload
 T = TypeVar("T")
 
 _METADATA = ".metadata"
@@ -140,9 +137,11 @@ class FileStorage(Storage):
         return FileSystemReader(path)
 
     @contextmanager
-    def create(self, name: str) -> Generator[NewFile, None, None]:
+    def create(self, name: str) -> Generator[AlignedFile, None, None]:
         """Write a new file in :attr:`path`; after the block it is durable, and has its mark."""
-        with self._open(name) as file:
+        path = f"{self.path.rstrip('/')}/{name}"
+        target = Upload(path) if is_url(path) else DiskFile(path, self._direct)
+        with AlignedFile(target, self._buffer_bytes) as file:
             try:
                 yield file
             except RuntimeError:
@@ -152,16 +151,11 @@ class FileStorage(Storage):
                     raise file.error from None
                 raise
             self._marks[name] = file.finish()
-        if file.refused:
+        if target.refused:
             self._direct = False
             if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a machine would log the same
                 text = "%s is on a file system that refuses O_DIRECT: written through the page cache."
                 _log.warning(text, self.path)
-
-    def _open(self, name: str) -> NewFile:
-        if is_url(self.path):
-            return Upload(f"{self.path.rstrip('/')}/{name}")
-        return AlignedFile(os.path.join(self.path, name), self._buffer_bytes, self._direct)
 
     def _persistently(self, write: Callable[[], T]) -> T:
         if not is_url(self.path):
@@ -170,14 +164,14 @@ class FileStorage(Storage):
             return retrying("writing", self.path, write)
 
 
-def write_object(file: NewFile, name: str, item: WriteItem, data: io.BytesIO) -> ArchiveResult:
+def write_object(file: AlignedFile, name: str, item: WriteItem, data: io.BytesIO) -> ArchiveResult:
     """Write what is no tensor, as torch's planner has pickled it, into the file ``name``."""
     begin = file.tell()
     file.write(data.getbuffer())
     return archived(file, name, item, begin)
 
 
-def archived(file: NewFile, name: str, item: WriteItem, begin: int) -> ArchiveResult:
+def archived(file: AlignedFile, name: str, item: WriteItem, begin: int) -> ArchiveResult:
     """Return the result for an archive that begins at ``begin`` and has just been written."""
     length = file.tell() - begin
     return ArchiveResult(item.index, length, _StorageInfo(name, begin, length))

@@ -54,7 +54,11 @@ class Storage(StorageWriter):
 
     @abstractmethod
     def reader(self, path: str | os.PathLike[str]) -> StorageReader:
-        """Return a reader of the checkpoint in the directory ``path``, new for each call. Any rank, any thread."""
+        """Return a reader of the checkpoint in the directory ``path``, new for each call. Any rank, any thread.
+
+        The checkpointer reads through it what ``write_data`` has returned neither a :class:`TensorResult` nor an
+        :class:`ArchiveResult` of.
+        """
 
     @property
     def marks(self) -> Mapping[str, FileMark]:
@@ -84,6 +88,5 @@ class TensorResult(WriteResult):
 class ArchiveResult(WriteResult):
     """What ``write_data`` may return of any item that lies in its file as ``torch.save`` has made it.
 
-    ``storage_data.relative_path``, ``offset`` and ``length`` say where. What neither this nor :class:`TensorResult` is
-    returned of is read through :meth:`Storage.reader`.
+    ``storage_data.relative_path``, ``offset`` and ``length`` say where.
     """

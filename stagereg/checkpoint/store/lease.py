@@ -2,8 +2,7 @@
 
 A store has no locks that die with a process. The object ``.lock`` names its writer and the time of its last renewal. It
 is made by a conditional write, which one of several that try it at once wins, and renewed every twenty seconds by a
-thread; one that was not renewed for a minute is free. So after a machine was lost, another one waits up to a minute; on
-the same machine, an owner that has ended is found out at once.
+thread; one that was not renewed for a minute is free. So after a run has died, the next one waits up to a minute.
 
 This is weaker than a lock. A run that is stopped for more than a minute and wakes up again may believe for one request
 that it still holds what another one has taken over; it looks before each commit. Where a store has no conditional
@@ -17,14 +16,12 @@ import contextlib
 import json
 import logging
 import math
-import os
-import socket
 import threading
 import time
 import uuid
 import weakref
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
+from typing import NamedTuple
 
 from stagereg.checkpoint.lock import LOCK, Owner, StoreLock
 from stagereg.checkpoint.store.object_store import ObjectStore
@@ -36,13 +33,10 @@ __all__ = ["StoreLease", "leaseholder"]
 LEASE_S = 60.0
 """Seconds that it is good for after it was renewed."""
 
-_ENDING_S = 3.0
 _LOOK_S = 0.5
 _REQUEST_S = 10.0
 
 _log = logging.getLogger(__name__)
-_here: set[str] = set()
-"""The tokens of what this process holds; a forked child has a copy that does no harm, since it makes its own tokens."""
 
 
 class StoreLease(StoreLock):
@@ -51,40 +45,38 @@ class StoreLease(StoreLock):
     Args:
         objects: the store.
         root: the URL of the prefix.
-        seconds: how long it is good for after it was renewed, which is done three times as often.
         settle: seconds after which an object that two wrote at the same moment is as it will stay.
     """
 
-    def __init__(self, objects: ObjectStore, root: str, seconds: float = LEASE_S, settle: float = 1.0) -> None:
+    def __init__(self, objects: ObjectStore, root: str, settle: float = 1.0) -> None:
         self._objects, self._url = objects, f"{root}/{LOCK}"
-        self._seconds, self._settle = seconds, settle
+        self._seconds, self._settle = LEASE_S, settle
         self._owner, self._token = Owner.ourselves(), uuid.uuid4().hex
         self._ended = threading.Event()
         self._busy = threading.Lock()  # the thread that renews must not write after the one that deletes
         super().__init__(root)
-        keep = (weakref.ref(self), self._ended, seconds / 3)
+        keep = (weakref.ref(self), self._ended, self._seconds / 3)
         threading.Thread(target=_keep, args=keep, name="stagereg-lease", daemon=True).start()
 
     def _take(self) -> None:
         first, began = None, time.monotonic()
         while not self._create():
             there, waited = _read(self._objects, self._url), time.monotonic() - began
-            first = first or there
+            if there is not None and first is None:
+                first = there
+                _log.info("stagereg: %s is held by %s, or was; this shows within a minute.", self.root, there.owner)
             if there is None:
                 if waited > self._seconds:
                     text = f"{self._url} can neither be made nor read: look at the rights for that name."
                     raise CheckpointError(text)
-            elif there.token in _here and there.owner.pid == os.getpid():
-                raise self._refused(None)
             # By our own clock too: one that is ahead or behind must not keep a dead run's object for ever.
-            elif there.is_over(self._seconds) or (there == first and waited > self._seconds):
+            elif there.is_over() or (there == first and waited > self._seconds):
                 if self._replace():
                     break
                 first, began = None, time.monotonic()
-            elif there != first or (there.is_near() and waited > _ENDING_S):
+            elif there != first:
                 raise self._refused(there.owner)
             self._ended.wait(_LOOK_S)
-        _here.add(self._token)
 
     def _check(self) -> tuple[bool, Owner | None]:
         with self._busy:
@@ -98,7 +90,6 @@ class StoreLease(StoreLock):
         with contextlib.suppress(Exception), self._busy, within(_REQUEST_S):  # it is free in a minute
             if self._is_ours():
                 self._objects.delete(self._url)
-        _here.discard(self._token)  # not earlier: others of this process would take it, and lose it to this
 
     def renew(self) -> None:
         """Renew it, if it is ours; if not, :meth:`check` will raise."""
@@ -125,7 +116,7 @@ class StoreLease(StoreLock):
         return there is not None and there.token == self._token
 
     def _text(self) -> bytes:
-        return json.dumps(asdict(_Note(self._owner, self._token, _machine(), time.time()))).encode()
+        return json.dumps({"owner": asdict(self._owner), "token": self._token, "renewed": time.time()}).encode()
 
 
 def _keep(held: weakref.ref[StoreLease], ended: threading.Event, every_s: float) -> None:
@@ -141,28 +132,21 @@ def _keep(held: weakref.ref[StoreLease], ended: threading.Event, every_s: float)
         del lease
 
 
-def leaseholder(objects: ObjectStore, root: str, seconds: float = LEASE_S) -> Owner | None:
+def leaseholder(objects: ObjectStore, root: str) -> Owner | None:
     """Return who holds a prefix at this moment, or None; neither waits nor locks."""
     note = _read(objects, f"{root}/{LOCK}")
-    return None if note is None or note.is_over(seconds) else note.owner
+    return None if note is None or note.is_over() else note.owner
 
 
-@dataclass(frozen=True)
-class _Note:
-    """The content of the object: the owner, which of its locks, on which machine, and when it was last renewed."""
+class _Note(NamedTuple):
+    """The content of the object: the owner, which of its locks, and when it was last renewed."""
 
-    owner: Owner
-    token: str
-    machine: str
-    renewed: float
+    owner: Owner = Owner()
+    token: str = ""
+    renewed: float = 0.0
 
-    def is_over(self, seconds: float) -> bool:
-        if self.is_near() and self.owner.pid == os.getpid():
-            return self.token not in _here  # else of a checkpointer that was closed while the store was away
-        return time.time() > self.renewed + seconds or (self.is_near() and not _lives(self.owner.pid))
-
-    def is_near(self) -> bool:
-        return self.machine == _machine()
+    def is_over(self) -> bool:
+        return time.time() > self.renewed + LEASE_S
 
 
 def _read(objects: ObjectStore, url: str) -> _Note | None:
@@ -173,24 +157,7 @@ def _read(objects: ObjectStore, url: str) -> _Note | None:
         return None
     try:
         read = json.loads(data)
-        note = _Note(Owner.parse(read["owner"]), str(read["token"]), str(read["machine"]), float(read["renewed"]))
+        note = _Note(Owner.parse(read["owner"]), str(read["token"]), float(read["renewed"]))
     except Exception:
-        return _Note(Owner(), "", "", 0.0)
-    return note if math.isfinite(note.renewed) else _Note(Owner(), "", "", 0.0)
-
-
-def _machine() -> str:
-    """Return what is the same for processes that see the same process ids, and for no others."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # a container may hide them
-        return socket.gethostname()
-
-
-def _lives(pid: int) -> bool:
-    try:
-        # A zombie has ended, though its exit status was not read yet.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+        return _Note()
+    return note if math.isfinite(note.renewed) else _Note()

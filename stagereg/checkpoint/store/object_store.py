@@ -11,10 +11,9 @@ import contextlib
 import errno
 import functools
 import io
-import logging
 from typing import Any
 
-from stagereg.checkpoint.store.retry import answer_of, retrying, within
+from stagereg.checkpoint.store.retry import answer_of, retrying
 from stagereg.errors import ConfigError
 
 __all__ = ["ObjectStore"]
@@ -22,13 +21,10 @@ __all__ = ["ObjectStore"]
 _READ_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 24
 _BLOCKS_KEPT = 3
-_BEST_EFFORT_S = 10.0
 _PRECONDITION_FAILED = 412
 _S3 = {"s3", "s3a"}
 # Stores where a name needs no directory to be made first; making one would ask for rights that writing does not need.
 _FLAT = {*_S3, "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "obs", "tos", "memory"}
-
-_log = logging.getLogger(__name__)
 
 
 class ObjectStore:
@@ -151,29 +147,6 @@ class ObjectStore:
         """Make a directory, where the store has any."""
         if self.protocol not in _FLAT:
             retrying("making", url, lambda: self.fs.makedirs(self.path(url), exist_ok=True))
-
-    def abort_uploads(self, prefix: str) -> None:
-        """Give up the multipart uploads of S3 whose names begin with the URL ``prefix``; they are paid for, and hidden.
-
-        Other stores let go of them by themselves. A store that refuses the question is warned of.
-        """
-        if self.protocol not in _S3:
-            return
-        bucket, key, _ = self.fs.split_path(self.path(prefix))
-
-        def act() -> None:
-            listed = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key)  # up to 1000 of them
-            for upload in listed.get("Uploads", []):
-                if upload["Key"].startswith(key):  # not every S3-compatible store applies the prefix
-                    which = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
-                    with contextlib.suppress(FileNotFoundError):
-                        self.fs.call_s3("abort_multipart_upload", Bucket=bucket, **which)
-
-        try:
-            with within(_BEST_EFFORT_S):
-                retrying("giving up unfinished uploads", prefix, act)
-        except Exception as error:
-            _log.warning("Multipart uploads below %s may be left, which cost money: %s", prefix, error)
 
 
 def _check(url: str, protocol: str) -> None:

@@ -20,7 +20,7 @@ import contextlib
 import logging
 
 from stagereg.checkpoint.checksum import crc32
-from stagereg.checkpoint.damage import Condition, Damage, Found
+from stagereg.checkpoint.damage import Condition, Damage
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import Owner, StoreLock
 from stagereg.checkpoint.manifest import LATEST, MANIFEST, FileMark, Manifest, file_mark, step_name, step_of
@@ -68,7 +68,7 @@ class RemoteStore(CheckpointStore):
         folder, _, name = path.rstrip("/").rpartition("/")
         return f"{folder}/{(self._name_in(f'{folder}/{name}') if name == LATEST else None) or name}"
 
-    def _sizes(self, path: str) -> dict[str, Found]:
+    def _sizes(self, path: str) -> dict[str, int | str]:
         return {name: size for name, size in self.objects.listing(path).items() if size is not None}
 
     def _read(self, path: str) -> bytes:
@@ -91,10 +91,6 @@ class RemoteStore(CheckpointStore):
         self._hold = StoreLease(self.objects, self.root)
         return self._hold
 
-    def sweep(self) -> None:
-        super().sweep()
-        self.objects.abort_uploads(f"{self.root}/step-")
-
     def temporary(self, step: int, token: str) -> str:
         return f"{self.root}/{step_name(step)}.{token}"
 
@@ -108,7 +104,7 @@ class RemoteStore(CheckpointStore):
             return file_mark(stream)
 
     def discard(self, path: str) -> None:
-        """See :class:`.CheckpointStore`. The manifest goes first; unfinished multipart uploads go too.
+        """See :class:`.CheckpointStore`. The manifest goes first.
 
         What was published stays: another rank may have died since, and the checkpoints before it may be deleted.
         """
@@ -119,13 +115,10 @@ class RemoteStore(CheckpointStore):
                 self._delete(path)
         except OSError as error:
             _log.warning("%s could not be deleted, which the next start will do: %s", path, error)
-        else:
-            self.objects.abort_uploads(f"{path}/")
 
     def _commit(self, written: str, manifest: Manifest) -> str:
         self.objects.put(f"{written}/{MANIFEST}", manifest.dumps().encode())
         self._committed = written
-        self.objects.abort_uploads(f"{written}/")
         return written
 
     def _point(self, name: str) -> None:

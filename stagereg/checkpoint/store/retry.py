@@ -38,17 +38,10 @@ _PASSING_STATUS = {408, 425, 429, *range(500, 600)} - {501}
 _PASSING_CODES = {"BadDigest", "ConditionalRequestConflict", "IncompleteBody", "NoSuchUpload", "OperationAborted"}
 _PASSING_CODES |= {"RequestTimeout", "XAmzContentSHA256Mismatch"}
 _PASSING_NAMES = ["Connect", "Timeout", "HTTPClient", "Incomplete", "Payload", "Protocol", "Transport", "Response"]
-# What does not, and the numbers of errors that packages raise without one.
-_FINAL_ERRNO = {errno.EEXIST, errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EINVAL}
-_FINAL_ERRNO |= {errno.ENOSYS, errno.EROFS, errno.ENOSPC, errno.ENAMETOOLONG, errno.EOPNOTSUPP, errno.EREMCHG}
-_ERRNO = {
-    FileExistsError: errno.EEXIST,
-    FileNotFoundError: errno.ENOENT,
-    IsADirectoryError: errno.EISDIR,
-    NotADirectoryError: errno.ENOTDIR,
-    PermissionError: errno.EACCES,
-    TimeoutError: errno.ETIMEDOUT,
-}
+# What does not, and the errors that packages raise without a number.
+_FINAL = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+_FINAL_ERRNO = {errno.EINVAL, errno.ENOSYS, errno.EROFS, errno.ENOSPC, errno.ENAMETOOLONG, errno.EOPNOTSUPP}
+_ERRNO = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, TimeoutError: errno.ETIMEDOUT}
 
 _log = logging.getLogger(__name__)
 _thread = threading.local()
@@ -122,11 +115,12 @@ def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
             return act()
         except Exception as error:
             pause = min(FIRST_S * 2 ** (trial - 1), LONGEST_S) * random.uniform(0.5, 1.0)
-            if trial == TRIALS or time.monotonic() + pause > until() or not may_pass(error):
-                if not (isinstance(error, OSError) or _denied(error) or answer_of(error)[1] or may_pass(error)):
+            passing = may_pass(error)
+            if trial == TRIALS or time.monotonic() + pause > until() or not passing:
+                a_stores = isinstance(error, OSError) or passing or answer_of(error)[1] is not None
+                if not a_stores and "Credential" not in type(error).__name__:
                     raise  # a mistake in a program
-                often = f", tried {trial} times" if trial > 1 else ""
-                raise OSError(_errno(error), f"{_text(error)} ({doing}{often})", url) from error
+                raise _as_os_error(error, f"{doing}, tried {trial} times" if trial > 1 else doing, url) from error
             if trial == 1:
                 _log.warning("%s %s: %s. Trying again, up to %d times.", doing, url, _text(error), TRIALS - 1)
         time.sleep(pause)
@@ -139,7 +133,7 @@ def may_pass(error: BaseException) -> bool:
     if status is not None:
         return code in _PASSING_CODES or status in _PASSING_STATUS
     if isinstance(error, OSError):
-        return _errno(error) not in _FINAL_ERRNO
+        return not isinstance(error, _FINAL) and error.errno not in _FINAL_ERRNO
     return any(part in kind.__name__ for part in _PASSING_NAMES for kind in type(error).__mro__)
 
 
@@ -156,15 +150,12 @@ def answer_of(error: BaseException) -> tuple[str | None, int | None]:
     return None, None
 
 
-def _denied(error: BaseException) -> bool:
-    return "Credential" in type(error).__name__
-
-
-def _errno(error: BaseException) -> int:
-    if isinstance(error, OSError) and error.errno is not None and error.errno in errno.errorcode:
-        return error.errno
-    known = (number for kind, number in _ERRNO.items() if isinstance(error, kind))
-    return next(known, errno.EACCES if _denied(error) else errno.EIO)
+def _as_os_error(error: Exception, more: str, url: str) -> OSError:
+    """Return an error of the operating system in the place of one that a store or its package has raised."""
+    denied = "Credential" in type(error).__name__
+    number = error.errno if isinstance(error, OSError) else None
+    known = (each for kind, each in _ERRNO.items() if isinstance(error, kind))
+    return OSError(number or next(known, errno.EACCES if denied else errno.EIO), f"{_text(error)} ({more})", url)
 
 
 def _text(error: BaseException) -> str:

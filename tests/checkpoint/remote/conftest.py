@@ -133,15 +133,8 @@ class Store:
         below = self.url.removeprefix(f"s3://{BUCKET}/") + "/"
         return [key.removeprefix(below) for key in self.objects() if key.startswith(below)]
 
-    def uploads(self) -> list[str]:
-        """The keys of all multipart uploads that were begun and neither completed nor aborted."""
-        return [found["Key"] for found in self.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])]
-
     def write(self, key: str, content: bytes) -> None:
         self.client.put_object(Bucket=BUCKET, Key=key, Body=content)
-
-    def begin_upload(self, key: str) -> None:
-        self.client.create_multipart_upload(Bucket=BUCKET, Key=key)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import stagereg.checkpoint.storage.aligned as aligned
 from stagereg.checkpoint.manifest import FileMark
-from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile
+from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, DiskFile
 from stagereg.checkpoint.store.local_store import mark_file
 
 BUFFER = 2 * PAGE
@@ -43,7 +43,7 @@ def test_the_file_has_the_written_bytes_in_order_and_its_mark_is_right(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "file"
     expected = bytearray()
-    with mock.patch.object(aligned, "_STRAIGHT_BYTES", PAGE), AlignedFile(path, BUFFER, direct) as file:
+    with mock.patch.object(aligned, "_STRAIGHT_BYTES", PAGE), AlignedFile(DiskFile(str(path), direct), BUFFER) as file:
         for seed, (how, size, at) in enumerate(steps):
             assert file.tell() == len(expected)
             data: bytes = pattern(size, seed)
@@ -62,12 +62,13 @@ def test_the_file_has_the_written_bytes_in_order_and_its_mark_is_right(
     assert mark == mark_file(path) == FileMark(len(expected), zlib.crc32(expected))
 
 
-def write_some(path: Path) -> AlignedFile:
-    with AlignedFile(path, BUFFER, direct=True) as file:
+def write_some(path: Path) -> DiskFile:
+    disk = DiskFile(str(path), direct=True)
+    with AlignedFile(disk, BUFFER) as file:
         file.write(pattern(5 * PAGE + 7, 1))
         assert file.finish() == mark_file(path)
     assert path.read_bytes() == pattern(5 * PAGE + 7, 1)
-    return file
+    return disk
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -86,7 +87,7 @@ def test_large_memory_is_written_from_where_it_lies(
     monkeypatch.setattr(os, "pwrite", pwrite)
     memory = mmap(-1, 3 << 20)
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    with AlignedFile(tmp_path / "file", BUFFER, direct) as file:
+    with AlignedFile(DiskFile(str(tmp_path / "file"), direct), BUFFER) as file:
         file.write(b"head")
         file.align(address + 100, len(memory) - 100)
         file.write_memory(memoryview(memory)[100:])
@@ -140,7 +141,7 @@ def test_a_failed_write_is_the_systems_error_with_the_path(
     before = os.listdir("/proc/self/fd"), threading.active_count()
     monkeypatch.setattr(os, call, full)
     with pytest.raises(OSError, match="No space left") as caught:  # noqa: PT012, SIM117
-        with AlignedFile(tmp_path / "file", BUFFER, direct=True) as file:
+        with AlignedFile(DiskFile(str(tmp_path / "file"), direct=True), BUFFER) as file:
             for _ in range(9):
                 file.write(bytes(PAGE))
             file.finish()

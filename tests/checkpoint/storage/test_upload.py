@@ -18,8 +18,8 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import stagereg
 from stagereg.checkpoint.manifest import FileMark
+from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, Upload
 from stagereg.checkpoint.storage.dcp import DcpStorage
-from stagereg.checkpoint.storage.upload import Upload
 from stagereg.checkpoint.store.remote_store import RemoteStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -90,7 +90,7 @@ class Fails:
         monkeypatch.setattr(MemoryFile, "write", write)
 
 
-@pytest.mark.parametrize("skip", [0, 1, 7])
+@pytest.mark.parametrize("skip", [0, 1])
 def test_a_write_that_fails_for_once_is_made_again(
     url: str, monkeypatch: pytest.MonkeyPatch, skip: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -107,7 +107,7 @@ def test_a_write_that_fails_for_once_is_made_again(
 def test_the_stores_error_is_reported_not_torchs(
     url: str, monkeypatch: pytest.MonkeyPatch, state: dict[str, Any]
 ) -> None:
-    Fails(monkeypatch, PermissionError(errno.EACCES, "Access Denied"), times=10**9, skip=5)
+    Fails(monkeypatch, PermissionError(errno.EACCES, "Access Denied"), times=10**9)
     with pytest.raises(dcp.api.CheckpointException, match=r"Access Denied \(writing\)"):
         dcp.save(state, checkpoint_id=url, storage_writer=DcpStorage(), no_dist=True)
 
@@ -115,7 +115,7 @@ def test_the_stores_error_is_reported_not_torchs(
 def test_an_upload_left_with_an_error_is_given_up(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given_up: list[MemoryFile] = []
     monkeypatch.setattr(MemoryFile, "discard", lambda self: given_up.append(self))
-    with pytest.raises(ZeroDivisionError), Upload(f"{url}/x") as upload:  # noqa: PT012
+    with pytest.raises(ZeroDivisionError), AlignedFile(Upload(f"{url}/x"), PAGE) as upload:  # noqa: PT012
         upload.write(b"half")
         raise ZeroDivisionError
     assert len(given_up) == 1
