@@ -192,9 +192,10 @@ def test_views_of_one_staged_tensor_share_its_padding(tmp_path: Path) -> None:
     assert len(set(offsets.values())) == 4
 
 
-def test_too_little_padding_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("padding", [(64, 4096), (4096, 64)])
+def test_too_little_padding_is_left_alone(tmp_path: Path, padding: tuple[int, int]) -> None:
     stager = stagereg.build("stager", "blocking")
-    stager.reserve_padding(64, 64)
+    stager.reserve_padding(*padding)
     state = large()
     staged = stager.stage(state)
     with counted() as written:
