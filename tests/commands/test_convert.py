@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -340,7 +341,7 @@ def test_a_directory_of_plain_torch_becomes_a_pt(tmp_path: Path, capsys: pytest.
     assert "In it: model\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("what", ["metadata", "value", "mesh", "cut", "elsewhere"])
+@pytest.mark.parametrize("what", ["metadata", "value", "mesh", "cut", "elsewhere", "shape", "hole"])
 def test_plain_torch_runs_nothing_and_damage_is_one_line(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -354,6 +355,12 @@ def test_plain_torch_runs_nothing_and_damage_is_one_line(
         data.write_bytes(data.read_bytes()[:100])
     elif what == "elsewhere":
         metadata.write_bytes(metadata.read_bytes().replace(b"__0_0.distcp", b"../_0.distcp"))
+    elif what in ("shape", "hole"):
+        described = pickle.loads(metadata.read_bytes())
+        entry = described.state_dict_metadata["x"]
+        entry.size = torch.Size([8 if what == "shape" else 18])
+        entry.chunks = [replace(entry.chunks[0], sizes=torch.Size([8 if what == "shape" else 9]))]
+        metadata.write_bytes(pickle.dumps(described))
     capsys.readouterr()
     assert cli.main(["convert", str(plain), str(tmp_path / "x.pt")]) == 2
     messages = {
@@ -361,6 +368,8 @@ def test_plain_torch_runs_nothing_and_damage_is_one_line(
         "value": "'y' was not read",
         "mesh": "'y' was not read",
         "cut": "was not read",
+        "shape": "'x' has another shape or dtype",
+        "hole": "the parts of 'x' are not the whole of it",
         "elsewhere": "'../_0.distcp', which is no file of the directory",
     }
     shown = capsys.readouterr().err
