@@ -146,7 +146,7 @@ def _compared(store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup) -> C
     failing = f"{chosen.path} could not be read"
     shares = ranks.run_on_all(failing, lambda: store.contents(chosen.path, share))
     marks = [(rank, name, mark) for rank, found in enumerate(shares) for name, mark in found.items()]
-    unclear = [f"rank {rank}: {name}: {mark.why}" for rank, name, mark in marks if isinstance(mark, Unclear)]
+    unclear = [f"rank {rank}: {name}: {mark}" for rank, name, mark in marks if isinstance(mark, Unclear)]
     if unclear:
         raise CheckpointError(f"{failing}: {'; '.join(unclear[:3])}")
     missed = [(rank, name) for rank, name, mark in marks if mark == "missing"]

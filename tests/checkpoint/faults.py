@@ -140,7 +140,7 @@ FAULTS = {
 def train(fault: Fault, folder: Path, release: Path) -> None:
     """The program."""
     import stagereg
-    from stagereg.testing.faults import FaultyStorage
+    from tests.support.faulty_storage import FaultyStorage
 
     storage = FaultyStorage(**fault.storage, release=str(release)) if fault.storage else None
     with stagereg.Checkpointer(
@@ -279,12 +279,15 @@ def _plain(saw: str, home: Path) -> str:
 
 def main() -> None:
     """Print the table, or the results of some as JSON (``--json``)."""
-    import secrets  # noqa: F401 - what is imported later on, a user who may not read the interpreter's folder cannot
+    # What is imported later on, a user who may not read the interpreter's folder cannot.
+    import secrets  # noqa: F401
 
     import torch.distributed.checkpoint  # noqa: F401
 
-    import stagereg.checkpoint.checkpointer
-    import stagereg.testing.faults  # noqa: F401
+    import stagereg.checkpoint.checkpointer  # noqa: F401
+
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    import tests.support.faulty_storage  # noqa: F401
 
     for name in [name for name in sys.argv[1:] if not name.startswith("-")] or list(FAULTS):
         fault = FAULTS[name]

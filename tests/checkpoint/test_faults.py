@@ -29,7 +29,8 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
-from stagereg.testing.faults import FaultyStorage
+
+from ..support.faulty_storage import FaultyStorage
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -224,7 +225,7 @@ def test_every_fault_leaves_what_the_documentation_says() -> None:
 TRAIN = """
 import datetime, torch, stagereg
 import torch.distributed as dist
-from stagereg.testing.faults import FaultyStorage
+from tests.support.faulty_storage import FaultyStorage
 
 @stagereg.main(config_path="conf", config_name="app")
 def train(cfg):
@@ -264,7 +265,7 @@ def test_a_job_ends_with_the_status_of_its_last_save(
     (tmp_path / "conf" / "app.yaml").write_text(CONFIG)
     (tmp_path / "train.py").write_text(TRAIN)
     command = [sys.executable, "train.py", f"dir={tmp_path}/runs", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parents[1])}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=200, check=False, env=environment, cwd=tmp_path
     )
