@@ -7,7 +7,6 @@ Property-based tests take the same examples every time, so that a failure is one
 from __future__ import annotations
 
 import gc
-import importlib
 import signal
 from collections.abc import Iterator
 
@@ -37,10 +36,6 @@ def pytest_configure() -> None:
     # A shell's background job ignores SIGINT, and the programs that tests start would inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Registers itself when it is imported, and some tests ask what there is. Programs that choose it import it anew.
-    importlib.import_module("stagereg.testing.faults")
-    REGISTRY.decorated = [each for each in REGISTRY.decorated if (each.kind, each.name) != ("storage", "faulty")]
-
     # Looks for plugins once for each process. In the middle of a test that would replace the ones it works with.
     Plugins.instance()
 

@@ -69,7 +69,7 @@ def test_every_option_that_the_page_names_is_the_checkpointers() -> None:
     from stagereg.checkpoint.checkpointer import Checkpointer
 
     named = set(re.findall(r"`checkpoint\.(\w+)", PAGE.read_text()))
-    assert {"verify", "timeout", "grace", "resume", "dir"} <= named
+    assert {"verify", "on_error", "timeout", "grace", "resume", "dir"} <= named
     assert named <= set(inspect.signature(Checkpointer).parameters)
 
 

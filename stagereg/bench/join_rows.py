@@ -75,21 +75,23 @@ class Way:
     """One way to hold a join around a loop."""
 
     mode: str | None = None
+    throw: bool = False
     enable: bool = True
     torchs: bool = False  # torch's Join, which leaves itself switched on in the model, and the warning filters changed
     iterates: bool = False  # the batches come through join.iterate
+    means: bool = False  # the loss is join.mean of a sum, not the mean over the rank's own samples
 
     @contextlib.contextmanager
     def join(self, ddp: Any, batches: Sequence[Batch]) -> Iterator[Any]:
         """Hold it."""
         if not self.torchs:
             loader = batches if self.enable and not self.iterates else None
-            with Join([ddp], self.enable, mode=self.mode, loader=loader) as ours:
+            with Join([ddp], self.enable, self.throw, mode=self.mode, loader=loader) as ours:
                 yield ours
             return
         before = ddp._join_config
         try:
-            with warnings.catch_warnings(), TorchJoin([ddp]) as join:
+            with warnings.catch_warnings(), TorchJoin([ddp], throw_on_early_termination=self.throw) as join:
                 yield join
         finally:
             ddp._join_config = before
@@ -98,11 +100,17 @@ class Way:
 WAYS = {
     BASE: Way(enable=False),
     "torch:on": Way(torchs=True),
+    "torch:throw": Way(torchs=True, throw=True),
     "torch_wire": Way("torch"),
+    "torch_wire+throw": Way("torch", throw=True),
     "counted": Way("counted"),
+    "counted+throw": Way("counted", throw=True),
     "planned": Way("planned"),
+    "planned+throw": Way("planned", throw=True),
     "iterate:counted": Way("counted", iterates=True),
     "iterate:planned": Way("planned", iterates=True),
+    "iterate+mean:counted": Way("counted", iterates=True, means=True),
+    "iterate+mean:planned": Way("planned", iterates=True, means=True),
     AGAIN: Way(enable=False),
 }
 """By the names of their rows."""
@@ -127,10 +135,12 @@ class JoinTraining:
         for _ in range(_SETTLE):
             self.step(*self.batch)
 
-    def step(self, x: Tensor, y: Tensor) -> None:
-        """One step."""
+    def step(self, x: Tensor, y: Tensor, join: Any = None) -> None:
+        """One step, whose loss is a mean over this rank's samples, or what ``join`` makes of their sum."""
         self.optimizer.zero_grad()
-        mse_loss(self.ddp(x), y).backward()
+        output = self.ddp(x)
+        loss = mse_loss(output, y) if join is None else join.mean(mse_loss(output, y, reduction="sum"), len(x))
+        loss.backward()
         self.optimizer.step()
 
 
@@ -167,18 +177,14 @@ class Turn(Case):
             for number, batch in enumerate(feed):
                 if number == 0:
                     entered = time.perf_counter()
-                training.step(*batch)
+                training.step(*batch, join if way.means else None)
                 last = time.perf_counter()
                 if number == 0:
                     first = last
         return (last - first) / training.steps, entered - began + time.perf_counter() - last
 
 
-Taken = dict[str, Series]
-"""What one rank has measured, by row."""
-
-
-def measure(rank: int, world: int, model: str, rows: Sequence[str], rounds: int) -> Taken:
+def measure(rank: int, world: int, model: str, rows: Sequence[str], rounds: int) -> dict[str, Series]:
     """Measure ``rows`` of :data:`WAYS` in turns; for :func:`stagereg.testing.run_ranks`."""
     training = JoinTraining(MODELS[model])
     return {one.row: one for one in interleave([Turn(row, training) for row in rows], rounds)}
@@ -187,7 +193,7 @@ def measure(rank: int, world: int, model: str, rows: Sequence[str], rounds: int)
 # -- where it is asked for
 
 
-def measured(model: str, ranks: int, rows: Sequence[str], rounds: int) -> list[Taken]:
+def measured(model: str, ranks: int, rows: Sequence[str], rounds: int) -> list[dict[str, Series]]:
     """Measure ``rows``, and the two without a join, on fresh local ranks; return what they have come to, by rank.
 
     Raises:
@@ -202,7 +208,7 @@ def measured(model: str, ranks: int, rows: Sequence[str], rounds: int) -> list[T
         raise LaunchError(f"The join of {ranks} ranks could not be measured: {error}") from error
 
 
-def group(model: str, ranks: int, taken: Sequence[Taken]) -> Group:
+def group(model: str, ranks: int, taken: Sequence[dict[str, Series]]) -> Group:
     """Make the rows of a table from what the ranks measured."""
     ways = [row for row in taken[0] if row in WAYS]
     lines = [_line(row, taken) for row in [*ways, *(f"{ENTRY}{row}" for row in ways)]]
@@ -211,7 +217,7 @@ def group(model: str, ranks: int, taken: Sequence[Taken]) -> Group:
     return Group(f"{model}/{ranks}", title, ["step ms", "x off", "IQR"], lines)
 
 
-def _line(row: str, taken: Sequence[Taken]) -> Line:
+def _line(row: str, taken: Sequence[dict[str, Series]]) -> Line:
     for failure in (taken[0][row].failure, taken[0][BASE].failure):
         if failure:
             return Line(row, failure=failure)
@@ -222,6 +228,6 @@ def _line(row: str, taken: Sequence[Taken]) -> Line:
     return Line(row, cells, {"x": ratios, "step": seconds}, {"ratio": ratio})
 
 
-def _slowest(taken: Sequence[Taken], row: str) -> list[float]:
+def _slowest(taken: Sequence[dict[str, Series]], row: str) -> list[float]:
     """Of each round, the seconds of the rank that took longest."""
     return [max(each) for each in zip(*(series[row].samples for series in taken), strict=True)]

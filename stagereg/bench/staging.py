@@ -69,7 +69,10 @@ class Warm(Case):
 
 def cases(state: State, device: str) -> list[Case]:
     """The cases of one state dict, the ceiling first and once more last; nothing is made before its first sample."""
-    makes = {name: _registered(name, state) for name in names("stager")}
+    declared = {"incremental": {"frozen": list(state.frozen)}} if state.frozen else {}
+    makes: dict[str, _Make] = {
+        name: functools.partial(build, "stager", name, **declared.get(name, {})) for name in names("stager")
+    }
     torchs: dict[str, _Make] = {
         "torch:kept": lambda: DefaultStager(StagingOptions(False, False, False, False)),
         "torch:blocking": lambda: BlockingAsyncStager(False),
@@ -116,11 +119,6 @@ def _first(row: str, make: _Make, state: State) -> Case:
             stager.close()
 
     return Case(row, turn=turn)
-
-
-def _registered(name: str, state: State) -> _Make:
-    declared: dict[str, Any] = {"frozen": list(state.frozen)} if name == "incremental" and state.frozen else {}
-    return lambda: build("stager", name, **declared)
 
 
 def _complete(stager: AsyncStager, staged: Any) -> Any:

@@ -52,12 +52,16 @@ def cases(state: State, folder: Path) -> list[Case]:
             copy(*given), checkpoint_id=path, storage_writer=storage, planner=planner, no_dist=True
         )
 
+    def torchs(threads: int) -> _Save:
+        return lambda path: save(copy(), storage_writer=FileSystemWriter(path, thread_count=threads), no_dist=True)
+
     makes: dict[str, Callable[[], _Save]] = {
         name: functools.partial(registered, name) for name in names("storage") if name != _ALIAS
     }
     makes |= {
         "dcp:padding": functools.partial(registered, "dcp", padded=True),
-        "torch:dcp": lambda: lambda path: save(copy(), storage_writer=FileSystemWriter(path), no_dist=True),
+        "torch:dcp": lambda: torchs(1),
+        "torch:dcp_2": lambda: torchs(2),
         "torch:save": lambda: lambda path: torch.save(copy(), path / "state.pt"),
     }
     top = functools.partial(ceiling.raw_write, state.nbytes)

@@ -86,6 +86,8 @@ class Checkpointer:
         mtbf: for ``every="auto"``: mean time between failures of the whole job, all its machines together.
         verify: what :meth:`restore` looks at before it loads: ``"full"`` the content of every file, ``"fast"`` the
             manifest and the sizes.
+        on_error: what a save that fails does at the next call: ``"raise"``, or ``"warn"`` in the log, at once, and let
+            training go on; then the process ends with exit status 1 if its last save has failed.
         timeout: of one save, from the end of the one before it to its commit. One that takes longer has failed, and
             until it ends no other begins. A store that does not answer at the start is waited for as long.
         grace: how long after SIGTERM or SIGUSR1 the ranks have to agree on a step, save it and leave. ``None`` leaves
@@ -119,6 +121,7 @@ class Checkpointer:
         process_group: dist.ProcessGroup | None = None,
         mtbf: datetime.timedelta = datetime.timedelta(hours=6),
         verify: Literal["full", "fast"] = "full",
+        on_error: Literal["raise", "warn"] = "raise",
         timeout: datetime.timedelta = datetime.timedelta(minutes=30),
         grace: datetime.timedelta | None = datetime.timedelta(seconds=25),
     ) -> None:
@@ -131,6 +134,7 @@ class Checkpointer:
         for name, steps in {"every": 1 if every == "auto" else every, "keep": keep}.items():
             options.at_least_one(name, steps)
         options.one_of("verify", verify, ("full", "fast"))
+        options.one_of("on_error", on_error, ("raise", "warn"))
         for name, duration in {"mtbf": mtbf, "timeout": timeout, "grace": timeout if grace is None else grace}.items():
             options.check_duration(name, duration)
         self._store = open_store(dir)
@@ -164,7 +168,7 @@ class Checkpointer:
             Schedule(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), RankGroup(process_group))
         )
         self._target = SaveTarget(self._store, keep, self._storage, self._ranks, self._process, opened[0][0])
-        self._background = Background(self._target, timeout, self._schedule)
+        self._background = Background(self._target, timeout, self._schedule, on_error == "warn")
         self.stats: CheckpointStats = self._background.stats
         self.preemption: PreemptionConsensus | None = None
         if grace is not None:
@@ -221,7 +225,7 @@ class Checkpointer:
             self._stage(save, state)
         except BaseException as error:
             save.failure = reason(error)
-            raise
+            self._background.raise_or_warn(error)
         finally:
             # Also when this rank gives up, so that the saves of the ranks stay paired and the others raise too.
             self._background.submit(save)
@@ -230,8 +234,9 @@ class Checkpointer:
             finally:
                 stall = record.now() - save.called
                 self._schedule.held(step, stall)
-        self.stats.stall_seconds.append(stall)
-        record.emit("stall", step=step, start=save.called, seconds=stall)
+        if save.failure is None:
+            self.stats.stall_seconds.append(stall)
+            record.emit("stall", step=step, start=save.called, seconds=stall)
 
     def wait(self) -> None:
         """Wait until every save has ended, or has taken longer than ``timeout``.
@@ -258,9 +263,9 @@ class Checkpointer:
             The step of the checkpoint, or ``None`` if none was to be loaded.
 
         Raises:
-            CheckpointError: on all ranks: the checkpoint named by ``resume`` is not there, incomplete or damaged, and
-                the message names the newest good one; there are checkpoints and none of them is good; one cannot be
-                looked at; it has no entry of some name; an object does not take what was saved.
+            CheckpointError: on all ranks: the checkpoint named by ``resume`` is not there, incomplete or damaged; there
+                are checkpoints and none of them is good; one cannot be looked at; it has no entry of some name; an
+                object does not take what was saved.
         """
         self._check_open()
         self._background.finish()
@@ -354,11 +359,12 @@ class Checkpointer:
                 self._background.finish()
                 self._background.raise_failure()
                 if self._background.newest != step:
-                    raise CheckpointError(f"Step {step} was not saved.")
+                    raise self._background.last or CheckpointError(f"Step {step} was not saved.")
             except CheckpointError as error:
                 failure, newest = error, self._background.describe_newest()
                 if newest not in str(error):
                     failure = CheckpointError(f"{str(error).rstrip('.')}. {newest}")
+                self._background.set_status(None)  # the exception below reports it
         self.preemption.exit(step, str(self.dir), failure)
 
     def _open(self, shared: bool) -> str:
@@ -414,7 +420,9 @@ class Checkpointer:
                 save.complete()
         except Exception as error:
             save.failure = reason(error)
-            raise CheckpointError(f"Step {save.step} was not saved: {save.failure}") from error
+            failure = CheckpointError(f"Step {save.step} was not saved: {save.failure}")
+            failure.__cause__ = error
+            self._background.raise_or_warn(failure)
         finally:
             save.settled.set()
 

@@ -26,14 +26,11 @@ _BROKEN = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, err
 """Errors of a file system for a file whose bytes it has lost, as against one that cannot be reached now."""
 
 
-@dataclass(frozen=True)
-class Unclear:
+class Unclear(str):
     """Why nothing is known about a file: it is there or not, and good or not."""
 
-    why: str
 
-
-Found: TypeAlias = FileMark | int | str | Unclear
+Found: TypeAlias = FileMark | int | str
 """What was found under a name: its mark; its size in bytes, where the content was not read; what is wrong with it."""
 
 
@@ -104,7 +101,7 @@ def differences(manifest: Manifest, found: Mapping[str, Found]) -> tuple[Damage,
     )
 
 
-def of_error(error: OSError) -> str | Unclear:
+def of_error(error: OSError) -> str:
     """Return what an error on the way to a file means for the file."""
     if isinstance(error, FileNotFoundError) or error.errno in _LOST:
         return "missing"
@@ -121,8 +118,6 @@ def damage_lines(damages: Iterable[Damage]) -> Iterator[str]:
 
 
 def _difference(expected: FileMark, found: Found) -> str:
-    if isinstance(found, Unclear):
-        return found.why
     if isinstance(found, str):
         return found
     size = found if isinstance(found, int) else found.bytes

@@ -15,7 +15,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 
@@ -32,13 +32,13 @@ from stagereg.checkpoint.storage.safetensors import DTYPES, METADATA, head
 from stagereg.errors import CheckpointError, nearest
 from stagereg.kernel.memory import view_of
 
-__all__ = ["SUFFIXES", "Export", "write_file"]
+__all__ = ["SUFFIXES", "Export", "write_pt"]
 
 SUFFIXES = (".pt", ".pth", ".safetensors")
 """What a file may be called."""
 
 
-def write_file(out: Path, replace: bool, write: Callable[[IO[bytes]], None]) -> None:
+def _write_file(out: Path, replace: bool, write: Callable[[IO[bytes]], None]) -> None:
     """Let ``write`` fill a file beside ``out``, flush it, and rename it.
 
     Raises:
@@ -56,6 +56,23 @@ def write_file(out: Path, replace: bool, write: Callable[[IO[bytes]], None]) -> 
     finally:
         with contextlib.suppress(OSError):
             beside.unlink()
+
+
+def write_pt(state: Any, out: Path, replace: bool) -> None:
+    """Write a file for ``torch.load(weights_only=True)``, which is tried.
+
+    Raises:
+        CheckpointError: that would refuse it, or as :class:`Export`.write. ``OSError``.
+    """
+
+    def write(file: IO[bytes]) -> None:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # of torch's archive, which could not be ended after what the file has raised
+            raise next((each for each in causes(error) if isinstance(each, OSError)), error) from None
+        _expect_loadable(file)
+
+    _write_file(out, replace, write)
 
 
 class Export:
@@ -94,7 +111,9 @@ class Export:
             CheckpointError: such a file cannot hold a tensor, or it is there already. ``OSError``.
         """
         if out.suffix != ".safetensors":
-            write_file(out, replace, self._write_all)
+            self._files.read([leaf for structure in self._parts.values() for leaf in encoding.marks(structure)])
+            read = {name: encoding.fill(structure) for name, structure in self._parts.items()}
+            write_pt(read if self._only is None else read[self._only], out, replace)
             return sorted(self._parts), []
         tensors: dict[str, tuple[Leaf, TensorEntry]] = {}
         others: list[str] = []
@@ -108,17 +127,8 @@ class Export:
                 else:
                     tensors[name] = leaf, entry
                     held.add(part)
-        write_file(out, replace, lambda file: self._write_tensors(file, tensors))
+        _write_file(out, replace, lambda file: self._write_tensors(file, tensors))
         return sorted(held), sorted(others)
-
-    def _write_all(self, file: IO[bytes]) -> None:
-        self._files.read([leaf for structure in self._parts.values() for leaf in encoding.marks(structure)])
-        read = {name: encoding.fill(structure) for name, structure in self._parts.items()}
-        try:
-            torch.save(read if self._only is None else read[self._only], file)
-        except RuntimeError as error:  # of torch's archive, which could not be ended after what the file has raised
-            raise next((each for each in causes(error) if isinstance(each, OSError)), error) from None
-        _expect_loadable(file)
 
     def _write_tensors(self, file: IO[bytes], tensors: Mapping[str, tuple[Leaf, TensorEntry]]) -> None:
         for name, (_, entry) in tensors.items():

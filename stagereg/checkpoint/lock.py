@@ -6,7 +6,8 @@ is a POSIX record lock: it dies with its process, however that ends; forked chil
 which the package filelock uses, locks within one machine only on some of these, such as GPFS.)
 
 Such a lock knows processes only, and a process loses it as soon as it closes the file a second time; so what this
-process holds is kept here, and nothing else may open ``.lock``. The file may be deleted with its directory under a run
+process holds is kept here, and nothing else may open ``.lock``. An object store has another kind of lock
+(:mod:`stagereg.checkpoint.store.lease`). The file may be deleted with its directory under a run
 that goes on: :meth:`StoreLock.check` notices. Reading checkpoints needs no lock.
 """
 
@@ -43,8 +44,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a link or a pipe there is neither followed nor waited for
 
 _log = logging.getLogger(__name__)
-_held: set[int] = set()
-"""The descriptors of the lock files that this process holds."""
+_held: dict[str, Owner] = {}
+"""What this process holds, or is about to take: the real paths of directories, and URLs."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Owner:
 
 
 class StoreLock(ABC):
-    """Holds a directory of checkpoints, from its construction on, for this process to write there.
+    """Holds a directory of checkpoints, from its construction on, for one object of this process to write there.
 
     A context manager, which releases it. Garbage collection releases it too; the end of the interpreter does not, as
     the last save may end after that.
@@ -100,8 +101,16 @@ class StoreLock(ABC):
     """Who holds it; a forked child has the object too, and holds nothing."""
 
     def __init__(self, root: str) -> None:
-        self.root = root
-        self._take()
+        self.root, self._key, mine = root, _key(root), Owner.ourselves()
+        if _held.setdefault(self._key, mine) is not mine:
+            gc.collect()  # an unreachable Checkpointer releases its lock
+        if _held.setdefault(self._key, mine) is not mine:
+            raise CheckpointError(f"{self.root} is in use by another Checkpointer of this process; close() that first.")
+        try:
+            self._take()
+        except BaseException:
+            del _held[self._key]
+            raise
         self._process = os.getpid()
 
     def check(self) -> None:
@@ -125,7 +134,10 @@ class StoreLock(ABC):
         """Let others lock it. Twice is harmless."""
         if self._process == os.getpid():
             self._process = 0
-            self._release()
+            try:
+                self._release()
+            finally:
+                del _held[self._key]
 
     def __enter__(self) -> StoreLock:
         return self
@@ -138,7 +150,8 @@ class StoreLock(ABC):
             self.release()
 
     @abstractmethod
-    def _take(self) -> None: ...
+    def _take(self) -> None:
+        """Take it, which nothing of this process has, or raise."""
 
     @abstractmethod
     def _check(self) -> tuple[bool, Owner | None]:
@@ -147,12 +160,7 @@ class StoreLock(ABC):
     @abstractmethod
     def _release(self) -> None: ...
 
-    def _refused(self, owner: Owner | None) -> CheckpointError:
-        """Return the error for a run that is refused the directory, which this process holds if ``owner`` is None."""
-        if owner is None:
-            return CheckpointError(
-                f"{self.root} is in use by another Checkpointer of this process; close() that first."
-            )
+    def _refused(self, owner: Owner) -> CheckpointError:
         return CheckpointError(
             f"{self.root} is in use: another run writes checkpoints there, {owner}. Wait for its end, or give this run "
             "a directory of its own: checkpoint.dir=PATH."
@@ -166,7 +174,7 @@ class DirectoryLock(StoreLock):
 
     Args:
         root: the directory.
-        patience: seconds to wait for an owner that is just ending; this process's own are not waited for.
+        patience: seconds to wait for an owner that is just ending.
     """
 
     def __init__(self, root: str | os.PathLike[str], patience: float = _PATIENCE_S) -> None:
@@ -175,19 +183,14 @@ class DirectoryLock(StoreLock):
 
     def _take(self) -> None:
         deadline = time.monotonic() + self._patience
-        if _held_here(self._path):
-            gc.collect()  # an unreachable Checkpointer releases its lock
-        if _held_here(self._path):
-            raise self._refused(None)
         while not self._try():
             if time.monotonic() >= deadline:
-                raise self._refused(holder(self.root) or Owner())
+                raise self._refused(_other(self._path) or Owner())
             time.sleep(_LOOK_S)
 
     def _try(self) -> bool:
         """Open and lock the file, unless another process has it, or has just deleted it."""
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
-        _held.add(self._descriptor)
         ours = False
         try:
             ours = self._is_ours()
@@ -213,13 +216,13 @@ class DirectoryLock(StoreLock):
         return _is_at(self._descriptor, self._path)
 
     def _check(self) -> tuple[bool, Owner | None]:
-        if self._descriptor in _held and self._is_ours():
+        if self._descriptor >= 0 and self._is_ours():
             return False, None
         self._close()
         try:
             self._take()
         except CheckpointError:
-            return True, holder(self.root) or Owner()
+            return True, _other(self._path) or Owner()
         return True, None
 
     def _release(self) -> None:
@@ -230,17 +233,18 @@ class DirectoryLock(StoreLock):
         self._close()
 
     def _close(self) -> None:
-        if self._descriptor in _held:
-            _held.remove(self._descriptor)
+        if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1  # another file may get the number
 
 
 def holder(root: str | os.PathLike[str]) -> Owner | None:
     """Return who holds a local directory at this moment, or None; neither waits nor locks."""
-    path = os.path.join(root, LOCK)
-    for ours in _held_here(path):
-        return _read_owner(ours)
+    return _held.get(_key(root)) or _other(os.path.join(root, LOCK))
+
+
+def _other(path: str) -> Owner | None:
+    """Return which other process has locked a file that this one has not opened."""
     try:
         descriptor = os.open(path, os.O_RDONLY | _FLAGS)
     except OSError:
@@ -260,9 +264,8 @@ def _warn_no_locks(root: str, why: str) -> None:
     _log.warning(text, root, why)
 
 
-def _held_here(path: str) -> list[int]:
-    """Return the descriptor under which this process holds the file, if it does."""
-    return [descriptor for descriptor in list(_held) if _is_at(descriptor, path)]
+def _key(root: str | os.PathLike[str]) -> str:
+    return os.fspath(root) if "://" in os.fspath(root) else os.path.realpath(root)
 
 
 def _is_at(descriptor: int, path: str) -> bool:

@@ -13,10 +13,11 @@ A failure on any rank fails the save on all of them and deletes the hidden direc
 soon as its files are written. At most two saves are under way: one being written and one waiting, which matches a
 stager that hands out two copies.
 
-A failure is kept until a call raises it, or else the end of the job or process (:mod:`stagereg.shutdown`). It is kept
-without tracebacks, which would keep the staged memory alive; they are logged at level DEBUG. A save that takes longer
-than the time-out counts as failed from then on, and as hanging until it ends: a thread that waits for the storage
-cannot be ended. So it is a daemon thread, and every wait here ends with the time-out.
+A failure is kept until a call raises it, or else the end of the job or process (:mod:`stagereg.shutdown`); or it is
+logged where it happens, and the end reports only that the last save has failed. It is kept without tracebacks, which
+would keep the staged memory alive; they are logged at level DEBUG. A save that takes longer than the time-out counts as
+failed from then on, and as hanging until it ends: a thread that waits for the storage cannot be ended. So it is a
+daemon thread, and every wait here ends with the time-out.
 """
 
 from __future__ import annotations
@@ -266,18 +267,25 @@ class Background:
         target: where the saves go.
         timeout: of one save, from when the one before it has ended.
         schedule: is given how old each state was when its checkpoint was complete.
+        warns: whether failures are logged, and never raised.
 
     Attributes:
         newest: the step of the newest checkpoint there that this run knows to be good.
+        last: why the last save that has ended failed; ``None`` if it did not.
         stats: of its saves.
     """
 
-    def __init__(self, target: SaveTarget, timeout: datetime.timedelta, schedule: Schedule) -> None:
+    def __init__(
+        self, target: SaveTarget, timeout: datetime.timedelta, schedule: Schedule, warns: bool = False
+    ) -> None:
         self.newest: int | None = None
+        self.last: CheckpointError | None = None
         self.stats = CheckpointStats()
         self._target = target
         self._timeout_s = timeout.total_seconds()
         self._schedule = schedule
+        self._warns = warns
+        self._status: CheckpointError | None = None  # what the end reports if failures are warnings
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -298,6 +306,7 @@ class Background:
         self._wait(_MOST_UNDER_WAY)
         self.raise_failure()
         if self.hanging:
+            self.set_status(save.step)
             raise CheckpointError(f"Step {save.step} was not saved: an earlier save hangs. {self.describe_newest()}")
 
     def submit(self, save: PendingSave) -> None:
@@ -326,6 +335,22 @@ class Background:
             _log.error("%s", later)
         if failures:
             raise failures[0]
+
+    def raise_or_warn(self, error: BaseException) -> None:
+        """Raise what has kept this rank from staging; log it if failures are warnings."""
+        if not self._warns or not isinstance(error, CheckpointError):
+            raise error
+        self._warn(error)
+
+    def set_status(self, failed: int | None) -> None:
+        """Have the end report that the save of step ``failed`` was the last one, if failures are warnings."""
+        if self._status is not None:
+            shutdown.withdraw_error(self._status)
+        self._status = None
+        if self._warns and failed is not None:
+            text = f"the last save has failed, of step {failed}, so the exit status is 1. {self.describe_newest()}"
+            self._status = CheckpointError(text)
+            shutdown.report_error(self._status)
 
     def describe_newest(self) -> str:
         """Return a sentence on the newest good checkpoint."""
@@ -358,7 +383,7 @@ class Background:
             first = self._under_way[0]
             if not first.late and time.monotonic() >= first.until:
                 first.late = True
-                self._keep(self._lateness(first))
+                self._keep(first.step, self._lateness(first), everywhere=first.at == _WAITING)
             return first
 
     def _lateness(self, save: PendingSave) -> CheckpointError:
@@ -370,9 +395,19 @@ class Background:
             f"storage hang? Until this ends, no other save begins. {self.describe_newest()}"
         )
 
-    def _keep(self, failure: CheckpointError) -> None:
-        shutdown.report_error(failure)
-        self._failures.append(failure)
+    def _keep(self, step: int, failure: CheckpointError, everywhere: bool = True) -> None:
+        self.last = failure
+        self.set_status(step)
+        if self._warns:
+            self._warn(failure, everywhere)
+        else:
+            shutdown.report_error(failure)
+            self._failures.append(failure)
+
+    def _warn(self, failure: CheckpointError, everywhere: bool = False) -> None:
+        """Log a failed save while training goes on; what is reported ``everywhere`` is a warning on rank 0 only."""
+        log = _log.info if everywhere and self._target.ranks.rank > 0 else _log.warning
+        log("stagereg: %s Training goes on.", failure)
 
     # -- on the thread
 
@@ -388,7 +423,8 @@ class Background:
                 connected.__traceback__ = None
         else:
             ended = record.now()
-            self.newest = save.step
+            self.newest, self.last = save.step, None
+            self.set_status(None)
             self.stats.saves += 1
             self.stats.write_seconds.append(ended - began)
             self.stats.bytes_staged += save.nbytes or 0
@@ -399,7 +435,7 @@ class Background:
                 state = "is saved after all" if save.step == self.newest else "was not saved"
                 _log.warning("stagereg: storage is responding again; step %d %s", save.step, state)
             elif failure is not None:
-                self._keep(failure)
+                self._keep(save.step, failure)
             save.over.set()
 
     def _fail(self, save: PendingSave, error: BaseException) -> CheckpointError | None:
@@ -407,9 +443,11 @@ class Background:
         save.record_copied()
         record.emit("lost", step=save.step, error=reason(error))
         self._schedule.ended(None)
-        known = isinstance(error, CheckpointError)
-        if known and save.failure is not None:
+        if isinstance(error, CheckpointError) and save.failure is not None:
+            self.last = error
+            self.set_status(save.step)
             return None
+        known = isinstance(error, CheckpointError)
         text = reason(error) if known else f"Step {save.step} was not saved: {reason(error)}"
         parts = (f"{text.rstrip('.')}.", advice(error, self._target.store.root), self.describe_newest())
         failure = CheckpointError(" ".join(part for part in parts if part))

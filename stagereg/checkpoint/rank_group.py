@@ -14,7 +14,7 @@ from __future__ import annotations
 import datetime
 import pickle
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -105,10 +105,6 @@ class RankGroup:
 
         return wait
 
-    def exchange(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order. Collective."""
-        return self.run_on_all("The ranks could not exchange values", lambda: value)
-
     def run_on_all(self, failing: str, act: Callable[[], T]) -> list[T]:
         """Let every rank act, and return what ``act`` returned on each, in rank order. Collective.
 
@@ -154,7 +150,11 @@ class RankGroup:
             raise CheckpointError(
                 f"{failing}: the process group is gone; close() the Checkpointer before destroy_process_group()"
             )
-        posts = self._gather(post, limit)
+        if limit is not None:
+            self._wait_for_all(limit)
+        # As bytes: what could not be pickled or read on one rank alone must not keep it from the exchange.
+        posts: list[Any] = [None] * self.size
+        dist.gather_object(post, posts if self.rank == 0 else None, group=self.group, group_dst=0)
         answers: list[bytes] = []
         if self.rank == 0:
             try:
@@ -164,7 +164,9 @@ class RankGroup:
             except BaseException as error:
                 failure, errors = error, {0: portable(error)}
             answers = answers or [pickle.dumps((None, errors))] * self.size
-        answered, errors = pickle.loads(self._scatter(answers, limit))
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, answers or None, group=self.group, group_src=0)
+        answered, errors = pickle.loads(received[0])
         if failure is not None:
             errors[self.rank] = failure  # with what it was raised from
             if not isinstance(failure, Exception):
@@ -176,38 +178,11 @@ class RankGroup:
             raise CheckpointError(f"{failing}: {'; '.join(texts[:_SHOWN] + more)}") from cause
         return cast("U", answered)
 
-    def _gather(self, data: bytes, limit: datetime.timedelta | None) -> list[bytearray]:
-        """Return the pickles of all ranks on rank 0, in rank order, and nothing on the others."""
-        longest = torch.tensor([len(data)])
-        self._await(dist.all_reduce(longest, dist.ReduceOp.MAX, self.group, async_op=True), limit)
-        buffers = [bytearray(int(longest)) for _ in range(self.size if self.rank == 0 else 0)]
-        parts = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in buffers]
-        own = _padded(data, int(longest))
-        self._await(dist.gather(own, parts or None, group=self.group, group_dst=0, async_op=True), limit)
-        return buffers
-
-    def _scatter(self, pickles: list[bytes], limit: datetime.timedelta | None) -> bytearray:
-        """Return this rank's of the pickles that rank 0 has."""
-        longest = torch.tensor([max(map(len, pickles), default=0)])
-        self._await(dist.broadcast(longest, group=self.group, group_src=0, async_op=True), limit)
-        parts = [_padded(data, int(longest)) for data in pickles]
-        own = bytearray(int(longest))
-        into = torch.frombuffer(own, dtype=torch.uint8)
-        self._await(dist.scatter(into, parts or None, group=self.group, group_src=0, async_op=True), limit)
-        return own
-
-    def _await(self, work: dist.Work | None, limit: datetime.timedelta | None) -> None:
-        assert work is not None
+    def _wait_for_all(self, limit: datetime.timedelta) -> None:
         try:
-            work.wait() if limit is None else work.wait(limit)
+            dist.monitored_barrier(self.group, limit)
         except RuntimeError as error:
-            if limit is None or "timed out" not in str(error).lower():
+            if "timed out" not in str(error).lower() and "monitoredbarrier" not in str(error).lower():
                 raise
-            raise CheckpointError(
-                f"Rank {self.rank} has waited {limit} for the other ranks: one of them hangs."
-            ) from error
-
-
-def _padded(data: bytes, longest: int) -> torch.Tensor:
-    """Return bytes of a pickle as a tensor, with what fills it up behind its end, which no reader reads."""
-    return torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+            text = f"Rank {self.rank} has waited {limit} for the other ranks: one of them hangs."
+            raise CheckpointError(text) from error

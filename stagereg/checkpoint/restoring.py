@@ -38,11 +38,10 @@ _log = logging.getLogger(__name__)
 
 
 class _Choice(NamedTuple):
-    """What there is to go on from; all but ``others`` is in the order in which it is tried or reported."""
+    """What there is to go on from, in the order in which it is tried or reported."""
 
     candidates: Sequence[Checkpoint]  # complete by manifest and sizes
     damaged: Sequence[Condition] = ()  # step directories that would come before or between the candidates
-    others: Sequence[Checkpoint] = ()  # complete ones that are not tried, and may be offered; newest first
     latest: Manifest | None = None  # of what ``latest`` points to, if that is complete
 
 
@@ -92,11 +91,7 @@ def restore(
     damaged = [*listed.damaged, *damaged]
     if not damaged:
         return None
-    if resume == "auto":
-        raise CheckpointError(_nothing_good(store, damaged))
-    where = open_parent_store(damaged[0].path)
-    good = (each for each in listed.others if verify != "full" or not _compared(where, each, ranks).damages)
-    raise CheckpointError(_not_that_one(resume, damaged[0], next(good, None)))
+    raise CheckpointError(_nothing_good(store, damaged) if resume == "auto" else _not_that_one(resume, damaged[0]))
 
 
 # -- which checkpoint
@@ -105,12 +100,9 @@ def restore(
 def _choice(store: CheckpointStore, resume: str) -> _Choice:
     """List what ``resume`` stands for. Raises: ``CheckpointError`` if there is none, or one could not be looked at."""
     if resume not in ("auto", "latest"):
-        store = open_parent_store(resume)
-        condition = store.condition(store_path(resume))
+        condition = open_parent_store(resume).condition(store_path(resume))
         _expect_certain(condition)
-        others = [one for one in store.checkpoints()[0] if one.manifest != condition.manifest]
-        found = condition.checkpoint
-        return _Choice((), [condition], others) if found is None else _Choice([found], (), others)
+        return _Choice((), [condition]) if condition.checkpoint is None else _Choice([condition.checkpoint])
     complete, refused = store.checkpoints()
     damaged = [store.condition(path) for path in sorted(refused, reverse=True)]
     for each in damaged:
@@ -118,13 +110,13 @@ def _choice(store: CheckpointStore, resume: str) -> _Choice:
     pointed = store.latest()
     latest = None if pointed is None else pointed.manifest
     if resume == "auto":
-        return _Choice(complete, damaged, (), latest)
+        return _Choice(complete, damaged, latest)
     if not complete and not damaged:
         raise CheckpointError(
             f"resume=latest, but there is no complete checkpoint in {store.root}; resume=auto starts from scratch."
         )
     newer = [each for each in damaged if not complete or _is_newer(each, complete[0], latest)]
-    return _Choice((), newer, complete) if newer else _Choice(complete[:1], (), complete[1:])
+    return _Choice((), newer) if newer else _Choice(complete[:1])
 
 
 def _is_newer(damaged: Condition, than: Checkpoint, latest: Manifest | None) -> bool:
@@ -154,7 +146,7 @@ def _compared(store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup) -> C
     failing = f"{chosen.path} could not be read"
     shares = ranks.run_on_all(failing, lambda: store.contents(chosen.path, share))
     marks = [(rank, name, mark) for rank, found in enumerate(shares) for name, mark in found.items()]
-    unclear = [f"rank {rank}: {name}: {mark.why}" for rank, name, mark in marks if isinstance(mark, Unclear)]
+    unclear = [f"rank {rank}: {name}: {mark}" for rank, name, mark in marks if isinstance(mark, Unclear)]
     if unclear:
         raise CheckpointError(f"{failing}: {'; '.join(unclear[:3])}")
     missed = [(rank, name) for rank, name, mark in marks if mark == "missing"]
@@ -187,12 +179,15 @@ def _prepare(
     Raises:
         CheckpointError: on all ranks, if some rank cannot read it although its files are what was written.
     """
-    assign: Callable[[], None] = lambda: None  # noqa: E731
-    failure: Exception | None = None
+
+    def nothing() -> None:
+        """Where there is damage."""
+
     good = Condition(chosen.path, chosen.manifest)
     condition = _compared(store, chosen, ranks) if verify == "full" else good
     if condition.damages:
-        return condition, assign
+        return condition, nothing
+    assign, failure = nothing, None
     try:
         files = opened.enter_context(CheckpointFiles(chosen, own))
         assign = _load(chosen, state, files, ranks.rank, ranks.size)
@@ -200,13 +195,14 @@ def _prepare(
         failure = error
     # What was just found to be good need not be read again for an error about what is, or is not, in it.
     in_it = isinstance(failure, CheckpointError) and failure.__cause__ is None
-    failed = ranks.exchange(None if failure is None else not in_it)
+    failing = f"{chosen.path} could not be restored"
+    failed = ranks.run_on_all(failing, lambda: None if failure is None else not in_it)
     if any(each is not None for each in failed):
         if verify != "full" or True in failed:
             condition = _compared(store, chosen, ranks)
             if condition.damages:
-                return condition, assign
-        ranks.run_on_all(f"{chosen.path} could not be restored", partial(_raise, failure))
+                return condition, nothing
+        ranks.run_on_all(failing, partial(_raise, failure))
     return good, assign
 
 
@@ -274,15 +270,13 @@ def _nothing_good(store: CheckpointStore, damaged: Sequence[Condition]) -> str:
     )
 
 
-def _not_that_one(resume: str, damaged: Condition, good: Checkpoint | None) -> str:
+def _not_that_one(resume: str, damaged: Condition) -> str:
     what = f"it is damaged:\n{_indented(damaged)}\n"
     if damaged.manifest is None and all(each.what == "missing" for each in damaged.damages):
         what = f"there is no {MANIFEST} in it. "
-    offer = "There is no good one beside it."
-    if good is not None:
-        offer = f"The newest good one is of step {good.manifest.step}: checkpoint.resume={good.path}"
     named = resume if resume == damaged.path else f"{resume}: {damaged.path}"
-    return f"resume={named} is not a complete checkpoint: {what}{offer}"
+    beside = shlex.quote(open_parent_store(damaged.path).root)
+    return f"resume={named} is not a complete checkpoint: {what}`stagereg verify {beside}` shows which are good."
 
 
 def _indented(condition: Condition) -> str:

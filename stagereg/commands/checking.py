@@ -22,7 +22,7 @@ import stagereg.registry as registry
 from stagereg.commands.child import call_in_child
 from stagereg.commands.listing import find
 from stagereg.errors import ConfigError, nearest
-from stagereg.installed import DISTRIBUTION, normalized
+from stagereg.installed import DISTRIBUTION, normalized, unmet
 from stagereg.registry import Entry
 
 __all__ = ["CONTRACTS", "add_to", "resolve", "run"]
@@ -118,16 +118,19 @@ def resolve(target: str) -> tuple[list[str], list[Case]]:
     if target.endswith(".py"):
         if not Path(target).is_file():
             raise ConfigError(f"There is no file {target}.")
-        sys.path.insert(0, str(Path(target).resolve().parent))  # the child process has it then
-        return [Path(target).stem], []
+        parts, root = [Path(target).stem], Path(target).resolve().parent
+        while (root / "__init__.py").is_file():
+            parts, root = [root.name, *parts], root.parent
+        sys.path.insert(0, str(root))  # the child process has it then
+        return [".".join(parts)], []
     if package := _package(target):
         return package
     entries = registry.entries()
-    if "/" in target or any(target == entry.name for entry in entries):
+    if "/" in target or any(target in (entry.name, entry.bare) for entry in entries):
         return _names([find(target)]), []
-    inside = [entry for entry in entries if f"{entry.target.partition(':')[0]}.".startswith(f"{target}.")]
-    if inside or _importable(target):
-        return _names(inside) or [target], []
+    top = target.partition(".")[0]  # which is looked for without running anything
+    if top and importlib.util.find_spec(top) is not None:
+        return [target], []
     known = [*(d.name for d in importlib.metadata.distributions() if d.name), *(entry.name for entry in entries)]
     raise ConfigError(
         f"{target!r} is no installed package, module or component.{nearest(target, known)}\nGive {_TARGET}."
@@ -136,12 +139,6 @@ def resolve(target: str) -> tuple[list[str], list[Case]]:
 
 def _names(entries: list[Entry]) -> list[str]:
     return [f"{entry.kind}/{entry.name}" for entry in entries]
-
-
-def _importable(module: str) -> bool:
-    """Whether there is a module of that name; of a dotted one only the first part is looked for, which runs nothing."""
-    top = module.partition(".")[0]
-    return bool(top) and importlib.util.find_spec(top) is not None
 
 
 def _package(name: str) -> tuple[list[str], list[Case]] | None:
@@ -154,7 +151,9 @@ def _package(name: str) -> tuple[list[str], list[Case]] | None:
     if not found.entry_points.select(group=registry.ENTRY_POINTS) and own != DISTRIBUTION:
         return None
     problems = [why for who, why in registry.unreadable() if who == title]
-    promise = "It declares its plugins."
+    if wrong := unmet(found.name):
+        problems.append(wrong)
+    promise = "It declares its plugins, and which stagereg it needs."
     verdict = "broken" if problems else "kept"
     case = {"section": title, "name": "metadata", "promise": promise, "verdict": verdict, "seen": "\n".join(problems)}
     return _names([entry for entry in registry.entries() if normalized(entry.distribution) == own]), [case]

@@ -1,8 +1,8 @@
 """``stagereg convert``: a checkpoint as one file, a ``.pt`` for ``torch.load`` or a ``.safetensors``.
 
 What is converted is checked first, as ``stagereg verify`` does it; of a directory of checkpoints it is the newest one
-that is good. The checkpoint is read, never changed. :mod:`stagereg.checkpoint.export` describes such a file. A
-directory that plain torch has written is refused, since reading that runs code that it names.
+that is good. The checkpoint is read, never changed. :mod:`stagereg.checkpoint.export` describes such a file. Of a
+directory that plain torch has written (``torch.distributed.checkpoint.save``), a ``.pt`` is made.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 
 import stagereg.output as output
-from stagereg.checkpoint.manifest import MANIFEST, Checkpoint
+from stagereg.checkpoint.manifest import Checkpoint
 from stagereg.commands.inventory import located, newest_first
 from stagereg.commands.listing import add_plugins_option, import_plugins
-from stagereg.errors import CheckpointError, ConfigError
+from stagereg.errors import CheckpointError, ConfigError, nearest
 
 __all__ = ["add_to", "run"]
 
@@ -46,6 +46,7 @@ def run(asked: argparse.Namespace) -> int:
         ConfigError: OUT is no name of such a file, or ``--plugins`` names what cannot be imported.
     """
     from stagereg.checkpoint.export import SUFFIXES, Export
+    from stagereg.checkpoint.plain_dcp import is_plain_dcp
 
     out = Path(asked.out).expanduser().absolute()
     if out.suffix not in SUFFIXES:
@@ -55,12 +56,8 @@ def run(asked: argparse.Namespace) -> int:
     if not asked.force and os.path.lexists(out):
         raise ConfigError(f"{out} is there already; --force replaces it.")
     import_plugins(asked)
-    given = Path(asked.checkpoint).expanduser()
-    if (given / ".metadata").is_file() and not (given / MANIFEST).exists():
-        raise ConfigError(
-            f"{given} was written by plain torch, and reading that runs code that it names. If you trust it:\n"
-            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {given} {out}"
-        )
+    if is_plain_dcp(asked.checkpoint):
+        return _convert_plain(asked, out)
     chosen, passed = _chosen(asked.checkpoint)
     for line in passed:
         print(f"Passing over {line}", file=sys.stderr)
@@ -86,6 +83,30 @@ def run(asked: argparse.Namespace) -> int:
     if left_out:
         more = f", and {len(left_out) - _SHOWN} more (--json names all)" if len(left_out) > _SHOWN else ""
         output.echo(f"Not in it, being no tensors: {', '.join(map(_shown, left_out[:_SHOWN]))}{more}")
+    return 0
+
+
+def _convert_plain(asked: argparse.Namespace, out: Path) -> int:
+    from stagereg.checkpoint.entries import listed
+    from stagereg.checkpoint.export import write_pt
+    from stagereg.checkpoint.plain_dcp import read_plain_dcp
+
+    if out.suffix == ".safetensors":
+        raise ConfigError(f"{asked.checkpoint} is a directory of plain torch, of which only a .pt is made.")
+    state = read_plain_dcp(asked.checkpoint)
+    if asked.only is not None and asked.only not in state:
+        text = f"There is no {asked.only!r} in {asked.checkpoint}, only {listed(list(state))}."
+        raise CheckpointError(text + nearest(asked.only, state))
+    try:
+        write_pt(state if asked.only is None else state[asked.only], out, asked.force)
+    except OSError as error:
+        raise CheckpointError(f"{out} was not written: {error}") from error
+    nbytes, names = out.stat().st_size, sorted(state if asked.only is None else [asked.only])
+    if asked.json:
+        output.as_json({"checkpoint": asked.checkpoint, "file": str(out), "bytes": nbytes, "names": names})
+        return 0
+    output.echo(f"{out}: {asked.checkpoint} of plain torch, {nbytes:,} bytes")
+    output.echo(f"In it: {', '.join(map(_shown, names)) or 'nothing'}")
     return 0
 
 

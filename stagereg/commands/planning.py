@@ -63,7 +63,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     help_ = "compute how often to save: what checkpoints cost against what failures undo"
     parser = output.add_command(commands, "plan", help_, run)
     for name, kind, read, text in (
-        ("mtbf", "TIME", _seconds, "mean time between failures of the whole job, all its machines together, as in 6h"),
+        ("mtbf", "TIME", _seconds, "mean time between failures of the whole job, as in 6h"),
+        ("mtbf-per-node", "TIME", _seconds, "instead, of one machine, as in 50000h; with --nodes"),
+        ("nodes", "N", int, "machines of the job; any that fails stops it"),
         ("ranks", "N", int, "that share the state, 1 or those of --run"),
         ("state", "SIZE", ByteSize, "of a checkpoint, all ranks together, as in 1TiB"),
         ("restart", "TIME", _seconds, "from a failure until training goes on, 5m"),
@@ -82,10 +84,12 @@ def run(asked: argparse.Namespace) -> int:
     Raises:
         ConfigError: what was asked for makes no sense, or the run has no checkpoint.
     """
-    if asked.mtbf is None:
-        raise ConfigError("How often does the job fail, all its machines together? Give --mtbf, as in --mtbf 6h.")
+    each_s, nodes = asked.mtbf_per_node, asked.nodes
+    if (asked.mtbf is None) == (each_s is None) or (nodes is None) != (each_s is None):
+        text = "Give one: --mtbf 6h, of all its machines together; or --mtbf-per-node 50000h --nodes 128, of each."
+        raise ConfigError(f"How often does the job fail? {text}")
     job = _costs(asked)
-    job.mtbf_s, job.restart_s = asked.mtbf, asked.restart
+    job.mtbf_s, job.restart_s = asked.mtbf or each_s / nodes, asked.restart
     job.step_s = asked.step or job.step_s
     job.sources.append("The restart (--restart) changes what is lost, not the best interval.")
     best_s, least_s = interval.best(job.cost_s, job.mtbf_s, job.write_s), interval.least(job.cost_s, job.write_s)
@@ -102,7 +106,7 @@ def run(asked: argparse.Namespace) -> int:
         rows = [{"name": name, **loss} for name, loss in table.items()]
         output.as_json({**dataclasses.asdict(job), **plan, "intervals": rows})
     else:
-        _print(job, best_s, steps, least_s, table)
+        _print(job, best_s, steps, table)
     return 0
 
 
@@ -143,7 +147,7 @@ def _of_run(directory: str, nbytes: int | None, ranks: int | None) -> Job:
     return Job(nbytes, ranks, cost_s * factor, write_s, sources, known.get("step_s"))
 
 
-def _print(job: Job, best_s: float, steps: int | None, least_s: float, table: dict[str, dict[str, float]]) -> None:
+def _print(job: Job, best_s: float, steps: int | None, table: dict[str, dict[str, float]]) -> None:
     rows = [
         ("state", f"{size_text(job.state_bytes)} on {job.ranks} ranks", "of a checkpoint"),
         ("cost", _time(job.cost_s), "that training loses: the loop is held, and steps beside it are slower"),
@@ -157,8 +161,6 @@ def _print(job: Job, best_s: float, steps: int | None, least_s: float, table: di
     output.echo(f"\nSave every {_time(best_s)}{in_steps}: {a_day} is lost.", "bold")
     if lost >= 0.5:
         output.echo("Training would hardly get on: no interval mends this, only faster checkpoints and restarts do.")
-    if least_s > interval.optimum(job.cost_s, job.mtbf_s):
-        output.echo("Writing sets the interval: a checkpoint waits until the one before is complete.")
     output.echo()
     heads = ("interval", "lost", "checkpoints", "done twice", "restarts", "")
     parts = {name: [f"{part:.2%}" for part in list(loss.values())[1:]] for name, loss in table.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -35,14 +36,10 @@ from stagereg.sweep.trace import trace_text
 
 __all__ = ["RunReport", "SweepReport", "add_to", "run"]
 
-_MIB = 2**20
 _FILES = ("timeline.svg", "timeline.png", "trace.json", "report.html")
 _FIRST, _LAST = 6, 6
 """Checkpoints that a terminal shows of a run that has many."""
-_CAPTION = (
-    "What every rank did when. A stall is a checkpoint holding up training; staging and writing that lie below steps "
-    "cost training no more than what they slow it down."
-)
+_CAPTION = "A stall is a checkpoint holding up training; staging and writing below steps only slow these down."
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,6 +49,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("directory", help="of a run (hydra.run.dir) or of a sweep (hydra.sweep.dir)")
     parser.add_argument("--metric", default="", help="what a sweep is ranked by; what it was run with if not given")
     parser.add_argument("--direction", choices=("minimize", "maximize"), help="which way is better, if not the usual")
+    help_ = "of a run's timeline, seconds since its start, as in 10:20 or 10:"
+    parser.add_argument("--window", type=_window, metavar="A:B", help=help_)
     parser.add_argument("--output", default="", metavar="DIR", help="where the files go; next to the run if not given")
 
 
@@ -64,9 +63,11 @@ def run(asked: argparse.Namespace) -> int:
     """
     directory = Path(asked.directory)
     is_sweep = kind_of(directory) == "sweep"
+    if is_sweep and asked.window:
+        raise ConfigError(f"--window is for the timeline of a run, and {directory} is a sweep: name a job of it.")
     if not is_sweep and (asked.metric or asked.direction):
         raise ConfigError(f"--metric and --direction rank the jobs of a sweep, and {directory} is a single run.")
-    report = SweepReport(directory, asked.metric, asked.direction) if is_sweep else RunReport(directory)
+    report = SweepReport(directory, asked.metric, asked.direction) if is_sweep else RunReport(directory, asked.window)
     if not asked.json:
         report.show()
     target = Path(asked.output or directory)
@@ -80,6 +81,14 @@ def run(asked: argparse.Namespace) -> int:
     elif files:
         output.echo(f"\nWritten to {os.path.relpath(target)}: {', '.join(path.name for path in files)}")
     return 0
+
+
+def _window(text: str) -> tuple[float, float]:
+    start, colon, end = text.partition(":")
+    window = float(start or 0), float(end or math.inf)
+    if not colon or not 0 <= window[0] < window[1]:
+        raise ValueError(text)
+    return window
 
 
 class SweepReport:
@@ -101,7 +110,10 @@ class SweepReport:
     def plain(self) -> dict[str, Any]:
         """Return it as JSON has it."""
         comparison = self._comparison
-        rows = [dataclasses.asdict(row) | {"status": row.status} for row in comparison.rows]
+        rows = []
+        for row in comparison.rows:
+            jobs = [job.directory for job in row.jobs]
+            rows.append(dataclasses.asdict(row) | {"status": row.status, "jobs": jobs})
         ranking = {"metric": comparison.ranking.name, "better": comparison.ranking.better}
         return dataclasses.asdict(comparison) | {"kind": "sweep", "answer": answer(comparison), "rows": rows} | ranking
 
@@ -121,7 +133,8 @@ def _ranking(jobs: Sequence[JobResult]) -> tuple[str, str | None]:
 class RunReport:
     """The report on one run, also on one that recorded nothing but its result, or whose records cannot be read."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, window: tuple[float, float] | None) -> None:
+        self._window = window
         self._job = JobResult.of_directory(directory)
         self._run: Run | None = None
         try:
@@ -157,7 +170,7 @@ class RunReport:
         """Write the pictures and the page into ``target`` and return their paths. Raises: ``OSError``."""
         if self._run is None:
             return []
-        documents, pictures = _pictures(self._run)
+        documents, pictures = _pictures(self._run, self._window)
         checkpoints = [_checkpoints(self._saved)] if self._saved else []
         text = page.run_page(self._job, self._answer(), self._warnings, checkpoints, pictures)
         documents |= {"trace.json": trace_text(self._run).encode(), "report.html": text.encode()}
@@ -173,8 +186,6 @@ class RunReport:
             text += f". {counted(found['checkpoints'], 'checkpoint')}"
             if "stall_ms" in found:
                 text += f", each held training for {metric('stall_ms').text(found['stall_ms'])} (median)"
-            if "lost_percent" in found:
-                text += f"; {metric('lost_percent').text(found['lost_percent'])} of training time lost"
         return f"{text}."
 
 
@@ -184,9 +195,9 @@ def _warnings(job: JobResult, recorded: Run | None) -> Iterator[str]:
         yield f"It {'failed' if job.status == 'failed' else 'did not come to its end'}: {tables.first_line(job.error)}"
     if recorded is None:
         return
-    for each in (each for rank in recorded.ranks for each in rank.fallbacks):
-        why, lost = tables.first_line(each.why), counted(each.lost, "step")
-        yield f"It went on from step {each.step}, since a newer checkpoint was damaged ({why}): {lost} lost."
+    for step, steps, why in (each for rank in recorded.ranks for each in rank.fallbacks):
+        text = f"It went on from step {step}, since a newer checkpoint was damaged ({tables.first_line(why)})"
+        yield f"{text}: {counted(steps, 'step')} lost."
     if recorded.damaged:
         yield f"Left out, being damaged: {counted(recorded.damaged, 'line')} of its records."
     if gone := sorted(set(range(recorded.world_size)) - {rank.rank for rank in recorded.ranks}):
@@ -204,7 +215,7 @@ def _checkpoints(every: Sequence[Saved]) -> Table:
             _ms(one.stage_s),
             _ms(one.write_s),
             _ms(one.end - one.start) if one.state == "complete" else None,
-            one.nbytes / _MIB,
+            one.nbytes / 2**20,
             one.state + (f": {one.error}" if one.error else ""),
         )
         for one in every
@@ -212,13 +223,13 @@ def _checkpoints(every: Sequence[Saved]) -> Table:
     return Table("Checkpoints", heads, rows, "Times are the slowest rank's; MiB is what all ranks staged.")
 
 
-def _pictures(recorded: Run) -> tuple[dict[str, bytes], list[Picture]]:
+def _pictures(recorded: Run, window: tuple[float, float] | None) -> tuple[dict[str, bytes], list[Picture]]:
     """The files of the timeline by name, and the pictures of the page."""
     documents: dict[str, bytes] = {}
     pictures = []
     try:
         if any(rank.steps or rank.stalls for rank in recorded.ranks):
-            timeline = timeline_figure(recorded)
+            timeline = timeline_figure(recorded, window)
             documents = {f"timeline.{kind}": plots.document(timeline, kind) for kind in ("svg", "png")}
             pictures.append(Picture("Timeline", documents["timeline.svg"].decode(), caption=_CAPTION))
     except ImportError:

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from stagereg.errors import ConfigError
 from stagereg.record import FILES, FORMAT
 
-__all__ = ["Fallback", "RankRecord", "Run", "Span"]
+__all__ = ["RankRecord", "Run", "Span"]
 
 _NAME = re.compile(r"metrics(?:\.rank(\d+))?\.jsonl")
 _decoded = json.JSONDecoder(parse_constant=lambda name: None).decode
@@ -50,14 +50,6 @@ class Span:
         return self.start + self.seconds
 
 
-class Fallback(NamedTuple):
-    """The run went on from ``step``, ``lost`` steps before a newer checkpoint that was damaged, and ``why``."""
-
-    step: int
-    lost: int
-    why: str
-
-
 @dataclass(frozen=True)
 class RankRecord:
     """What one rank has recorded. All times are seconds since the epoch, on the clock of the rank's machine.
@@ -71,7 +63,7 @@ class RankRecord:
         stages: from the beginning of each copy until it was complete, with this rank's bytes of tensor data.
         writes: from all ranks having staged to the commit, with the bytes of this rank's files.
         lost: (step, error) of each save that failed.
-        fallbacks: of each restore that passed over a newer checkpoint which was damaged.
+        fallbacks: (step, steps lost, why) of each restore that passed over a newer checkpoint which was damaged.
         logs: (step, when, values) of each ``stagereg.log``; ``None`` stands for NaN or infinity.
         join: steps taken with data, steps shadowed, samples seen; summed over the joins that were left.
         end: seconds, status, error, peak memory; ``None`` for a rank that was killed or is still running.
@@ -87,7 +79,7 @@ class RankRecord:
     stages: tuple[Span, ...] = ()
     writes: tuple[Span, ...] = ()
     lost: tuple[tuple[int, str], ...] = ()
-    fallbacks: tuple[Fallback, ...] = ()
+    fallbacks: tuple[tuple[int, int, str], ...] = ()
     logs: tuple[tuple[int, float, dict[str, float | None]], ...] = ()
     join: dict[str, float] | None = None
     end: dict[str, Any] | None = None
@@ -313,7 +305,7 @@ _READ: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "stage": _span,
     "write": _span,
     "lost": lambda event: (_step(event), str(event.get("error", ""))),
-    "fallback": lambda event: Fallback(_step(event), int(_number(event, "lost")), str(event.get("why", ""))),
+    "fallback": lambda event: (_step(event), int(_number(event, "lost")), str(event.get("why", ""))),
     "join": _join,
     "log": _log,
     "end": _end,

@@ -46,16 +46,24 @@ _MARGIN = 0.01
 """What is left free before the first thing of a run and after the last one, as a part of the axis."""
 
 
-def timeline_figure(run: Run) -> Figure:
-    """Draw the :func:`usual_window` of ``run``; ranks that recorded no step are drawn as far as they are known.
+def timeline_figure(run: Run, window: Window | None = None) -> Figure:
+    """Draw a stretch of ``run``; ranks that recorded no step are drawn as far as they are known.
+
+    Args:
+        run: its records.
+        window: seconds since the start of the run, of which the end may be infinity; by default :func:`usual_window`.
 
     Raises:
-        ConfigError: there is nothing of the run to draw.
+        ConfigError: there is nothing of the run to draw, or nothing in that window.
         ModuleNotFoundError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 
-    start, end = usual_window(run)
+    whole = _whole(run)
+    start, end = window or usual_window(run)
+    end = min(end, whole[1])
+    if start >= end:
+        raise ConfigError(f"There is nothing to draw from {start:g} s on: the run ends after {whole[1]:.1f} s.")
     checkpoints = saved(run)
     # All ranks, or rank 0 and those that stood still for longest.
     longest = sorted(run.ranks[1:], key=lambda record: -sum(span.seconds for span in record.stalls))
@@ -75,7 +83,7 @@ def timeline_figure(run: Run) -> Figure:
             _draw_rank(axes, top, record, run.began)
         axes.set_yticks(list(lanes), list(lanes.values()))
         figure.suptitle(plain(_title(run, checkpoints)), x=0.01, ha="left", fontweight="bold")
-        subtitle = "; ".join(_subtitle(run, checkpoints, (start, end) != _whole(run)))
+        subtitle = "; ".join(_subtitle(run, checkpoints, window is None and (start, end) != whole))
         axes.set_title(plain(subtitle), fontsize=9, fontweight="normal", loc="left")
         legend(figure, axes, loc="outside lower left")
     return figure

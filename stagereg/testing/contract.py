@@ -93,11 +93,7 @@ class Contract:
         raise BrokenPromiseError(seen)
 
     def skipped(self, reason: str) -> NoReturn:
-        """Report that a promise cannot be tried here; pytest reports it as skipped.
-
-        Raises:
-            unittest.SkipTest: always.
-        """
+        """Report that a promise cannot be tried here, by ``unittest.SkipTest``, which pytest knows."""
         raise unittest.SkipTest(reason)
 
     def within(self, do: Callable[[], T], timeout_s: float | None = None) -> T:

@@ -11,28 +11,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import Mock
 
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.distributed_c10d import _world
 
-from stagereg.crash_report import innermost_frame, summarize
-from stagereg.errors import JoinError, PeerFailedError, UnevenInputsError
-from stagereg.join.adapt import auto
+from stagereg.crash_report import innermost_frame, summarize, summarize_exception
+from stagereg.errors import PeerFailedError, UnevenInputsError
 from stagereg.join.context import Join
 from stagereg.kernel.channel import resources_of
 from stagereg.testing.ranks import RankFailure, run_ranks
-from stagereg.testing.side_effects import changed, side_effects, strict
+from stagereg.testing.side_effects import changed, side_effects
 from stagereg.testing.worker import limited, new_group
 
-__all__ = ["Observation", "Scenario", "ScenarioResult", "begun_collectives", "played", "steps_of"]
+__all__ = ["Observation", "Scenario", "ScenarioResult", "played", "steps_of"]
 
 _OURS_ALONE = ("mode", "loader", "timeout", "average", "process_group")
 """Options of stagereg's ``Join`` that torch's does not know."""
@@ -41,25 +37,21 @@ _STARTING_S = 30.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """What happens; without a join at all, only the joinables' device and group are tried."""
+    """What happens."""
 
-    lengths: tuple[tuple[int, ...], ...] = ()  # of each join that follows on the one before, each rank's batches
+    lengths: tuple[tuple[int, ...], ...]  # of each join that follows on the one before, each rank's batches
     torchs: tuple[bool, bool] = (False, False)  # on even and on odd ranks: whether torch's Join runs there
     mode: str | None = "own"  # of stagereg's Join; "own": what the contract's options say
-    announced: tuple[int, ...] = ()  # how many batches each rank says it has, where that is not true
-    again: bool = False  # one Join object is entered for all, in place of a new one each time
     iterates: bool = False  # the loop is over join.iterate, and passes over empty batches
     enable: bool = True
     throw: bool = False
-    keywords: tuple[tuple[str, Any], ...] = ()  # further ones of Join
     before: int = 0  # steps outside the join before it; side effects beyond those of the last of them are observed
     after: int = 0  # steps outside the join after it
-    stops: bool = False  # every rank raises after its first step
-    fails: bool = False  # rank 0 raises after its first step
+    failing: int = 0  # so many ranks, from rank 0 on, raise after their first step
 
     def __str__(self) -> str:
         """Describe it, for parentheses after what was observed."""
-        counts = " and then ".join(", ".join(map(str, lengths)) for lengths in self.lengths) or "no"
+        counts = " and then ".join(", ".join(map(str, lengths)) for lengths in self.lengths)
         shown = dataclasses.fields(self)[1:]
         options = [f"{f.name}={getattr(self, f.name)}" for f in shown if getattr(self, f.name) != f.default]
         return ", ".join([f"{counts} batches on ranks 0, 1, ...", *options])
@@ -71,15 +63,10 @@ class Observation:
 
     states: list[Any] = field(default_factory=list)  # after each join, and once more after the steps that follow
     done: list[int] = field(default_factory=list)  # how many steps ended within each join
-    error: str = ""  # class and message of what ended it
+    error: str = ""  # what ended it, and where
     kind: str = ""  # of that: "injected" on purpose, "uneven" inputs, a "peer" that failed, or "other"
-    trace: str = ""  # its traceback
     traces: list[str] = field(default_factory=list)  # what was left behind, one text each
-    hooks: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # runs of a joinable's main and post hook
     sent: list[int] = field(default_factory=list)  # how many collectives each step had in the last join
-    place: str = ""  # what is wrong with device and group of a joinable
-    foreign: str = ""  # why it cannot be planned or counted
-    counts: bool = False  # whether a planned join with it counts after all
 
 
 @dataclass(frozen=True)
@@ -179,7 +166,6 @@ class _Play:
         self._rank = rank
         self._world_size = world_size
         self._seen = Observation()
-        self._hooks: dict[str, list[tuple[Mock, Mock]]] = {}
         self._in_join = False
         self._taken = 0
 
@@ -189,11 +175,8 @@ class _Play:
         try:
             self._play()
         except Exception as error:
-            seen.error = f"{type(error).__name__}: {str(error).strip()}"
+            seen.error = summarize_exception(error)
             seen.kind = next((name for kind, name in _KINDS.items() if isinstance(error, kind)), "other")
-            seen.trace = "".join(traceback.format_exception(error))
-        for name, pairs in self._hooks.items():
-            seen.hooks[name] = [(main.call_count, post.call_count) for main, post in pairs]
         return seen
 
     def _play(self) -> None:
@@ -203,14 +186,10 @@ class _Play:
         self._contract.step = self._counted(self._contract.step, joinables)
         kinds = [type(each).__name__ for each in joinables]
         names = [f"{kind} {i}" if kinds.count(kind) > 1 else kind for i, kind in enumerate(kinds)]
-        if not what.lengths:
-            self._look_at_place(joinables)
-        elif not what.before:
-            for name, each in zip(names, joinables, strict=True):
-                self._count_hooks(name, each)
-            self._joins(subject, joinables)
-        else:
+        if what.before:
             self._watched_joins(subject, joinables, [*zip(names, joinables, strict=True), ("the subject", subject)])
+        else:
+            self._joins(subject, joinables)
         for step in range(what.after):
             self._contract.step(subject, batch(self._rank, len(what.lengths), step))
         if what.after:
@@ -226,22 +205,18 @@ class _Play:
             taken = side_effects(roots)
             self._contract.step(subject, batch(self._rank, -1, step))
         before = side_effects(roots)
-        allowed = {at for at, _ in changed(taken, before)}
+        allowed = changed(taken, before)
         try:
             self._joins(subject, joinables)
         finally:
-            # After an irregular end only what training never changes can be judged.
-            every = not (what.stops or what.throw)
             found = changed(before, side_effects(roots))
-            self._seen.traces = [text for at, text in found if at not in allowed and (every or strict(at))]
+            self._seen.traces = [text for at, text in found.items() if at not in allowed]
 
     def _joins(self, subject: Any, joinables: list[Any]) -> None:
-        join = None
         for number, lengths in enumerate(self._what.lengths):
             self._taken = 0
             self._seen.sent.clear()
-            if join is None or not self._what.again:
-                join = self._join(joinables, lengths)
+            join = self._join(joinables, lengths)
             values = [batch(self._rank, number, step) for step in range(lengths[self._rank])]
             try:
                 with join:
@@ -265,7 +240,7 @@ class _Play:
 
     def _join(self, joinables: list[Any], lengths: Sequence[int]) -> Any:
         what = self._what
-        options = {**self._contract.options, **dict(what.keywords)}
+        options = {**self._contract.options, "colour": "red"}  # as if there were another joinable that takes it
         if what.torchs[self._rank % 2]:
             options = {key: value for key, value in options.items() if key not in _OURS_ALONE}
             return TorchJoin(joinables, what.enable, what.throw, **options)
@@ -273,57 +248,22 @@ class _Play:
         if what.mode != "own":
             options["mode"] = what.mode
         if options.get("mode") in ("planned", "auto"):
-            options["loader"] = range((what.announced or lengths)[self._rank])
+            options["loader"] = range(lengths[self._rank])
         return Join(joinables, what.enable, what.throw, **options)
 
     def _counted(self, step: Callable[[Any, Any], object], joinables: list[Any]) -> Callable[[Any, Any], object]:
         def counted(subject: Any, value: Any) -> object:
-            if self._in_join and self._taken == 1 and (self._what.stops or (self._what.fails and self._rank == 0)):
+            if self._in_join and self._taken == 1 and self._rank < self._what.failing:
                 raise InjectedError(f"raised on rank {self._rank} on purpose")
-            before = begun_collectives()
+            before = _begun_collectives()
             self._contract.announce(joinables)
             result = step(subject, value)
             if self._in_join:
                 self._taken += 1
-                self._seen.sent.append(begun_collectives() - before)
+                self._seen.sent.append(_begun_collectives() - before)
             return result
 
         return counted
-
-    def _count_hooks(self, name: str, joinable: Any) -> None:
-        def made(**kwargs: Any) -> Any:
-            hook = make(**kwargs)
-            main, post = Mock(wraps=hook.main_hook), Mock(wraps=hook.post_hook)
-            with contextlib.suppress(AttributeError):
-                hook.main_hook, hook.post_hook = main, post
-                self._hooks.setdefault(name, []).append((main, post))
-            return hook
-
-        with contextlib.suppress(AttributeError):
-            make = joinable.join_hook
-            joinable.join_hook = made
-
-    def _look_at_place(self, joinables: list[Any]) -> None:
-        for each in joinables:
-            if not hasattr(each, "join_device"):
-                continue  # something that stagereg's Join wraps
-            device = each.join_device
-            if not isinstance(device, torch.device):
-                self._seen.place = f"{type(each).__name__}.join_device is {device!r}, no torch.device"
-                return
-            total = torch.ones(1, device=device)
-            dist.all_reduce(total, group=each.join_process_group)
-            if total.item() != self._world_size:
-                seen = f"{type(each).__name__}.join_process_group: a sum of ones over it is {total.item():g}"
-                self._seen.place = f"{seen}, and {self._world_size} ranks train"
-                return
-        divides = self._contract.options.get("divide_by_initial_world_size", True)
-        self._seen.counts = any(auto(each).needs_active_ranks(divides) for each in joinables)
-        try:
-            with Join(joinables, mode="counted", timeout=self._contract.timeout_s / 2):
-                pass
-        except JoinError as error:
-            self._seen.foreign = str(error)
 
 
 def _plain(state: Any) -> Any:
@@ -335,7 +275,7 @@ def _plain(state: Any) -> Any:
     return state.detach().cpu().clone() if isinstance(state, torch.Tensor) else state
 
 
-def begun_collectives() -> int:
+def _begun_collectives() -> int:
     """How many collectives this process has begun, in all its process groups and their control channels."""
     groups = list(_world.pg_map)
     begun = 0

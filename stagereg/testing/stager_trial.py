@@ -30,8 +30,6 @@ S = TypeVar("S", bound="StagerTrial")
 
 _STARTING_S = 60.0
 """Seconds that a rank may take to start, beside the contract's own time."""
-_TRIED: set[object] = set()
-"""Promises that bound themselves."""
 
 
 class StagerTrial(Contract):
@@ -48,7 +46,7 @@ class StagerTrial(Contract):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name, method in list(vars(cls).items()):
-            if name.startswith("test_") and callable(method) and method not in _TRIED:
+            if name.startswith("test_") and callable(method):
                 setattr(cls, name, _bounded(method))
 
     def make(self) -> AsyncStager:
@@ -95,8 +93,7 @@ class StagerTrial(Contract):
             noted: by :meth:`noted`.
             when: begins the message, such as "after a later write".
         """
-        wrong = difference(copied, noted, self.expected)
-        if wrong:
+        if wrong := difference(copied, noted, self.expected):
             self.broken(f"{when}, {wrong}")
 
     @contextlib.contextmanager
@@ -120,15 +117,19 @@ class StagerTrial(Contract):
         """Return 0.0, 1.0, ... n - 1 on the contract's device."""
         return torch.arange(float(n), device=self.device)
 
-    def tied(self, copied: Any, one: str, other: str, offset: int) -> None:
-        """Say that the promise is broken unless ``other`` begins ``offset`` elements after ``one`` in the copy."""
-        apart = copied[other].data_ptr() - copied[one].data_ptr()
-        if apart != offset * copied[one].element_size():
-            self.broken(f"{one!r} and {other!r} share memory in the source, and not in the copy")
-
     @functools.cached_property
     def _stagers(self) -> list[AsyncStager]:  # pytest collects no class that has a constructor
         return []
+
+    def _try_on_a_rank(self, name: str) -> None:
+        limit_s = self.timeout_s + _STARTING_S
+        try:
+            (outcome,) = run_ranks(_outcome, 1, args=(type(self), name), timeout_s=limit_s)
+        except RankFailure as failure:
+            wrong = summarize(failure.failed[0]) if failure.failed else f"it hung for {limit_s:g} s"
+            self.broken(f"tried in a process of its own, {wrong}")
+        if outcome.kept is False:
+            self.broken(outcome.seen)
 
 
 def on_a_rank(method: Callable[[S], None]) -> Callable[[S], None]:
@@ -136,24 +137,8 @@ def on_a_rank(method: Callable[[S], None]) -> Callable[[S], None]:
 
     The class of the contract travels there by name, so it has to be at the top of a module.
     """
-    tried = _bounded(method)
-
-    @functools.wraps(method)
-    def attempt(self: S) -> None:
-        if is_rank():
-            tried(self)
-            return
-        limit_s = self.timeout_s + _STARTING_S
-        try:
-            (outcome,) = run_ranks(_outcome, 1, args=(type(self), method.__name__), timeout_s=limit_s)
-        except RankFailure as failure:
-            wrong = summarize(failure.failed[0]) if failure.failed else f"it hung for {limit_s:g} s"
-            self.broken(f"tried in a process of its own, {wrong}")
-        if outcome.kept is False:
-            self.broken(outcome.seen)
-
-    _TRIED.add(attempt)
-    return attempt
+    vars(method)["on_a_rank"] = True
+    return method
 
 
 def _bounded(method: Callable[[S], None]) -> Callable[[S], None]:
@@ -167,6 +152,9 @@ def _bounded(method: Callable[[S], None]) -> Callable[[S], None]:
 
     @functools.wraps(method)
     def attempt(self: S) -> None:
+        if "on_a_rank" in vars(method) and not is_rank():
+            self._try_on_a_rank(method.__name__)
+            return
         # The filters are the process's, so they are changed where they come back even if the trial does not.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
-import math
 import multiprocessing
 import os
 import pickle
@@ -97,24 +96,12 @@ def limited(seconds: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def await_all(milestone: str, patience_s: float = math.inf) -> bool:
-    """On a rank: wait until the others have come to this point too.
-
-    Args:
-        milestone: the same on all ranks, and used once.
-        patience_s: seconds.
-
-    Returns:
-        Whether all came in that time.
-    """
+def await_all(milestone: str) -> None:
+    """On a rank: wait until the others have come to ``milestone`` too, a name that is used once."""
     running = _on_a_rank()
-    until = time.monotonic() + patience_s
     running.store.add(milestone, 1)
     while running.store.add(milestone, 0) < running.job.world_size:
-        if time.monotonic() > until:
-            return False
         time.sleep(0.002)
-    return True
 
 
 def work(job: Assignment) -> None:

@@ -15,9 +15,7 @@ import stagereg.bench.join_rows as join
 from stagereg import cli
 from stagereg.bench.join_rows import ENTRY, WAYS, Model, Way, measure
 from stagereg.bench.measure import Series
-from stagereg.errors import LaunchError
 from stagereg.testing import run_ranks
-from stagereg.testing.ranks import RankFailure
 
 
 @pytest.mark.slow
@@ -36,19 +34,6 @@ def test_every_row_is_a_ratio_to_the_same_rounds_step(tmp_path: Path) -> None:
         assert row["x"]["samples"] == pytest.approx(by_round)
         assert row["ratio"] == pytest.approx(statistics.median(by_round))
         assert all(0 < seconds < 10 for seconds in row["step"]["samples"])
-
-
-def test_rows_without_a_join_are_always_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def failing(fn: Any, nproc: int, args: Any, timeout_s: float) -> Any:
-        asked.append((fn, nproc, args))
-        raise RankFailure("rank 1 died of SIGABRT", {}, {})
-
-    monkeypatch.setattr(join, "run_ranks", failing)
-    with pytest.raises(LaunchError, match="rank 1 died of SIGABRT"):
-        join.measured("medium", 4, ["planned", "again:off"], 7)
-    assert asked == [(measure, 4, ("medium", ["off", "planned", "again:off"], 7))]
 
 
 def taken(off: list[float], planned: list[float], entry: list[float]) -> Any:

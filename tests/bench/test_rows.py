@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-import stagereg
 import stagereg.bench.ceiling as ceiling
 import stagereg.bench.staging as staging
 import stagereg.bench.stall as stall
 import stagereg.bench.states as states
-from stagereg.bench.ceiling import flush, memmove, raw_write
+from stagereg.bench.ceiling import memmove, raw_write
 from stagereg.bench.measure import Series, interleave
 from stagereg.bench.write import durable
 from stagereg.errors import LaunchError
@@ -57,32 +56,6 @@ def test_a_background_copy_has_two_times() -> None:
         case = staging.Warm(rows, lambda: stager(later), state)
         series = interleave([case], 1, clock=lambda: now[0])
         assert [one.samples for one in series] == [[each] for each in seconds]
-
-
-def test_the_frozen_part_is_declared_to_the_incremental_stager(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-
-    def build(kind: str, name: str, **declared: Any) -> Any:
-        asked.append(declared)
-        return stagereg.BlockingAsyncStager()
-
-    monkeypatch.setattr(staging, "build", build)
-    for name in ("lora", "large"):
-        cases = [case for case in staging.cases(states.make(name, 0.0001), "cpu") if "incremental" in case.rows[0]]
-        assert [len(one.samples) for one in interleave(cases, 1)] == [1, 1]
-    frozen = {"frozen": ["base.*"]}
-    assert asked == [frozen] * 3 + [{}] * 3  # the warm one, and the first one of each round
-
-
-def test_flush_reaches_every_file_and_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "below").mkdir()
-    paths = [tmp_path, tmp_path / "below", tmp_path / "a", tmp_path / "below" / "b"]
-    for file in paths[2:]:
-        file.write_bytes(b"x")
-    flushed: list[int] = []
-    monkeypatch.setattr(ceiling.os, "fsync", lambda handle: flushed.append(os.fstat(handle).st_ino))
-    flush(tmp_path)
-    assert sorted(flushed) == sorted(path.stat().st_ino for path in paths)
 
 
 def test_a_write_is_timed_with_its_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

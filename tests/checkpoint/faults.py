@@ -29,6 +29,8 @@ from typing import Any, NoReturn
 STEPS = 6
 BREAKS = 3
 """The step before whose save the fault comes."""
+MENDED = 5
+"""The step before whose save it goes away, where it does."""
 LIMIT_S = 60.0
 UNPRIVILEGED_USER = 65534
 
@@ -43,21 +45,27 @@ class Fault:
 
     Attributes:
         name: in the table.
+        on_error: as the checkpointer's.
         wreck: breaks its directory before the save of step 3.
-        storage: arguments of a ``FaultyStorage``.
+        mend: repairs it before the save of step 5.
+        storage: arguments of a ``FaultyStorage``; ``release`` is added where the run ends what hangs.
         stager: which copies.
         timeout_s: of a save.
         mount_bytes: size of a file system of its own, 0 for none.
         user: the id of the user that runs it.
+        released: whether what hangs goes on at step 5.
     """
 
     name: str
+    on_error: str = "raise"
     wreck: Callable[[Path], None] = nothing
+    mend: Callable[[Path], None] = nothing
     storage: dict[str, Any] = field(default_factory=dict)
     stager: str = "blocking"
     timeout_s: float = 60.0
     mount_bytes: int = 0
     user: int = 0
+    released: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class Result:
     def block(self, fault: Fault) -> str:
         """Of the table."""
         newest = f"{', '.join(map(str, self.loads))} (resumes from {self.resumes})"
-        lines = [f"{fault.name}: exit code {self.status}; loadable: {newest}"]
+        lines = [f"{fault.name}, {fault.on_error}: exit code {self.status}; loadable: {newest}"]
         for line in self.saw.splitlines() or ["(nothing)"]:
             lines += textwrap.wrap(line, 112, initial_indent="    ", subsequent_indent="      ", break_on_hyphens=False)
         return "\n".join(lines)
@@ -89,6 +97,11 @@ def fill(folder: Path) -> None:
                 pass
 
 
+def free(folder: Path) -> None:
+    """Free the disk again."""
+    (folder.parent / "ballast").unlink()
+
+
 def make_read_only(folder: Path) -> None:
     """As the system does after disk errors; by another mount on top, since this one is in use."""
     subprocess.run(["mount", "--bind", folder, folder], check=True)
@@ -97,18 +110,26 @@ def make_read_only(folder: Path) -> None:
 
 FAULTS = {
     "full": Fault("disk full", wreck=fill, mount_bytes=1 << 20),
+    "full_warn": Fault("disk full until step 5", "warn", wreck=fill, mend=free, mount_bytes=1 << 20),
+    "full_last": Fault("disk full to the end", "warn", wreck=fill, mount_bytes=1 << 20),
     "read_only": Fault("mounted read-only", wreck=make_read_only, mount_bytes=1 << 20),
     "permission": Fault("permission lost", wreck=lambda folder: folder.chmod(0o500), user=UNPRIVILEGED_USER),
     "deleted": Fault("directory deleted", wreck=shutil.rmtree),
     "eio": Fault("EIO after 1000 bytes", storage={"fault": "EIO", "after_bytes": 1000, "saves": [BREAKS]}),
+    "eio_warn": Fault("EIO, once", "warn", storage={"fault": "EIO", "saves": [BREAKS]}),
+    "eio_last": Fault("EIO from step 3 on", "warn", storage={"fault": "EIO", "saves": [*range(BREAKS, STEPS + 1)]}),
     "fsync": Fault("ENOSPC at fsync", storage={"fault": "ENOSPC", "at": "flushed", "saves": [BREAKS]}),
     "manifest": Fault("EIO at the manifest", storage={"fault": "EIO", "at": "held", "saves": [BREAKS]}),
     "rename": Fault("EIO at the rename", storage={"fault": "EIO", "at": "described", "saves": [BREAKS]}),
     "latest": Fault("EIO at latest", storage={"fault": "EIO", "at": "committed", "saves": [BREAKS]}),
     "process": Fault("EIO in the writer process", stager="shared", storage={"fault": "EIO", "saves": [BREAKS]}),
     "hangs": Fault("write hangs", timeout_s=0.5, storage={"fault": "hang", "saves": [BREAKS]}),
+    "hangs_warn": Fault("write hangs to the end", "warn", timeout_s=0.5, storage={"fault": "hang", "saves": [BREAKS]}),
+    "slow": Fault(
+        "write hangs until step 5", "warn", timeout_s=0.5, storage={"fault": "hang", "saves": [BREAKS]}, released=True
+    ),
     "process_hangs": Fault(
-        "writer process hangs", timeout_s=20.0, stager="shared", storage={"fault": "hang", "saves": [BREAKS]}
+        "writer process hangs", "warn", timeout_s=20.0, stager="shared", storage={"fault": "hang", "saves": [BREAKS]}
     ),
 }
 
@@ -116,23 +137,30 @@ FAULTS = {
 # -- one run
 
 
-def train(fault: Fault, folder: Path) -> None:
+def train(fault: Fault, folder: Path, release: Path) -> None:
     """The program."""
     import stagereg
-    from stagereg.testing.faults import FaultyStorage
+    from tests.support.faulty_storage import FaultyStorage
 
-    storage = FaultyStorage(**fault.storage) if fault.storage else None
+    storage = FaultyStorage(**fault.storage, release=str(release)) if fault.storage else None
     with stagereg.Checkpointer(
         str(folder),
         every=1,
         keep=9,
         stager=stagereg.build("stager", fault.stager),
         storage=storage,
+        on_error=fault.on_error,  # type: ignore[arg-type]
         timeout=datetime.timedelta(seconds=fault.timeout_s),
     ) as checkpointer:
         for step in range(1, STEPS + 1):
             if step == BREAKS:
                 fault.wreck(folder)
+            if step == MENDED:
+                fault.mend(folder)
+                if fault.released:
+                    release.touch()
+                    while checkpointer._background.hanging:  # or the run is killed at its limit
+                        time.sleep(0.01)
             checkpointer.maybe_save(step, _state(step))
             checkpointer.wait()
 
@@ -164,12 +192,12 @@ def look(folder: Path) -> tuple[list[int], int | None]:
 def run(fault: Fault) -> Result:
     """Run the program in a fork of this process, and look at what it has left."""
     with _home(fault) as home:
-        folder = home / "run"
+        folder, release = home / "run", home / "release"
         folder.mkdir()
         if fault.user:
             for path in (home, folder):
                 os.chown(path, fault.user, fault.user)
-        status, saw = _forked(lambda: train(fault, folder), home, fault.user)
+        status, saw = _forked(lambda: train(fault, folder, release), home, fault.user)
         if fault.wreck is make_read_only:
             subprocess.run(["umount", folder], check=True)
         if fault.user and folder.exists():
@@ -251,19 +279,22 @@ def _plain(saw: str, home: Path) -> str:
 
 def main() -> None:
     """Print the table, or the results of some as JSON (``--json``)."""
-    import secrets  # noqa: F401 - what is imported later on, a user who may not read the interpreter's folder cannot
+    # What is imported later on, a user who may not read the interpreter's folder cannot.
+    import secrets  # noqa: F401
 
     import torch.distributed.checkpoint  # noqa: F401
 
-    import stagereg.checkpoint.checkpointer
-    import stagereg.testing.faults  # noqa: F401
+    import stagereg.checkpoint.checkpointer  # noqa: F401
+
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    import tests.support.faulty_storage  # noqa: F401
 
     for name in [name for name in sys.argv[1:] if not name.startswith("-")] or list(FAULTS):
         fault = FAULTS[name]
         result = run(fault)
         block = result.block(fault)
         if "--json" in sys.argv:
-            block = json.dumps([name, {**vars(result), "block": block}])
+            block = json.dumps([name, {**vars(result), "on_error": fault.on_error, "block": block}])
         print(block, flush=True)
 
 

@@ -34,11 +34,3 @@ def test_a_save_reaches_its_failpoints_in_their_listed_order(tmp_path: Path) -> 
         failpoints.watch(before)
     assert first == [name for name in failpoints.POINTS if name != "hidden"]
     assert list(dict.fromkeys(seen)) == [name for name in failpoints.POINTS if name not in ("locked", "swept")]
-
-
-def test_a_removed_observer_is_not_called() -> None:
-    seen: list[str] = []
-    before = failpoints.watch(seen.append)
-    failpoints.watch(before)
-    failpoints.failpoint("staged")
-    assert seen == []

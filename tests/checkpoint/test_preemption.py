@@ -284,7 +284,7 @@ def train(case, grace_s=0.3, every=5, **options):
     def broken(self, written, step, *rest):
         if step == 7 and case.startswith("save hangs"):
             threading.Event().wait()
-        if step == 7 and case in ("save fails", "first save fails"):
+        if step == 7 and case in ("save fails, warned", "first save fails"):
             raise OSError("no cheese")
         return publish(self, written, step, *rest)
     LocalStore.publish = broken
@@ -413,7 +413,7 @@ def two():
 
 cases = {name: lambda name=name: train(name) for name in ("save hangs", "stuck")}
 cases["first save fails"] = lambda: train("first save fails", 1000, every=1000)
-cases["save fails"] = lambda: train("save fails", 1000)
+cases["save fails, warned"] = lambda: train("save fails, warned", 1000, on_error="warn")
 cases["save hangs past its time-out"] = lambda: train("save hangs late", 1000, timeout=datetime.timedelta(seconds=3))
 cases["too late"] = too_late
 cases |= {"twice": twice, "at once": at_once, "closed": closed, "dropped": dropped, "without": without}
@@ -431,7 +431,7 @@ for name, case in cases.items():
             case()
             os._exit(0)
         except SystemExit as left:
-            if name in ("save fails", "save hangs past its time-out"):
+            if name in ("save fails, warned", "save hangs past its time-out"):
                 raise  # and run what runs at the end of a process
             os._exit(left.code)
         except BaseException:
@@ -455,7 +455,7 @@ def test_a_preempted_process_has_ended_when_its_grace_is_over(tmp_path: Path) ->
     seen = dict(re.findall(r"^== (.*?)\n(.*?-- code -?\d+)$", ended.stdout, re.MULTILINE | re.DOTALL))
     codes = {name: int(text.rpartition(" ")[2]) for name, text in seen.items()}
     ended_by_grace = ["save hangs", "stuck", "too late", "twice", "another rank"]
-    not_saved = ["first save fails", "save fails", "save hangs past its time-out"]
+    not_saved = ["first save fails", "save fails, warned", "save hangs past its time-out"]
     expected = dict.fromkeys([*ended_by_grace, *not_saved], 143) | dict.fromkeys(["worker", "kept", "dumped"], 0)
     expected |= dict.fromkeys(["at once", "two", "many", "others"], 75)
     expected |= {"closed": -signal.SIGUSR1, "dropped": -signal.SIGTERM, "without": -signal.SIGTERM}
@@ -463,7 +463,9 @@ def test_a_preempted_process_has_ended_when_its_grace_is_over(tmp_path: Path) ->
     for name in ("save hangs", "stuck"):
         assert "stopped by SIGTERM: 0.3 s were too few to save and leave (checkpoint.grace). The newest" in seen[name]
         assert re.search(r"newest good checkpoint is step 5, in .*\.$", seen[name], re.MULTILINE)
-    assert re.search("stopped by SIGTERM: Step 7 was not saved.* no cheese.*newest.* step 5", seen["save fails"])
+    assert re.search(
+        "stopped by SIGTERM: Step 7 was not saved.* no cheese.*newest.* step 5", seen["save fails, warned"]
+    )
     assert seen["first save fails"].count("no complete checkpoint") == 1
     reported_late = seen["save hangs past its time-out"]
     assert "stopped by SIGTERM: Step 7 was not saved: it has taken longer than 3 s" in reported_late

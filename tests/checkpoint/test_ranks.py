@@ -225,10 +225,11 @@ def test_an_error_of_many_ranks_names_only_a_few(monkeypatch: pytest.MonkeyPatch
     group.group, group.size = mock.Mock(), 512
     failed = pickle.dumps((None, OSError(28, "No space left on device")))
     monkeypatch.setattr(rank_group.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(group, "_gather", lambda *_: [failed] * 512)
-    monkeypatch.setattr(group, "_scatter", lambda answers, _: answers[0])
+    gathered = lambda own, every, **_: every.__setitem__(slice(None), [failed] * 512)  # noqa: E731
+    monkeypatch.setattr(rank_group.dist, "gather_object", gathered)
+    monkeypatch.setattr(rank_group.dist, "scatter_object_list", lambda own, every, **_: own.__setitem__(0, every[0]))
     with pytest.raises(CheckpointError, match=r"rank 3: OSError.*; and 508 more$") as caught:
-        group.exchange(None)
+        group.round_trip("", int, list)
     assert len(str(caught.value)) < 300
 
 

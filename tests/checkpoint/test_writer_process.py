@@ -352,31 +352,6 @@ def test_it_ignores_ctrl_c_and_ends_when_it_is_closed(monkeypatch: pytest.Monkey
         process.ask(b"")
 
 
-def test_fifty_saves_leave_no_descriptor_and_no_memory(tmp_path: Path, process: WriterProcess) -> None:
-    stager = stagereg.build("stager", "shared", max_in_flight=1, wait_s=0.0)  # free as soon as it is written
-
-    def one(step: int) -> None:
-        writer = FileSystemWriter(tmp_path / str(step), sync_files=False)
-        save(stager.stage({"w": torch.full((2**18 + step % 3,), float(step)), "n": step}), writer, process)
-
-    def use() -> list[tuple[int, int]]:
-        return [
-            (len(os.listdir(f"/proc/{pid}/fd")), int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4)
-            for pid in (os.getpid(), process.pid)
-        ]
-
-    for step in range(10):
-        one(step)
-    before, pid = use(), process.pid
-    for step in range(10, 60):
-        one(step)
-    assert process.pid == pid
-    for (fds, kib), (more_fds, more_kib) in zip(before, use(), strict=True):
-        assert more_fds <= fds
-        assert more_kib - kib < 8 * 1024
-    stager.close()
-
-
 def test_a_checkpointer_writes_shared_copies_there_and_no_others(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path / "alone"), stager=stagereg.build("stager", "blocking")) as checkpointer:
         assert checkpointer.writer_pid is None

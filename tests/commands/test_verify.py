@@ -100,6 +100,8 @@ def test_the_damage_of_a_file_is_named(
     seen = [f"{each['file']}: {each['what']}" for damages in found(capsys, tmp_path).values() for each in damages]
     assert len(seen) == len(messages)
     assert all(text.startswith(message) for text, message in zip(seen, messages, strict=True)), seen
+    # Without the content, only flipped bits are not found.
+    assert any(found(capsys, tmp_path, "--fast").values()) == (messages != ["a: flipped bits"])
 
 
 def replaced(path: Path, by: Callable[[Path], Any]) -> None:

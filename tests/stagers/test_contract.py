@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import stagereg
-from stagereg import AsyncStager, BlockingAsyncStager, StageregError
-from stagereg.errors import StagerClosedError, StagingError
+from stagereg import AsyncStager, BlockingAsyncStager
+from stagereg.errors import StagingError
 
 from .states import assert_same
 
@@ -33,36 +33,6 @@ class TestIsolation:
 
 
 class TestChange:
-    def test_everything_may_change_between_calls(self, stager: AsyncStager) -> None:
-        states = [
-            {"a": torch.ones(6)},
-            {"a": torch.ones(1)},  # broadcastable to what was there
-            {"a": torch.tensor(3.0)},
-            {"a": torch.arange(6)},  # another dtype
-            {"a": torch.arange(6).to(torch.bfloat16)},
-            {"a": torch.ones(3, 2).t()},
-            {"b": torch.ones(6), "a": torch.ones(6)},
-            {"b": [torch.ones(6), {"a": torch.ones(6)}]},
-            {"b": [torch.ones(6)]},
-            {"b": torch.ones(6, requires_grad=True)},
-            {"b": 6},
-            {},
-            {"a": torch.ones(6)},
-        ]
-        for state in states + states[::-1]:
-            assert_same(stager.stage(state), state)
-
-    def test_a_storage_smaller_than_its_tensor_is_an_error(self, stager: AsyncStager) -> None:
-        x = torch.ones(100_000)
-        state = {"model": {"w": x}}
-        stager.stage(state)
-        for left in (4, 0):
-            x.untyped_storage().resize_(left)
-            with pytest.raises(StagingError, match=r"model\.w") as caught:
-                stager.stage(state)
-            assert caught.value.path == ("model", "w")
-        assert stager.stage({"ok": torch.ones(3)})["ok"].eq(1).all()
-
     def test_the_same_memory_seen_otherwise_is_staged_otherwise(self, stager: AsyncStager) -> None:
         grid = torch.arange(16).view(4, 4)
         for view in (grid, grid.t(), grid.view(torch.float64), grid.view(16), grid[:2], grid[:, :2], grid):
@@ -70,15 +40,6 @@ class TestChange:
 
 
 class TestEnd:
-    def test_use_after_close_is_an_error(self, stager: AsyncStager) -> None:
-        stager.stage({"w": torch.ones(3)})
-        stager.close()
-        stager.close()
-        with pytest.raises(StagerClosedError, match="closed; build a new one") as caught:
-            stager.stage({"w": torch.ones(3)})
-        assert isinstance(caught.value, StageregError)
-        stager.synchronize_staging()
-
     @pytest.mark.parametrize("plain", [lambda: stagereg.build("stager", "blocking"), BlockingAsyncStager])
     def test_a_stager_without_a_pool_frees_a_copy_when_it_is_dropped(self, plain) -> None:
         stager = plain()

@@ -19,13 +19,9 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import stagereg.stagers.delta as delta
 from stagereg.errors import StagingError
-from stagereg.testing import run_ranks
 
 from .states import OPTIONS, PATIENCE_S, Piece, assert_whole, build, kept, pieces, same, settled
 
@@ -252,33 +248,3 @@ def test_every_copy_is_the_state_at_the_call_of_stage(kind: str, examples: int, 
         print_blob=True,
     )
     run_state_machine_as_test(lambda: Training(kind), settings=programs)
-
-
-def train_sharded(rank: int, world_size: int) -> None:
-    for kind in OPTIONS:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(130, 130), torch.nn.Linear(130, 6))
-        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-        optimizer = torch.optim.Adam(model.parameters(), fused=True)
-        stager = build(kind, max_in_flight=3)
-        held: list[tuple[Any, list[Piece]]] = []
-        for step in range(6):
-            model(torch.randn(4, 130)).sum().backward()
-            if len(held) == 3:
-                staged, expected = held.pop(step % 3)
-                assert_whole(settled(staged), expected)
-                del staged
-            optimizer.step()
-            optimizer.zero_grad()
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            assert isinstance(state["optimizer"]["state"][0]["exp_avg"], DTensor)
-            held.append((stager.stage(state), kept(state)))
-        for staged, expected in held:
-            assert_whole(settled(staged), expected)
-        stager.close()
-        for staged, expected in held:
-            assert_whole(settled(staged), expected)
-
-
-def test_shards_of_a_sharded_model_are_copied_while_it_trains_on() -> None:
-    run_ranks(train_sharded, 2, timeout_s=100)

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -416,21 +415,6 @@ def test_the_source_may_be_freed_while_it_is_copied(gate, stager) -> None:
     gate.set()
     assert torch.equal(future.result(WAIT_S)["net"]["inner.weight"], expected)
     assert len(noise) == 100
-
-
-def test_async_save_of_torch_takes_it(tmp_path: Any) -> None:
-    stager = OverlappedStager()
-    net, optimizer = trained(OPTIMIZERS["adam"])
-    state = {"net": net.state_dict()}
-    expected = copy.deepcopy(state)
-    response: Any = dcp.async_save(state, checkpoint_id=tmp_path / "a", async_stager=stager, no_dist=True)
-    train_step(net, optimizer)
-    response.upload_completion.result(WAIT_S)
-    loaded = {"net": {name: torch.zeros_like(x) for name, x in expected["net"].items()}}
-    dcp.load(loaded, checkpoint_id=tmp_path / "a", no_dist=True)
-    for name, x in expected["net"].items():
-        assert torch.equal(loaded["net"][name], x)
-    stager.close()
 
 
 class Queued:

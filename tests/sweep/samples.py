@@ -78,13 +78,8 @@ class Sample:
         t = max(t, busy_until)
         shadowed = self.shadowed if rank else 0
         yield {"event": "join", "t": t, "steps": self.steps - shadowed, "shadowed": shadowed}
-        yield {
-            "event": "end",
-            "t": t,
-            "seconds": t - self.began,
-            "status": "completed",
-            "peak_rss": self.peak_rss,
-        }
+        ended = {"seconds": t - self.began, "status": "completed", "peak_rss": self.peak_rss}
+        yield {"event": "end", "t": t, **ended}
 
 
 def write_events(path: Path, events: Sequence[Mapping[str, Any]], torn: str = "") -> None:
@@ -180,28 +175,17 @@ def jobs(
 ) -> list[JobResult]:
     """The completed jobs of a sweep, repeats in turns, as results in memory.
 
-    Args:
-        figures: the figures of each repeat, by combination as one would type it (``"stager=blocking lr=1"``).
-        directory: of the sweep; jobs are in 0, 1, 2 …
-        again: likewise of the A/A row, which repeats the first combination.
-        **fields: of all results.
+    ``figures`` are those of each repeat, by combination as one would type it; ``again`` those of the A/A row.
     """
     planned: list[tuple[str, int, bool, Mapping[str, float]]] = []
     for repeat in range(max(map(len, figures.values()), default=0)):
         planned += [(name, repeat, False, each[repeat]) for name, each in figures.items() if repeat < len(each)]
     planned += [(next(iter(figures)), repeat, True, each) for repeat, each in enumerate(again)]
-    return [
-        result(
-            directory / str(num),
-            num,
-            overrides=(*CONSTANT, *name.split()),
-            repeat=repeat,
-            again=is_again,
-            figures=dict(seen),
-            **fields,
-        )
-        for num, (name, repeat, is_again, seen) in enumerate(planned)
-    ]
+    every = []
+    for num, (name, repeat, is_again, seen) in enumerate(planned):
+        about = {"overrides": (*CONSTANT, *name.split()), "repeat": repeat, "again": is_again, **fields}
+        every.append(result(directory / str(num), num, figures=dict(seen), **about))
+    return every
 
 
 STALLS = {
@@ -219,31 +203,20 @@ UNFINISHED = "stager=missing join.mode=counted"
 
 def figures(stall_ms: float) -> dict[str, float]:
     """Figures of a run whose checkpoints stalled for that long."""
-    return {
-        "stall_ms": stall_ms,
-        "samples_per_s": 1600 - 4 * stall_ms,
-        "loss": 2.5,
-        "shadowed_steps": 3.0,
-        "checkpoints": 4.0,
-    }
+    rate = 1600 - 4 * stall_ms
+    return {"stall_ms": stall_ms, "samples_per_s": rate, "loss": 2.5, "shadowed_steps": 3.0, "checkpoints": 4.0}
 
 
 def sweep(
     directory: Path,
     stalls: Mapping[str, float] = STALLS,
     repeats: int = 3,
-    runs: bool = False,
     others: bool = True,
 ) -> Path:
     """Write a sweep to disk as its jobs would, and return its directory.
 
-    Args:
-        directory: where it goes.
-        stalls: median stall in ms, by combination.
-        repeats: of each combination; they differ by 0.1 ms, as the A/A job does.
-        runs: whether each job has the files of its run, too.
-        others: whether there are an A/A job, a combination of which each job failed, and one whose job was killed
-            half-way and left no result.
+    Stalls are medians; repeats differ by 0.1 ms. With ``others``, there are an A/A job, a combination of which each job
+    failed, and one whose job was killed half-way and left no result.
     """
     around = [(at - (repeats - 1) / 2) * 0.1 for at in range(repeats)]
     planned = {name: [figures(stall + each) for each in around] for name, stall in stalls.items()}
@@ -258,8 +231,6 @@ def sweep(
         write_hydra(
             job.directory, [*job.overrides, f"++sweep.repeat={job.repeat}", f"++sweep.again={job.again}"], number
         )
-        if runs and job.status == "completed":
-            write_run(job.directory, Sample(stall_s=job.figures["stall_ms"] / 1e3, began=job.started))
         job.write()
     if others:
         last = directory / str(len(every))

@@ -9,19 +9,11 @@ import pytest
 from . import programs
 from .programs import App
 
-JOBLIB = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=1")
-SUBMITIT = ("hydra/launcher=submitit_local", "hydra.sweeper.max_batch_size=1")
 OPTUNA = ("hydra/sweeper=stagereg_optuna", "hydra.sweeper.n_trials=3")
-
-
-def needs(*modules: str) -> None:
-    for module in modules:
-        pytest.importorskip(module)
-
-
-@pytest.fixture
-def app(tmp_path: Path) -> App:
-    return App(tmp_path, programs.PLAIN, programs.PLAIN_CONFIG)
+LAUNCHERS = {
+    "joblib": ("hydra/launcher=joblib", "hydra.launcher.n_jobs=1"),
+    "submitit": ("hydra/launcher=submitit_local", "hydra.sweeper.max_batch_size=1"),
+}
 
 
 @pytest.fixture
@@ -29,16 +21,11 @@ def ranks(tmp_path: Path) -> App:
     return App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param(("hydra_plugins.hydra_joblib_launcher", *JOBLIB), id="joblib"),
-        pytest.param(("hydra_plugins.hydra_submitit_launcher", *SUBMITIT), id="submitit", marks=pytest.mark.slow),
-    ],
-)
-def test_a_launcher_elsewhere_changes_nothing_of_the_end(launcher: tuple[str, ...], app: App) -> None:
-    needs(launcher[0])
-    ended = app.sweep(*launcher[1:], "a=fine,raise,exit", "b=2")
+@pytest.mark.parametrize("name", ["joblib", pytest.param("submitit", marks=pytest.mark.slow)])
+def test_a_launcher_elsewhere_changes_nothing_of_the_end(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(f"hydra_plugins.hydra_{name}_launcher")
+    app = App(tmp_path, programs.PLAIN, programs.PLAIN_CONFIG)
+    ended = app.sweep(*LAUNCHERS[name], "a=fine,raise,exit", "b=2")
     assert ended.returncode == 1
     jobs = app.results()
     assert [job["status"] for job in jobs] == ["completed", "failed", "failed"], ended.stdout + ended.stderr
@@ -49,16 +36,10 @@ def test_a_launcher_elsewhere_changes_nothing_of_the_end(launcher: tuple[str, ..
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param(("hydra_plugins.hydra_joblib_launcher", *JOBLIB), id="joblib"),
-        pytest.param(("hydra_plugins.hydra_submitit_launcher", *SUBMITIT), id="submitit"),
-    ],
-)
-def test_ranks_start_below_a_launchers_worker(launcher: tuple[str, ...], ranks: App) -> None:
-    needs(launcher[0])
-    ended = ranks.sweep(*launcher[1:], "stager=overlapped", "sweep.repeats=2", limit_s=220)
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_ranks_start_below_a_launchers_worker(name: str, ranks: App) -> None:
+    pytest.importorskip(f"hydra_plugins.hydra_{name}_launcher")
+    ended = ranks.sweep(*LAUNCHERS[name], "stager=overlapped", "sweep.repeats=2", limit_s=220)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     jobs = ranks.results()
     assert [(job["repeat"], job["again"]) for job in jobs] == [(0, False), (0, True), (1, False)]
@@ -69,7 +50,7 @@ def test_ranks_start_below_a_launchers_worker(launcher: tuple[str, ...], ranks: 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_search_minimises_the_stall_of_ranks(ranks: App) -> None:
-    needs("optuna")
+    pytest.importorskip("optuna")
     ended = ranks.sweep(*OPTUNA, "stager=blocking,overlapped,shared", limit_s=220)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     stalls = {job["overrides"][-1]: job["figures"]["stall_ms"] for job in ranks.results()}

@@ -86,16 +86,11 @@ def lr(job: Job) -> float:
 
 def test_every_combination_is_tried_once_the_programs_own_first(search: Search) -> None:
     jobs = search(lr, "lr=1,2,3", "x=range(0,6,2)", "nproc=1")
-    assert jobs[0]["lr"] == "2"
+    assert jobs[0]["lr"] == "2", "as the program has it by itself"
     assert sorted((job["lr"], job["x"]) for job in jobs) == [(lr, x) for lr in "123" for x in "024"]
     assert {job["nproc"] for job in jobs} == {"1"}
     assert search.numbers == list(range(9))
     assert search.study().best_value == 1.0
-
-
-def test_what_the_program_has_by_itself_is_tried_first(search: Search) -> None:
-    jobs = search(lr, "lr=interval(1,99)", "rate=interval(0.0,1.0)", "stager=shared,blocking", n_trials=1)
-    assert jobs == [{"lr": "2", "rate": "0.5", "stager": "blocking", "sweep.repeat": "0"}]
 
 
 @pytest.mark.parametrize(

@@ -131,46 +131,34 @@ class TestWithoutResult:
         job = JobResult.of_directory(tmp_path)
         assert (job.overrides, job.job) == ((), {})
 
-    def test_a_folder_that_is_no_job_is_an_error(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"holds no job.*result\.json.*overrides\.yaml.*metrics\.jsonl"):
-            JobResult.of_directory(tmp_path)
-
 
 class TestResults:
     def test_all_jobs_of_a_sweep_come_in_the_order_they_were_planned(self, tmp_path: Path) -> None:
-        found = results(sweep(tmp_path, repeats=2))
+        sweep(tmp_path, repeats=2)
+        sweep(tmp_path / "later", repeats=1)  # is not mixed in
+        found = results(tmp_path)
+        assert {job.directory.parent for job in found} == {tmp_path}
         assert [job.job["num"] for job in found] == list(range(2 * 6 + 1 + 2 + 1))
         assert [job.status for job in found[-3:]] == ["failed", "failed", "unfinished"]
 
     def test_jobs_without_a_number_come_as_their_folders_are_numbered(self, tmp_path: Path) -> None:
-        for name in ("trials/10", "trials/9", "trials/b/1"):
+        for name in ("10", "9", "b/1"):
             result(tmp_path / name, job={}).write()
-        assert [str(job.directory.relative_to(tmp_path / "trials")) for job in results(tmp_path)] == ["9", "10", "b/1"]
-
-    def test_folders_below_a_job_and_hidden_ones_are_no_jobs(self, tmp_path: Path) -> None:
-        result(tmp_path / "0").write()
-        write_run(tmp_path / "0" / "logs")
-        write_run(tmp_path / ".submitit" / "0")
-        assert [job.directory for job in results(tmp_path)] == [tmp_path / "0"]
-
-    def test_another_sweep_below_is_not_mixed_in(self, tmp_path: Path) -> None:
-        sweep(tmp_path, repeats=1)
-        sweep(tmp_path / "later", repeats=1)
-        assert {job.directory.parent for job in results(tmp_path)} == {tmp_path}
+        for name in ("9/logs", ".submitit/0"):  # below a job, and hidden
+            write_run(tmp_path / name)
+        assert [str(job.directory.relative_to(tmp_path)) for job in results(tmp_path)] == ["9", "10", "b/1"]
 
     def test_the_error_for_an_empty_folder_names_the_expected_files(self, tmp_path: Path) -> None:
-        for directory in (tmp_path, tmp_path / "absent"):
-            with pytest.raises(ConfigError, match=r"holds no job.*result\.json.*hydra\.sweep\.dir"):
-                results(directory)
+        for read in (JobResult.of_directory, results):
+            for directory in (tmp_path, tmp_path / "absent"):
+                with pytest.raises(ConfigError, match=r"holds no job.*result\.json.*metrics\.jsonl.*hydra\.sweep\.dir"):
+                    read(directory)
 
 
 def test_repeats_are_distinguished_from_combinations() -> None:
     assert split(["a=1", "++sweep.repeat=3", "++sweep.again=True"]) == (("a=1",), 3, True)
-    assert split(["sweep.repeats=3", "sweep.again=false", "x.sweep.repeat=1"]) == (
-        ("sweep.repeats=3", "x.sweep.repeat=1"),
-        0,
-        False,
-    )
+    others = ("sweep.repeats=3", "x.sweep.repeat=1")
+    assert split([*others, "sweep.again=false"]) == (others, 0, False)
     assert split([]) == ((), 0, False)
 
 
@@ -193,11 +181,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("given", "kind"), [(RUN, "run"), (SWEEP, "sweep"), (f"{SWEEP}/0", "run"), ("trials", "sweep")]
-)
-def test_runs_and_sweeps_are_recognised(given: str, kind: str, here: Path) -> None:
-    assert kind_of(Path(given)) == kind
+def test_runs_and_sweeps_are_recognised(here: Path) -> None:
+    for given, kind in ((RUN, "run"), (SWEEP, "sweep"), (f"{SWEEP}/0", "run"), ("trials", "sweep")):
+        assert kind_of(Path(given)) == kind
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from stagereg import record
 from stagereg.errors import ConfigError
-from stagereg.sweep.run import Fallback, Run, Span
+from stagereg.sweep.run import Run, Span
 
 from .samples import BEGAN, Sample, rank_file, write_run
 
@@ -49,7 +50,7 @@ def test_recorded_events_are_read_back(tmp_path: Path) -> None:
     assert mine.writes == (Span(3, before + 1, 2, 2048),)
     assert mine.writes[0].end == before + 3
     assert mine.lost == ((2, "the disk is full"),)
-    assert mine.fallbacks == (Fallback(1, 2, "x: missing"),)
+    assert mine.fallbacks == ((1, 2, "x: missing"),)
     assert mine.join == {"samples": 40, "shadowed": 2, "steps": 5}
     assert [(step, values) for step, _, values in mine.logs] == [(3, {"loss": 2.5, "gap": None})]
     assert mine.end is not None
@@ -79,22 +80,13 @@ def test_a_file_that_ends_anywhere_is_read_up_to_there(at: int) -> None:
     assert (seen.end is None) == ("end" not in expected)
 
 
-NO_EVENTS = (
-    "null",
-    "7",
-    '"step"',
-    "[]",
-    "{}",
-    '{"event": "step"}',
-    '{"event": "step", "t": null}',
-)
+NO_EVENTS = ("null", "7", '"step"', "[]", "{}", '{"event": "step"}', '{"event": "step", "t": null}')
 NO_FIELDS = ("stall", "log", "end", "join", "step", "start")
 GARBAGE = st.one_of(
-    st.text(st.characters(codec="utf-8", exclude_characters="\n\r"), min_size=1).filter(str.strip).map(str.encode),
     st.binary(min_size=1).map(lambda raw: raw.replace(b"\n", b"") or b"x").filter(bytes.strip),
     st.sampled_from(NO_EVENTS).map(str.encode),
     st.sampled_from(NO_FIELDS).map(
-        lambda name: json.dumps({"event": name, "t": 1, "world_size": 0, "steps": "x"}).encode()
+        lambda name: f'{{"event": "{name}", "t": 1, "world_size": 0, "steps": "x"}}'.encode()
     ),
 )
 
@@ -112,35 +104,22 @@ def test_damaged_lines_are_left_out_and_counted(garbage: list[bytes], at: int) -
         run = Run.read(folder)
         rank_file(Path(folder), 0).write_bytes(SHORT)
         clean = Run.read(folder)
-    (seen,), (expected,) = run.ranks, clean.ranks
     assert run.damaged == len(garbage)
-    assert (seen.steps, seen.stalls, seen.logs, seen.end) == (
-        expected.steps,
-        expected.stalls,
-        expected.logs,
-        expected.end,
-    )
+    assert [replace(rank, damaged=0, first=0, last=0) for rank in run.ranks] == [
+        replace(rank, first=0, last=0) for rank in clean.ranks
+    ]
 
 
 def test_events_of_later_versions_are_passed_over(tmp_path: Path) -> None:
     run = lines(tmp_path, START, {"event": "thermals", "t": 6.0, "celsius": 90}, {**END, "more": [1]})
-    assert run.damaged == 0
-    assert run.finished
+    assert (run.damaged, run.finished) == (0, True)
 
 
 def test_only_events_after_the_last_start_count(tmp_path: Path) -> None:
-    run = lines(
-        tmp_path,
-        START,
-        {"event": "step", "t": 6, "step": 1},
-        END,
-        "torn",
-        {**START, "t": 20},
-        {"event": "step", "t": 21, "step": 7},
-    )
+    before = (START, {"event": "step", "t": 6, "step": 1}, END, "torn")
+    run = lines(tmp_path, *before, {**START, "t": 20}, {"event": "step", "t": 21, "step": 7})
     (seen,) = run.ranks
-    assert seen.steps == ((7, 21.0),)
-    assert seen.end is None
+    assert (seen.steps, seen.end) == (((7, 21.0),), None)
     assert (run.began, run.damaged) == (20, 0)
 
 
@@ -177,14 +156,15 @@ def test_a_run_has_ended_as_its_ranks_have(tmp_path: Path) -> None:
     assert (run.status, run.error, run.finished) == ("failed", "rank 2: ValueError: no", False)
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "status"),
-    [("completed", "preempted", "unfinished"), ("preempted", "failed", "failed"), ("completed", "lost", "failed")],
-)
-def test_ranks_that_were_preempted_leave_a_run_unfinished(one: str, other: str, status: str, tmp_path: Path) -> None:
-    for rank, ending in enumerate((one, other)):
-        run = lines(tmp_path, {**START, "world_size": 2}, {**END, "status": ending}, rank=rank)
-    assert run.status == status
+def test_ranks_that_were_preempted_leave_a_run_unfinished(tmp_path: Path) -> None:
+    for *ends, status in (
+        ("completed", "preempted", "unfinished"),
+        ("preempted", "failed", "failed"),
+        ("completed", "lost", "failed"),
+    ):
+        for rank, ending in enumerate(ends):
+            run = lines(tmp_path, {**START, "world_size": 2}, {**END, "status": ending}, rank=rank)
+        assert run.status == status
 
 
 def test_a_newer_format_is_reported(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ class Stale(Sum):
     hook_kind = Inert
 
 
-@breaks("0, 2 batches", "rank_without_data")
+@breaks("0, 2 batches", "uneven_inputs")
 class Lazy(Sum):
     """Begins with its first batch, and so never does on a rank that has none."""
 
@@ -150,7 +150,7 @@ class Lazy(Sum):
         super().add(value)
 
 
-@breaks("3, 1 batches", "any_order_of_running_out")
+@breaks("2, 0 batches", "uneven_inputs")
 class HighestWins(Sum):
     """Takes the highest rank for the one with the most data."""
 
@@ -186,7 +186,7 @@ def mean_of_active(self: Any, steps: list[list[float]], world_size: int) -> Mapp
     return {"total": sum(sum(values) / len(values) for values in steps)}
 
 
-@breaks("mode=planned", "planned", expected=mean_of_active)
+@breaks("mode=planned", "every_mode", expected=mean_of_active)
 class DividesByWork(Sum):
     """Knows the number of active ranks from its announcement, as torch's DDP does: wrong without a collective."""
 
@@ -197,13 +197,6 @@ class DividesByWork(Sum):
             work.wait()
             active = int(work.get_future().value()[0].item())
         self.take(number(value / active))
-
-
-(of_divides_by_work,) = CAUGHT_BY["test_planned"]
-CAUGHT_BY |= {
-    "test_counted": {of_divides_by_work: "mode=counted"},
-    "test_iterate": {of_divides_by_work: "iterates=True"},
-}
 
 
 @breaks("had 2 collectives; without a join it has 1", "planned_sends_nothing_more")
@@ -228,7 +221,7 @@ class OursOnly(Sum):
             self.before_step = SumHook(joinable).main_hook
 
 
-@breaks("mode=torch", "ranks_with_torchs_join", timeout_s=3.0)
+@breaks("mode=torch", "torchs_join", timeout_s=3.0)
 class SendsMore(Sum):
     """Sends more where its own rank runs stagereg's join."""
 
@@ -238,7 +231,7 @@ class SendsMore(Sum):
         super().take(mine)
 
 
-@breaks("unexpected keyword arguments ['colour']", "unknown_keywords")
+@breaks("unexpected keyword arguments ['colour']", "uneven_inputs")
 class Picky(Sum):
     """Refuses keyword arguments that are for others."""
 
@@ -248,43 +241,10 @@ class Picky(Sum):
         return SumHook(self)
 
 
-# -- hooks
+# -- where it is
 
 
-@breaks("ran 4 times on rank 0, which missed 2", "main_hook")
-class Twice(Sum):
-    """Its hook calls its own main hook."""
-
-    class hook_kind(SumHook):
-        done = False
-
-        def before_step(self) -> None:
-            self.main_hook()
-
-        def main_hook(self) -> None:
-            self.done = not self.done
-            if self.done:
-                super().main_hook()
-
-
-@breaks("the post hook of Hasty", "post_hook")
-class Hasty(Sum):
-    """Its hook calls its own post hook."""
-
-    class hook_kind(SumHook):
-        def main_hook(self) -> None:
-            super().main_hook()
-            self.post_hook(False)
-
-
-@breaks("no torch.device", "device_and_group")
-class Text(Sum):
-    """Returns a device's name for the device."""
-
-    join_device = "cpu"
-
-
-@breaks("a sum of ones over it is 1, and 2 ranks train", "device_and_group")
+@breaks("1, 3 batches", "uneven_inputs")
 class Apart(Sum):
     """Returns a group in which each rank is alone."""
 
@@ -345,7 +305,7 @@ class Late(Sum):
         self.total -= 0.5
 
 
-@breaks("mode=planned", "planned_throw")
+@breaks("of a single process", "throw")
 class Eager(Sum):
     """Changes something when a join is entered, and takes it back at its regular end."""
 
@@ -361,7 +321,7 @@ class Eager(Sum):
         return super().needs_active_ranks(divide_by_initial_world_size)
 
 
-@breaks("that was the last one", "even_inputs_do_not_throw")
+@breaks("that was the last one", "throw")
 class Thrower(Sum):
     """Throws for even inputs too."""
 
@@ -374,7 +334,7 @@ class Thrower(Sum):
 # -- leaves no trace
 
 
-@breaks("of a single process", "training_after_the_join")
+@breaks("of a single process", "training_without_a_join")
 class Bound(Sum):
     """Does nothing outside a join."""
 
@@ -383,7 +343,7 @@ class Bound(Sum):
             super().take(mine)
 
 
-@breaks("in a join that is off", "disabled")
+@breaks("in a join that is off", "training_without_a_join")
 class Expectant(Sum):
     """Takes being the first joinable for being in a join that is on."""
 

@@ -11,11 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from stagereg.join.kinds.collective import CollectiveHook, CollectiveJoinable
-from stagereg.join.kinds.step import StepHook, StepJoinable
-from stagereg.join.kinds.zero import ZeroHook, ZeroJoinable
 from stagereg.registry import build
-from stagereg.testing.join import JoinableContract, JoinHookContract, MinimalJoinable
+from stagereg.testing.join import JoinableContract
 
 
 def net() -> nn.Module:
@@ -108,6 +105,7 @@ class ActiveContract(DdpContract):
     """``ddp`` with the mean over the active ranks."""
 
     options = {"divide_by_initial_world_size": False}  # noqa: RUF012
+    own_collectives = 1  # to know how many are active
 
     def divisor(self, values: list[float], world_size: int) -> int:
         return len(values)
@@ -162,37 +160,6 @@ class ZeroContract(DdpContract):
         return {name: state[name] for name in ("weights", "moments")}
 
 
-class ZeroHookContract(JoinHookContract, ZeroContract):
-    """The ``zero`` hook after a model."""
-
-    def joinables(self, subject: Any) -> list[Any]:
-        ddp = build("joinable", "ddp", module=subject.model)
-        return [ddp, MinimalJoinable(lambda: ZeroHook(ZeroJoinable(subject.optimizer, after=ddp)))]
-
-
-class CollectiveHookContract(JoinHookContract):
-    """The ``collective`` hook alone: the sums are known to the ranks that had data; together they know all."""
-
-    def build(self) -> Any:
-        return []
-
-    def hook(self, subject: list[float]) -> Any:
-        return CollectiveHook(CollectiveJoinable([{"op": "all_reduce", "dtype": "float64"}]))
-
-    def step(self, subject: Any, value: float) -> None:
-        total = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(total)
-        subject.append(float(total))
-
-    def state(self, subject: Any) -> dict[str, Any]:
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, list(subject))
-        return {"sums": sum(map(len, gathered)), "of sums": sum(map(sum, gathered))}
-
-    def expected(self, steps: list[list[float]], world_size: int) -> dict[str, Any]:
-        return {"sums": sum(map(len, steps)), "of sums": sum(len(values) * sum(values) for values in steps)}
-
-
 class Totals(list[float]):
     """Adds up one number a step over the ranks, and keeps what came out."""
 
@@ -201,8 +168,8 @@ class Totals(list[float]):
         self.sum = build("joinable", "collective", collectives=[{"op": "all_reduce", "dtype": "float64"}])
 
 
-class CollectiveContract(CollectiveHookContract):
-    """``collective``."""
+class CollectiveContract(JoinableContract):
+    """``collective``: the sums are known to the ranks that had data; together they know all."""
 
     world_size = 3
 
@@ -215,6 +182,14 @@ class CollectiveContract(CollectiveHookContract):
     def step(self, subject: Any, value: float) -> None:
         (total,) = subject.sum(torch.tensor(value, dtype=torch.float64))
         subject.append(float(total))
+
+    def state(self, subject: Any) -> dict[str, Any]:
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, list(subject))
+        return {"sums": sum(map(len, gathered)), "of sums": sum(map(sum, gathered))}
+
+    def expected(self, steps: list[list[float]], world_size: int) -> dict[str, Any]:
+        return {"sums": sum(map(len, steps)), "of sums": sum(len(values) * sum(values) for values in steps)}
 
 
 class MetricsContract(DdpContract):
@@ -331,34 +306,6 @@ class ModuleContract(DdpContract):
         subject.advance()
 
 
-class Counter:
-    """Counts steps."""
-
-    count = 0
-
-    def advance(self) -> None:
-        self.count += 1
-
-
-class StepHookContract(JoinHookContract):
-    """The ``step`` hook alone."""
-
-    def build(self) -> Any:
-        return Counter()
-
-    def hook(self, subject: Counter) -> Any:
-        return StepHook(StepJoinable(subject.advance))
-
-    def step(self, subject: Counter, value: float) -> None:
-        subject.advance()
-
-    def state(self, subject: Counter) -> dict[str, Any]:
-        return {"count": subject.count}
-
-    def expected(self, steps: list[list[float]], world_size: int) -> dict[str, Any]:
-        return {"count": len(steps)}
-
-
 class Verbatim:
     """A joinable of torch's as it is: stagereg's ``Join`` would replace a bare module by its own joinable."""
 
@@ -375,6 +322,7 @@ class Verbatim:
 class TorchsDdp(DdpContract):
     """``Join([ddp])``, as torch has it; held to the weights alone."""
 
+    announces = False
     timeout_s = 12.0
 
     def joinables(self, subject: Any) -> list[Any]:
@@ -390,6 +338,7 @@ class TorchsDdp(DdpContract):
 class TorchsZero(ZeroContract):
     """``Join([ddp, zero])``, as torch has it."""
 
+    announces = False
     timeout_s = 12.0
 
     def joinables(self, subject: Any) -> list[Any]:

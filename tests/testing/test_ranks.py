@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 import os
 import pickle
@@ -41,10 +40,6 @@ def add_up(rank, world_size, number, *, step=0):
     return Number(int(total)), *surroundings
 
 
-def make_one(rank, world_size, kind):
-    return kind().text(rank)
-
-
 def sum_in_new_groups(rank, world_size, spoils):
     sums = []
     for number in range(3):
@@ -67,9 +62,8 @@ def wait_in_a_limit(rank, world_size):
     dist.barrier()
 
 
-def count_who_comes(rank, world_size):
-    alone = await_all("only rank 1", 0.05) if rank == 1 else None
-    return alone, await_all("all")
+def wait_for_all(rank, world_size):
+    await_all("all")
 
 
 def raise_on(rank, world_size, culprit, others):
@@ -140,24 +134,6 @@ def test_ranks_return_in_order_and_have_the_callers_surroundings(tmp_path, monke
         assert f"[rank {rank}] from below Python\n" in printed
 
 
-def test_a_class_travels_from_another_module_than_the_functions(tmp_path):
-    """One that was imported from a file, under a name that is on no path, and imports its neighbour by that name."""
-    (tmp_path / "__init__.py").touch()
-    (tmp_path / "texts.py").write_text("def of_rank(rank):\n    return f'from rank {rank}'\n")
-    (tmp_path / "kinds.py").write_text(
-        "class Kind:\n    def text(self, rank):\n        from .texts import of_rank\n        return of_rank(rank)\n"
-    )
-    try:
-        for name, file in (("by_path", "__init__.py"), ("by_path.texts", "texts.py"), ("by_path.kinds", "kinds.py")):
-            spec = importlib.util.spec_from_file_location(name, tmp_path / file)
-            sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(sys.modules[name])
-        assert run_ranks(make_one, args=(sys.modules["by_path.kinds"].Kind,)) == ["from rank 0", "from rank 1"]
-    finally:
-        for name in ("by_path", "by_path.texts", "by_path.kinds"):
-            sys.modules.pop(name, None)
-
-
 @pytest.mark.parametrize("spoils", [False, True])
 def test_a_rank_goes_on_in_a_new_group_even_after_an_abort(spoils):
     assert run_ranks(sum_in_new_groups, args=(spoils,), timeout_s=30) == [[3.0, 5.0, 7.0]] * 2
@@ -169,10 +145,6 @@ def test_a_limited_block_that_hangs_ends_its_rank_with_its_stack():
     assert next(iter(caught.value.failed)) == 1
     assert "Timeout (0:00:01)!" in caught.value.failed[1]
     assert "in wait_in_a_limit" in caught.value.failed[1]
-
-
-def test_waiting_for_the_others_returns_whether_they_came():
-    assert run_ranks(count_who_comes) == [(None, True), (False, True)]
 
 
 def test_the_functions_for_ranks_are_an_error_outside_of_one():
@@ -208,7 +180,7 @@ def test_a_rank_that_dies_is_named_with_its_end_and_last_output(number):
 
 
 def test_a_hung_rank_is_named_with_stack_and_no_process_stays(tmp_path):
-    run_ranks(count_who_comes, 1)  # the limit is for the ranks, and not for the server to import torch
+    run_ranks(wait_for_all, 1)  # the limit is for the ranks, and not for the server to import torch
     started = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 1 hung: still running after 4 s; ended in time: rank 0") as caught:
         run_ranks(hang_on, args=(1, str(tmp_path)), timeout_s=4)
@@ -230,7 +202,7 @@ def test_what_other_processes_cannot_find_or_read_is_refused():
 
 
 def test_the_server_that_forks_the_ranks_has_run_no_thread():
-    run_ranks(count_who_comes, 1)
+    run_ranks(wait_for_all, 1)
     (server,) = [
         child
         for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

@@ -12,6 +12,7 @@ writes go through the page cache. To a URL they go to an :class:`.Upload`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -19,19 +20,21 @@ import os
 import queue
 import threading
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from typing import Any
 
 from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.manifest import FileMark
-from stagereg.checkpoint.storage.upload import Upload
+from stagereg.checkpoint.store.object_store import ObjectStore
 
-__all__ = ["PAGE", "AlignedFile", "DiskFile"]
+__all__ = ["PAGE", "AlignedFile", "DiskFile", "Upload"]
 
 PAGE = 4096
 """Bytes: a multiple of the logical block of nearly every disk."""
 
 _STRAIGHT_BYTES = 1 << 20  # what memory must have at least to be worth a write of its own
 _CHUNK_BYTES = 1 << 24
+_PIECE_BYTES = 1 << 22
 _MOST_PENDING = 8  # or else memory would be held long after it was handed over
 _O_DIRECT = os.O_DIRECT
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -93,6 +96,39 @@ class DiskFile:
 
     def _named(self, error: OSError) -> OSError:
         return OSError(error.errno, error.strerror, self._path)
+
+
+class Upload:
+    """A new object at ``url``: what :class:`DiskFile` is in a directory.
+
+    It goes up in parts of the size that fsspec has for that store, so that no more than a part lies in memory. It is
+    given up where the writing fails, since an upload that is merely closed would leave half a file under its name.
+    """
+
+    refused = False
+
+    def __init__(self, url: str) -> None:
+        store = ObjectStore(url)
+        self._file: Any = store.fs.open(store.path(url), "wb")
+
+    def write(self, data: memoryview, used: int, at: int) -> None:
+        """See :class:`.DiskFile`. Raises: what the store has failed with."""
+        # A large tensor whole would be a part of its own size, and as much memory once more.
+        for begin in range(0, used, _PIECE_BYTES):
+            self._file.write(data[begin : min(begin + _PIECE_BYTES, used)])
+            failpoint("writing")
+
+    def end(self, nbytes: int) -> None:
+        """See :class:`.DiskFile`. Sends what is left."""
+        self._file.close()
+
+    def close(self, whole: bool) -> None:
+        """See :class:`.DiskFile`."""
+        if not whole:
+            with contextlib.suppress(Exception):
+                self._file.discard()
+            with contextlib.suppress(Exception):
+                self._file.closed = True  # or else it would send itself when it is let go of
 
 
 class AlignedFile:

@@ -33,7 +33,7 @@ class Storage(StorageWriter):
 
     1. *Whole or an error.* What the disk refuses is an ``OSError`` with the error of the operating system.
     2. *On the disk.* A file that has a mark is flushed to the disk; the checkpointer flushes the others.
-    3. *Bit for bit.* What is read equals what was given, also in another process and on other ranks.
+    3. *Bit for bit.* What :meth:`reader` reads equals what was given, also in another process and on other ranks.
     4. *No arguments needed.* It can be built without arguments: a checkpoint names its storage, and the name is enough
        to read it.
     5. *Portable.* It can be pickled before ``write_data`` and after it, for a writer process.

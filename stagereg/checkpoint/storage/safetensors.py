@@ -2,20 +2,24 @@
 
 A rank's tensors are in one file, named after the rank as torch's ``HuggingFaceStorageWriter`` names it. A whole tensor
 is in one of them; of a ``DTensor`` each has a shard, with its offsets in the file's metadata as torch has them there.
-Numbers, text and what else is no tensor cannot be in such a file: it goes into ``__0_0.distcp``.
+Numbers, text and what else is no tensor cannot be in such a file: it goes into ``__0_0.distcp``, and ``.metadata`` has
+where everything is, as in torch's own format.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
+from torch.futures import Future
 
 from stagereg.checkpoint.storage.files import FileStorage, StrPath, write_object
 from stagereg.checkpoint.storage.protocol import TensorResult
@@ -23,7 +27,7 @@ from stagereg.errors import CheckpointError, ConfigError
 from stagereg.kernel.memory import view_of
 from stagereg.registry import register
 
-__all__ = ["DTYPES", "METADATA", "SafetensorsStorage", "head"]
+__all__ = ["DTYPES", "METADATA", "SafetensorsReader", "SafetensorsStorage", "head"]
 
 METADATA = "__metadata__"
 """The name in a file's head that no tensor can have."""
@@ -71,9 +75,9 @@ def head(tensors: Mapping[str, tuple[torch.dtype, torch.Size]], metadata: Mappin
 class SafetensorsStorage(FileStorage):
     """Writes files for ``safetensors.torch.load_file``; needs the package ``safetensors``.
 
-    ``torch.distributed.checkpoint.load(..., storage_reader=HuggingFaceStorageReader(path))`` reads the tensors. Tied
-    tensors are written once a name. A tensor that the format cannot hold (sparse, quantized, or of a dtype it does not
-    name) is an error that names it.
+    ``torch.distributed.checkpoint.load(..., storage_reader=HuggingFaceStorageReader(path))`` reads the tensors,
+    :meth:`reader` all of it. Tied tensors are written once a name. A tensor that the format cannot hold (sparse,
+    quantized, or of a dtype it does not name) is an error that names it.
 
     Args:
         path: the directory; torch and the checkpointer name another for each checkpoint.
@@ -130,8 +134,27 @@ class SafetensorsStorage(FileStorage):
         return results
 
     def reader(self, path: StrPath) -> StorageReader:
-        """Return torch's reader of such files, which reads tensors only."""
-        return HuggingFaceStorageReader(str(path))
+        """See :class:`.Storage`."""
+        return SafetensorsReader(path)
+
+
+class SafetensorsReader(FileSystemReader):
+    """Reads what :class:`SafetensorsStorage` wrote in the directory ``path``."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the entries of a plan, tensors through torch's ``HuggingFaceStorageReader``."""
+        tensors = [item for item in plan.items if self._file(item).suffix == _SUFFIX]
+        others = [item for item in plan.items if self._file(item).suffix != _SUFFIX]
+        reader = HuggingFaceStorageReader(str(self.path))
+        reader.storage_data = {
+            item.storage_index: replace(self.storage_data[item.storage_index], relative_path=str(self._file(item)))
+            for item in tensors
+        }
+        reader.read_data(replace(plan, items=tensors), planner).wait()
+        return super().read_data(replace(plan, items=others), planner)
+
+    def _file(self, item: ReadItem) -> Path:
+        return Path(self.path) / self.storage_data[item.storage_index].relative_path
 
 
 def _dense(name: str, x: object) -> torch.Tensor:

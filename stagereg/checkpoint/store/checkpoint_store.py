@@ -240,7 +240,7 @@ class CheckpointStore(ABC):
         """Return the directory that a path means, which may be that of ``latest``."""
 
     @abstractmethod
-    def _sizes(self, path: str) -> dict[str, Found]:
+    def _sizes(self, path: str) -> dict[str, int | str]:
         """Return the size of each file in a directory, or what it is instead; nothing if there is no directory."""
 
     @abstractmethod
@@ -307,14 +307,13 @@ class CheckpointStore(ABC):
         return [old for old in (*counted[keep - 1 :], *sorted(replaced)) if old not in (path, pointed)]
 
 
-def _missing_from(sizes: Mapping[str, Found], manifest: Manifest) -> tuple[Damage, ...]:
+def _missing_from(sizes: Mapping[str, int | str], manifest: Manifest) -> tuple[Damage, ...]:
     return differences(manifest, {name: sizes.get(name, "missing") for name in manifest.files})
 
 
-def _nothing_known(path: str, what: Found) -> Condition:
+def _nothing_known(path: str, why: str) -> Condition:
     """Return the condition of a directory without a manifest that can be read."""
-    why = what.why if isinstance(what, Unclear) else str(what)
-    return Condition(path, None, (Damage(MANIFEST, why, certain=not isinstance(what, Unclear)),))
+    return Condition(path, None, (Damage(MANIFEST, why, certain=not isinstance(why, Unclear)),))
 
 
 def _complete(found: list[Condition]) -> list[Checkpoint]:

@@ -37,8 +37,6 @@ _LOOK_S = 0.5
 _REQUEST_S = 10.0
 
 _log = logging.getLogger(__name__)
-_here: set[str] = set()
-"""The tokens of what this process holds."""
 
 
 class StoreLease(StoreLock):
@@ -71,8 +69,6 @@ class StoreLease(StoreLock):
                 if waited > self._seconds:
                     text = f"{self._url} can neither be made nor read: look at the rights for that name."
                     raise CheckpointError(text)
-            elif there.token in _here:
-                raise self._refused(None)
             # By our own clock too: one that is ahead or behind must not keep a dead run's object for ever.
             elif there.is_over() or (there == first and waited > self._seconds):
                 if self._replace():
@@ -81,7 +77,6 @@ class StoreLease(StoreLock):
             elif there != first:
                 raise self._refused(there.owner)
             self._ended.wait(_LOOK_S)
-        _here.add(self._token)
 
     def _check(self) -> tuple[bool, Owner | None]:
         with self._busy:
@@ -95,7 +90,6 @@ class StoreLease(StoreLock):
         with contextlib.suppress(Exception), self._busy, within(_REQUEST_S):  # it is free in a minute
             if self._is_ours():
                 self._objects.delete(self._url)
-        _here.discard(self._token)  # not earlier: others of this process would take it, and lose it to this
 
     def renew(self) -> None:
         """Renew it, if it is ours; if not, :meth:`check` will raise."""

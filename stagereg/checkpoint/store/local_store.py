@@ -25,7 +25,7 @@ import stat
 from pathlib import Path
 
 from stagereg.checkpoint.checksum import crc32
-from stagereg.checkpoint.damage import Found, of_error
+from stagereg.checkpoint.damage import of_error
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import DirectoryLock, Owner, StoreLock, holder
 from stagereg.checkpoint.manifest import LATEST, MANIFEST, FileMark, Manifest, file_mark, new_token, step_name, step_of
@@ -68,7 +68,7 @@ class LocalStore(CheckpointStore):
     def _resolve(self, path: str) -> str:
         return str(Path(path).resolve())
 
-    def _sizes(self, path: str) -> dict[str, Found]:
+    def _sizes(self, path: str) -> dict[str, int | str]:
         try:
             return {name: _size(Path(path) / name) for name in os.listdir(path)}
         except (FileNotFoundError, NotADirectoryError):
@@ -150,7 +150,7 @@ def mark_file(path: Path) -> FileMark:
         return file_mark(file)
 
 
-def _size(path: Path) -> Found:
+def _size(path: Path) -> int | str:
     try:
         found = os.lstat(path)
     except OSError as error:

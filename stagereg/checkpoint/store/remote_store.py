@@ -20,7 +20,7 @@ import contextlib
 import logging
 
 from stagereg.checkpoint.checksum import crc32
-from stagereg.checkpoint.damage import Condition, Damage, Found
+from stagereg.checkpoint.damage import Condition, Damage
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import Owner, StoreLock
 from stagereg.checkpoint.manifest import LATEST, MANIFEST, FileMark, Manifest, file_mark, step_name, step_of
@@ -68,7 +68,7 @@ class RemoteStore(CheckpointStore):
         folder, _, name = path.rstrip("/").rpartition("/")
         return f"{folder}/{(self._name_in(f'{folder}/{name}') if name == LATEST else None) or name}"
 
-    def _sizes(self, path: str) -> dict[str, Found]:
+    def _sizes(self, path: str) -> dict[str, int | str]:
         return {name: size for name, size in self.objects.listing(path).items() if size is not None}
 
     def _read(self, path: str) -> bytes:

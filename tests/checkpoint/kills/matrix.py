@@ -53,34 +53,27 @@ STEPS, EVERY, WIDTH = 10, 2, 256
 LIMIT_S = 300.0  # of one run; nothing here takes a tenth of it on an idle machine, but writers give way to others
 LINGER_S = 2.0  # for the other ranks to notice, which is no promise; a launcher would end them as well
 ATTEMPTS = 4
-BEFORE, AFTER, BETWEEN = "before the commit", "after it", "between saves"
 BY_RANK_0 = {"locked", "swept", *list(failpoints.POINTS)[list(failpoints.POINTS).index("marked") :]} - {"ended"}
 START = {"locked", "swept"}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What runs: storage, stager, ranks; ``again`` saves steps that are there."""
+    """What runs."""
 
     storage: str = "dcp"
     stager: str = "blocking"
     ranks: int = 2
-    again: bool = False
-
-    @property
-    def keep(self) -> int:
-        return 2 * STEPS if self.again else 2
 
 
 CHEAP = [Setup(storage, stager) for stager in ("blocking", "pinned_cached") for storage in ("dcp", "safetensors")]
 SHARED = [Setup(storage, "shared") for storage in ("dcp", "safetensors")]
-AGAIN = Setup("dcp", "blocking", ranks=1, again=True)
 
 
 # -- in a rank
 
 
-def train(setup: Setup, rank: int, root: Path, folder: Path, kills: Sequence[Kill], resume: str) -> None:
+def train(setup: Setup, rank: int, root: Path, folder: Path, kills: Sequence[Kill]) -> None:
     """Train; deterministic as long as the random numbers are."""
     observer = Observer(kills, rank, folder, os.getpid())
     if setup.ranks > 1:
@@ -103,9 +96,7 @@ def train(setup: Setup, rank: int, root: Path, folder: Path, kills: Sequence[Kil
     storage = stagereg.build("storage", setup.storage)
     storage.observer = observer
     failpoints.watch(observer)
-    with Checkpointer(
-        str(root), EVERY, setup.keep, resume, stagereg.build("stager", setup.stager), storage
-    ) as checkpointer:
+    with Checkpointer(str(root), EVERY, 2, "auto", stagereg.build("stager", setup.stager), storage) as checkpointer:
         observer.checkpointer = checkpointer
         start = checkpointer.restore(state) or 0
         append_line(folder, rank, resumed=start, digest=digest(state))
@@ -167,17 +158,9 @@ class RunResult:
     def digests(self, rank: int) -> dict[int, str]:
         return {line["step"]: line["digest"] for line in self.lines(rank) if "step" in line}
 
-    def killed(self, i: int) -> float | None:
-        """When the kill of that number came about; None if it did not."""
-        flag = self.folder / f"killed-{i}"
-        return float(flag.read_text()) if flag.exists() else None
-
-    def phase(self, moment: float) -> str:
-        """Whether a moment was before, during or after rank 0's commit."""
-        seen = Counter(line["point"] for line in self.lines(0) if "point" in line and line["at"] <= moment)
-        if seen["staged"] > seen["committed"]:
-            return BEFORE
-        return AFTER if seen["committed"] > seen["ended"] else BETWEEN
+    def killed(self, i: int) -> bool:
+        """Whether the kill of that number came about."""
+        return (self.folder / f"killed-{i}").exists()
 
     def committed(self) -> int:
         """The step of the last save that rank 0 has reported as durable."""
@@ -190,9 +173,7 @@ class RunResult:
         return "\n".join(f"--- rank {rank}, {self.codes[rank]}:\n{text}" for rank, text in enumerate(texts))
 
 
-def run(
-    setup: Setup, root: Path, folder: Path, kills: Sequence[Kill] = (), resume: str = "auto", full: float = 0
-) -> RunResult:
+def run(setup: Setup, root: Path, folder: Path, kills: Sequence[Kill] = (), full: float = 0) -> RunResult:
     """Run the ranks, killing as asked, until all have ended.
 
     ``full`` is how many seconds an uninterrupted run takes.
@@ -202,7 +183,7 @@ def run(
     began = time.monotonic()
     pids: list[int] = []
     for rank in range(setup.ranks):
-        pids.append(_forked(rank, pids, folder, lambda rank=rank: train(setup, rank, root, folder, kills, resume)))
+        pids.append(_forked(rank, pids, folder, lambda rank=rank: train(setup, rank, root, folder, kills)))
     pidfds = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids)}
     try:
         for i, kill in enumerate(kills):
@@ -290,7 +271,7 @@ def _kill_now(kill: Kill, pids: Sequence[int], flag: Path) -> None:
         os.kill(pids[kill.rank], signal.SIGKILL)
     else:
         os.killpg(pids[0], signal.SIGKILL)
-    flag.write_text(repr(time.monotonic()))
+    flag.touch()
 
 
 # -- chains
@@ -313,7 +294,6 @@ class KillResult:
 
     setup: Setup
     kill: Kill
-    phase: str
     newest: int
 
 
@@ -348,11 +328,9 @@ class Matrix:
         root = self.folder / "root"
         shutil.rmtree(root, ignore_errors=True)
         missed: list[Kill] = []
-        if setup.again:
-            self._run(setup, root, [])
         for planned in kills:
             shown = self._run(setup, root, planned)
-            missed += [kill for i, kill in enumerate(planned) if shown.killed(i) is None]
+            missed += [kill for i, kill in enumerate(planned) if not shown.killed(i)]
             if shown.codes == [0] * setup.ranks:
                 self._check_end(setup, root, shown)
         if shown.codes != [0] * setup.ranks:
@@ -373,15 +351,14 @@ class Matrix:
 
     def _run(self, setup: Setup, root: Path, kills: Sequence[Kill]) -> RunResult:
         before = newest(root)
-        resume = "never" if setup.again and kills else "auto"
         full = self.duration(setup) if any(kill.when == RANDOM for kill in kills) else 0.0
         self.expected(setup.ranks)
-        shown = run(setup, root, self.folder / "shown", kills, resume, full)
+        shown = run(setup, root, self.folder / "shown", kills, full)
         self.runs += 1
         self.reached.update(name for rank in range(setup.ranks) for name in shown.of(rank, "point"))
         with self._naming(setup, kills, shown):
-            self._check_resumed(setup, shown, 0 if resume == "never" else before)
-            fatal = [kill for i, kill in enumerate(kills) if kill.victim != WRITER and shown.killed(i) is not None]
+            self._check_resumed(setup, shown, before)
+            fatal = [kill for i, kill in enumerate(kills) if kill.victim != WRITER and shown.killed(i)]
             if not fatal and shown.codes != [0] * setup.ranks:
                 raise Broken(f"ranks ended with {shown.codes}, and none was killed")
             if fatal and shown.codes.count(-signal.SIGKILL) - shown.ended < (
@@ -390,9 +367,8 @@ class Matrix:
                 raise Broken(f"ranks ended with {shown.codes}")
             self._check_directory(setup, root, shown, before)
         for i, kill in enumerate(kills):
-            moment = shown.killed(i)
-            if moment is not None:
-                self.results.append(KillResult(setup, kill, shown.phase(moment), newest(root)))
+            if shown.killed(i):
+                self.results.append(KillResult(setup, kill, newest(root)))
         return shown
 
     @contextlib.contextmanager
@@ -423,7 +399,7 @@ class Matrix:
         damaged = {one.path: str(found) for one in complete if (found := store.examine(one.path)).damages}
         if damaged:
             raise Broken(f"damaged: {damaged}")
-        if not setup.again and newest(root) < max(before, shown.committed()):
+        if newest(root) < max(before, shown.committed()):
             raise Broken(f"step {max(before, shown.committed())} was committed, and the newest is {newest(root)}")
         if os.path.lexists(root / "latest") and open_store(str(root)).latest() is None:
             raise Broken("latest points to what is no checkpoint")
@@ -468,13 +444,12 @@ def few(draw: random.Random, kills: int) -> list[tuple[Setup, list[list[Kill]]]]
     named = list(failpoints.POINTS)
     single = [at_point(draw, draw.choice((ONE, ALL)), name, 2) for name in named]
     writers = [Kill(WRITER, draw.choice(("writing", "flushed", "marked")), nth=2)]
-    count = kills - len(single) - len(writers) - 1
+    count = kills - len(single) - len(writers)
     single += [at_random(draw, draw.choice((ONE, ALL)), 2) for _ in range(count)]
     draw.shuffle(single)
     setups = draw.sample(CHEAP, 4)
     chains = [(setup, [[kill] for kill in single[i::4]]) for i, setup in enumerate(setups)]
-    again = (AGAIN, [[Kill(ONE, "hidden")]])
-    return [*chains, again, (Setup("dcp", "shared", ranks=1), [writers])]
+    return [*chains, (Setup("dcp", "shared", ranks=1), [writers])]
 
 
 def many(draw: random.Random, kills: int) -> list[tuple[Setup, list[list[Kill]]]]:
@@ -489,7 +464,6 @@ def many(draw: random.Random, kills: int) -> list[tuple[Setup, list[list[Kill]]]
     each += [at_point(draw, WRITER, name, 2) for name in named if name not in START]
     draw.shuffle(each)  # a writer process takes seconds to start: these are shared out among the storages
     chains += [(SHARED[i % len(SHARED)], [[kill] for kill in each[i::9]]) for i in range(9)]
-    chains += [(replace(AGAIN, storage=setup.storage), [[Kill(ONE, "hidden")]]) for setup in SHARED]
     count = max(0, kills - sum(len(planned) for _, chain in chains for planned in chain))
     for i in range(-(-count // 4)):
         setup = SHARED[i // 6 % len(SHARED)] if i % 6 == 5 else CHEAP[i % len(CHEAP)]
@@ -515,18 +489,17 @@ def work_off(matrix: Matrix, chains: Sequence[tuple[Setup, list[list[Kill]]]]) -
 
 
 def counts(results: Sequence[KillResult]) -> list[list[str]]:
-    """Return the rows of the table: when, kills of each victim, before and after the commit, and resumed from."""
+    """Return the rows of the table: when, kills of each victim, and what the next run went on from."""
     rows = []
     for when in [*failpoints.POINTS, RANDOM, "all"]:
         these = [result for result in results if when in (result.kill.when, "all")]
         victims = [sum(result.kill.victim == victim for result in these) for victim in (ONE, ALL, WRITER)]
-        phases = [sum(result.phase == phase for result in these) for phase in (BEFORE, AFTER, BETWEEN)]
         nothing = sum(result.newest == 0 for result in these)
-        rows.append([when, *map(str, [*victims, len(these), *phases, len(these) - nothing, nothing])])
+        rows.append([when, *map(str, [*victims, len(these), len(these) - nothing, nothing])])
     return rows
 
 
-HEADS = ["killed at", ONE, ALL, WRITER, "kills", BEFORE, AFTER, BETWEEN, "resumed", "from the start"]
+HEADS = ["killed at", ONE, ALL, WRITER, "kills", "resumed", "from the start"]
 
 
 def main() -> int:

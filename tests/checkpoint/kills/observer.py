@@ -61,8 +61,7 @@ class Observer:
     def _first(self, i: int) -> bool:
         """Whether this kill has not happened yet: a writer process that was replaced comes to the same point again."""
         try:
-            with (self.folder / f"killed-{i}").open("x") as file:
-                file.write(repr(time.monotonic()))
+            (self.folder / f"killed-{i}").touch(exist_ok=False)
         except FileExistsError:
             return False
         return True

@@ -18,9 +18,8 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import stagereg
 from stagereg.checkpoint.manifest import FileMark
-from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile
+from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, Upload
 from stagereg.checkpoint.storage.dcp import DcpStorage
-from stagereg.checkpoint.storage.upload import Upload
 from stagereg.checkpoint.store.remote_store import RemoteStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

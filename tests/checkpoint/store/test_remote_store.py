@@ -18,7 +18,7 @@ import stagereg.checkpoint.store.checkpoint_store as checkpoint_store
 import stagereg.checkpoint.store.object_store as objects
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest, file_mark
+from stagereg.checkpoint.manifest import Checkpoint, FileMark, file_mark
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.remote_store import RemoteStore
 from stagereg.errors import CheckpointError
@@ -71,31 +71,6 @@ def test_a_checkpoint_is_there_when_its_manifest_is(url: str) -> None:
     ObjectStore(url).put(f"{path}/__0_0.distcp", b"cOntent")
     assert store.condition(path).checkpoint is not None
     assert "flipped bits" in str(store.examine(path))
-
-
-def test_the_newest_are_kept_and_a_step_saved_again_is_there_once(url: str) -> None:
-    store = RemoteStore(url)
-    for step, token in ((1, "aa"), (2, "bb"), (3, "cc"), (2, "dd")):
-        publish(store, step, token, keep=2)
-    assert complete(store) == [2, 3]
-    manifests = ["step-00000002.dd/manifest.json", "step-00000003.cc/manifest.json"]
-    assert [name for name in names(url) if name.endswith("json")] == manifests
-
-
-def test_a_damaged_one_stays_until_its_step_is_saved_again(url: str) -> None:
-    store = RemoteStore(url)
-    cut, bent = publish(store, 1, "aa"), publish(store, 2, "bb")
-    ObjectStore(url).put(f"{cut}/__0_0.distcp", b"cut")
-    store.distrusted.add(bent)
-    for step in (3, 4, 5):
-        publish(store, step, "ee", keep=1)
-    assert "__0_0.distcp: truncated: 3 of 7 bytes" in str(store.condition(cut))
-    assert complete(store) == [5, 2]
-    assert store.checkpoints()[0][0].manifest.serial == 5  # a damaged one has had its serial
-    for step in (1, 2):
-        publish(store, step, "ff", keep=9)
-    assert complete(store) == [2, 1, 5]
-    assert not store.distrusted
 
 
 def test_a_deletion_begins_with_the_manifest(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,20 +322,3 @@ def test_commands_report_a_store_that_cannot_be_looked_at(
     for command in (["ls", url], ["verify", url], ["convert", url, "out.pt"]):
         assert cli.main(command) == 2
         assert f"stagereg: {url} could not be looked at: " in capsys.readouterr().err
-
-
-def test_a_manifest_that_cannot_be_one_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = RemoteStore(url)
-    path = publish(store, 5, "aa")
-    length = len(ObjectStore(url).get(f"{path}/manifest.json"))
-    monkeypatch.setattr(checkpoint_store, "MANIFEST_BYTES", length)
-    assert complete(store) == [5]
-    monkeypatch.setattr(checkpoint_store, "MANIFEST_BYTES", length - 1)
-    assert store.checkpoints() == ([], {path: f"manifest.json: damaged (it has {length:,} bytes)"})
-    monkeypatch.undo()
-    for manifest, why in (
-        (Manifest(5, 1, 1, {"../x": FileMark(1, 1)}), "no plain name"),
-        (Manifest(4, 1, 1, {}), "of step 4, not of this one"),
-    ):
-        ObjectStore(url).put(f"{path}/manifest.json", manifest.dumps().encode())
-        assert why in str(store.condition(path))

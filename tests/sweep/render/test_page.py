@@ -22,23 +22,6 @@ from ..samples import compared, row_of
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="72pt" height="36pt" viewBox="0 0 72 36"><g id="a"/></svg>'
 EVIL = "</script><script>window.owned = 1</script><img src=x onerror='window.owned = 2'>"
-CONTRAST = """() => {
-  const canvas = document.createElement("canvas").getContext("2d");
-  const rgb = (colour) => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
-    return [...canvas.getImageData(0, 0, 1, 1).data]; };
-  const light = ([r, g, b]) => [r, g, b].map((c) => c / 255).map((c) => c <= 0.03928 ? c / 12.92 :
-    ((c + 0.055) / 1.055) ** 2.4).reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
-  const ground = (one) => { for (let e = one; e; e = e.parentElement) {
-    const c = rgb(getComputedStyle(e).backgroundColor); if (c[3] === 255) return c; } return [255, 255, 255, 255]; };
-  const ratios = {};
-  for (const name of ["h1", ".kicker", ".note", ".warnings li", "td.best", "td.tie small", "tr.failed td",
-      ".chip.best", ".chip.tie", ".chip.aa", ".chip.failed", "th", "footer"])
-    for (const one of document.querySelectorAll(name)) {
-      const [a, b] = [light(rgb(getComputedStyle(one).color)), light(ground(one))];
-      ratios[name] = Math.min(ratios[name] ?? 99, (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05));
-    }
-  return ratios;
-}"""
 
 
 class Opened:
@@ -146,22 +129,12 @@ def test_what_differs_between_runs_is_listed_but_for_the_load() -> None:
     assert "9.75" not in text
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_all_text_can_be_read_in_light_and_in_dark(opened: Opener, usual: str, scheme: str) -> None:
-    view = opened(usual, color_scheme=scheme).view
-    seen = view.evaluate(CONTRAST)
-    assert len(seen) == 13
-    assert {name: ratio for name, ratio in seen.items() if ratio < 4.5} == {}
+def test_it_is_dark_where_wanted_and_only_its_table_scrolls(opened: Opener, usual: str) -> None:
+    view = opened(usual, color_scheme="dark", viewport={"width": 360, "height": 700}).view
     ground = view.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (max(json.loads(f"[{ground[4:-1]}]")) < 60) == (scheme == "dark")
-
-
-def test_on_a_narrow_screen_only_the_table_scrolls(opened: Opener, usual: str) -> None:
-    view = opened(usual, viewport={"width": 360, "height": 700}).view
+    assert max(json.loads(f"[{ground[4:-1]}]")) < 60
     assert view.evaluate("document.documentElement.scrollWidth") <= 360
-    box = view.locator(".scroll:has(#table-0)")
-    assert box.evaluate("(one) => one.scrollWidth > one.clientWidth")
-    assert box.get_attribute("tabindex") == "0"
+    assert view.locator(".scroll:has(#table-0)").evaluate("(one) => one.scrollWidth > one.clientWidth")
 
 
 def test_the_page_of_a_run_has_all_that_is_known_of_it(opened: Opener, tmp_path: Path) -> None:

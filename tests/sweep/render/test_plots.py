@@ -106,18 +106,3 @@ def test_without_the_ranking_figure_another_is_drawn() -> None:
 def test_dollars_and_markup_are_letters() -> None:
     strange = r"$x^2$ \alpha <b>&"
     assert strange in texts(drawn(compared([row_of({"a": strange}, {"stall_ms": (3.0,)})])))
-
-
-def test_the_legend_stays_in_the_picture_beside_long_labels() -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    long = {"a": "x" * 60, "b": "y" * 60}
-    kinds = ({"stall_ms": "best"}, {"stall_ms": "tie"}, {})
-    rows = [row_of(long, {"stall_ms": (1.0, 2.0)}, kind) for kind in kinds]
-    figure = plots.compare_figure(compared([*rows, row_of(long, {"stall_ms": (1.5,)}, again=True)]))
-    assert figure is not None
-    FigureCanvasAgg(figure).draw()
-    (legend,) = figure.legends
-    box = legend.get_window_extent()
-    assert figure.bbox.x0 <= box.x0
-    assert box.x1 <= figure.bbox.x1
