@@ -178,6 +178,10 @@ def test_errors_in_the_metadata_of_a_package_are_reported(install: Install, caps
     assert found["metadata"][0] == "broken"
     assert "Did you mean 'stager'?" in found["metadata"][1]
     assert "is no class that inherits stagereg.testing.StagerContract" in found["contract"][1]
+    install("older", STAGER.format(name="other"), {"stager.older": "Mine"}, requires="stagereg")
+    found = rows(check("older", capsys=capsys, code=1))
+    assert "requires 'stagereg', which is an unrelated project" in found["metadata"][1]
+    assert found["loads"][0] == "broken"
 
 
 @pytest.mark.parametrize(
@@ -212,9 +216,10 @@ def test_what_a_target_means_is_known_without_importing_it(install: Install) -> 
     for target in ("stager/pinned_cached", "pinned_cached"):
         assert checking.resolve(target) == (["stager/pinned_cached"], [])
     install("the_held", bomb, {"stager.held": "Mine", "stager.one": "Mine"})
-    assert checking.resolve("the_held")[0] == ["stager/held", "stager/one"]
-    with pytest.raises(RegistryError, match="Two components want to be the stager 'one'"):
+    assert checking.resolve("the_held")[0] == ["stager/held", "stager/one@the-held"]
+    with pytest.raises(RegistryError, match="say which"):
         checking.resolve("stager/one")
+    assert checking.resolve("stager/one@the_held")[0] == ["stager/one@the-held"]
 
 
 @pytest.mark.parametrize(

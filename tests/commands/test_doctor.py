@@ -65,6 +65,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 threading.Event().wait()
 """
     install("good_one", GOOD, {"stager.good": "Good"})
+    install("newer", "print('imported')", {"stager.newer": "X"}, requires="hydra-stagereg>=99")
     install("unknown", "", {"stagr.x": "X"})
     bad = {
         "raises": ("raise ValueError('no licence')", "ValueError: no licence"),
@@ -83,6 +84,7 @@ threading.Event().wait()
         assert row["found"].startswith(f"{name} 1.2: ")
         assert message.format(file=files[name]) in row["found"]
         assert name in row["do"]
+    assert "needs hydra-stagereg>=99" in found["stager/newer"]["found"]
     assert "Did you mean 'stager'?" in found["unknown 1.2"]["found"]
     wait_until_gone(int(pid.read_text()))
 

@@ -154,18 +154,20 @@ def test_a_built_in_component_is_described_in_full(kind: str, name: str) -> None
         ("stagr/shared", "No kind 'stagr' of component. Did you mean 'stager'?"),
         ("ddp", "2 kinds have a 'ddp'. Choose one: join_hook/ddp or joinable/ddp"),
         ("zzz", "No component named 'zzz'.\n`stagereg list` lists what there is."),
+        ("shared@nobody", "No stager named 'shared@nobody'."),
     ],
 )
 def test_a_name_of_no_component_is_refused(asked: str, seen: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert seen in refused(capsys, asked)
 
 
-def test_a_name_of_two_packages_and_a_broken_one_are_refused(
+def test_a_name_of_two_packages_needs_the_package_and_a_broken_one_is_named(
     install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    install("shown_one", "raise SystemExit('no licence')", {"stager.both": "Theirs", "stager.bad": "Theirs"})
+    install("shown_one", "raise SystemExit('no licence')", {"stager.both": "Theirs"})
     install("shown_two", STAGER, {"stager.both": "Theirs"})
-    assert "Two components want to be the stager 'both'" in refused(capsys, "both")
-    seen = refused(capsys, "bad")
+    assert "both@shown-one or both@shown-two" in refused(capsys, "both")
+    assert shown(capsys, "both@shown_two")["target"] == "shown_two:Theirs"
+    seen = refused(capsys, "both@shown-one")
     assert "shown_one 1.2" in seen
     assert "no licence" in seen
