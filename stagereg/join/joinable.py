@@ -218,12 +218,7 @@ def is_native(joinable: object) -> TypeGuard[Joinable]:
 
 
 def notify(joinable: Any, reduces: bool = True) -> dist.Work | None:
-    """Announce that this rank begins a step; see :meth:`stagereg.Join.notify_join_context`.
-
-    Args:
-        joinable: only the first of a join announces.
-        reduces: whether the step's gradients will be reduced among the ranks.
-    """
+    """As :meth:`stagereg.Join.notify_join_context`, of a step that ``reduces`` gradients among the ranks or not."""
     if not hasattr(joinable, "_join_config"):
         raise JoinableNotInitializedError(
             f"Check that the {type(joinable)} constructor calls the ``Joinable`` constructor"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from stagereg.kernel.channel import control_channel
+from stagereg.kernel.channel import control_channel, wait_until
 from stagereg.testing import run_ranks
 
 
@@ -51,6 +53,11 @@ def use(rank: int, world_size: int) -> dict[str, Any]:
         pass
     seen["late"] = late.wait()
     seen["after it"] = channel.add([float(rank)]).wait()
+
+    with mock.patch("stagereg.kernel.channel.LIMIT_S", 2.0):
+        polled = control_channel(world(), "polled", wait_until)
+        time.sleep(3.0 * (rank > 0))
+        seen["long after"] = polled.add([1.0]).wait()
     return seen
 
 
@@ -65,6 +72,7 @@ def test_a_channel_sums_and_gathers_and_can_be_waited_for() -> None:
         assert seen.get("not yet") == ((False, False) if rank == 0 else None)
         assert seen["late"] == [3.0]
         assert seen["after it"] == [3.0]
+        assert seen["long after"] == [3.0]
 
 
 def parts(rank: int, world_size: int) -> dict[str, Any]:
