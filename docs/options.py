@@ -45,7 +45,8 @@ def page() -> str:
 
 def _component(entry: Entry) -> Iterator[str]:
     described = describe(entry)
-    yield f"\n### {entry.kind}/{entry.name}\n"
+    # The name alone, also where another package of this machine announces it, too.
+    yield f"\n### {entry.kind}/{entry.bare}\n"
     yield f"{described.summary} (`{entry.target}`)"
     if described.options:
         yield ""

@@ -1,4 +1,4 @@
-"""What is installed, read from metadata: the plugins that packages announce.
+"""What is installed, read from metadata: the plugins that packages announce, and the stagereg that they require.
 
 Nothing is imported. Each distribution is read by itself, so one with broken metadata hides no other; it is reported
 instead. Of two distributions with one name the first on ``sys.path`` counts, as it does for an import.
@@ -11,9 +11,10 @@ import importlib.metadata
 import re
 from importlib.metadata import Distribution, EntryPoint
 
+from stagereg._version import __version__
 from stagereg.errors import InstallationError, StageregError
 
-__all__ = ["DISTRIBUTION", "announced", "normalized"]
+__all__ = ["DISTRIBUTION", "announced", "normalized", "unmet"]
 
 DISTRIBUTION = "hydra-stagereg"
 """What pip calls this project. The name ``stagereg`` in the Python package index belongs to an unrelated one."""
@@ -41,6 +42,25 @@ def announced(group: str) -> tuple[list[tuple[str, str, EntryPoint]], list[tuple
             unreadable.append((folder, str(error) if isinstance(error, StageregError) else why))
     points = [point for points in found.values() for point in points]
     return sorted(points, key=lambda point: (point[2].name, point[2].value)), sorted(unreadable)
+
+
+def unmet(distribution: str) -> str:
+    """Return why an installed distribution does not fit this stagereg, by what it requires; empty if it fits."""
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = [Requirement(line) for line in importlib.metadata.requires(distribution) or []]
+    except Exception:  # its entry points could be read; importing it shows what else is wrong
+        return ""
+    for each in requirements:
+        needed = f"{DISTRIBUTION}{each.specifier}"
+        if each.marker is not None and not each.marker.evaluate({"extra": ""}):
+            continue
+        if normalized(each.name) == "stagereg":
+            return f"requires {str(each)!r}, which is an unrelated project; its author has to write {needed!r}."
+        if normalized(each.name) == DISTRIBUTION and not each.specifier.contains(__version__, prereleases=True):
+            return f"needs {needed}; this is {__version__}. Install one that fits: pip install '{needed}'"
+    return ""
 
 
 def normalized(distribution: str) -> str:

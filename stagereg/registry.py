@@ -6,16 +6,15 @@ because a module that has run decorated it with :func:`register`. The functions 
 :data:`REGISTRY`, which all of stagereg uses.
 
 Promises: listing imports nothing. A component is checked against the protocol of its kind when it is registered or
-first loaded, so its author sees the mistake, not its user. A package that cannot be imported fails only when its
-component is chosen. A name never silently changes its meaning: where several packages announce different components
-under one name, choosing it is an error that names them.
+first loaded, so its author sees the mistake, not its user. A package that cannot be imported, or requires another
+stagereg, fails only when its component is chosen. A name never silently changes its meaning: where several packages
+announce one name, each component goes by ``name@distribution``, and the bare name is an error.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import itertools
 import os
 import re
 import sys
@@ -27,7 +26,7 @@ from typing import Any, TypeVar
 from stagereg._version import __version__
 from stagereg.crash_report import summarize_exception
 from stagereg.errors import RegistryError, UnknownNameError, nearest
-from stagereg.installed import DISTRIBUTION, announced
+from stagereg.installed import DISTRIBUTION, announced, normalized, unmet
 from stagereg.spec import REQUIRED, check, check_component, refuse_unknown
 
 __all__ = ["ENTRY_POINTS", "REGISTRY", "Entry", "Registry", "checked", "kinds"]  # and the methods of REGISTRY
@@ -69,7 +68,7 @@ class Entry:
 
     Attributes:
         kind: ``"stager"``, ``"storage"``, ``"join_hook"``, ``"joinable"``, ``"join"`` or ``"checkpoint"``.
-        name: what a user writes.
+        name: what a user writes: the name, or ``name@distribution`` where several packages announce that name.
         target: where the class or factory is, ``"package.module:Name"``.
         distribution: the installed package that announces it; empty when only a decorator did.
         version: of that package.
@@ -88,6 +87,11 @@ class Entry:
     registry: Registry = field(kw_only=True, compare=False, repr=False)
 
     @property
+    def bare(self) -> str:
+        """``name`` without the distribution."""
+        return self.name.partition("@")[0]
+
+    @property
     def path(self) -> str:
         """``target`` as Hydra writes it in ``_target_``: ``"package.module.Name"``."""
         return self.target.replace(":", ".")
@@ -103,14 +107,18 @@ class Entry:
         """Import the component, check it against its kind's protocol and return it.
 
         Raises:
-            RegistryError: its module cannot be imported, lacks the name, or holds something else than the kind asks.
+            RegistryError: its package requires another stagereg (nothing was imported then), its module cannot be
+                imported, lacks the name, or holds something else than the kind asks.
         """
         if self.component is not None:
             return self.component
+        who = f"{self.kind}/{self.name} of {self.distribution} {self.version}"
+        if self.distribution != DISTRIBUTION and (why := unmet(self.distribution)):
+            raise RegistryError(f"{who} {why}\nIt was not imported.")
         if not _TARGET.fullmatch(self.target):
             raise RegistryError(
-                f"{self.kind}/{self.name} of {self.distribution} {self.version} is announced as {self.target!r}, which "
-                f'names no component.\nIts entry point has to be: {self.kind}.{self.name} = "package.module:Name"'
+                f"{who} is announced as {self.target!r}, which names no component.\n"
+                f'Its entry point has to be: {self.kind}.{self.bare} = "package.module:Name"'
             )
         module, _, qualname = self.target.partition(":")
         try:
@@ -181,6 +189,8 @@ class Registry:
     def names(self, kind: str) -> list[str]:
         """Return the sorted names of all components of ``kind``; imports none of them.
 
+        Where several packages announce one name, each is listed as ``name@distribution``, and the bare name is not.
+
         Raises:
             UnknownNameError: there is no such kind.
         """
@@ -203,22 +213,31 @@ class Registry:
     def find(self, kind: str, name: str) -> Entry:
         """Return the entry of one component; imports nothing.
 
+        ``name`` may be ``name@distribution``, also where nothing is ambiguous; spelling of the distribution does not
+        matter beyond what pip distinguishes.
+
         Raises:
             UnknownNameError: there is no such kind or name; the message has the nearest one and the list.
-            RegistryError: several packages announce components of that name, or one does and a decorator registers
-                another; the message names them.
+            RegistryError: several packages announce that name, or one does and a decorator registers another component.
         """
         _require_kind(kind)
-        found = self._named(kind, name)
+        bare, at, distribution = str(name).partition("@")
+        found = self._named(kind, bare)
+        qualified = [_qualified(entry) for entry in found if entry.distribution]
+        if at:
+            found = [e for e in found if e.distribution and normalized(e.distribution) == normalized(distribution)]
         if not found:
             known = self.names(kind)
-            near = nearest(name, known)
+            near = nearest(name, [*qualified, *known])
             unread = [] if near else self.unreadable()[:3]
             more = "".join(f"\nNot known is what {who} announces: {why}." for who, why in unread)
             raise UnknownNameError(f"No {kind} named {name!r}.{near}\nThere is: {', '.join(known) or '-'}{more}")
-        for other in found[1:]:
-            if other.target != found[0].target:
-                raise _taken(found[0], other)
+        if "@" in found[0].name and not at:
+            raise RegistryError(
+                f"{len(qualified)} installed packages provide {kind}/{bare}; say which: {' or '.join(qualified)}"
+            )
+        if found[0].target != found[-1].target:
+            raise _taken(found[0], found[-1])
         return found[0]
 
     def find_target(self, path: str) -> Entry | None:
@@ -267,14 +286,17 @@ class Registry:
     def __reduce__(self) -> str:
         return "REGISTRY"  # `stagereg.build`, a method of it, is pickled by name, as a function is
 
-    def _named(self, kind: str, name: str) -> list[Entry]:
-        return [entry for entry in self._entries() if (entry.kind, entry.name) == (kind, name)]
+    def _named(self, kind: str, bare: str) -> list[Entry]:
+        return [entry for entry in self._entries() if (entry.kind, entry.bare) == (kind, bare)]
 
     def _entries(self) -> Iterator[Entry]:
-        """All entries, announced ones first."""
+        """All entries, announced ones first, named so that no two have one name."""
         packages = self._installed()
-        for entry in itertools.chain.from_iterable(packages.values()):
-            yield replace(entry, file=next((own.file for own in self.decorated if _is_same(own, entry)), ""))
+        for rivals in packages.values():
+            several = len({entry.target for entry in rivals}) > 1
+            for entry in rivals:
+                file = next((own.file for own in self.decorated if _is_same(own, entry)), "")
+                yield replace(entry, name=_qualified(entry) if several else entry.name, file=file)
         for own in self.decorated:
             if not any(_is_same(own, entry) for entry in packages.get((own.kind, own.name), [])):
                 yield own
@@ -325,7 +347,7 @@ def checked(entry: Entry, component: Callable[..., Any], built: T) -> T:
 
 def _is_same(own: Entry, entry: Entry) -> bool:
     """Whether a decorated component is the one that a package announces, be it re-exported or run as ``__main__``."""
-    if (own.kind, own.name) != (entry.kind, entry.name):
+    if (own.kind, own.bare) != (entry.kind, entry.bare):
         return False
     module, _, qualname = entry.target.partition(":")
     # While a class is being decorated, a module of its package that re-exports it does not have it yet.
@@ -340,7 +362,11 @@ def _is_again(new: Entry, old: Entry) -> bool:
     """Whether a decorated component is another one again: reloaded, or run as ``__main__`` and imported as well."""
     (module, _, name), (old_module, _, old_name) = new.target.partition(":"), old.target.partition(":")
     same_file = new.file.rpartition(":")[0] == old.file.rpartition(":")[0]
-    return (new.kind, new.name, name) == (old.kind, old.name, old_name) and (module == old_module or same_file)
+    return (new.kind, new.bare, name) == (old.kind, old.bare, old_name) and (module == old_module or same_file)
+
+
+def _qualified(entry: Entry) -> str:
+    return f"{entry.bare}@{normalized(entry.distribution)}"
 
 
 def _require_kind(kind: str) -> None:
@@ -352,6 +378,6 @@ def _require_kind(kind: str) -> None:
 
 def _taken(one: Entry, other: Entry) -> RegistryError:
     return RegistryError(
-        f"Two components want to be the {one.kind} {one.name!r}:\n  {one.origin}\n  {other.origin}\n"
-        "Give one of them another name, or uninstall its package."
+        f"Two components want to be the {one.kind} {one.bare!r}:\n  {one.origin}\n  {other.origin}\n"
+        "Give one of them another name."
     )

@@ -9,25 +9,23 @@ from stagereg import __version__, cli
 from stagereg.errors import StageregError
 
 
-def test_a_misspelt_command_is_an_error_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["shwo", "pinned_cached"])
+@pytest.mark.parametrize(
+    ("arguments", "code", "out", "err"),
+    [
+        (["shwo", "pinned_cached"], 2, "", "no command 'shwo'. Did you mean 'show'?"),
+        (["--version"], 0, f"stagereg {__version__}\n", ""),
+        *(([command, "--help"], 0, "--json", "") for command in ("list", "show", "new", "check", "doctor")),
+    ],
+)
+def test_misspelt_commands_and_help(
+    arguments: list[str], code: int, out: str, err: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=str(code)):
+        cli.main(arguments)
     printed = capsys.readouterr()
-    assert printed.out == ""
-    assert "no command 'shwo'. Did you mean 'show'?" in printed.err
-
-
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["--version"])
-    assert capsys.readouterr().out == f"stagereg {__version__}\n"
-
-
-@pytest.mark.parametrize("command", ["list", "show", "new", "check", "doctor"])
-def test_every_command_about_plugins_prints_json_if_asked(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main([command, "--help"])
-    assert "--json" in capsys.readouterr().out
+    assert out in printed.out
+    assert err in printed.err
+    assert bool(printed.out) is not bool(printed.err)
 
 
 @pytest.mark.parametrize(("raised", "code"), [(StageregError("reason"), 2), (KeyboardInterrupt(), 130)])

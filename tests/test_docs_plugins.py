@@ -117,8 +117,3 @@ def test_every_block_is_a_file_or_a_console() -> None:
         assert (
             re.fullmatch(r"\$ .+", first) if language == "console" else re.fullmatch(r"# [\w/]+\.(py|yaml)", first)
         ), first
-
-
-def test_the_links_of_the_page_have_targets() -> None:
-    for link in re.findall(r"\]\(([^)#:]+)\)", PAGE.read_text()):
-        assert (PAGE.parent / link).exists(), link

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -63,12 +62,8 @@ def test_no_text_is_lost_and_no_line_is_wider_than_it_has_to_be(rows: list[tuple
 
 def test_a_cell_of_several_lines_stays_in_its_column(capsys: pytest.CaptureFixture[str]) -> None:
     output.table("", (), [("name", "one\n  two"), ("other", "three")])
-    assert printed(capsys) == ["  name   one", "           two", "  other  three"]
-
-
-def test_a_table_without_rows_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     output.table("Nothing", (), [])
-    assert printed(capsys) == ["Nothing"]
+    assert printed(capsys) == ["  name   one", "           two", "  other  three", "Nothing"]
 
 
 def test_on_a_terminal_a_verdict_has_a_colour(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,15 +86,6 @@ def test_json_is_one_document_that_any_parser_takes(capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out) == {"path": ".", "set": "{1}", "text": "ü"}
     with pytest.raises(ValueError, match="JSON"):
         output.as_json({"number": float("nan")})
-
-
-def test_a_command_has_its_help_and_the_option() -> None:
-    parser = argparse.ArgumentParser()
-    made = output.add_command(parser.add_subparsers(), "look", "look at it", lambda asked: int(asked.json), "Twice.")
-    for arguments, code in ((["look"], 0), (["look", "--json"], 1)):
-        asked = parser.parse_args(arguments)
-        assert asked.run(asked) == code
-    assert "Look at it. Twice." in made.format_help()
 
 
 def test_other_output_of_python_c_or_a_child_is_not_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:

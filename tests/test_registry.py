@@ -248,32 +248,72 @@ def test_a_component_is_found_where_announced_and_where_defined(package: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "other"),
+    ("name", "rivals"),
+    [("shared", ["hydra-other", "theirs"]), ("default", ["hydra-stagereg", "theirs"])],
+)
+def test_one_name_of_two_packages_is_two_qualified_names(package: Any, name: str, rivals: list[str]) -> None:
+    package("theirs", SELF_REGISTERED.replace("both", name), **{f"join.{name}": "make"})
+    if name == "shared":
+        package("Hydra_other", SELF_REGISTERED.replace("both", name).replace("7", "8"), **{"join.shared": "make"})
+    choices = [f"{name}@{rival}" for rival in rivals]
+    assert [each for each in stagereg.names("join") if name in each] == choices
+    listed = re.escape(f"provide join/{name}; say which: {' or '.join(choices)}")
+    with pytest.raises(RegistryError, match=f"^2 installed packages {listed}$"):
+        stagereg.build("join", name)
+    assert stagereg.build("join", f"{name}@theirs") == 7
+    assert name != "shared" or stagereg.build("join", "shared@hydra.OTHER") == 8, "as pip compares names"
+    assert [each for each in stagereg.names("join") if name in each] == choices
+    assert registry.find_target("theirs.make") == registry.find("join", f"{name}@theirs")
+    with pytest.raises(UnknownNameError, match=rf"No join named '{name}@thiers'\. Did you mean '{name}@theirs'\?"):
+        registry.find("join", f"{name}@thiers")
+
+
+def test_a_qualified_name_is_taken_where_nothing_is_ambiguous(package: Any) -> None:
+    package("theirs", "def make(): return 1", **{"join.both": "make"})
+    assert registry.find("join", "both@Theirs") == registry.find("join", "both")
+    assert registry.find("stager", "blocking@hydra-stagereg") == registry.find("stager", "blocking")
+    for name in ("both@other", "both@", "both@a@b", "default@theirs"):
+        with pytest.raises(UnknownNameError):
+            registry.find("join", name)
+    stagereg.register("join", "both")(_make)  # a decorated component does not take an installed name silently
+    with pytest.raises(RegistryError, match=r"theirs:make of theirs 1\.2\n  .*:_make at .*test_registry\.py:\d+\n"):
+        registry.find("join", "both")
+    assert stagereg.build("join", "both@theirs") == 1
+
+
+@pytest.mark.parametrize(
+    ("requires", "refused"),
     [
-        ("one", "other:make of other 1.2"),
-        ("default", "stagereg.join.context:configured of hydra-stagereg"),
-        ("mine", r":_make at .*test_registry\.py:\d+"),
+        ("hydra-stagereg>=9", "needs hydra-stagereg>=9; this is {version}. Install one that fits: pip install"),
+        ("Hydra_StageReg[report] (<0.1,>=0.0.1)", "needs hydra-stagereg<0.1,>=0.0.1; this is {version}."),
+        ("stagereg>=0.1", "requires 'stagereg>=0.1', which is an unrelated project; its author has to write 'hydra-"),
+        ("hydra-stagereg>=9; python_version < '3'", ""),
+        ("hydra-stagereg>=9; extra == 'test'", ""),
+        ("hydra-stagereg", ""),
+        ("hydra-stagereg-contrib>=9", ""),
+        ("hydra-stagereg>=nonsense", ""),
     ],
 )
-def test_one_name_of_two_packages_is_an_error_that_names_both(package: Any, name: str, other: str) -> None:
-    package("theirs", "def make(): return 2", **{f"join.{name}": "make"})
-    if name == "one":
-        package("other", "def make(): return 1", **{"join.one": "make"})
-    elif name == "mine":
-        stagereg.register("join", "mine")(_make)
-    assert stagereg.names("join").count(name) == 1
-    with pytest.raises(RegistryError, match=f"^Two components want to be the join '{name}':\n") as caught:
-        stagereg.build("join", name)
-    assert "theirs:make of theirs 1.2\n" in str(caught.value)
-    assert re.search(other, str(caught.value))
-    assert registry.find_target("theirs.make").load()() == 2  # a _target_ can still choose it
+def test_a_package_for_another_version_is_not_imported(package: Any, requires: str, refused: str) -> None:
+    package("newer", "def make(): return 7", **{"join.newer": "make"})
+    with (package.folder / "newer-1.2.dist-info/METADATA").open("a") as metadata:
+        metadata.write(f"Requires-Dist: torch\nRequires-Dist: {requires}\n")
+    registry.REGISTRY.refresh()
+    if not refused:
+        assert stagereg.build("join", "newer") == 7
+        return
+    with pytest.raises(RegistryError) as caught:
+        stagereg.build("join", "newer")
+    assert f"join/newer of newer 1.2 {refused.format(version=stagereg.__version__)}" in str(caught.value)
+    assert "newer" not in sys.modules
+    assert "newer" in stagereg.names("join")
 
 
 def test_two_packages_with_the_same_component_are_no_conflict(package: Any) -> None:
     package("one", "def make(): return 1", **{"join.shared": "make"})
     package("two", "", **{"join.shared": "make"})
     edit(package.folder / "two-1.2.dist-info/entry_points.txt", "two:make", "one:make")
-    assert stagereg.build("join", "shared") == 1
+    assert stagereg.build("join", "shared") == stagereg.build("join", "shared@two") == 1
 
 
 RUDE = "import stagereg\n@stagereg.register('stager', 'rude')\nclass Cls: ...\n"
@@ -392,6 +432,7 @@ def test_no_entry_points_file_whatsoever_breaks_the_registry(text: str) -> None:
         for entry in registry.entries():
             if entry.distribution == "odd":
                 assert registry.find_target(entry.path) is not None
+                assert registry.find(entry.kind, entry.name) == entry
 
 
 @pytest.mark.parametrize(("kind", "name"), list(registry.REGISTRY.built_in))

@@ -134,8 +134,10 @@ class StoreLock(ABC):
         """Let others lock it. Twice is harmless."""
         if self._process == os.getpid():
             self._process = 0
-            self._release()
-            del _held[self._key]
+            try:
+                self._release()
+            finally:
+                del _held[self._key]
 
     def __enter__(self) -> StoreLock:
         return self

@@ -22,7 +22,7 @@ import stagereg.registry as registry
 from stagereg.commands.child import call_in_child
 from stagereg.commands.listing import find
 from stagereg.errors import ConfigError, nearest
-from stagereg.installed import DISTRIBUTION, normalized
+from stagereg.installed import DISTRIBUTION, normalized, unmet
 from stagereg.registry import Entry
 
 __all__ = ["CONTRACTS", "add_to", "resolve", "run"]
@@ -126,7 +126,7 @@ def resolve(target: str) -> tuple[list[str], list[Case]]:
     if package := _package(target):
         return package
     entries = registry.entries()
-    if "/" in target or any(target == entry.name for entry in entries):
+    if "/" in target or any(target in (entry.name, entry.bare) for entry in entries):
         return _names([find(target)]), []
     top = target.partition(".")[0]  # which is looked for without running anything
     if top and importlib.util.find_spec(top) is not None:
@@ -151,7 +151,9 @@ def _package(name: str) -> tuple[list[str], list[Case]] | None:
     if not found.entry_points.select(group=registry.ENTRY_POINTS) and own != DISTRIBUTION:
         return None
     problems = [why for who, why in registry.unreadable() if who == title]
-    promise = "It declares its plugins."
+    if wrong := unmet(found.name):
+        problems.append(wrong)
+    promise = "It declares its plugins, and which stagereg it needs."
     verdict = "broken" if problems else "kept"
     case = {"section": title, "name": "metadata", "promise": promise, "verdict": verdict, "seen": "\n".join(problems)}
     return _names([entry for entry in registry.entries() if normalized(entry.distribution) == own]), [case]

@@ -120,12 +120,12 @@ def find(text: str) -> Entry:
 
     Raises:
         UnknownNameError: there is none; the message has the nearest one. Or several kinds have it.
-        RegistryError: several packages announce it.
+        RegistryError: several packages announce it; the message has how to choose.
     """
     kind, slash, name = text.replace("=", "/", 1).partition("/")
     if slash:
         return registry.find(kind, name)
-    having = sorted({e.kind for e in registry.entries() if e.name == text})
+    having = sorted({e.kind for e in registry.entries() if e.bare == text.partition("@")[0]})
     if len(having) == 1:
         return registry.find(having[0], text)
     if having:

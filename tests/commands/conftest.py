@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 Install = Callable[..., Path]
+GOOD = """
+class Good:
+    should_synchronize_after_execute = True
+    def __init__(self, slots: int = 2) -> None: ...
+    def stage(self, state_dict): ...
+    def synchronize_staging(self) -> None: ...
+    def close(self) -> None: ...
+"""
+
+
+def wait_until_gone(pid: int) -> None:
+    """Wait for the end of a process that is no child of this one; its new parent may take a moment to reap it."""
+    deadline = time.monotonic() + 60
+    state = Path(f"/proc/{pid}/stat")
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        os.sched_yield()
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
-import copy
 import errno
 import io
 import json
 import os
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,16 +99,11 @@ def test_torch_loads_the_file_of_a_zero_run_into_model_and_adam(
     assert bits(found["optimizer"]["state"]) == bits(whole["optimizer"]["state"])
     assert len(found["optimizer"]["state"]) == 6
 
-    ends = []
-    for state in (found, copy.deepcopy(whole)):
-        model = network()
-        optimizer = torch.optim.Adam(model.parameters())
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
-        step(model, optimizer, 3)
-        ends.append(bits(dict(model.state_dict())))
-    assert ends[0] == ends[1]
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    model.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optimizer"])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
 def test_sharded_tensors_are_whole_in_the_file(sharded: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
@@ -140,6 +135,14 @@ def test_safetensors_has_tensors_by_name_and_names_the_rest(
     assert (shown["names"], shown["bytes"]) == (["model", "optimizer"], out.stat().st_size)
     assert {"optimizer.param_groups.0.lr", "scheduler.last_epoch"} <= set(shown["left_out"])
     assert not set(shown["left_out"]) & set(expected)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    assert cli.main(["convert", *map(str, arguments)]) == 2
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    return seen.err
 
 
 def save(root: Path, *states: dict[str, Any]) -> Path:
@@ -174,8 +177,7 @@ def test_tensors_that_safetensors_cannot_hold_are_named(tmp_path: Path, capsys: 
         ("x", "cannot hold 'wide', which is torch.complex128; write a .pt"),
         ("y", "cannot hold '__metadata__', which is torch.float32; write a .pt"),
     ):
-        assert cli.main(["convert", str(root), str(tmp_path / "x.safetensors"), "--only", name]) == 2
-        assert message in capsys.readouterr().err
+        assert message in refused(capsys, root, tmp_path / "x.safetensors", "--only", name)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert cli.main(["convert", str(root), str(tmp_path / "z.safetensors"), "--only", "z"]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["In it: nothing", "Not in it, being no tensors: z"]
@@ -307,10 +309,8 @@ def test_a_wrong_argument_is_reported_on_one_screen(
         (["run", "x.pt", "--only", "modle"], "Did you mean 'model'?"),
         (["none", "x.pt"], "There is no checkpoint in"),
     ):
-        assert cli.main(["convert", *arguments]) == 2
-        assert message in (shown := capsys.readouterr()).err
-        assert shown.out == ""
-        assert len(shown.err.splitlines()) < 5
+        assert message in (shown := refused(capsys, *arguments))
+        assert len(shown.splitlines()) < 5
 
 
 def test_names_and_types_in_a_file_cannot_control_the_terminal(
@@ -340,9 +340,20 @@ def test_a_directory_of_plain_torch_becomes_a_pt(tmp_path: Path, capsys: pytest.
     assert "In it: model\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("what", ["metadata", "value", "mesh", "cut", "elsewhere"])
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("metadata", "which is no metadata; nothing was imported"),
+        ("value", "'y' was not read"),
+        ("mesh", "'y' was not read"),
+        ("cut", "was not read"),
+        ("elsewhere", "'../_0.distcp', which is no file of the directory"),
+        ("shape", "'x' has another shape or dtype"),
+        ("hole", "the parts of 'x' are not the whole of it"),
+    ],
+)
 def test_plain_torch_runs_nothing_and_damage_is_one_line(
-    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    what: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = tmp_path / "plain"
     values = {"value": Fires(), "mesh": MakesMesh()}
@@ -354,36 +365,28 @@ def test_plain_torch_runs_nothing_and_damage_is_one_line(
         data.write_bytes(data.read_bytes()[:100])
     elif what == "elsewhere":
         metadata.write_bytes(metadata.read_bytes().replace(b"__0_0.distcp", b"../_0.distcp"))
-    capsys.readouterr()
-    assert cli.main(["convert", str(plain), str(tmp_path / "x.pt")]) == 2
-    messages = {
-        "metadata": "which is no metadata; nothing was imported",
-        "value": "'y' was not read",
-        "mesh": "'y' was not read",
-        "cut": "was not read",
-        "elsewhere": "'../_0.distcp', which is no file of the directory",
-    }
-    shown = capsys.readouterr().err
-    assert messages[what] in shown
+    elif what in ("shape", "hole"):
+        described = pickle.loads(metadata.read_bytes())
+        entry = described.state_dict_metadata["x"]
+        entry.size = torch.Size([8 if what == "shape" else 18])
+        entry.chunks = [replace(entry.chunks[0], sizes=torch.Size([8 if what == "shape" else 9]))]
+        metadata.write_bytes(pickle.dumps(described))
+    shown = refused(capsys, plain, tmp_path / "x.pt")
+    assert message in shown
     assert len(shown.splitlines()) < 12
     assert not (tmp_path / "x.pt").exists()
 
 
-def test_a_pt_that_torch_would_refuse_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_gives_no_file_that_can_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path / "run", {"x": torch.ones(2), "names": frozenset("ab")})
-    assert cli.main(["convert", str(tmp_path / "run"), str(tmp_path / "x.pt")]) == 2
-    assert "torch.load(weights_only=True) would refuse it" in capsys.readouterr().err
-    assert not list(tmp_path.glob("*.pt*"))
-
-
-def test_what_has_no_index_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    older = save(tmp_path / "run", {"x": 1}) / "step-00000001"
+    assert "torch.load(weights_only=True) would refuse it" in refused(capsys, tmp_path / "run", tmp_path / "x.pt")
+    older = save(tmp_path / "old", {"x": 1}) / "step-00000001"
     (older / "index.json").unlink()
     manifest = Manifest.loads((older / "manifest.json").read_text())
     del manifest.files["index.json"]
     (older / "manifest.json").write_text(manifest.dumps())
-    assert cli.main(["convert", str(tmp_path / "run"), str(tmp_path / "x.pt")]) == 2
-    assert "has no index.json" in capsys.readouterr().err
+    assert "has no index.json" in refused(capsys, tmp_path / "old", tmp_path / "x.pt")
+    assert not list(tmp_path.glob("*.pt*"))
 
 
 class MakesMesh:

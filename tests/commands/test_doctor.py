@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import shutil
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,16 +18,7 @@ import stagereg.commands.doctor as doctor
 from stagereg import cli
 from stagereg.commands.child import call_in_child
 
-from .conftest import Install
-
-GOOD = """
-class Good:
-    should_synchronize_after_execute = True
-    def __init__(self, slots: int = 2) -> None: ...
-    def stage(self, state_dict): ...
-    def synchronize_staging(self) -> None: ...
-    def close(self) -> None: ...
-"""
+from .conftest import GOOD, Install, wait_until_gone
 
 
 def examined(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> dict[str, dict[str, Any]]:
@@ -75,6 +65,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 threading.Event().wait()
 """
     install("good_one", GOOD, {"stager.good": "Good"})
+    install("newer", "print('imported')", {"stager.newer": "X"}, requires="hydra-stagereg>=99")
     install("unknown", "", {"stagr.x": "X"})
     bad = {
         "raises": ("raise ValueError('no licence')", "ValueError: no licence"),
@@ -93,9 +84,9 @@ threading.Event().wait()
         assert row["found"].startswith(f"{name} 1.2: ")
         assert message.format(file=files[name]) in row["found"]
         assert name in row["do"]
+    assert "needs hydra-stagereg>=99" in found["stager/newer"]["found"]
     assert "Did you mean 'stager'?" in found["unknown 1.2"]["found"]
-    with pytest.raises(ProcessLookupError):
-        _wait_for_the_end_of(int(pid.read_text()))
+    wait_until_gone(int(pid.read_text()))
 
 
 def test_the_table_has_remedies_and_counts(
@@ -173,12 +164,3 @@ def test_a_function_in_a_child_returns_or_its_end_is_reported(install: Install) 
     assert call_in_child("asked:twice", "a", limit_s=60) == (["a", "a"], "")
     assert "has no attribute 'thrice'" in call_in_child("asked:thrice", "a", limit_s=60)[1]
     assert "No module named 'no_module'" in call_in_child("no_module:x", "a", limit_s=60)[1]
-
-
-def _wait_for_the_end_of(pid: int) -> None:
-    """Signal an orphan until it is gone; its new parent may take a moment to reap it."""
-    for _ in range(2000):
-        if Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
-            raise ProcessLookupError
-        os.kill(pid, 0)
-        signal.sigtimedwait([], 0.005)

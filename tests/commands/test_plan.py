@@ -15,6 +15,8 @@ import stagereg.checkpoint.interval as interval
 from stagereg import cli
 from stagereg.commands.planning import Job
 
+from ..sweep.samples import Sample, write_run
+
 GIVEN = ("--stage-gib-s", "2", "--write-gib-s", "0.5")
 """Rates, so that nothing is measured."""
 
@@ -62,15 +64,7 @@ def test_the_text_names_settings_assumptions_and_sources(
     seen = capsys.readouterr().out
     assert ("hardly get on" in seen) == hardly
     assert ("checkpoint.every=122" in seen) != hardly
-    for part in (
-        f"checkpoint.mtbf={mtbf}",
-        "of the whole job",
-        "Young",
-        "Daly",
-        "Vaidya",
-        "Given: 2 GiB/s",
-        "at random",
-    ):
+    for part in (f"checkpoint.mtbf={mtbf}", "whole job", "Young", "Daly", "Vaidya", "Given: 2 GiB/s", "at random"):
         assert part in seen
 
 
@@ -79,22 +73,9 @@ def test_the_text_names_settings_assumptions_and_sources(
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    """A run of one rank: 12 steps of 1 s, two checkpoints of 400 KB that hold the loop 2 s and are there after 5 s."""
-    directory = tmp_path / "run"
-    directory.mkdir()
-    lines: list[dict[str, Any]] = [{"event": "start", "format": 1, "rank": 0, "world_size": 1, "t": 0.0}]
-    now = 0.0
-    for step in range(1, 13):
-        now += 1.0
-        lines.append({"event": "step", "step": step, "t": now})
-        if step in (4, 8):
-            lines.append({"event": "stall", "step": step, "start": now, "seconds": 2.0, "t": now + 2})
-            lines.append({"event": "stage", "step": step, "start": now, "seconds": 2.0, "bytes": 400_000, "t": now + 2})
-            lines.append({"event": "write", "step": step, "start": now + 2, "seconds": 3.0, "bytes": 4e5, "t": now + 5})
-            now += 2.0
-    lines.append({"event": "end", "seconds": now, "status": "completed", "t": now})
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return directory
+    """A run of one rank: 11 steps of 1 s, two checkpoints of 400 KB that hold the loop 2 s and are there after 5 s."""
+    times = {"step_s": 1.0, "slower_s": 0.0, "stall_s": 2.0, "stage_s": 2.0, "write_s": 3.0}
+    return write_run(tmp_path / "run", Sample(ranks=1, steps=11, every=4, nbytes=400_000, **times))
 
 
 def test_a_run_reports_cost_age_step_and_size(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,6 +92,14 @@ def test_the_times_of_a_run_are_scaled_to_the_bytes_of_a_rank(
     seen = plan(capsys, "--mtbf", "1h", "--run", str(recorded), "--state", "8MB", "--ranks", "4", "--step", "3s")
     assert (seen["cost_s"], seen["write_s"], seen["step_s"]) == pytest.approx((10.0, 25.0, 3.0))
     assert "5 times as many bytes" in " ".join(seen["sources"])
+
+
+def test_a_run_without_a_checkpoint_is_refused(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = recorded / "metrics.jsonl"
+    lines = [line for line in file.read_text().splitlines(keepends=True) if '"write"' not in line]
+    file.write_text("".join(lines))
+    assert cli.main(["plan", "--mtbf", "6h", "--run", str(recorded)]) == 2
+    assert "no checkpoint was completed" in capsys.readouterr().err
 
 
 TIMES = st.floats(-3, 6).map(lambda power: 10.0**power)
@@ -138,24 +127,16 @@ GOOD = {"--mtbf": "6h", "--state": "1GiB", "--stage-gib-s": "2", "--write-gib-s"
         ({"--mtbf": None}, "How often does the job fail"),
         ({"--mtbf": "0h"}, "--mtbf: must be above 0, not '0h'"),
         ({"--mtbf": "6 parsecs"}, "--mtbf: '6 parsecs' has no unit of time"),
-        ({"--mtbf": "often"}, "--mtbf: 'often' is not a duration"),
         ({"--mtbf-per-node": "9h", "--nodes": "3"}, "Give one"),
         ({"--nodes": "3"}, "--mtbf-per-node 50000h --nodes 128"),
         ({"--mtbf": None, "--mtbf-per-node": "9h"}, "--nodes 128"),
         ({"--state": None}, "How large is a checkpoint"),
-        ({"--state": "0"}, "--state: must be above 0"),
         ({"--state": "1 lightyear"}, "--state: '1 lightyear'"),
         ({"--ranks": "1.5"}, "--ranks: "),
-        ({"--ranks": "0"}, "--ranks: must be above 0, not '0'"),
-        ({"--stage-gib-s": "0"}, "--stage-gib-s: must be above 0"),
         ({"--stage-gib-s": None}, "or both rates"),
-        ({"--write-gib-s": "fast"}, "--write-gib-s: "),
         ({"--write-gib-s": "nan"}, "--write-gib-s: must be above 0"),
-        ({"--restart": "soon"}, "--restart: 'soon' is not a duration"),
         ({"--restart": "-5m"}, "--restart: "),
-        ({"--step": "0s"}, "--step: must be above 0"),
         ({"--run": "/nowhere"}, "or both rates"),
-        ({"--stage-gib-s": None, "--write-gib-s": None}, "Give --run DIR"),
         ({"--run": "/nowhere", "--stage-gib-s": None, "--write-gib-s": None}, "/nowhere"),
     ],
 )
@@ -169,11 +150,3 @@ def test_nonsense_is_refused_on_one_screen(
     assert message in printed.err
     assert printed.out == ""
     assert len(printed.err.splitlines()) < 15
-
-
-def test_a_run_without_a_checkpoint_is_refused(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = recorded / "metrics.jsonl"
-    lines = [line for line in file.read_text().splitlines(keepends=True) if '"write"' not in line]
-    file.write_text("".join(lines))
-    assert cli.main(["plan", "--mtbf", "6h", "--run", str(recorded)]) == 2
-    assert "no checkpoint was completed" in capsys.readouterr().err

@@ -123,13 +123,10 @@ def test_the_error_of_a_run_is_reported_once_in_a_line(
     write_run(here / "job")
     failed(here / "job", 0, []).write()
     seen = report(capsys, "job")
-    assert seen.count("the loss is not finite") == 1
-    assert "Traceback" not in seen
+    assert (seen.count("the loss is not finite"), "Traceback" in seen) == (1, False)
     page = (here / "job" / "report.html").read_text()
     assert "<li>It failed: rank 1: RuntimeError: the loss is not finite</li>" in page
-    visible = page.partition("<details")[0]
-    assert visible.count("the loss is not finite") == 1
-    assert page.count("Traceback") == 1
+    assert page.partition("<details")[0].count("the loss is not finite") == 1
 
 
 def test_missing_and_damaged_records_and_a_fallback_are_reported(

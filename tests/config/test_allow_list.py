@@ -14,7 +14,6 @@ import math
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,6 @@ def _world(registry_as_before: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
         "def fire(charge=1, *more, name=''): fired.append(charge); return charge, *more, name\n"
         "class Bomb:\n    def __init__(self, size, /, color='red'): self.size, self.color = size, color\n"
         "    @staticmethod\n    def small(): return 'small'\n"
-        "    class Fuse: pass\n"
         "number = 3\n"
     )
     (tmp_path / "lock_lazy.py").write_text("def build(*args, **kwargs): return 'built'\n")
@@ -122,42 +120,22 @@ def withstands(attack: Callable[[], Any]) -> bool:
 
 NAMES = {
     "a command, CVE-2026-68508": "os.system",
-    "a command, by its platform's module": "posix.system",
     "Hydra's instantiate, which checks less": "hydra.utils.instantiate",
     "an alias through a module's imports, GHSA-37p2-j732-x8pj": "logging.os.system",
     "an alias through a registered module": "stagereg.stagers.pinned_cached.torch.os.system",
-    "an alias through this package": "stagereg.registry.importlib.import_module",
     "another module's name of a registered component": f"{HERE}.stagereg.stagers.pinned_cached.PinnedCachedStager",
-    "the policy's own sets, GHSA-mwj6-rfh8-7qf4": "hydra._internal.target_policy.DISCOVERY_TARGETS.discard",
     "the registry's own table": "stagereg.registry.REGISTRY.built_in.update",
-    "instantiate itself, with an allow-list of its own": "stagereg.config.instantiate.instantiate",
-    "logging's factories, GHSA-c3wx-c55w-pxjq": "logging.config.dictConfig",
-    "a lazy dispatcher, PR 3413": "itertools.accumulate",
-    "a partial's call, PR 3417": "functools.partial.__call__",
-    "a property's getter, PR 3415": "builtins.property.__get__",
     "a module": HERE,
-    "a class of a registered component": f"{KNOWN}.__class__",
     "globals of a registered function": f"{KNOWN}.__globals__.get",
-    "its call": f"{KNOWN}.__call__",
-    "the initialiser of a registered class": "stagereg.stagers.pinned_cached.PinnedCachedStager.__init__",
     "subclasses of everything": "stagereg.stagers.pinned_cached.PinnedCachedStager.__base__.__subclasses__",
     "a space after": f"{KNOWN} ",
-    "a line's end": f"{KNOWN}\n",
-    "a null": f"{KNOWN}\0",
-    "a dot before": f".{KNOWN}",
     "a colon": ":".join(KNOWN.rsplit(".", 1)),
-    "a slash": KNOWN.replace(".", "/"),
-    "another case": KNOWN.upper(),
     "a letter of another alphabet": KNOWN.replace("o", "\u043e"),
     "letters that Python's parser would take for the same": KNOWN.replace("k", "\uff4b"),
-    "an invisible character": KNOWN.replace("k", "k\u200d"),
-    "a pattern": f"{HERE}.*",
     "nothing": "",
     "a very long name": "a." * 100_000,
     "no text: bytes": KNOWN.encode(),
-    "no text: a list": [KNOWN],
     "no text: a mapping": {"name": KNOWN},
-    "no text: a number": 7,
     "no text: null": None,
     "a function": os.system,
     "a class": subprocess.Popen,
@@ -174,24 +152,15 @@ BAD = {"_target_": TRAP}
 POSITIONS: dict[str, Callable[[], Any]] = {
     "at the top": lambda: stagereg.instantiate(BAD),
     "in a list": lambda: stagereg.instantiate([1, BAD]),
-    "in a tuple": lambda: stagereg.instantiate((1, (BAD,))),
-    "in a config": lambda: stagereg.instantiate(OmegaConf.create({"a": [BAD]})),
-    "in a config's list": lambda: stagereg.instantiate(OmegaConf.create([BAD])),
     "as a dataclass": lambda: stagereg.instantiate(Node()),
     "as a dataclass's class": lambda: stagereg.instantiate(Node),
-    "in a dataclass": lambda: stagereg.instantiate(Spec(inner=BAD)),
     "in an ordered mapping": lambda: stagereg.instantiate({"a": collections.OrderedDict(BAD)}),
-    "before a component": lambda: stagereg.instantiate([BAD, {"_target_": LAZY}]),
-    "in a component": lambda: stagereg.instantiate({"_target_": LAZY, "inner": BAD}),
     "under a key that it does not take": lambda: stagereg.instantiate({"_target_": LAZY, "???": BAD}),
-    "in its _args_": lambda: stagereg.instantiate({"_target_": LAZY, "_args_": [BAD]}),
     "as its _args_": lambda: stagereg.instantiate({"_target_": LAZY, "_args_": BAD}),
     "in its _convert_": lambda: stagereg.instantiate({"_target_": LAZY, "_convert_": BAD}),
-    "as its target": lambda: stagereg.instantiate({"_target_": BAD}),
     "below _partial_": lambda: stagereg.instantiate({"_target_": LAZY, "_partial_": True, "inner": BAD}),
     "below _recursive_: false": lambda: stagereg.instantiate({"_target_": LAZY, "_recursive_": False, "inner": BAD}),
     "as a partial": lambda: stagereg.instantiate({"_target_": TRAP, "_partial_": True}),
-    "by an interpolation": lambda: stagereg.instantiate({"a": {"_target_": "${b}"}, "b": TRAP}),
     "by an interpolated node": lambda: stagereg.instantiate(
         OmegaConf.create({"bad": BAD, "a": {"_target_": LAZY, "inner": "${bad}"}}).a
     ),
@@ -204,17 +173,10 @@ POSITIONS: dict[str, Callable[[], Any]] = {
     "with Hydra's key that allows it": lambda: stagereg.instantiate({**BAD, "_execution_whitelist_": TRAP}),
     "given as the target": lambda: stagereg.instantiate({"_target_": LAZY}, _target_=TRAP),
     "given instead of the target": lambda: stagereg.instantiate(BAD, _target_=LAZY),
-    "given": lambda: stagereg.instantiate({"_target_": LAZY}, inner=BAD),
-    "given as a config": lambda: stagereg.instantiate({"_target_": LAZY}, inner=OmegaConf.create(BAD)),
     "given in a tuple": lambda: stagereg.instantiate({"_target_": LAZY}, inner=({"a": (BAD,)},)),
-    "given for _args_": lambda: stagereg.instantiate({"_target_": LAZY}, _args_=[BAD]),
-    "given into a node": lambda: stagereg.instantiate({"_target_": LAZY, "inner": {"a": 1}}, inner=BAD),
     "given below a node": lambda: stagereg.instantiate({"_target_": LAZY, "inner": {"a": {}}}, inner={"a": BAD}),
     "given by a resolver into a mapping": lambda: stagereg.instantiate(
         {"_target_": LAZY, "inner": {}}, inner={"a": "${oc.create:{_target_: lock_trap.fire}}"}
-    ),
-    "given by an interpolation": lambda: stagereg.instantiate(
-        {"_target_": LAZY}, inner={"_target_": "${b}", "b": TRAP}
     ),
     "given with the program's arguments": lambda: stagereg.instantiate({"_target_": LAZY, "_args_": [BAD]}, 1),
 }
@@ -310,17 +272,15 @@ def test_a_target_is_read_once() -> None:
     given = resolver("flip", KNOWN, TRAP)
     assert stagereg.instantiate({"_target_": "${flip:}"}) == known()
     assert given == [KNOWN]
+    OmegaConf.clear_resolver("flip")
+    for there in ({}, {"inner": {"a": 1}}):  # where an argument is new, and where it is merged
+        given = resolver("flip", KNOWN, TRAP)
+        built = stagereg.instantiate({"_target_": KNOWN, **there}, inner={"_target_": "${flip:}"})
+        assert (built["inner"], given) == (known(**there.get("inner", {})), [KNOWN])
+        OmegaConf.clear_resolver("flip")
     given = resolver("swap", TRAP, KNOWN)
     assert withstands(lambda: stagereg.instantiate({"_target_": LAZY, "inner": {"_target_": "${swap:}"}}))
     assert given == [TRAP]
-
-
-@pytest.mark.parametrize("there", [{}, {"inner": {"a": 1}}], ids=["new", "merged"])
-def test_an_argument_is_resolved_once_too(there: dict[str, Any]) -> None:
-    given = resolver("flip", KNOWN, TRAP)
-    built = stagereg.instantiate({"_target_": KNOWN, **there}, inner={"_target_": "${flip:}"})
-    assert built["inner"] == known(**there.get("inner", {}))
-    assert given == [KNOWN]
 
 
 def test_the_value_of_a_resolver_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,27 +292,22 @@ def test_the_value_of_a_resolver_is_checked(monkeypatch: pytest.MonkeyPatch) -> 
     assert withstands(lambda: stagereg.instantiate({"_target_": LAZY, "inner": "${config:}"}))
 
 
-def test_a_resolver_that_changes_the_config_changes_nothing() -> None:
-    cfg = OmegaConf.create({"a": {"_target_": KNOWN}, "b": "${swap:}"})
+def test_nothing_that_changes_the_config_meanwhile_has_an_effect() -> None:
+    cfg = OmegaConf.create({"a": {"_target_": KNOWN}, "b": "${swap:}", "c": {"_target_": f"{HERE}.spoil"}})
+    cfg.d = {"_target_": KNOWN}
 
     def swap() -> str:
         cfg.a._target_ = TRAP
         return "swapped"
 
-    resolving("swap", swap)
-    assert stagereg.instantiate(cfg) == {"a": known(), "b": "swapped"}
-
-
-def test_a_component_that_changes_the_config_changes_nothing() -> None:
-    cfg = OmegaConf.create({"first": {"_target_": f"{HERE}.spoil"}, "then": {"_target_": KNOWN}})
-
     def spoil() -> str:
-        cfg.then._target_ = TRAP
+        cfg.d._target_ = TRAP
         return "spoilt"
 
     spoil.__qualname__ = "spoil"
+    resolving("swap", swap)
     registry.register("join", "spoil")(spoil)
-    assert stagereg.instantiate(cfg) == {"first": "spoilt", "then": known()}
+    assert stagereg.instantiate(cfg) == {"a": known(), "b": "swapped", "c": "spoilt", "d": known()}
 
 
 def test_the_return_value_of_a_component_is_not_built_again() -> None:
@@ -389,8 +344,6 @@ def test_an_allowed_target_can_be_partial_a_class_and_inside_a_class() -> None:
     bomb = stagereg.instantiate({"_target_": "lock_trap.Bomb", "_args_": [3]}, allow={"lock_trap.Bomb"})
     assert (bomb.size, bomb.color) == (3, "red")
     assert stagereg.instantiate({"_target_": "lock_trap.Bomb.small"}, allow=("lock_trap.Bomb.small",)) == "small"
-    fuse = stagereg.instantiate({"_target_": "lock_trap.Bomb.Fuse"}, allow=("lock_trap.Bomb.Fuse",))
-    assert type(fuse).__name__ == "Fuse"
 
 
 def test_an_allowed_object_goes_by_the_path_of_its_definition_and_by_no_other() -> None:
@@ -423,16 +376,11 @@ def test_an_argument_that_an_allowed_target_lacks_is_refused(node: dict[str, Any
 
 
 def test_a_component_that_is_allowed_as_well_keeps_its_kinds_checks() -> None:
-    assert stagereg.instantiate({"_target_": KNOWN}, allow=(KNOWN, known)) == known()
+    assert stagereg.instantiate({"_target_": KNOWN, "allow": 3}, allow=(KNOWN, known)) == known(allow=3)
     config = {"_target_": f"{HERE}.takes_stager", "stager": {"_target_": KNOWN}}
     with pytest.raises(ConfigError, match="stager takes a stager, not join/known"):
         stagereg.instantiate(config, allow=(KNOWN,))
     assert stagereg.instantiate({**config, "stager": {"_target_": TRAP}}, allow=(TRAP,)) is None
-
-
-def test_a_parameter_called_allow_comes_through_the_config() -> None:
-    assert stagereg.instantiate({"_target_": KNOWN, "allow": [TRAP]})["allow"] == [TRAP]
-    assert stagereg.instantiate({"_target_": KNOWN, "allow": 3}, allow=(TRAP,))["allow"] == 3
 
 
 @pytest.mark.parametrize(
@@ -460,15 +408,6 @@ def test_an_allowed_path_that_cannot_be_imported_is_an_error(path: str, message:
         stagereg.instantiate({"_target_": path}, allow=(path,))
     assert message in str(caught.value)
     assert path in str(caught.value)
-
-
-def test_a_refusal_gives_no_warning_and_neither_does_a_build() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert (
-            stagereg.instantiate(OmegaConf.create({"_target_": KNOWN, "inner": {"_target_": LAZY}}))["inner"] == "built"
-        )
-        assert withstands(lambda: stagereg.instantiate([BAD]))
 
 
 def test_targets_are_the_paths_of_all_components_or_of_one_kind() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
+
 from stagereg.config.docstring import parameters
 
-
-def described(one: int, two: str, three: float) -> None:
-    """Do it.
+GOOGLE = """Do it.
 
     Note: this is prose.
 
@@ -26,18 +26,58 @@ def described(one: int, two: str, three: float) -> None:
 
     Returns:
         nothing: at all.
-    """
+"""
+
+NUMPY = """Do it.
+
+    Parameters
+    ----------
+    one : int
+        the first,
+        with more: of it.
+
+        And more.
+    two
+        the second.
+    three, four : float, default 1.0
+        both of them.
+    *args
+        the rest.
+
+    Returns
+    -------
+    nothing
+        at all.
+"""
+
+REST = """Do it.
+
+    :param one: the first,
+        with more: of it.
+
+        And more.
+    :param str two: the second.
+    :arg float three: both of them.
+    :param four: both of them.
+    :param args: the rest.
+    :returns: nothing at all.
+"""
 
 
-def test_names_and_texts_of_the_section_are_read() -> None:
-    assert parameters(described) == {
+@pytest.mark.parametrize("text", [GOOGLE, NUMPY, REST], ids=["google", "numpy", "rest"])
+def test_each_style_is_read(text: str) -> None:
+    def component() -> None: ...
+
+    component.__doc__ = text
+    assert parameters(component) == {
         "one": "the first, with more: of it. And more.",
         "two": "the second.",
         "three": "both of them.",
         "four": "both of them.",
         "args": "the rest.",
     }
-    assert parameters(lambda: None) == {}
+    component.__doc__ = text.splitlines()[0]
+    assert parameters(component) == {}
 
 
 @dataclass

@@ -23,8 +23,6 @@ from stagereg import registry
 from stagereg.config.instantiate import targets
 from stagereg.errors import ConfigError, LaunchError, RegistryError, TargetNotAllowedError
 
-CALLED: list[str] = []
-
 
 def without_addresses(case: object) -> str:
     """A test's name, the same in every process."""
@@ -131,7 +129,7 @@ def wrong_part() -> Any:
 
 
 def evil(*args: Any, **kwargs: Any) -> None:
-    CALLED.append("evil")
+    raise AssertionError("it was called")
 
 
 HERE = stager.__module__
@@ -154,7 +152,6 @@ REGISTERED = {
 def _registered(registry_as_before: None) -> None:
     for (kind, name), component in REGISTERED.items():
         registry.register(kind, name)(component)
-    CALLED.clear()
 
 
 def node(kind: str, name: str, **values: Any) -> Any:
@@ -178,47 +175,31 @@ def root() -> DictConfig:
     return cfg
 
 
-def test_a_component_is_built_with_its_config(root: DictConfig) -> None:
-    defaults = {"pin": None, "mode": "fast", "codec": Codec.ZSTD, "label": "", "group": None}
-    assert stagereg.instantiate(root.stager).kwargs == {**defaults, "chunk_mb": 4, "sizes": (1,), "net": Net()}
-
-
 def hydras_allow_list(kind: str | None = None) -> dict[str, Any]:
     """The argument that Hydra from 1.4 on needs; earlier ones would pass it on to the component."""
     installed = tuple(int(part) for part in importlib.metadata.version("hydra-core").split(".")[:2])
     return {"_execution_whitelist_": targets(kind)} if installed >= (1, 4) else {}
 
 
-def test_hydra_builds_the_same_config(root: DictConfig) -> None:
+def test_a_component_is_built_with_its_config_as_hydra_builds_it(root: DictConfig) -> None:
+    defaults = {"pin": None, "mode": "fast", "codec": Codec.ZSTD, "label": "", "group": None}
+    made_here = stagereg.instantiate(root.stager).kwargs
+    assert made_here == {**defaults, "chunk_mb": 4, "sizes": (1,), "net": Net()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        built = hydra.utils.instantiate(root.stager, **hydras_allow_list()).kwargs
+        by_hydra = hydra.utils.instantiate(root.stager, **hydras_allow_list("stager")).kwargs
         saved = hydra.utils.instantiate(root.checkpoint, **hydras_allow_list()).kwargs
-    assert {**built, "sizes": tuple(built["sizes"]), "net": Net(**built["net"])} == stagereg.instantiate(
-        root.stager
-    ).kwargs
+    assert {**by_hydra, "sizes": tuple(by_hydra["sizes"]), "net": Net(**by_hydra["net"])} == made_here
     assert saved["stager"].kwargs["chunk_mb"] == 4
 
 
-def test_hydra_builds_every_built_in_stager_with_the_registrys_paths_as_its_allow_list() -> None:
+def test_hydra_builds_every_built_in_stager() -> None:
     for name in [name for kind, name in registry.REGISTRY.built_in if kind == "stager"]:
         config = node("stager", name)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*whitelist")
-            built = hydra.utils.instantiate(config, **hydras_allow_list("stager"))
-        ours = stagereg.instantiate(config)
-        assert type(built) is type(ours)
-        built.close()
-        ours.close()
-
-
-@pytest.mark.skipif(not hydras_allow_list(), reason="Hydra before 1.4 has no allow-list")
-def test_hydras_allow_list_of_the_registrys_paths_lets_nothing_else_through(root: DictConfig) -> None:
-    root.checkpoint.stager = EVIL
-    for allowed in (hydras_allow_list(), hydras_allow_list("join")):
-        with pytest.raises(hydra.errors.InstantiationException, match="not in the Hydra execution whitelist"):
-            hydra.utils.instantiate(root.checkpoint, **allowed)
-    assert not CALLED
+        both = hydra.utils.instantiate(config, **hydras_allow_list("stager")), stagereg.instantiate(config)
+        assert type(both[0]) is type(both[1])
+        for each in both:
+            each.close()
 
 
 def test_the_examples_of_security_md_run() -> None:
@@ -242,6 +223,10 @@ def test_a_nested_component_is_built_first_and_the_config_is_left(root: DictConf
     assert stagereg.instantiate(root.checkpoint, dir="e").kwargs["stager"] == stagereg.instantiate(root.stager)
     assert OmegaConf.to_yaml(root) == before
     assert OmegaConf.is_interpolation(root.checkpoint, "stager")
+    root.stager.chunk_mb = "???"
+    for config in (root.stager, root.checkpoint):
+        with pytest.raises(ConfigError, match=r"^stager\.chunk_mb needs a value: add stager\.chunk_mb=\.\.\. to"):
+            stagereg.instantiate(config)
 
 
 def test_objects_of_the_program_arrive_as_they_are(root: DictConfig) -> None:
@@ -289,7 +274,6 @@ def test_a_node_in_a_dataclass_is_checked_and_built(case: str) -> None:
     bad = OmegaConf.create(str(given).replace("'", '"').replace(".stager", ".evil"))
     with pytest.raises(TargetNotAllowedError):
         stagereg.instantiate({**target, **bad})
-    assert CALLED == []
 
 
 def test_args_of_a_config_are_options_too() -> None:
@@ -308,9 +292,6 @@ def test_args_of_a_config_are_options_too() -> None:
             stagereg.instantiate(OmegaConf.create({"stager": {"_target_": f"{HERE}.stager", "_args_": args}}).stager)
     with pytest.raises(ConfigError, match="_args_ of stager/made: multiple values for argument 'chunk_mb'"):
         stagereg.instantiate(made(_args_=[1]))
-
-
-def test_args_are_replaced_by_the_programs_and_may_be_components() -> None:
     assert stagereg.instantiate({"_target_": f"{HERE}.stager", "_args_": ["many"]}, 3).kwargs["chunk_mb"] == 3
     built = stagereg.instantiate({"_target_": f"{HERE}.saver", "_args_": ["e", made()]})
     assert built.kwargs == {"dir": "e", "stager": stagereg.instantiate(made()), "extra": None}
@@ -319,12 +300,11 @@ def test_args_are_replaced_by_the_programs_and_may_be_components() -> None:
 def test_hydras_own_keys_are_no_arguments() -> None:
     keys = {"_convert_": "all", "_recursive_": True, "_partial_": False, "_isolate_": True}
     assert stagereg.instantiate(made(**keys)) == stagereg.instantiate(made())
-
-
-def test_partial_gives_a_callable_that_builds() -> None:
     make = stagereg.instantiate({"_target_": f"{HERE}.stager", "_partial_": True, "pin": True, "chunk_mb": "???"})
     assert isinstance(make, functools.partial)
     assert make(5).kwargs["chunk_mb"] == 5
+    with pytest.raises(ConfigError, match=r"^_recursive_ is False, .* Annotate its parameter as Callable\[\.\.\., X\]"):
+        stagereg.instantiate({"_target_": f"{HERE}.saver", "_recursive_": False, "stager": made()})
 
 
 def gathered(**parts: Any) -> Any:
@@ -362,10 +342,7 @@ def test_a_parameter_for_factories_is_an_option_that_takes_any_name() -> None:
         ({"_target_": f"{HERE}.part", "sise": 1}, r"^joinable/part takes no 'sise'\. Did you mean 'size'\?"),
         ({"_target_": f"{HERE}.part", "size": "x"}, r"^join\.parts\.model\.size: 'x' is not"),
         ({"_target_": f"{HERE}.part", "size": "???"}, r"^join\.parts\.model\.size needs a value: add join\.parts"),
-        (
-            {"_target_": f"{HERE}.part", "hook": made()},
-            r"^join\.parts\.model\.hook takes a join_hook, not stager/made\.",
-        ),
+        ({"_target_": f"{HERE}.part", "hook": made()}, r"^join\.parts\.model\.hook takes a join_hook, not stager/"),
         ({"_target_": f"{HERE}.part", "hook": EVIL}, r"^join\.parts\.model\.hook names the _target_"),
     ],
     ids=without_addresses,
@@ -373,28 +350,6 @@ def test_a_parameter_for_factories_is_an_option_that_takes_any_name() -> None:
 def test_a_config_that_is_no_factory_is_refused_before_anything_is_built(config: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         stagereg.instantiate(gathered(model=config))
-
-
-def test_recursive_false_is_refused_with_what_to_write_instead() -> None:
-    with pytest.raises(ConfigError, match=r"^_recursive_ is False, .* Annotate its parameter as Callable\[\.\.\., X\]"):
-        stagereg.instantiate({"_target_": f"{HERE}.saver", "_recursive_": False, "stager": made()})
-
-
-@pytest.mark.parametrize(
-    ("config", "given"),
-    [
-        (EVIL, {}),
-        ({"_target_": evil}, {}),
-        ({"_target_": f"{HERE}.saver", "extra": {"a": "${oc.create:{_target_:" + HERE + ".evil}}"}}, {}),
-        ({"_target_": f"{HERE}.saver"}, {"_target_": evil}),
-        ({"_target_": f"{HERE}.saver"}, {"more": ({"a": EVIL},)}),
-    ],
-    ids=without_addresses,
-)
-def test_a_target_that_is_not_registered_is_refused_and_not_called(config: Any, given: dict[str, Any]) -> None:
-    with pytest.raises(TargetNotAllowedError, match="is not registered: nothing was imported or called"):
-        stagereg.instantiate(config, **given)
-    assert not CALLED
 
 
 @pytest.mark.parametrize("text", [r"\${oc.env:HOME}", r"a \\\${b} ${label2}", r"\${oc.create:{_target_:x}}"])
@@ -421,13 +376,6 @@ def test_a_bad_value_is_refused_in_one_screen_with_the_right_form(values: dict[s
     assert len(str(caught.value).splitlines()) <= 6
 
 
-def test_a_missing_value_names_the_override_also_through_an_interpolation(root: DictConfig) -> None:
-    root.stager.chunk_mb = "???"
-    for config in (root.stager, root.checkpoint):
-        with pytest.raises(ConfigError, match=r"^stager\.chunk_mb needs a value: add stager\.chunk_mb=\.\.\. to"):
-            stagereg.instantiate(config)
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -437,7 +385,6 @@ def test_a_missing_value_names_the_override_also_through_an_interpolation(root: 
         ({"_target_": f"{HERE}.joined"}, r"join/joined needs joinables from the program: .*\(.*, joinables="),
         ({"_target_": f"{HERE}.saver", "stager": {"_target_": f"{HERE}.joined"}}, "^stager takes a stager, not join/"),
         ({"a": {"_target_": f"{HERE}.refusing"}, "b": made(pin="maybe")}, r"^b\.pin"),  # before anything is built
-        ("stager", "not a config: pass a node such as"),
         (object(), "not a config: pass a node such as"),
     ],
     ids=without_addresses,

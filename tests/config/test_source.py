@@ -108,18 +108,14 @@ def test_help_info_and_cfg_show_the_options(app: App) -> None:
 
 def test_a_misspelt_option_is_an_error_with_the_nearest_or_hydras_list(app: App) -> None:
     app.write("conf/stager/mine.yaml", "a: 1")
-    near, far = map(app.refusal, app.run_each(("stager=pinned_cahced",), ("stager=zzz",)))
+    app.write("more/stager/theirs2.yaml", "defaults: [theirs, _self_]\nslots: 7\n")  # near a name of the registry
+    search = f"hydra.searchpath=[{app.folder}/more]"
+    near, far, other = app.run_each(("stager=pinned_cahced",), ("stager=zzz",), ("stager=theirs2", search))
     listed = f"There is: {', '.join(STAGERS)}\n"
-    assert f"No stager named 'pinned_cahced'. Did you mean 'pinned_cached'?\n{listed}" in near
-    assert "Could not find 'stager/zzz'" in far
-    assert "\tmine\n" in far
-    assert "\tpinned_cached\n" in far
-
-
-def test_an_option_of_another_source_is_not_hidden_by_a_near_name(app: App) -> None:
-    app.write("more/stager/theirs2.yaml", "defaults: [theirs, _self_]\nslots: 7\n")
-    out = app.prints("stager=theirs2", f"hydra.searchpath=[{app.folder}/more]")
-    assert out.startswith("BUILT {'slots': 7")
+    assert f"No stager named 'pinned_cahced'. Did you mean 'pinned_cached'?\n{listed}" in app.refusal(near)
+    for line in ("Could not find 'stager/zzz'", "\tmine\n", "\tpinned_cached\n"):
+        assert line in app.refusal(far)
+    assert other.stdout.startswith("BUILT {'slots': 7")
 
 
 def test_a_wrong_type_or_key_is_refused_while_composing(app: App) -> None:
@@ -140,14 +136,32 @@ def test_a_broken_package_is_named_only_when_chosen(app: App) -> None:
     assert "No module named 'nowhere'" in message
 
 
-def test_one_name_of_two_packages_is_an_error_that_names_both(app: App) -> None:
-    app.write("site/rival.py", THEIRS)
-    app.write("site/rival-3.dist-info/METADATA", "Metadata-Version: 2.1\nName: rival\nVersion: 3\n")
+FULL_ERROR = "\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\n"
+
+# A typed config goes through a pickle, as to the workers of a launcher.
+PICKLED = """
+import pickle
+from hydra import compose, initialize
+with initialize("conf", version_base="1.3"):
+    config = pickle.loads(pickle.dumps(compose("app", ["stager=other@rival"])))
+    try:
+        config.stager.path2 = 1
+    except AttributeError:  # still typed
+        print(config.stager.path)
+"""
+
+
+def test_one_name_of_two_packages_is_two_options(app: App) -> None:
+    app.write("site/rival.py", THEIRS.replace("'here'", "'there'"))
+    app.write("site/rival-3.dist-info/METADATA", "Metadata-Version: 2.1\nName: Rival\nVersion: 3\n")
     app.write("site/rival-3.dist-info/entry_points.txt", "[stagereg.plugins]\nstager.other = rival:Other\n")
-    message = app.refuses("stager=other")
-    for line in ("the stager 'other':\n", "  rival:Other of rival 3\n", "  theirs:Other of theirs 1.2\n"):
-        assert line in message
-    assert message == app.refuses("-m", "stager=other,theirs")
+    assert app.completes("stager=other") == ["stager=other@rival", "stager=other@theirs"]
+    out = app.prints("-m", "stager=other@theirs,other@rival")
+    assert out.index("BUILT {'path': 'here'} False") < out.index("BUILT {'path': 'there'} False")
+    message = "2 installed packages provide stager/other; say which: other@rival or other@theirs\n"
+    assert app.refuses("stager=other") == app.refuses("-m", "stager=other,theirs") == message + FULL_ERROR
+    app.write("app.py", PICKLED)
+    assert app.prints() == "there\n"
 
 
 SHIPPED = """

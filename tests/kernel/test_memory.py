@@ -6,7 +6,6 @@ import ctypes
 import gc
 import mmap
 import threading
-import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -84,23 +83,18 @@ class TestLeases:
         pool = Pool(max_in_flight=2)
         held = [borrow(pool, 64) for _ in range(3)]  # the last one is beyond the bound: there is no reader to wait for
         addresses = [block.address for block in held]
-        assert len(set(addresses)) == 3
+        assert len(set(addresses)) == pool.in_flight == 3
         held.pop()
         assert [borrow(pool, nbytes).address for nbytes in (64, 10)] == [addresses[2]] * 2
+        held.clear()
+        assert (pool.in_flight, held_bytes(pool)) == (0, 2 * 4096), "no more is kept than may be in flight"
 
     def test_the_smallest_that_fits_is_taken(self) -> None:
         pool = Pool(max_in_flight=3)
-        blocks = [borrow(pool, n) for n in (300, 100, 200)]
+        blocks = [borrow(pool, n) for n in (2**14, 2**12, 2**13)]
         addresses = [block.address for block in blocks]
         del blocks
-        assert borrow(pool, 150).address == addresses[2]
-
-    def test_no_more_is_kept_than_may_be_in_flight(self) -> None:
-        pool = Pool(max_in_flight=2)
-        blocks = [borrow(pool, 64) for _ in range(5)]
-        assert pool.in_flight == len(blocks)
-        del blocks
-        assert (pool.in_flight, held_bytes(pool)) == (0, 2 * 4096)
+        assert borrow(pool, 2**13 - 1).address == addresses[2]
 
     def test_memory_too_small_for_a_state_that_grew_is_freed(self) -> None:
         pool = Pool()
@@ -124,14 +118,6 @@ class TestLeases:
         assert blocks_alive() == before
         with pytest.raises(StagerClosedError):
             borrow(pool, 64)
-
-    def test_memory_outlives_its_pool(self) -> None:
-        pool = Pool()
-        x = tensor_over(borrow(pool, 64)).fill_(3)
-        gone = weakref.ref(pool)
-        del pool
-        assert gone() is None
-        assert x.eq(3).all()
 
     def test_many_threads_that_drop_lose_no_lease(self) -> None:
         pool = Pool(max_in_flight=None)
@@ -180,12 +166,6 @@ class TestSharedBlocks:
             tensors.pop()
         assert pool.in_flight == 0
 
-    def test_no_block_beyond_the_bound_is_taken(self) -> None:
-        pool = Pool()
-        large = pool.take(2**20).block.address
-        assert pool.take(64, at_most=2**16).block.address != large
-        assert pool.take(64).block.nbytes == 4096
-
     def test_unused_blocks_are_kept_for_the_copies_in_flight(self) -> None:
         pool = Pool(max_in_flight=2)
         pool.expected = 3 * 4096
@@ -228,24 +208,14 @@ class TestWaiting:
             copy = lease.hand_out({"w": torch.frombuffer(lease.view(ref), dtype=torch.float32).fill_(3)})
             address, held = ref.block.address, copy["w"][2:4] if holds else torch.full((2,), 3.0)
             del lease, ref
-            pool.release(copy)
+            for each in ({}, copy, copy, [], None):
+                pool.release(each)
             assert copy == {}
             assert pool.in_flight == 0
             again = borrow(pool, 64)
             tensor_over(again).fill_(5)
             assert (again.address == address) is not holds
             assert held.eq(3).all()
-
-    def test_releasing_anything_else_or_a_copy_twice_does_nothing(self) -> None:
-        pool = Pool(max_in_flight=2)
-        kept = borrow(pool, 64)
-        lease, ref = pool.lease(), pool.take(64)
-        copy = lease.hand_out({"w": torch.frombuffer(lease.view(ref), dtype=torch.float32)})
-        del lease, ref
-        for each in ({}, copy, copy, [], None):
-            pool.release(each)
-        assert pool.in_flight == 1
-        assert kept.view.nbytes == 4096
 
 
 def blocks_alive() -> int:
@@ -265,7 +235,7 @@ def test_pageable_memory_is_logged_once_a_machine(
 
 
 class TestBlock:
-    @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 2**22, 2**22 + 1, 3 * 2**22 + 5])
+    @pytest.mark.parametrize("nbytes", [0, 4095, 4096, 2**22 + 1, 3 * 2**22 + 5])
     @pytest.mark.parametrize("threads", [1, 3])
     def test_every_byte_can_be_written(self, nbytes: int, threads: int) -> None:
         view = Block(nbytes, pin=False, threads=threads).view()
@@ -291,7 +261,6 @@ class TestBlock:
 def test_reserved_memory_is_leased_first_and_no_more_is_allocated() -> None:
     made: list[int] = []
     pool = Pool(reserve=3 * 4096, make=lambda nbytes, pin, threads: made.append(nbytes) or Block(nbytes, pin, threads))
-    block = borrow(pool, 2 * 4096)
+    assert borrow(pool, 2 * 4096).nbytes == 3 * 4096
     assert made == [3 * 4096]
-    assert block.nbytes == 3 * 4096
     pool.close()

@@ -26,26 +26,18 @@ from stagereg.kernel.state_dict import flatten, path_to
 from ..stagers.states import assert_same
 
 
-def test_each_tensor_object_is_listed_once_in_order() -> None:
-    a, b = torch.ones(1), torch.ones(2)
-    spec = flatten({"x": [a, (b, a)], "y": {"z": b}})
-    assert [x is y for x, y in zip(spec.tensors, [a, b], strict=True)] == [True, True]
-
-
-def test_the_copy_has_its_tensors_where_the_source_had_them() -> None:
+def test_each_tensor_is_listed_once_and_put_where_it_was() -> None:
     a, b = torch.ones(1), torch.ones(2)
     staged = [torch.zeros(1), torch.zeros(2)]
-    copy = flatten({"x": [a, (b, 7, a)], "b": b}).unflatten(staged)
-    assert copy["x"][0] is staged[0]
-    assert copy["x"][1][0] is staged[1]
-    assert copy["x"][1][2] is staged[0]
-    assert copy["b"] is staged[1]
-    assert list(copy) == ["x", "b"]
-
-
-def test_a_bare_tensor_is_a_state_too() -> None:
-    staged = torch.zeros(1)
-    assert flatten(torch.ones(1)).unflatten([staged]) is staged
+    spec = flatten({"x": [a, (b, 7, a)], "b": b, "s": {b}})
+    assert [x is y for x, y in zip(spec.tensors, [a, b], strict=True)] == [True, True]
+    copy = spec.unflatten(staged)
+    assert list(copy) == ["x", "b", "s"]
+    assert copy["x"][0] is copy["x"][1][2] is staged[0]
+    assert copy["x"][1][0] is copy["b"] is staged[1]
+    assert copy["x"][1][1] == 7
+    assert copy["s"] == {staged[1]}
+    assert flatten(torch.ones(1)).unflatten(staged[:1]) is staged[0], "a bare tensor is a state too"
 
 
 def test_nothing_of_the_source_outlives_the_tree_spec() -> None:
@@ -63,13 +55,6 @@ def test_a_tensors_index_leads_back_to_its_path() -> None:
     count = len(flatten(state).tensors)
     paths = [path_to(state, i) for i in range(count)]
     assert paths == [("a", 0), ("a", 1, 0), ("a", 1, 1, "b"), ("a", 1, 1, "b", "extra", "deep"), (3,)]
-
-
-def test_a_set_of_tensors_is_staged_like_any_container() -> None:
-    a, staged = torch.ones(1, requires_grad=True) * 2, torch.zeros(1)
-    copy = flatten({"s": {a}, "a": a}).unflatten([staged])
-    assert copy["s"] == {staged}
-    assert copy["a"] is staged
 
 
 def test_an_error_keeps_its_cause() -> None:
@@ -112,14 +97,15 @@ def is_recognized(copier: HostCopier, state: Any) -> bool:
 
 
 @settings(deadline=None)
-@given(state=STATES, again=st.integers(1, 3))
-def test_a_state_seen_before_is_copied_alike(state: dict[Any, Any], again: int) -> None:
+@given(state=STATES, other=STATES)
+def test_a_state_is_copied_right_whatever_was_copied_before(state: dict[Any, Any], other: dict[Any, Any]) -> None:
     copier = remembered(state)
-    for _ in range(again):
+    for _ in range(2):
         assert is_recognized(copier, state)
-        made = copier.copy(state)
-        assert_same(made, state)
+        assert_same(copier.copy(state), state)
         _shift(state)
+    for each in (other, state, other):
+        assert_same(copier.copy(each), each)
 
 
 def _shift(x: Any) -> None:
@@ -131,16 +117,6 @@ def _shift(x: Any) -> None:
             x[key] = value + 1
         elif isinstance(value, (dict, list)):
             _shift(value)
-
-
-@settings(deadline=None)
-@given(first=STATES, second=STATES)
-def test_another_state_is_copied_right_whatever_was_copied_before(
-    first: dict[Any, Any], second: dict[Any, Any]
-) -> None:
-    copier = remembered(first)
-    for state in (second, first, second):
-        assert_same(copier.copy(state), state)
 
 
 def test_a_modules_state_dict_is_recognised_in_new_objects() -> None:
@@ -168,16 +144,13 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "other memory": lambda s: s.update(w=s["w"].clone()),
     "other data in place": lambda s: setattr(s["w"], "data", torch.zeros(4, 4)),
     "turned in place": lambda s: s["w"].t_(),
-    "turned by data": lambda s: setattr(s["w"], "data", s["w"].data.t()),
     "seen as another dtype": lambda s: s.update(w=s["w"].view(torch.int32)),
-    "seen in another shape": lambda s: s.update(w=s["w"].view(2, 8)),
     "a part of it": lambda s: s.update(w=s["w"][:2]),
     "gradients": lambda s: s["w"].requires_grad_(),
     "a parameter": lambda s: s.update(w=torch.nn.Parameter(s["w"])),
     "an attribute": lambda s: setattr(s["w"], "tag", [1]),
     "tied": lambda s: s.update(v=s["w"]),
     "negated": lambda s: s.update(w=torch._neg_view(s["w"])),
-    "another key": lambda s: s.update(z=s.pop("w")),
     "another order": lambda s: s.update(w=s.pop("w")),
     "one more": lambda s: s.update(more=3),
     "one less": lambda s: s.pop("v"),

@@ -11,11 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from stagereg import record
-from stagereg.launch.command_line import CommandLine
-from stagereg.launch.launch import LocalRanks, RanksFailedError, _raise
 from stagereg.machine import tunables
 
 from .programs import TORCHRUN, Program, await_gone, await_job, free_port, run
@@ -61,9 +58,11 @@ def train(cfg):
                 sys.exit()
             case "exit_badly_on_last":
                 sys.exit(3)
+            case "exit_now_on_last":
+                os._exit(3)
             case "die_on_last":
                 os.kill(os.getpid(), 9)
-    if cfg.what in ("raise_on_last", "fail_on_last", "die_on_last"):
+    if cfg.what in ("raise_on_last", "fail_on_last", "die_on_last", "exit_now_on_last"):
         dist.all_reduce(total)
     if cfg.what == "hang":
         print("IN THE JOB", flush=True)
@@ -162,8 +161,9 @@ def called(tmp_path_factory):
 
 
 def test_plain_python_starts_ranks_that_share_folder_and_log(app):
-    # Ranks above 0 have no logging whose level could be overridden.
-    ended = app.run("text='a $$ {b} ${lr}'", "lr=2", "hydra.job_logging.root.level=DEBUG")
+    # Ranks above 0 have no logging whose level could be overridden; what only the parent uses does not reach them.
+    of_parent = ["hydra/launcher=joblib", "hydra.sweep.dir=x"]
+    ended = app.run("text='a $$ {b} ${lr}'", "lr=2", "hydra.job_logging.root.level=DEBUG", *of_parent)
     assert ended.returncode == 0, ended.stderr
     first, second = app.answer(0), app.answer(1)
     assert first["sum"] == second["sum"] == 3
@@ -177,18 +177,6 @@ def test_plain_python_starts_ranks_that_share_folder_and_log(app):
     (log,) = app.folder.rglob("*.log")
     assert re.findall("rank (.*) sees 3", log.read_text()) == ["0 of 2"]
     assert ended.stderr == ""
-
-
-def test_options_of_the_parent_do_not_reach_the_ranks():
-    theirs = ["hydra/job_logging=none", "hydra.verbose=true", "+hydra.runner=1"]
-    own = ["hydra.sweep.dir=x", "hydra/launcher=joblib", "hydra/sweeper/sampler=grid", "+hydra.sweeper.params.a=1"]
-    job = {
-        "overrides": {"hydra": own + theirs, "task": ["lr=1"]},
-        "job": {"num": 3, "id": "3"},
-    }
-    command = CommandLine(("python", "a.py"), ()).for_ranks(OmegaConf.create(job))
-    assert command[:3] == ["python", "a.py", "lr=1"]
-    assert [override for override in command if override in own + theirs] == theirs
 
 
 def test_one_rank_runs_in_the_process_itself(called):
@@ -209,13 +197,6 @@ def test_ranks_of_torchrun_share_folder_and_log(app):
     assert len(app.run_folders()) == 1
     (log,) = app.folder.rglob("*.log")
     assert re.findall("rank (.*) sees 3", log.read_text()) == ["0 of 2"]
-
-
-@pytest.mark.slow
-def test_torchrun_shows_the_config_once_and_ends(app):
-    ended = app.run("--cfg", "job", start=TORCHRUN)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("lr: 1.0") == 1
 
 
 def test_jobs_of_a_sweep_get_fresh_ranks_and_return_once(app):
@@ -262,29 +243,13 @@ def test_an_error_is_printed_once_without_its_consequences(app, start):
         ("die_on_last", 1, "rank 1: died of SIGKILL\n"),
         ("exit_badly_on_last", 1, r"rank 1: left by sys\.exit\(3\)\n"),
         ("exit_on_last", 0, ""),
+        ("exit_now_on_last", 1, "rank 1: ended with exit code 3\n"),
     ],
 )
 def test_the_cause_is_one_line(app, what, code, stderr):
     ended = app.run(f"what={what}")
     assert ended.returncode == code
     assert re.fullmatch(stderr, ended.stderr)
-
-
-@pytest.mark.parametrize(
-    ("ends", "line"),
-    [
-        ({0: "sleep 100", 1: "kill -KILL $$", 2: "exit 0"}, "rank 1: died of SIGKILL"),
-        ({0: "sleep 100", 1: "exit 3"}, "rank 1: ended with exit code 3"),
-        ({4: "kill -TERM $$", 5: "sleep 100"}, "rank 4: died of SIGTERM"),
-    ],
-)
-def test_ranks_that_ended_without_an_error_are_named(tmp_path, ends, line):
-    with LocalRanks() as ranks:
-        for rank, how in ends.items():
-            ranks.start(rank, ["sh", "-c", how], str(tmp_path), {**os.environ})
-        codes = ranks.wait()
-    with pytest.raises(RanksFailedError, match=f"^{line}$"):
-        _raise({}, codes, None)
 
 
 CORES = rf".*{os.cpu_count()} cores.*\n"
@@ -310,9 +275,7 @@ def test_an_error_of_a_single_process_is_printed_once(called, name, stderr):
 def test_a_failed_job_ends_the_sweep_with_its_error_once(app):
     ended = app.run("-m", "lr=1", "what=fail_everywhere")
     assert ended.returncode == 1
-    assert len(re.findall(r"^rank [01]: no shelf for cheese$", ended.stderr, re.MULTILINE)) == 1
-    assert ended.stderr.count("no shelf for cheese") == 1
-    assert "Traceback" not in ended.stderr
+    assert re.fullmatch(r"Error executing job.*\nrank [01]: no shelf for cheese\n", ended.stderr)
 
 
 @pytest.mark.slow
@@ -376,29 +339,23 @@ if sys.argv[1] == "stagereg":
     os.environ["STAGEREG_LAUNCHER"] = str(os.getpid())
 else:
     os.environ["TORCHELASTIC_RUN_ID"] = "run"
-subprocess.run([sys.executable, "rank.py"])
+subprocess.run([sys.executable, "-c", sys.argv[2]])
 """
 WAITING = """
 import os
 import stagereg.launch.rank as rank
 
-
-def end_with_parent_and_print(parent, end_with=rank._end_with):
-    end_with(parent)
-    print(os.getpid(), flush=True)
-
-
-rank._end_with = end_with_parent_and_print
+end_with = rank._end_with
+rank._end_with = lambda parent: (end_with(parent), print(os.getpid(), flush=True))
 rank.Rank.current()
 """
 
 
 @pytest.mark.parametrize("starter", ["stagereg", "torchrun"])
-def test_a_rank_that_waits_for_others_ends_with_its_parent(tmp_path, starter):
-    (tmp_path / "rank.py").write_text(WAITING)
+def test_a_rank_that_waits_for_others_ends_with_its_parent(starter):
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command, env = [sys.executable, "-c", STARTER, starter], {**os.environ, **variables}
-    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, start_new_session=True) as parent:
+    command, env = [sys.executable, "-c", STARTER, starter, WAITING], {**os.environ, **variables}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, start_new_session=True) as parent:
         try:
             assert parent.stdout is not None
             rank = int(parent.stdout.readline())

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,8 +27,6 @@ from stagereg.launch.rank import Rank
 from stagereg.launch.run_store import RunStore
 
 from .programs import LIMIT_S, TORCHRUN, Program, await_gone, await_job, await_port, free_port, run
-
-ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import json, logging, os, signal, time
@@ -97,12 +94,12 @@ class Agents(Program):
             each.mkdir()
         self.running: list[subprocess.Popen[str]] = []
 
-    def start(self, *arguments: str, options: tuple[str, ...] = (), script: Path | None = None) -> None:
+    def start(self, *arguments: str, options: tuple[str, ...] = ()) -> None:
         """Start the first agent, and the second when the first one's rendezvous is open."""
         port = free_port()
         meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={self.folder.name}")
         command = [*TORCHRUN[:3], "--nnodes=2", "--nproc-per-node=1", *meeting, *options]
-        command += [str(script or "../train.py"), *arguments, *([] if script else [f"answers={self.answers}"])]
+        command += ["../train.py", *arguments, f"answers={self.answers}"]
         env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         for folder in self.folders:
@@ -161,12 +158,6 @@ def test_an_error_below_two_agents_is_printed_once(agents: Agents) -> None:
     assert stderr.count("KeyError: 'no cheese'") == 1
     assert re.findall(r"^rank \d+: .*", stderr, re.MULTILINE) == ["rank 1: Traceback (most recent call last):"]
     assert "peer" not in stderr
-    ended = agents.run_both("-m", "steps=1,2")
-    assert all(code != 0 for code, _, _ in ended)
-    lines = [line for _, _, stderr in ended for line in stderr.splitlines() if "sweep" in line]
-    assert len(lines) == 1
-    assert "over 2 machines" in lines[0]
-    assert len(agents.answers_of(0)) == 1
 
 
 @pytest.mark.slow
@@ -217,25 +208,6 @@ def test_ranks_of_a_killed_agent_end_and_are_named_as_lost(agents: Agents, lost:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_example_shadows_saves_and_resumes_over_two_agents(agents: Agents) -> None:
-    small = ["data=uneven", "data.files=6", "train.eval_every=20", "model.width=32", "model.layers=1", "nproc=7"]
-    kept = [*small, f"checkpoint.dir={agents.folder / 'kept'}", "checkpoint.every=10"]
-    outputs = []
-    for steps in (10, 100):
-        ended = agents.run_both(*kept, f"train.steps={steps}", script=ROOT / "examples" / "train.py")
-        assert [code for code, _, _ in ended] == [0, 0], ended
-        outputs.append("".join(stdout for _, stdout, _ in ended))
-    last = int((agents.folder / "kept" / "latest").resolve().name.removeprefix("step-"))
-    assert [int(re.search(r"^ +steps +(\d+) in", each, re.MULTILINE)[1]) for each in outputs] == [10, last - 10], (
-        outputs
-    )
-    first, second = (int(rank) for rank in re.search(r"shadowed steps per rank +(\d+), (\d+)", outputs[1]).groups())
-    assert (first == 0) != (second == 0), outputs
-    assert len(agents.run_folders()) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_the_tasks_of_a_schedulers_job_are_one_run(agents: Agents) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     launcher = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", "hydra.launcher.timeout_min=4"]
@@ -276,28 +248,6 @@ def test_a_rank_without_a_new_heartbeat_is_lost(monkeypatch: pytest.MonkeyPatch)
     for each in ranks:
         each.set_ended()
     assert second.lost(2.0) == ""
-
-
-def test_a_heartbeat_ends_with_its_block_and_with_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_store, "_BEAT_S", 0.02)
-
-    def beating() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "stagereg-heartbeat"]
-
-    class Gone(HashStore):
-        def set(self, *given: object) -> None:
-            raise RuntimeError("Connection reset by peer")
-
-    mine = RunStore(HashStore(), 0, 1, multi_node=True)
-    with mine.heartbeat():
-        pass
-    assert beating() == []
-    with mine.heartbeat():
-        (thread,) = beating()
-        mine._store = Gone()
-        thread.join(LIMIT_S)
-        assert not thread.is_alive()
-    assert beating() == []
 
 
 def test_ranks_of_two_machines_report_a_cause_once(

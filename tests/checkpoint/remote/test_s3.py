@@ -172,7 +172,7 @@ def test_a_lasting_error_is_reported_at_once(store: Store) -> None:
 
 def on_two_ranks(rank: int, world_size: int, url: str) -> tuple[int | None, bool, list[str]]:
     mine = f"mine.rank{rank}"
-    with Checkpointer(url, keep=1) as checkpointer:
+    with Checkpointer(url, keep=1, stager=build("stager", "shared")) as checkpointer:  # with a writer process
         for step in (1, 2):
             checkpointer.save(step, {**state(step), mine: rank})
         checkpointer.wait()
@@ -188,13 +188,6 @@ def test_ranks_save_together(store: Store) -> None:
     assert all(same for _, same, _ in results)
     assert results[0][2] == results[1][2]
     assert steps(store) == {2: {".metadata", "__0_0.distcp", "__1_0.distcp", "index.json", "manifest.json"}}
-
-
-@pytest.mark.slow
-def test_a_writer_process_writes_to_a_url(store: Store) -> None:
-    with Checkpointer(store.url, stager=build("stager", "shared")) as checkpointer:
-        checkpointer.save(1, state(1))
-    expect_restored(store, 1)
 
 
 PROGRAM = """
