@@ -188,7 +188,11 @@ class BuiltInJoinable(Joinable):
 
 
 class BuiltInHook(JoinHook, Generic[B]):
-    """The hook of one kind of joinable. Raises: ``JoinError`` if the given one is of another kind."""
+    """The hook of one kind of joinable; a ``JoinError`` if it is given another.
+
+    Args:
+        joinable: the joinable, of that kind.
+    """
 
     def __init__(self, joinable: B, /) -> None:
         own = joinable.own_hook if isinstance(joinable, BuiltInJoinable) else None
