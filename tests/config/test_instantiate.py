@@ -335,9 +335,15 @@ def test_a_parameter_for_factories_is_an_option_that_takes_any_name() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (None, r"^join\.parts\.model is null, where the config of a joinable .*~GROUP@KEY.* is needed\."),
-        (3, r"^join\.parts\.model is 3, where the config of a joinable .*~GROUP@KEY.* is needed\."),
-        ({"a": 1}, r"^join\.parts\.model is \{'a': 1\}, where the config of a joinable .*~GROUP@KEY.* is needed\."),
+        (
+            None,
+            r"^join\.parts\.model is null, where the config of a joinable .*~joinable@join\.parts\.model. is needed\.",
+        ),
+        (3, r"^join\.parts\.model is 3, where the config of a joinable .*~joinable@join\.parts\.model. is needed\."),
+        (
+            {"a": 1},
+            r"^join\.parts\.model is \{'a': 1\}, where the config of a joinable .*~joinable@join\.parts\.model. is needed\.",
+        ),
         ({"_target_": f"{HERE}.stager"}, r"^join\.parts\.model takes a joinable, not stager/made\."),
         ({"_target_": f"{HERE}.part", "sise": 1}, r"^joinable/part takes no 'sise'\. Did you mean 'size'\?"),
         ({"_target_": f"{HERE}.part", "size": "x"}, r"^join\.parts\.model\.size: 'x' is not"),
