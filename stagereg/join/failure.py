@@ -140,8 +140,7 @@ class FailureDetector:
     def report(self, error: BaseException) -> None:
         """Publish that this rank leaves with ``error``, unless that is a consequence. Never raises, never hangs.
 
-        The ranks abort their groups if they do not leave by themselves within a second, as they do where all ranks
-        raise the same on purpose and go on. Let :meth:`explain` see the error of a collective first.
+        The ranks abort their groups if they do not leave by themselves within a second, as where all raise the same.
         """
         if self._running and not isinstance(error, PeerFailedError):
             message = "".join(traceback.format_exception_only(error)).strip()[:_LONGEST]
@@ -149,10 +148,7 @@ class FailureDetector:
             self._publish(PeerFailedError(text, self._rank, message))
 
     def explain(self, error: BaseException) -> PeerFailedError | None:
-        """Return why a collective has failed here with ``error``; takes about three seconds, and four at most.
-
-        ``None`` if it does not look like a collective's, or if all ranks are well and none knows a reason.
-        """
+        """Return, within four seconds, why a collective has failed here with ``error``; ``None`` if nobody knows."""
         if not self._running or not is_broken_operation(error):
             return None
         if is_timeout(error):

@@ -188,13 +188,10 @@ class BuiltInJoinable(Joinable):
 
 
 class BuiltInHook(JoinHook, Generic[B]):
-    """The hook of one kind of joinable.
+    """The hook of one kind of joinable; a ``JoinError`` if it is given another.
 
     Args:
         joinable: the joinable, of that kind.
-
-    Raises:
-        JoinError: the given one is of another kind.
     """
 
     def __init__(self, joinable: B, /) -> None:

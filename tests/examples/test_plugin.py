@@ -136,7 +136,7 @@ def test_an_app_that_never_imports_stagereg_sweeps_over_it(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_checkpoints_and_exports_agree_and_plain_torch_reads_both(user: User) -> None:
+def test_checkpoints_and_exports_agree_in_plain_torch(user: User) -> None:
     printed = user.prints("finetune.py", *SMALL, "hydra.run.dir=run")
     assert "step 6 " in printed
     full, export = user.folder / "run/checkpoints/latest", user.folder / "run/export/latest"
@@ -150,7 +150,7 @@ def test_checkpoints_and_exports_agree_and_plain_torch_reads_both(user: User) ->
 
 
 @pytest.mark.slow
-def test_a_sweep_over_the_stager_of_the_export_halves_its_weights(user: User) -> None:
+def test_a_sweep_over_the_exports_stager_halves_its_weights(user: User) -> None:
     sweep = ["stager@export.stager=bf16,blocking", "nproc=1", "hydra.sweep.dir=jobs", "width=256"]
     user.run("finetune.py", "-m", *SMALL, *sweep, "hydra.sweep.subdir=${hydra.job.num}")
     small, large = (nbytes(user.folder / f"jobs/{job}/export/latest") for job in (0, 1))
@@ -184,7 +184,7 @@ def test_the_command_finds_every_promise_kept(user: User) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_its_own_tests_pass_and_its_types_hold_where_it_is_installed(user: User) -> None:
+def test_its_own_tests_pass_and_its_types_hold(user: User) -> None:
     shutil.copytree(EXAMPLE / "tests", user.folder / "tests")
     assert " passed" in user.prints("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
     shutil.copytree(EXAMPLE / "lean_export", user.folder / "lean_export")
