@@ -41,7 +41,7 @@ WAITING = dump("/home/me/waiting.py", thread="Thread")
         ("no stack", ""),
     ],
 )
-def test_the_frame_of_the_plugin_in_the_running_thread_is_reported(text: str, file: str) -> None:
+def test_the_frame_of_the_plugin_is_reported(text: str, file: str) -> None:
     assert innermost_frame(text) == (f"stage ({file}:3)" if file else "")
 
 

@@ -107,7 +107,7 @@ def test_the_wheel_has_every_module_and_config_and_nothing_else(wheel: Path) -> 
     assert shipped == expected
 
 
-def test_a_users_train_py_runs_from_its_own_folder_with_the_wheel(installed: Path, app: Path) -> None:
+def test_a_users_train_py_runs_with_the_wheel(installed: Path, app: Path) -> None:
     out = run(installed, "train.py", "stager=blocking", "join.throw=true", "checkpoint.every=5", cwd=app)
     assert "STAGED [1.0, 1.0] stagereg.stagers.blocking.BlockingStager True 5" in out
 
@@ -136,7 +136,7 @@ runpy.run_path("bare.py", run_name="__main__")
     assert "stager/pinned_cached" in run(sys.executable, "-c", code, cwd=app)
 
 
-def test_a_foreign_stagereg_in_the_same_folder_is_an_error_of_one_screen(wheel: Path, tmp_path: Path) -> None:
+def test_a_foreign_stagereg_in_the_folder_is_an_error(wheel: Path, tmp_path: Path) -> None:
     python = environment(wheel, tmp_path)
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     foreign = site / "stagereg-2.0.nothing"

@@ -183,7 +183,7 @@ def test_a_script_may_be_imported_as_a_module_too(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("7\n", "")
 
 
-def test_an_unknown_name_is_an_error_with_the_nearest_and_the_list() -> None:
+def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
     with pytest.raises(UnknownNameError, match=r"No kind 'stagger'.* Did you mean 'stager'\?\nThere is: checkpoint, "):
         stagereg.names("stagger")
     nearest = r"No stager named 'pinned_cahced'\. Did you mean 'pinned_cached'\?\n.*blo"
@@ -205,7 +205,7 @@ def test_only_classes_and_functions_can_be_registered(thing: Any) -> None:
         stagereg.names(thing)
 
 
-def test_a_stager_that_only_inherits_the_protocols_stage_is_refused() -> None:
+def test_a_stager_that_only_inherits_stage_is_refused() -> None:
     empty = type("Empty", (stagereg.AsyncStager,), {"__module__": "some.module"})
     with pytest.raises(RegistryError, match="method 'stage' is missing"):
         stagereg.register("stager", "empty")(empty)
@@ -333,9 +333,7 @@ RUDE = "import stagereg\n@stagereg.register('stager', 'rude')\nclass Cls: ...\n"
         (RUDE, ["def close", "should_synchronize_after_execute", "broken.py:2)"]),
     ],
 )
-def test_a_component_that_cannot_be_loaded_is_named_with_its_cause(
-    package: Any, source: str, causes: list[str]
-) -> None:
+def test_a_component_that_does_not_load_is_named_with_its_cause(package: Any, source: str, causes: list[str]) -> None:
     package("broken", source, **{"stager.broken": "Cls"})
     assert stagereg.build("stager", "blocking"), "it fails only when chosen"
     with pytest.raises(RegistryError) as caught:

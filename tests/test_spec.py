@@ -58,7 +58,7 @@ def refused(kind: str, message: str, *bases: type, **members: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "line"), [*OPTIONAL, ("stager", "should_synchronize_after_execute: bool")])
-def test_an_optional_member_has_to_fit_and_a_misspelt_one_is_refused(kind: str, line: str) -> None:
+def test_an_optional_member_has_to_fit_and_be_spelt_right(kind: str, line: str) -> None:
     spec.check(kind, "mine", KINDS[kind])
     name = member(line)
     if line.startswith("def "):

@@ -15,7 +15,7 @@ import json
 import re
 import uuid
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import IO, Any
 
 from stagereg.checkpoint.checksum import crc32
 
@@ -130,10 +130,6 @@ class Checkpoint:
         return self.path.rstrip("/").rpartition("/")[2]
 
 
-class _Readable(Protocol):
-    def read(self, size: int, /) -> bytes: ...
-
-
 def step_name(step: int) -> str:
     """Return the directory name of a step, so that names sort as steps do."""
     return f"step-{step:08d}"
@@ -155,7 +151,7 @@ def new_token() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def file_mark(stream: _Readable) -> FileMark:
+def file_mark(stream: IO[bytes]) -> FileMark:
     """Read a stream to its end, in blocks, and return its size and checksum."""
     size = crc = 0
     while block := stream.read(_BLOCK_BYTES):

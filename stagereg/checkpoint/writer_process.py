@@ -25,7 +25,6 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from itertools import pairwise
 from multiprocessing.connection import Connection, Pipe
 
 import torch
@@ -34,7 +33,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from stagereg.checkpoint.advice import causes
 from stagereg.checkpoint.rank_group import portable
 from stagereg.crash_report import signal_name
 from stagereg.errors import CheckpointError
@@ -88,14 +86,12 @@ def write_data(
     except Exception as error:
         refused = f"{type(storage).__name__} or its plan cannot be pickled ({error})"
     else:
-        refused, errors, written = pickle.loads(process.ask(question, until))
+        refused, failure, written = pickle.loads(process.ask(question, until))
     if refused:
         _log.warning("stagereg: this checkpoint is written in the training process, since %s", refused)
         return storage.write_data(plan, planner).wait()
-    if errors:
-        for failed, cause in pairwise(errors):
-            failed.__cause__ = cause
-        raise errors[0]
+    if failure is not None:
+        raise failure
     results: list[WriteResult] = written[0]
     vars(storage).update(vars(written[1]))
     return results
@@ -127,18 +123,18 @@ def serve(descriptor: int) -> None:
 
 
 def _answer(question: bytes) -> bytes:
-    """Do one write. Return why it cannot be done here, an error and its causes, or the results and the storage."""
+    """Do one write. Return why it cannot be done here, an error, or the results and the storage."""
     try:
         storage, plan, bundle, own, data = pickle.loads(question)
         tensors = [own.get(i, x) for i, x in enumerate(unpack(bundle))]
     except Exception as error:
-        return pickle.dumps((f"the writer process cannot read it ({type(error).__name__}: {error})", [], None))
+        return pickle.dumps((f"the writer process cannot read it ({type(error).__name__}: {error})", None, None))
     values = [each if isinstance(each, bytes) else tensors[each] for each in data]
     planner = _Resolved({item.index: value for item, value in zip(plan.items, values, strict=True)})
     try:
-        return pickle.dumps(("", [], (storage.write_data(plan, planner).wait(), storage)), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(("", None, (storage.write_data(plan, planner).wait(), storage)), pickle.HIGHEST_PROTOCOL)
     except BaseException as error:  # or the process would end, and another one be asked the same
-        return pickle.dumps(("", [portable(each) for each in causes(error)], None))
+        return pickle.dumps(("", portable(error), None))
 
 
 class _Resolved(DefaultSavePlanner):
@@ -191,23 +187,16 @@ class WriterProcess:
                 answer = self._answered(question, until)
                 if answer is not None:
                     return answer
-                process, code = (
-                    f"The process that writes checkpoints (pid {self._process.pid})",
-                    self._process.returncode,
-                )
-                if time.monotonic() >= until:
-                    raise CheckpointError(
-                        f"{process} has not written this checkpoint in time and was killed. Its storage hangs, or is "
-                        "too slow."
-                    )
-                if code is None:  # it may still write, so no other one may
-                    raise CheckpointError(f"{process} cannot be ended: it is stuck in the kernel.")
+                what, code = f"The process that writes checkpoints (pid {self._process.pid})", self._process.returncode
+                if time.monotonic() >= until or code is None:  # it may still write, so no other one may
+                    state = "cannot be ended" if code is None else "was killed"
+                    raise CheckpointError(f"{what} has not written in time and {state}. Its storage hangs, or is slow.")
                 fate = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with status {code}"
                 if trial == 1 and not self._closed:
-                    _log.warning("stagereg: %s %s; another one is started and writes again", process, fate)
+                    _log.warning("stagereg: %s %s; another one is started and writes again", what, fate)
             raise CheckpointError(
-                f"{process} {fate}, and so did the one before, on the same checkpoint. If the system ran out of "
-                "memory, it ends processes with SIGKILL: see the kernel's log (dmesg)."
+                f"{what} {fate}, and so did the one before, on the same checkpoint. If the system ran out of memory, "
+                "it ends processes with SIGKILL: see the kernel's log (dmesg)."
             )
 
     def close(self, now: bool = False) -> None:

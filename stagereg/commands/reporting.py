@@ -49,8 +49,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("directory", help="of a run (hydra.run.dir) or of a sweep (hydra.sweep.dir)")
     parser.add_argument("--metric", default="", help="what a sweep is ranked by; what it was run with if not given")
     parser.add_argument("--direction", choices=("minimize", "maximize"), help="which way is better, if not the usual")
-    help_ = "of a run's timeline, seconds since its start, as in 10:20 or 10:"
-    parser.add_argument("--window", type=_window, metavar="A:B", help=help_)
+    parser.add_argument("--window", type=_window, metavar="A:B", help="of a run's timeline, in seconds: 10:20 or 10:")
     parser.add_argument("--output", default="", metavar="DIR", help="where the files go; next to the run if not given")
 
 
@@ -85,10 +84,11 @@ def run(asked: argparse.Namespace) -> int:
 
 def _window(text: str) -> tuple[float, float]:
     start, colon, end = text.partition(":")
-    window = float(start or 0), float(end or math.inf)
-    if not colon or not 0 <= window[0] < window[1]:
-        raise ValueError(text)
-    return window
+    with contextlib.suppress(ValueError):
+        window = float(start or 0), float(end or math.inf)
+        if colon and 0 <= window[0] < window[1]:
+            return window
+    raise argparse.ArgumentTypeError(f"takes seconds since the start of the run, as in 10:20 or 10:, not {text!r}")
 
 
 class SweepReport:
@@ -134,8 +134,7 @@ class RunReport:
     """The report on one run, also on one that recorded nothing but its result, or whose records cannot be read."""
 
     def __init__(self, directory: Path, window: tuple[float, float] | None) -> None:
-        self._window = window
-        self._job = JobResult.of_directory(directory)
+        self._job, self._window = JobResult.of_directory(directory), window
         self._run: Run | None = None
         try:
             self._run = Run.read(directory)

@@ -234,7 +234,7 @@ def from_config(path: NodePath, value: Any, hint: Any, build: Callable[..., Any]
         except ConfigError as refusal:
             raise ConfigError(f"{path}: {refusal}") from refusal
     if misfit := _misfit(value, hint):
-        raise ConfigError(f"{path} is {'null' if value is None else repr(value)}{misfit}")
+        raise ConfigError(f"{path} is {'null' if value is None else repr(value)}{misfit.replace('@KEY', f'@{path}')}")
     if isinstance(value, (list, tuple)):
         return _sequence(path, value, plain, arguments, inner)
     if isinstance(value, dict) and _is_dataclass(hint):
@@ -292,7 +292,7 @@ def _misfit(value: Any, hint: Any) -> str:
         near = nearest(str(value), map(str, arguments))
         return "" if is_one else f".{near} It is one of: {', '.join(map(repr, arguments))}"
     if _is_factory(hint):
-        what = f"the config of a {factory_of(hint) or 'component'} (GROUP@KEY=NAME; for none ~GROUP@KEY)"
+        what = "the config of a {0} ({0}@KEY=NAME; for none ~{0}@KEY)".format(factory_of(hint) or "component")
     elif plain in (*_SEQUENCES, *_MAPPINGS):
         classes, what = ((list, tuple), "a list") if plain in _SEQUENCES else (Mapping, "a mapping")
     elif _is_dataclass(hint):

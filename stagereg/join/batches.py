@@ -32,8 +32,7 @@ _ADVICE = (
 )
 _MAPPINGS = (dict, UserDict)
 _CONSTANTS = (type(None), str, bytes, numbers.Number, enum.Enum, torch.Size, torch.device, torch.dtype)
-_DEPTH, _WIDTH = 4, 8
-"""How deep, and at how many parts of a container, the samples of a batch are looked for."""
+_DEPTH, _WIDTH = 4, 8  # how deep, and at how many parts of a container, the samples of a batch are looked for
 
 
 @dataclasses.dataclass
@@ -97,12 +96,9 @@ def emptied_or_error(batch: Any) -> Any:
 
 
 def publish(store: Any, key: str, empty: Any) -> None:
-    """Put an empty batch, or the error in its place, into the store, for ranks that never had a batch.
+    """Put what :func:`emptied_or_error` returned into the store, for ranks that never had a batch.
 
-    Args:
-        store: a ``torch.distributed`` store.
-        key: where.
-        empty: from :func:`emptied_or_error`; tensors of accelerators travel through host memory.
+    Tensors of accelerators travel through host memory.
     """
     file = io.BytesIO()
     try:

@@ -224,10 +224,7 @@ class Join:
             return _weighted(loss_sum, 1.0, count)
         session = self._session
         if session is None or session.responder is None:
-            raise JoinError(
-                "join.mean works inside the join, with join.iterate, or in a plain loop with join.mode=counted or "
-                "planned; not with join.mode=torch"
-            )
+            raise JoinError("join.mean works inside the join, with join.iterate or with join.mode=counted or planned")
         if over == "world" and self._divides_by_world:
             return _weighted(loss_sum, 1.0, count)
         has_data = float(session.loop is None or not session.loop.membership.empty)
@@ -248,8 +245,7 @@ class Join:
                 )
         if resources_of(self._group).aborted:
             raise JoinError(
-                "the process group was aborted when a join over it failed, so nothing can be sent over it any more; "
-                "end this process, or make a new process group"
+                "the process group was aborted when a join over it failed: end this process, or make a new one"
             )
 
     def _start(self) -> JoinSession:

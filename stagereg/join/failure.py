@@ -31,19 +31,15 @@ from stagereg.kernel.channel import HEARTBEAT_S, WorkerThread, resources_of
 
 __all__ = ["FailureDetector", "RankStatus", "abort", "discard_channels", "is_broken_operation", "is_timeout"]
 
-_GRACE_S = 2.0
-"""Seconds within which a rank that is alive publishes another status, at most."""
-_BEATS = int(_GRACE_S / HEARTBEAT_S)
-"""How many statuses a rank publishes in that time."""
-_MERCY_S = 0.6
-"""Seconds in which a rank may leave by itself after another has failed: all may have raised the same, and go on."""
-_ANSWER_S = 1.0
-"""Seconds that the program waits for the thread's calls of the store; and for what another rank is about to find."""
+_GRACE_S = 2.0  # within which a rank that is alive publishes another status, at most
+_BEATS = int(_GRACE_S / HEARTBEAT_S)  # statuses that a rank publishes in that time
+_MERCY_S = 0.6  # in which a rank may leave by itself after another has failed: all may have raised the same, and go on
+_ANSWER_S = (
+    1.0  # for which the program waits for the thread's calls of the store, and for what others are about to find
+)
 _TURN_S = 0.2
-_LONGEST = 1000
-"""Characters of a rank's error that the others print."""
-_TAG = 0x57A6E
-"""Of a receive that no rank sends for; a tag that no program uses."""
+_LONGEST = 1000  # characters of a rank's error that the others print
+_TAG = 0x57A6E  # of a receive that no rank sends for; a tag that no program uses
 _NOTHING = "-"
 _TIMEOUT = r"Timed out waiting \d+ ?ms|pair closure|operation timeout|Operation timed out!|wait timeout|Socket Timeout"
 _LOST = r"Connection (closed|reset)|Broken pipe"
@@ -92,7 +88,7 @@ class FailureDetector:
         here = group.rank()
         self._rank = ranks[here]
         self._others = [*ranks[here + 1 :], *ranks[:here]]
-        self._running = False
+        self._running = self._outermost = False
         self._limits = contextlib.ExitStack()  # puts them back
         self._waits_for = ""
         self._own: PeerFailedError | None = None  # to be published
@@ -115,7 +111,8 @@ class FailureDetector:
             return
         self._running = True
         resources = resources_of(group)
-        self._thread = resources.heartbeat
+        self._outermost, resources.watched = not resources.watched, True
+        self._thread = resources.heartbeat if self._outermost else WorkerThread("stagereg-heartbeat-nested")
         for backend in [*_backends(group), *resources.backends(polled=False)]:
             with contextlib.suppress(Exception):  # not all have one
                 limit = backend.options._timeout
@@ -129,6 +126,9 @@ class FailureDetector:
         if self._running:
             self._running = False
             self._left.set()
+            self._thread.closing = not self._outermost
+            if self._outermost and (group := self._group()) is not None:
+                resources_of(group).watched = False
             with contextlib.suppress(Exception):
                 self._limits.close()
 
@@ -140,8 +140,7 @@ class FailureDetector:
     def report(self, error: BaseException) -> None:
         """Publish that this rank leaves with ``error``, unless that is a consequence. Never raises, never hangs.
 
-        The ranks abort their groups if they do not leave by themselves within a second, as they do where all ranks
-        raise the same on purpose and go on. Let :meth:`explain` see the error of a collective first.
+        The ranks abort their groups if they do not leave by themselves within a second, as where all raise the same.
         """
         if self._running and not isinstance(error, PeerFailedError):
             message = "".join(traceback.format_exception_only(error)).strip()[:_LONGEST]
@@ -149,14 +148,11 @@ class FailureDetector:
             self._publish(PeerFailedError(text, self._rank, message))
 
     def explain(self, error: BaseException) -> PeerFailedError | None:
-        """Return why a collective has failed here with ``error``; takes about three seconds, and four at most.
-
-        ``None`` if it does not look like a collective's, or if all ranks are well and none knows a reason.
-        """
+        """Return, within four seconds, why a collective has failed here with ``error``; ``None`` if nobody knows."""
         if not self._running or not is_broken_operation(error):
             return None
         if is_timeout(error):
-            self._overdue("a collective")
+            self._overdue("a collective", self._timeout_s)
             return self._known()
         self._poll_all("a collective")
         self._ended.wait(_ANSWER_S)
@@ -166,22 +162,24 @@ class FailureDetector:
             self._publish(_failure_of(absent, "is not in this join, or no more, and a connection was lost", advice))
         return self._known()
 
-    def wait(self, ready: Callable[[float], bool], what: str) -> None:
+    def wait(self, ready: Callable[[float], bool], what: str, limit_s: float = 0.0) -> None:
         """Wait until ``ready``, and no longer than ``timeout_s`` and the seconds that it takes to name a rank.
 
         Args:
             ready: waits for as many seconds as it is given at most, and returns whether ``what`` is there.
             what: it waits for, for the message.
+            limit_s: another limit, if it is longer.
 
         Raises:
             PeerFailedError: a rank has failed, or some did not come. What ``ready`` raises is explained if it can be.
         """
-        ends = time.monotonic() + self._timeout_s
+        limit_s = max(limit_s, self._timeout_s)
+        ends = time.monotonic() + limit_s
         self._waits_for = what
         try:
             while not ready(_TURN_S):
                 if time.monotonic() > ends:
-                    self._overdue(what)
+                    self._overdue(what, limit_s)
                 self.check()
         except RuntimeError as error:
             if not isinstance(error, StageregError) and (known := self.explain(error)) is not None:
@@ -190,10 +188,10 @@ class FailureDetector:
         finally:
             self._waits_for = ""
 
-    def _overdue(self, what: str) -> None:
+    def _overdue(self, what: str, limit_s: float) -> None:
         self._poll_all(what)
         if self.failure is None:
-            self._publish(self._late(what, f"did not come to {what} within {self._timeout_s:g} s"))
+            self._publish(self._late(what, f"did not come to {what} within {limit_s:g} s"))
 
     def _late(self, what: str, within: str) -> PeerFailedError:
         statuses = self._statuses

@@ -188,7 +188,11 @@ class BuiltInJoinable(Joinable):
 
 
 class BuiltInHook(JoinHook, Generic[B]):
-    """The hook of one kind of joinable. Raises: ``JoinError`` if the given one is of another kind."""
+    """The hook of one kind of joinable; a ``JoinError`` if it is given another.
+
+    Args:
+        joinable: the joinable, of that kind.
+    """
 
     def __init__(self, joinable: B, /) -> None:
         own = joinable.own_hook if isinstance(joinable, BuiltInJoinable) else None
@@ -211,12 +215,7 @@ def is_native(joinable: object) -> TypeGuard[Joinable]:
 
 
 def notify(joinable: Any, reduces: bool = True) -> dist.Work | None:
-    """Announce that this rank begins a step; see :meth:`stagereg.Join.notify_join_context`.
-
-    Args:
-        joinable: only the first of a join announces.
-        reduces: whether the step's gradients will be reduced among the ranks.
-    """
+    """As :meth:`stagereg.Join.notify_join_context`, of a step that ``reduces`` gradients among the ranks or not."""
     if not hasattr(joinable, "_join_config"):
         raise JoinableNotInitializedError(
             f"Check that the {type(joinable)} constructor calls the ``Joinable`` constructor"

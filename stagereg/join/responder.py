@@ -16,14 +16,10 @@ __all__ = ["Responder"]
 
 
 class Responder:
-    """One rank's end of sums. Every rank closes it once a loop, unless the join has failed.
+    """One rank's end of sums of ``width`` numbers, on a ``channel`` of its own. Every rank closes it once a loop.
 
-    Args:
-        channel: on which nothing else is exchanged.
-        width: how many numbers a request sums.
-        waiting: how to wait.
-        follow: what a rank that answers does after each request, on the channel's thread: its part in what those that
-            request do then over the same channel.
+    ``follow`` is what a rank that answers does after each request, on the channel's thread: its part in what those that
+    request do then over the same channel. After a failed join it is not closed, and not used again.
     """
 
     def __init__(
@@ -46,11 +42,7 @@ class Responder:
         return self._ended is not None
 
     def request(self, *values: float) -> list[float]:
-        """Return the sums over all ranks; called by every rank that does not answer, in the same order.
-
-        Raises:
-            JoinError: this rank answers.
-        """
+        """Return the sums over all ranks; called by every rank that does not answer, in the same order."""
         if self.running:
             raise JoinError(
                 "the loop body passed over an empty batch, and now calls join.mean on another one; it must do the "

@@ -18,10 +18,10 @@ from typing import Any, Literal, get_args
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from stagereg.errors import JoinError, PeerFailedError, Preempted, Stopped, UnevenInputsError, nearest
-from stagereg.join.batches import SampleCounter, emptied, emptied_or_error, fetch, publish
+from stagereg.join.batches import SampleCounter, emptied_or_error, fetch, publish
 from stagereg.join.failure import FailureDetector
 from stagereg.join.responder import Responder
-from stagereg.kernel.channel import PendingSum, control_channel, resources_of, wait_for_keys
+from stagereg.kernel.channel import LIMIT_S, PendingSum, control_channel, resources_of, wait_for_keys
 from stagereg.kernel.membership import AllReduceMembership, Membership, StoreMembership
 from stagereg.kernel.shadow import PEER_EXHAUSTED, TorchWire
 
@@ -151,7 +151,7 @@ class JoinSession:
         elif self.mode == "planned":
             raise JoinError(
                 "join.mode=planned has to know how many batches there are: loop over join.iterate(loader), or give the "
-                "loader to the join, as in stagereg.instantiate(cfg.join, [model, optimizer], loader=loader)."
+                "join the loader, as in stagereg.instantiate(cfg.join, ..., loader=loader)."
             )
         else:
             self.announced += 1
@@ -168,7 +168,8 @@ class JoinSession:
 
     def finish(self) -> None:
         """This rank has left its loop with nothing wrong: take part until no rank has data any more."""
-        if any(joinable.has_unfinished_step for joinable in self.joinables):
+        passed = self.loop is not None and self.loop.iterates and self.loop.membership.over  # by all ranks together
+        if not passed and any(joinable.has_unfinished_step for joinable in self.joinables):
             raise JoinError(
                 "this rank leaves the join after a forward without a backward, and the others wait for its gradients. "
                 "Run forwards that are no training steps under torch.no_grad()."
@@ -226,9 +227,8 @@ class JoinSession:
         self.detector.stop()
 
     def wait_for_ranks(self, ready: Callable[[float], bool], what: str) -> None:
-        """Wait without a time limit, since other ranks may still prepare their data; raises if a rank has failed."""
-        while not ready(0.5):
-            self.detector.check()
+        """Wait as long as torch does, since other ranks may still prepare their data; raises if a rank has failed."""
+        self.detector.wait(ready, what, LIMIT_S)
 
 
 class Loop:
@@ -254,7 +254,8 @@ class Loop:
         self.iterates = self.running = self.awaits_step = False
         self._closed = False
         self.decided: Membership | None = None
-        self._example: Any = None  # an empty batch for ranks that have none, or why there is none, until it is needed
+        self._empty: Any = None  # an empty batch, or why there is none, until it is needed
+        self._is_published = False  # to ranks that never had a batch
         self._loader = loader
         self._length: int | None = None
         with contextlib.suppress(TypeError, NotImplementedError, AttributeError):  # it has none
@@ -298,9 +299,9 @@ class Loop:
                 "join.iterate, or put others in a join of their own."
             )
         membership.begin(reduces)
-        if self._example is not None and not membership.empty:
-            example, self._example = self._example, None
-            self._publish(example, membership)
+        if not (self._is_published or self._empty is None or membership.empty):
+            self._is_published = True
+            self._publish(self._empty, membership)
 
     def leave(self) -> bool:
         """Take part by hooks in what is left of the loop; return whether this rank had data in the last step."""
@@ -329,20 +330,21 @@ class Loop:
         """
         self.iterates = self.running = True
         empty = None if example is None else _empty_example(example)
-        batch = None
         try:
             for i, batch in enumerate(self._loader):
                 if i == 0 and example is None and self._channel.size > 1:
-                    self._example = emptied_or_error(batch)  # before the body can change it
+                    self._empty = emptied_or_error(batch)  # before the body can change it
                 self.awaits_step = True
                 counter.add(batch)
                 yield batch
+                del batch  # so that its memory can be freed
             self.awaits_step = False
             membership = self.membership
             while membership.wait_for_next_step() is not None:
                 if empty is None:
-                    empty = self._from_other_rank() if batch is None else emptied(batch)
-                batch = None  # so that its memory can be freed
+                    empty = self._from_other_rank() if self._empty is None else self._empty
+                if isinstance(empty, JoinError):
+                    raise empty
                 membership.expects_empty_step = True
                 membership.empty = self.awaits_step = True
                 yield _empty_example(empty)  # anew each time: the body may take its items out
@@ -351,7 +353,7 @@ class Loop:
                     self._session.shadow_step()
             self.close()
         finally:
-            self.running = False
+            self.running = self.awaits_step = False
 
     def _publish(self, example: Any, membership: Membership) -> None:
         """Give ranks that never had a batch an empty one; this rank's first step has begun."""

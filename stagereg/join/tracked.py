@@ -29,8 +29,18 @@ class TrackedJoinable(BuiltInJoinable):
     in_step: bool | None = None  # whether the forward that runs has begun a step; ``None`` while none is watched
     divides_by_world = True  # gradients, by the number of all ranks, and not by that of the active ones
     handles: Sequence[Any] = ()  # of the hooks with which it watches; empty while it does not
+    seen_at: Sequence[torch.Tensor] = ()  # parameters, where the backward of an output that hides its tensors is seen
+    _awaited: Sequence[Any] = ()  # handles of the hooks at which the backward will be seen
     _is_open = False  # whether a step has begun of which no backward has run
-    _of_one_join: tuple[str, ...] = ("begun", "in_step", "divides_by_world", "handles", "_is_open")
+    _of_one_join: tuple[str, ...] = (
+        "begun",
+        "in_step",
+        "divides_by_world",
+        "handles",
+        "seen_at",
+        "_awaited",
+        "_is_open",
+    )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook, and begin to watch the module: torch's ``Join`` calls nothing else."""
@@ -88,7 +98,7 @@ class TrackedJoinable(BuiltInJoinable):
         """A forward has ended, or has raised."""
 
     def on_backward(self) -> None:
-        """A gradient has reached an output of the module. Called once for each of them."""
+        """A backward has reached an output of the module; called once in it."""
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         config, session = self._join_config, self.session
@@ -99,7 +109,7 @@ class TrackedJoinable(BuiltInJoinable):
         loop = None if session is None else session.loop
         awaited = loop is not None and loop.awaits_step and config.is_first_joinable
         training = torch.is_grad_enabled()
-        begins = not self._is_open and (training or awaited)
+        begins = awaited or (training and not self._is_open)
         if begins:
             self.on_step()  # if it raises, no step has begun
             self.begun += 1
@@ -113,14 +123,15 @@ class TrackedJoinable(BuiltInJoinable):
         began, self.in_step = self.in_step, None
         self.after_forward(began)
         if torch.is_grad_enabled():
-            tensors = differentiable(output)
-            for tensor in tensors:
-                tensor.register_hook(self._on_gradient)
+            tensors = differentiable(output) or self.seen_at
+            self._awaited = [*self._awaited, *(tensor.register_hook(self._on_gradient) for tensor in tensors)]
             if not tensors:  # no backward can be seen
                 self._is_open = False
 
     def _on_gradient(self, gradient: torch.Tensor) -> None:
-        self._is_open = False
+        for handle in self._awaited:
+            handle.remove()
+        self._awaited, self._is_open = (), False
         self.on_backward()
 
 

@@ -3,8 +3,8 @@
 What a join exchanges goes over gloo connections of its own, on the CPU. So it is never paired with a collective of the
 training step, and an accelerator's stream does not wait for it.
 
-Connections and threads cost milliseconds to make. They are made once for a process group and kept on its
-:class:`GroupResources` until the group is destroyed, or a join over it fails.
+Connections and threads are made once for a process group, and kept on its :class:`GroupResources` until the group is
+destroyed, or a join over it fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from stagereg.errors import JoinError
+
 __all__ = [
+    "LIMIT_S",
     "ControlChannel",
     "PendingSum",
     "Waiting",
@@ -41,23 +44,23 @@ Waiting = Callable[[Callable[[float], bool], str], None]
 """Calls a function with seconds to wait, again and again until it returns True; the text says what is waited for."""
 
 
+LIMIT_S = 1800.0  # torch waits as long for other ranks, if nobody says otherwise
+
+
 def wait_until(ready: Callable[[float], bool], what: str) -> None:
-    """Wait for as long as it takes: a :data:`Waiting` that trusts its peers."""
+    """Wait for as long as torch does. Raises: ``JoinError`` after that."""
+    ends = time.monotonic() + LIMIT_S
     while not ready(60.0):
-        pass
+        if time.monotonic() > ends:
+            raise JoinError(f"other ranks did not come to {what} within {LIMIT_S / 60:g} min")
 
 
 class WorkerThread:
-    """A daemon thread that runs jobs in the order in which they were submitted, from the first one on.
-
-    Attributes:
-        closing: whether :meth:`close` was called; a job that runs for long ends then.
-        wake: set to end the thread's wait for jobs, or that of a job which waits for it.
-    """
+    """A daemon thread that runs jobs in the order in which they were submitted, from the first one on."""
 
     def __init__(self, name: str) -> None:
-        self.closing = False
-        self.wake = threading.Event()
+        self.closing = False  # as :meth:`close` was called; a job that runs for long ends then
+        self.wake = threading.Event()  # ends the thread's wait for jobs, or that of a job which waits for it
         self._jobs: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -115,8 +118,7 @@ class ControlChannel:
     """Ranks that exchange small things. All of them make the same calls in the same order, one thread at a time.
 
     Attributes:
-        rank: this rank among them.
-        size: how many there are.
+        rank, size: this rank among them, and how many there are.
         polled: whether its callers wait in turns of their own; then its collectives have no time limit.
         thread: of the channel alone, for jobs that wait on it.
         backend: a gloo backend of its own, which ``destroy_process_group`` leaves alone; ``None`` for a single rank.
@@ -136,7 +138,9 @@ class ControlChannel:
             store.set(f"here/{self.rank}", "")
             ranks = [f"here/{rank}" for rank in range(self.size)]
             waiting(lambda seconds: wait_for_keys(store, ranks, seconds), "the join")
-        self.backend = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(minutes=30))
+        self.backend = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=LIMIT_S))
+        if waiting is not None:  # a sum may be under way for as long as ranks are apart
+            self.backend._set_default_timeout(timedelta(days=999))
 
     def add(self, values: Sequence[float]) -> PendingSum:
         """Begin to sum ``values`` over the ranks; returns at once. All ranks give as many."""
@@ -161,24 +165,16 @@ class ControlChannel:
 
 
 class GroupResources:
-    """What joins over one process group keep from one to the next. See :func:`resources_of`.
-
-    Attributes:
-        prefix: of all its keys in the store.
-        counts: how many names of each kind were given.
-        aborted: whether the group was aborted on this rank.
-        heartbeat: the thread of the failure detector.
-        channels: by purpose.
-        expired: what deletes keys of former loops from the store, once all ranks have entered another one.
-    """
+    """What joins over one process group keep from one to the next. See :func:`resources_of`."""
 
     def __init__(self, number: int) -> None:
-        self.prefix = f"stagereg/{number}"
-        self.counts: Counter[str] = Counter()
-        self.aborted = False
-        self.heartbeat = WorkerThread("stagereg-heartbeat")
-        self.channels: dict[str, ControlChannel] = {}
-        self.expired: list[Callable[[], None]] = []
+        self.prefix = f"stagereg/{number}"  # of all its keys in the store
+        self.counts: Counter[str] = Counter()  # of the names that were given, by kind
+        self.aborted = False  # on this rank
+        self.heartbeat = WorkerThread("stagereg-heartbeat")  # of the failure detector
+        self.watched = False  # by a failure detector, on that thread
+        self.channels: dict[str, ControlChannel] = {}  # by purpose
+        self.expired: list[Callable[[], None]] = []  # delete keys of former loops, once all ranks are in another one
 
     def next_name(self, kind: str) -> str:
         """A prefix for keys in the store; the same on all ranks, which ask for those of a kind in the same order."""
@@ -186,9 +182,14 @@ class GroupResources:
         return f"{self.prefix}/{kind}/{self.counts[kind]}"
 
     def backends(self, polled: bool = True) -> list[Any]:
-        """The gloo backends of the channels; with ``polled=False`` without those on which no rank waits for long."""
-        channels = [channel for channel in self.channels.values() if polled or not channel.polled]
+        """The gloo backends of the channels; with ``polled=False`` without those that are polled."""
+        channels = (channel for channel in self.channels.values() if polled or not channel.polled)
         return [channel.backend for channel in channels if channel.backend is not None]
+
+    def drop(self, purpose: str) -> None:
+        """Let go of a channel that this rank does not use again."""
+        if purpose in self.channels:
+            self.channels.pop(purpose).thread.close()
 
     def close(self) -> None:
         """End all threads and let go of the channels. What is asked for afterwards is made anew."""
@@ -201,8 +202,7 @@ class GroupResources:
 
 def resources_of(group: dist.ProcessGroup) -> GroupResources:
     """Return the resources of a process group. They are closed when the group is destroyed, and at exit."""
-    found = _resources.get(group)
-    if found is None:
+    if (found := _resources.get(group)) is None:
         found = _resources[group] = GroupResources(_numbers[group.group_name])
         _numbers[group.group_name] += 1
         weakref.finalize(group, found.close)
@@ -216,7 +216,7 @@ def control_channel(group: dist.ProcessGroup, purpose: str, waiting: Waiting | N
         group: the ranks.
         purpose: what is exchanged; a channel for one never meets another's.
         waiting: how to wait for the other ranks to connect; the channel is then one whose sums are only polled.
-            ``None``: waits for as long as torch does.
+            ``None``: waits for as long as torch does, and so do its collectives, unless a join limits them.
     """
     resources = resources_of(group)
     if purpose not in resources.channels:

@@ -75,9 +75,9 @@ class Membership(ABC):
 
     @abstractmethod
     def some_never_had_data(self) -> bool:
-        """Return whether some rank is without data in the first step, which has begun here.
+        """Return, on any thread, whether some rank is without data in the first step, which has begun here.
 
-        Any thread may call it. It waits for the other ranks to begin that step, unless that was planned.
+        It waits for the other ranks to begin that step, unless that was planned.
         """
 
     @abstractmethod

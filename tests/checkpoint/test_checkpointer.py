@@ -6,7 +6,6 @@ import datetime
 import os
 import random
 from collections import Counter, OrderedDict
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -209,13 +208,13 @@ def test_leftovers_of_a_killed_run_are_deleted_and_nothing_else(tmp_path: Path) 
 class Recording(AsyncStager):
     """Copies nothing; reports what was called."""
 
-    def __init__(self, promise: Future[Any] | None = None, wait: bool = True) -> None:
+    def __init__(self, wait: bool) -> None:
         self.calls: list[str] = []
-        self.promise, self._synchronize_after_execute = promise, wait
+        self._synchronize_after_execute = wait
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
         self.calls.append("stage")
-        return state_dict if self.promise is None else self.promise
+        return state_dict
 
     def synchronize_staging(self) -> None:
         self.calls.append("synchronize")
@@ -231,16 +230,6 @@ def test_the_stager_is_synchronised_if_it_asks_and_closed_once(tmp_path: Path) -
             checkpointer.save(1, {"x": 1})
         checkpointer.close()
         assert stager.calls == calls
-
-
-def test_a_promised_copy_is_awaited_in_the_background(tmp_path: Path) -> None:
-    promise: Future[Any] = Future()
-    with Checkpointer(str(tmp_path), stager=Recording(promise, wait=False)) as checkpointer:
-        checkpointer.save(1, {"x": 1})
-        assert checkpointer.latest is None
-        promise.set_result({"x": "promised"})
-        checkpointer.wait()
-        assert checkpointer.latest == tmp_path / "step-00000001"
 
 
 def test_use_after_close_is_an_error_and_closing_twice_is_not(tmp_path: Path) -> None:

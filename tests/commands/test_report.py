@@ -164,6 +164,7 @@ def test_the_window_is_that_of_the_timeline(here: Path, capsys: pytest.CaptureFi
     for wrong in ("5", "a:b", "2:1", "-1:2", "nan:1"):
         with pytest.raises(SystemExit, match="2"):
             cli.main(["report", "run", f"--window={wrong}"])
+        assert "--window: takes seconds since the start of the run, as in 10:20" in capsys.readouterr().err
     assert "There is nothing to draw from 50 s on" in refused(capsys, "run", "--window=50:60")
 
 

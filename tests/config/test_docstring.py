@@ -105,5 +105,5 @@ class Child(Base):
         """
 
 
-def test_a_class_its_init_and_its_bases_are_read_the_nearest_first() -> None:
+def test_init_class_and_bases_are_read_the_nearest_first() -> None:
     assert parameters(Child) == {"kept": "by the base.", "both": "by the child.", "own": "of the child."}

@@ -51,7 +51,7 @@ def passes(*tests: str, timeout_s: float) -> None:
     assert " passed" in done.stdout
 
 
-def test_the_other_environment_differs_in_hydra_and_omegaconf_alone() -> None:
+def test_only_hydra_and_omegaconf_are_others() -> None:
     program = (
         "import sys, importlib.metadata as m\n"
         "for name in ('hydra-core', 'omegaconf', 'torch', 'pytest'): print(m.version(name), end=' ')\n"
@@ -74,7 +74,7 @@ def test_hydra_1_4_builds_and_refuses_the_same() -> None:
     passes(*files, timeout_s=280)
 
 
-def test_an_app_on_hydra_1_4_gives_the_registrys_paths_as_its_allow_list(tmp_path: Path) -> None:
+def test_the_registrys_paths_are_an_allow_list_for_hydra_1_4(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(APP)
     (tmp_path / "app.yaml").write_text("defaults: [{stager: mine}, _self_]\n")
     run = ["app.py", "hydra.run.dir=.", "hydra.output_subdir=null"]
@@ -92,7 +92,7 @@ def test_an_app_on_hydra_1_4_gives_the_registrys_paths_as_its_allow_list(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_ranks_plugins_and_advice_keep_their_promises_on_hydra_1_4(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_plugins_and_advice_work_on_hydra_1_4(monkeypatch: pytest.MonkeyPatch) -> None:
     # These tests give Hydra the `version_base` that 1.3 wants, and look at all of stderr: 1.4 warns of it there.
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
     names = ("config/test_suggestions.py", "launch/test_main.py", "config/test_plugins.py")

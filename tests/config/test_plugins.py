@@ -82,7 +82,7 @@ def test_jobs_and_workers_of_a_sweep_have_them_too(app: App) -> None:
     assert "BUILT {'slots': 5} False" in out
 
 
-def test_tab_completes_their_names_and_fields_and_prints_no_error_of_a_broken_one(app: App) -> None:
+def test_tab_completes_their_names_and_prints_no_error(app: App) -> None:
     assert "stager=mine" in app.completes("stager=m")
     assert "stager.slots=" in app.completes("stager.s")
     app.write("conf/app.yaml", f"defaults: [{{stager: blocking}}, _self_]\nplugins: [no_such_module]\n{QUIET}")
@@ -101,7 +101,7 @@ def test_workers_of_a_sweep_have_what_the_command_line_names(app: App) -> None:
             assert f"BUILT {{'slots': {slots}}} {rank} ['my_module']" in printed
 
 
-def test_the_command_line_names_modules_for_completion_and_a_wrong_one_is_an_error(app: App) -> None:
+def test_a_command_line_names_modules_a_wrong_one_is_an_error(app: App) -> None:
     assert "stager=mine" in app.completes("plugins=[my_module] stager=m", script="train.py")
     assert "nproc=" in app.completes("plugins=[my_modu] np", script="train.py")
     message = app.refuses("plugins=[my_modul]", script="train.py")
@@ -141,7 +141,7 @@ def composed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compos
 CHOICE = "defaults: [{stager: one}, _self_]\n"
 
 
-def test_any_config_that_becomes_part_of_the_root_before_the_choice_may_name_modules(composed: Composed) -> None:
+def test_configs_of_the_root_before_the_choice_may_name_modules(composed: Composed) -> None:
     files = {
         "conf/app.yaml": "defaults: [sub/base, {stager: three}, {experiment: x}, _self_]\nplugins: [one]\n",
         "conf/sub/base.yaml": "# @package _global_\ndefaults: [more, _self_]\n",
@@ -154,9 +154,7 @@ def test_any_config_that_becomes_part_of_the_root_before_the_choice_may_name_mod
     assert config.plugins == ["one"]
 
 
-def test_the_main_function_imports_what_its_config_names_where_no_option_is_chosen(
-    composed: Composed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_main_imports_what_its_config_names(composed: Composed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagereg.launch.main.alone", lambda task, cfg: task(cfg))
     build = stagereg.main()(lambda cfg: stagereg.build("stager", "one"))
     with pytest.raises(stagereg.StageregError, match="No stager named 'one'"):
@@ -178,7 +176,7 @@ def test_plugins_of_a_part_of_the_config_are_that_parts_own(composed: Composed) 
     assert config.stager._target_ == "one.Mine"
 
 
-def test_an_app_without_options_of_ours_may_use_the_key_plugins_otherwise(composed: Composed) -> None:
+def test_an_app_without_our_options_may_use_the_key_otherwise(composed: Composed) -> None:
     for value in ("[no_such_module, one]", "{a: 1}", "some text", "${nowhere}", "[{name: one}]"):
         assert "plugins" in composed({"conf/app.yaml": f"plugins: {value}\n"})
     assert "one" not in sys.modules
@@ -187,7 +185,7 @@ def test_an_app_without_options_of_ours_may_use_the_key_plugins_otherwise(compos
     }
 
 
-def test_a_structured_config_and_an_interpolation_may_name_modules(composed: Composed) -> None:
+def test_a_structured_config_may_name_modules(composed: Composed) -> None:
     @dataclass
     class Structured:
         plugins: list[str] = field(default_factory=lambda: ["one"])
@@ -219,9 +217,7 @@ def test_a_structured_config_and_an_interpolation_may_name_modules(composed: Com
         ("[leaves]", "SystemExit: 3 ("),
     ],
 )
-def test_a_name_that_is_no_module_is_one_error_of_the_composition(
-    composed: Composed, tmp_path: Path, value: str, message: str
-) -> None:
+def test_a_name_that_is_no_module_is_an_error(composed: Composed, tmp_path: Path, value: str, message: str) -> None:
     (tmp_path / "broken.py").write_text("1 / 0")
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)")
     for _ in range(2):  # raised again when composed again
@@ -232,7 +228,7 @@ def test_a_name_that_is_no_module_is_one_error_of_the_composition(
         assert isinstance(caught.value, HydraException)
 
 
-def test_unpickling_the_source_imports_what_its_process_had_imported(composed: Composed) -> None:
+def test_unpickling_the_source_imports_its_modules(composed: Composed) -> None:
     composed({"conf/app.yaml": f"{CHOICE}plugins: [one]\n"})
     sent = pickle.dumps(source.RegistrySource("stagereg", "stagereg://"))
     del sys.modules["one"]

@@ -7,6 +7,7 @@ have a batch, divides by the world size or by the number of those ranks, and ste
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -76,6 +77,18 @@ class Wrapping(nn.Module):
         return Output(self.inner(x).sum())
 
 
+class Hiding(nn.Module):
+    """Returns an object of which nobody can tell the tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        total = self.inner(x).sum()
+        return SimpleNamespace(sum=lambda: total)
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1))
 
@@ -86,6 +99,7 @@ NETS = {
     "norm": lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)),
     "branches": Branches,
     "dataclass": Wrapping,
+    "hiding": Hiding,
 }
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),

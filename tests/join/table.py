@@ -57,6 +57,7 @@ class Case:
     extras: frozenset[str] = frozenset()  # of EXTRAS
     skips: tuple[tuple[int, int], ...] = ()  # (rank, batch): the body continues over it before it does anything
     skips_empty: bool = False  # the body does so with every empty batch
+    guards: tuple[int, ...] = ()  # steps that all ranks leave after the forward, as where a loss is not finite
     stop: int | None = None  # the step after which all ranks break
     breaks: tuple[tuple[int, int], ...] = ()  # (rank, step): that rank alone breaks after that step
     poisoned: bool = False  # the last batch of the first rank makes infinite gradients
@@ -115,6 +116,8 @@ CASES = {
     "empty batches skipped": Case(skips_empty=True, columns=HOOKED),
     "empty batches skipped, none of its own": Case(skips_empty=True, columns=HOOKED, lengths=((3, 0, 5),)),
     "empty batches skipped, over the world": Case(skips_empty=True, columns=HOOKED, average="world", sizes="mixed"),
+    "steps left after the forward": Case(guards=(2, 4, 6)),
+    "... two models": Case(guards=(3, 4), net=("mlp", "head"), columns=("ddp", "zero", "fsdp1")),
     "all ranks break": Case(stop=3),
     "one rank breaks alone": Case(breaks=((2, 3),), columns=HOOKED),
     "the shortest breaks alone": Case(breaks=((0, 1),), columns=HOOKED, sizes="mixed"),
@@ -267,7 +270,7 @@ def pack(case: Case, x: torch.Tensor) -> Any:
 def unpack(case: Case, batch: Any) -> torch.Tensor:
     """The samples of a batch."""
     if case.batch == "nested":
-        (parts, names), scale = batch["inputs"], batch["scale"]
+        (parts, names), scale = batch.pop("inputs"), batch["scale"]
         assert len(names) == len(parts["x"])
         return parts["x"] * scale
     return batch
@@ -402,6 +405,9 @@ def run_epoch(training: Training, join: Any, rank: int, epoch: int) -> None:
         if step % case.accumulate == 0:
             training.zero()
         step += 1
+        if step in case.guards:
+            training.losses(x)
+            continue
         sync = step % case.accumulate == 0 or (case.sync_last and step == case.lengths[epoch][rank])
         loss_sum, value = torch.zeros(2, dtype=x.dtype)
         for chain in training.chains():
@@ -447,6 +453,9 @@ def expected(case: Case) -> dict[str, Any]:
         while active := [rank for rank, queue in enumerate(queues) if len(queue) > step]:
             if step % case.accumulate == 0:
                 training.zero()
+            if step + 1 in case.guards:
+                step += 1
+                continue
             batches = {rank: queues[rank][step] for rank in active}
             loss_sum, mean = _backward(training, batches, buffers)
             step += 1

@@ -52,6 +52,7 @@ RIGHT: list[tuple[dict[str, Any], int, list[Any]]] = [
     *(({"op": "all_reduce", "dtype": dtype, "reduce": "product"}, 1, REDUCED["product"]) for dtype in DTYPES_SENT),
     ({"op": "all_reduce", "dtype": "bool", "reduce": "max"}, 1, [True, True, True]),
     ({"op": "all_reduce", "dtype": "bool", "reduce": "min"}, 1, [False, False, True]),
+    ({"op": "all_reduce", "dtype": "complex64"}, 1, [9, 7, 3]),
     ({"op": "reduce", "rank": 1}, 1, [9, 7, 3]),
     ({"op": "broadcast", "rank": 0, "dtype": "int64"}, 1, [2, 2, 2]),  # what a joined root sent last
     ({"op": "broadcast", "rank": 1}, 2, [3, 3]),

@@ -502,6 +502,25 @@ class NeverNotifies(stagereg.Joinable):
     join_process_group = property(lambda self: dist.group.WORLD)
 
 
+def never_entered(rank: int, world_size: int) -> tuple[str, str, float]:
+    def enter() -> None:
+        with mock.patch("stagereg.join.session.LIMIT_S", 1.0), stagereg.Join([ddp], mode="counted", timeout=1.0):
+            pass
+
+    ddp = model()
+    seen = outcome(enter if rank == 0 else lambda: None)
+    dist.distributed_c10d._get_default_store().wait(["seen"]) if rank else None
+    dist.distributed_c10d._get_default_store().set("seen", "")
+    return seen
+
+
+def test_a_rank_that_never_enters_is_named() -> None:
+    (kind, text, seconds), _ = run_ranks(never_entered, 2, timeout_s=60)
+    assert kind == "PeerFailedError"
+    assert "rank 1 is not in this join, or no more, and did not come to the join within 1 s" in text
+    assert seconds < SLACK_S
+
+
 def misused(rank: int, world_size: int, what: list[str]) -> list[tuple[str, str, float]]:
     """Each misuse in a process group of its own."""
     outcomes = []
@@ -522,6 +541,12 @@ def misuse(rank: int, what: str) -> tuple[str, str, float]:
             with stagereg.Join([one], timeout=TIMEOUT_S), stagereg.Join([two], timeout=TIMEOUT_S):
                 for _ in range(1 + rank):
                     (one(x).sum() + two(x).sum()).backward()
+        elif what == "nested, one rank fails":
+            with stagereg.Join([one], timeout=TIMEOUT_S), stagereg.Join([two], timeout=TIMEOUT_S):
+                for _ in range(4):
+                    two(x).sum().backward()
+                    if rank == 1:
+                        raise JoinError("boom")
         elif what == "nested, the same module":
             with stagereg.Join([one], timeout=TIMEOUT_S), stagereg.Join([one], timeout=TIMEOUT_S):
                 one(x).sum().backward()
@@ -581,6 +606,7 @@ MESSAGES = {
     "a loop inside a loop": "only one runs at a time",
     "two loops in turns": "only one runs at a time",
     "nested, both used inside": "used inside an inner one",
+    "nested, one rank fails": "boom",
     "nested, the same module": "in another join already",
     "another order than listed": "in the order in which the loop uses them",
     "a forward without a backward": "a forward without a backward",

@@ -210,6 +210,23 @@ def test_a_module_that_needs_samples_is_named_or_has_an_example(name: str) -> No
         assert all(part in text for part in parts), text
 
 
+def opaque_but_even(rank: int, world_size: int) -> list[str]:
+    found = []
+    for iterates in (True, False):
+        module = single(torch.float64, Odd(True).double())
+        data = [Opaque(batch(rank, 0, step)) for step in range(2)]
+        join = stagereg.Join([module])
+        with join:
+            for x in join.iterate(data) if iterates else data:
+                module(x).sum().backward()
+        found.append(type(module.linear.weight.grad).__name__)
+    return found
+
+
+def test_inputs_that_no_rank_needs_empty_may_be_anything() -> None:
+    assert run_ranks(opaque_but_even, 2, timeout_s=30) == [["DTensor"] * 2] * 2
+
+
 def kept_and_switched(rank: int, world_size: int) -> tuple[bool, str]:
     module = single(torch.float64)
     with stagereg.Join([module]):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 from stagereg.errors import JoinError
+from stagereg.kernel.channel import resources_of
 from stagereg.testing import run_ranks
 
 from .reference import Case, batch, net
@@ -114,6 +118,31 @@ def abandoned(rank: int, world_size: int) -> dict[str, float]:
 
 def test_a_rank_that_answers_in_a_failed_join_disturbs_no_other() -> None:
     assert run_ranks(abandoned, 2, timeout_s=20) == [{"loss": 0.5}] * 2
+
+
+def apart(rank: int, world_size: int) -> tuple[list[dict[str, float]], bool]:
+    """Rank 0 waits for longer than the time-out, but never for one step as long; in the second join as in the first."""
+    ddp = DistributedDataParallel(net(Case()))
+    found = []
+    kept = stagereg.build("joinable", "metrics")
+    for _ in range(2):
+        passing = stagereg.build("joinable", "metrics")
+        with stagereg.Join([ddp, kept, passing], mode="counted", timeout=1.5):
+            for step in range(1 + 9 * rank):
+                ddp(batch(rank, 0, step)).sum().backward()
+                kept.add(loss=(rank + 1.0, 1))
+                passing.add(loss=(rank + 1.0, 1))
+                time.sleep(0.25 * rank)
+        found.append(passing.compute())
+        del passing
+    gc.collect()
+    names = [name for name in resources_of(dist.group.WORLD).channels if "metrics" in name]
+    return [*found, kept.compute()], len(names) < 3  # a thread may still hold the last join
+
+
+def test_ranks_may_be_apart_for_longer_than_the_timeout() -> None:
+    mean = {"loss": pytest.approx(21 / 11)}
+    assert run_ranks(apart, 2, timeout_s=60) == [([mean] * 3, True)] * 2
 
 
 def refused(rank: int, world_size: int) -> str:

@@ -77,6 +77,8 @@ CASES = {
     "out of data inside an accumulation, never zeroed": Case(accumulate=2, lengths=(3, 5, 8), zero="never"),
     "two forwards for one backward, evaluation between": Case(forwards=2),
     "a model that returns a dataclass": Case(net="dataclass", zero="never", optimizer="sgd"),
+    "a model that hides its tensors": Case(net="hiding", zero="never", optimizer="sgd"),
+    "... zeroed in place, a rank without batches": Case(net="hiding", zero="zeros", lengths=(0, 3, 5)),
     "a static graph": Case(wrap={"static_graph": True}, epochs=2),
     "a static graph, zero, never zeroed": Case(wrap={"static_graph": True}, column="zero", zero="never"),
     "allreduce hook": Case(comm_hook="allreduce", epochs=2),

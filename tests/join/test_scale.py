@@ -53,7 +53,7 @@ class FailureDetector:
 
     def __init__(self, group: Group, timeout_s: float, name: str, step: Any = None) -> None:
         self._group = group
-        self.wait = group.simulation.waiting
+        self.wait = lambda ready, what, limit_s=0.0: group.simulation.waiting(ready, what)
 
     def start(self) -> None: ...
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from stagereg.kernel.channel import control_channel
+from stagereg.kernel.channel import control_channel, wait_until
 from stagereg.testing import run_ranks
 
 
@@ -22,7 +24,6 @@ def use(rank: int, world_size: int) -> dict[str, Any]:
     channel, other = control_channel(world(), "one"), control_channel(world(), "other")
     seen["kept"] = control_channel(world(), "one") is channel
     seen["apart"] = other is not channel
-    seen["rank and size"] = (channel.rank, channel.size)
 
     sums = channel.add([1.0, float(rank), 0.5])
     seen["sum"] = sums.wait()
@@ -52,6 +53,11 @@ def use(rank: int, world_size: int) -> dict[str, Any]:
         pass
     seen["late"] = late.wait()
     seen["after it"] = channel.add([float(rank)]).wait()
+
+    with mock.patch("stagereg.kernel.channel.LIMIT_S", 2.0):
+        polled = control_channel(world(), "polled", wait_until)
+        time.sleep(3.0 * (rank > 0))
+        seen["long after"] = polled.add([1.0]).wait()
     return seen
 
 
@@ -59,7 +65,6 @@ def test_a_channel_sums_and_gathers_and_can_be_waited_for() -> None:
     for rank, seen in enumerate(run_ranks(use, 3, timeout_s=40)):
         assert seen["kept"]
         assert seen["apart"]
-        assert seen["rank and size"] == (rank, 3)
         assert seen["sum"] == [3.0, 3.0, 1.5]
         assert seen["waited twice"] == (True, [3.0, 3.0, 1.5])
         assert seen["gathered"] == ["x" * each * 1000 for each in range(3)]
@@ -67,6 +72,7 @@ def test_a_channel_sums_and_gathers_and_can_be_waited_for() -> None:
         assert seen.get("not yet") == ((False, False) if rank == 0 else None)
         assert seen["late"] == [3.0]
         assert seen["after it"] == [3.0]
+        assert seen["long after"] == [3.0]
 
 
 def parts(rank: int, world_size: int) -> dict[str, Any]:

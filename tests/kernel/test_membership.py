@@ -230,11 +230,8 @@ def presence(script: Script, step: int) -> str:
 
 @SEVERAL
 @given(scenario=scenarios(throw=True))
-@example(scenario=crowd([steps(5), steps(4)], 64, throw=True))
 @example(scenario=crowd([steps(5), steps(4, announced=None)], 64, throw=True))
-@example(scenario=crowd([steps(4), steps(4, announced=None)], 64, throw=True))
 @example(scenario=crowd([steps(6), steps(4, announced=2)], 64, throw=True))
-@example(scenario=crowd([steps(4)], 64, throw=True))
 def test_a_counted_throw_reaches_all_ranks_in_the_same_step(scenario: Scenario) -> None:
     expected = thrown(scenario)
     shortest = min(script.steps for script in scenario.scripts)

@@ -201,7 +201,7 @@ class TestWaiting:
         assert len({block.address for block in kept}) == 4
         assert warnings(caplog) == 1
 
-    def test_release_ends_the_lease_and_memory_that_is_still_held_is_not_used_again(self) -> None:
+    def test_release_ends_the_lease_but_not_of_what_is_held(self) -> None:
         for holds in (False, True):
             pool = Pool(max_in_flight=1)
             lease, ref = pool.lease(), pool.take(64)
@@ -258,7 +258,7 @@ class TestBlock:
         assert all(flag & 1 for flag in flags)
 
 
-def test_reserved_memory_is_leased_first_and_no_more_is_allocated() -> None:
+def test_reserved_memory_is_leased_first() -> None:
     made: list[int] = []
     pool = Pool(reserve=3 * 4096, make=lambda nbytes, pin, threads: made.append(nbytes) or Block(nbytes, pin, threads))
     assert borrow(pool, 2 * 4096).nbytes == 3 * 4096

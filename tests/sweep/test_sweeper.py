@@ -62,6 +62,7 @@ def test_every_round_has_all_once_and_starts_with_another_one(number: int, repea
     assert jobs[again][0] == "a=0"
     if number > 1:
         assert "a=0" not in (jobs[again - 1][0], jobs[again + 1][0]), "not beside its likes"
+        assert abs(again / number - repeats / 2) <= 2, "near the middle"
 
 
 @pytest.mark.parametrize("repeats", [0, -1, 1.5, True, None, "many", "3"])

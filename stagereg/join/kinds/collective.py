@@ -54,13 +54,12 @@ class Collective:
 
     def neutral(self, device: torch.device) -> torch.Tensor:
         """The value that leaves the other ranks' result alone. An ``avg`` still divides by the whole world."""
-        if self.dtype == torch.bool:
-            lowest, highest = 0.0, 1.0
-        elif self.dtype.is_floating_point:
-            lowest, highest = -math.inf, math.inf
-        else:
-            lowest, highest = torch.iinfo(self.dtype).min, torch.iinfo(self.dtype).max
-        value = {"product": 1.0, "min": highest, "max": lowest}.get(self.reduce, 0.0)
+        value: float = self.reduce == "product"
+        if self.reduce in ("min", "max"):
+            limits = (False, True) if self.dtype == torch.bool else (-math.inf, math.inf)
+            if not (self.dtype.is_floating_point or self.dtype == torch.bool):
+                limits = torch.iinfo(self.dtype).min, torch.iinfo(self.dtype).max
+            value = limits[self.reduce == "min"]
         return torch.full(self.shape, value, dtype=self.dtype, device=device)
 
     def issue(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:

@@ -164,7 +164,7 @@ class DdpJoinable(ReducingJoinable):
             )
         # The smallest gradient is the cheapest to look at, unless parameters may be left out of a step.
         params = sorted((param for param in ddp.parameters() if param.requires_grad), key=torch.numel)
-        self.watched = params if ddp.find_unused_parameters or ddp.static_graph else params[:1]
+        self.watched = self.seen_at = params if ddp.find_unused_parameters or ddp.static_graph else params[:1]
         super().watch()
         self.handles = [*self.handles, ddp.module.register_forward_hook(self._inner_forward_done)]
         values = self.divides_by_world, self._announce_reduction, self._common_rank

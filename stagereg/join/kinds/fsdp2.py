@@ -174,8 +174,6 @@ class Fsdp2Joinable(ReducingJoinable):
             publish(policy.store, "inputs", empty)
         if policy.inputs is None or is_step:
             policy.inputs = []
-        if isinstance(empty, JoinError):
-            raise JoinError(f"The inputs of {type(self.module).__name__}: {empty} {_ADVICE}") from empty
         policy.inputs.append(empty)
 
     def after_forward(self, is_step: bool) -> None:
@@ -218,6 +216,9 @@ class Fsdp2Joinable(ReducingJoinable):
                 policy.inputs = [fetch(policy.store, "inputs", self.join_device)]
             except JoinError as error:
                 raise JoinError(f"This rank never had a batch, and no other's will do: {error} {_ADVICE}") from error
+        for empty in policy.inputs:
+            if isinstance(empty, JoinError):
+                raise JoinError(f"The inputs of {type(self.module).__name__}: {empty} {_ADVICE}") from empty
         return policy.inputs
 
     def divide_by(self, count: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from stagereg.errors import JoinError
 from stagereg.join.joinable import BuiltInHook, BuiltInJoinable, JoinHook
 from stagereg.join.responder import Responder
-from stagereg.kernel.channel import ControlChannel, control_channel, resources_of
+from stagereg.kernel.channel import ControlChannel, control_channel, resources_of, wait_until
 from stagereg.registry import register
 
 __all__ = ["MetricsHook", "MetricsJoinable"]
@@ -150,9 +151,15 @@ class MetricsJoinable(BuiltInJoinable):
         """Asks the other ranks, or answers them. Collective where it is the first time."""
         if self._responder is None:
             group = self.join_process_group
-            channel = control_channel(group, resources_of(group).next_name("metrics"))
-            self._responder = Responder(channel, follow=lambda: self._exchange(channel, False))
+            resources = resources_of(group)
+            name = resources.next_name("metrics")
+            channel = control_channel(group, name, self._wait)
+            self._responder = Responder(channel, 0, self._wait, lambda: self._exchange(channel, False))
+            weakref.finalize(self, resources.drop, name).atexit = False
         return self._responder
+
+    def _wait(self, ready: Callable[[float], bool], what: str) -> None:
+        (wait_until if self.session is None else self.session.detector.wait)(ready, what)
 
     def _own(self) -> dict[str, tuple[float, float]]:
         with self._lock:

