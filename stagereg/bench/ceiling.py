@@ -18,9 +18,7 @@ import torch
 
 __all__ = ["ROW", "device_copy", "flush", "memmove", "raw_write"]
 
-ROW = "ceiling"
-"""The row that all others of its table are a ratio to."""
-
+ROW = "ceiling"  # that all other rows of its table are a ratio to
 _PAGE_BYTES = 4096
 _CHUNK_BYTES = 64 * 2**20  # one write; any length from a few MiB on is as fast
 
@@ -51,14 +49,15 @@ def device_copy(nbytes: int, device: str) -> Callable[[], torch.Tensor]:
 
 
 def raw_write(nbytes: int) -> Callable[[Path], None]:
-    """One file in a directory, written from an aligned buffer past the page cache; whole pages, not flushed.
-
-    It raises ``OSError`` where the file system refuses O_DIRECT.
-    """
+    """One file in a directory, written from an aligned buffer past the page cache if that can be; not flushed."""
     buffer = _memory(-(-nbytes // _PAGE_BYTES) * _PAGE_BYTES)
 
     def write(folder: Path) -> None:
-        file = os.open(folder / "bytes", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+        flags = os.O_WRONLY | os.O_CREAT
+        try:
+            file = os.open(folder / "bytes", flags | os.O_DIRECT)
+        except OSError:  # of a file system that has no O_DIRECT
+            file = os.open(folder / "bytes", flags)
         try:
             at = 0
             while at < len(buffer):

@@ -23,9 +23,7 @@ from stagereg.registry import build
 
 __all__ = ["MARKS", "Mark", "endure", "grown", "show"]
 
-MARKS = 10
-"""How often one looks."""
-
+MARKS = 10  # how often one looks
 Mark = dict[str, float]
 """What was held after so many saves, all of them committed; see :data:`HEADS`."""
 

@@ -36,13 +36,9 @@ from stagereg.testing.ranks import RankFailure, run_ranks
 
 __all__ = ["AGAIN", "BASE", "ENTRY", "MODELS", "WAYS", "Model", "Way", "group", "measure", "measured", "row_names"]
 
-BASE = "off"
-"""The row without a join, which all others are held against."""
-AGAIN = f"again:{BASE}"
-"""The same once more: its distance from the first is noise."""
-ENTRY = "enter+leave:"
-"""Before the name of a row, the row of entering and leaving such a join."""
-
+BASE = "off"  # the row without a join, which all others are held against
+AGAIN = f"again:{BASE}"  # the same once more: its distance from the first is noise
+ENTRY = "enter+leave:"  # before the name of a row, the row of entering and leaving such a join
 _SETTLE = 4  # steps after which DDP has ordered its buckets
 _HOUR_S = 3600.0
 

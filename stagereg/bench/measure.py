@@ -1,8 +1,7 @@
-"""How figures are measured: cases take turns, A B C ... B C A, and each row has a median and a spread.
+"""How figures are measured: cases take turns, in another order each round, and each row has a median and a spread.
 
-Every round runs every case once, so that a busy minute falls on all of them. The first round only
-warms up. Figures are compared within one run and never across two. The modules with the rows define what is measured,
-and against which ceiling.
+So a busy minute falls on all of them. The first round only warms up. Figures are compared within one run and never
+across two. The modules with the rows define what is measured, and against which ceiling.
 """
 
 from __future__ import annotations

@@ -15,21 +15,13 @@ __all__ = ["Group", "Line", "iqr", "ms", "of_series", "plain", "show"]
 
 @dataclass(frozen=True)
 class Line:
-    """One row of a table.
+    """One row of a table."""
 
-    Attributes:
-        row: its name.
-        cells: its other columns; none if it could not be measured.
-        samples: of each round by figure.
-        figures: its other figures, by name.
-        failure: what went wrong.
-    """
-
-    row: str
-    cells: Sequence[str] = ()
-    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    figures: Mapping[str, float] = field(default_factory=dict)
-    failure: str = ""
+    row: str  # its name
+    cells: Sequence[str] = ()  # its other columns; none if it could not be measured
+    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of each round by figure
+    figures: Mapping[str, float] = field(default_factory=dict)  # others, by name
+    failure: str = ""  # what went wrong
 
 
 @dataclass(frozen=True)

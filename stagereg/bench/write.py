@@ -2,7 +2,7 @@
 
 Every row writes one and the same copy in host memory to a fresh directory. Durable means that all files and the
 directory are flushed, which is part of the time whoever does it; deleting is not. The ceiling is one file of as many
-bytes, written with O_DIRECT from an aligned buffer.
+bytes, written from an aligned buffer, with O_DIRECT where the file system takes it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ from stagereg.registry import build, names
 
 __all__ = ["cases", "durable"]
 
-_ALIAS = "direct"
-"""Another name of ``dcp``, which needs no row."""
-
+_ALIAS = "direct"  # another name of ``dcp``, which needs no row
 _Save = Callable[[Path], object]
 
 

@@ -54,8 +54,8 @@ class Join:
             Where a step depends on who is active (a divisor of active ranks, buffers that DDP shares), planned counts
             too.
         loader: for a plain loop, what it loops over; only its length is used.
-        timeout: seconds after which a rank that does not answer, or does not come, is an error on all others. It is
-            the process group's timeout too while the join lasts, so it must be longer than any single step.
+        timeout: seconds after which a rank that does not answer, or does not come to a step, is an error on all others;
+            on entering, half an hour. It must be longer than any step: it is the process group's timeout meanwhile.
         average: what :meth:`mean` is a mean over, if a call does not say: ``"samples"``, ``"world"`` or ``"active"``.
         process_group: the ranks that train together; ``None``: the joinables' own.
         **kwargs: handed to the hook of every joinable, such as DDP's ``divide_by_initial_world_size``.

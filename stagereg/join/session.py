@@ -52,7 +52,7 @@ class JoinSession:
     foreign: str  # the type of a first joinable that announces through torch's ``Join``; empty if it announces here
     timeout_s: float
     hooks: Sequence[Any] = ()
-    own_hooks: Sequence[Any] = ()  # those with more than torch's ``main_hook`` and ``post_hook``
+    own_hooks: Sequence[Any] = ()  # those that are a ``JoinHook`` of stagereg's
     announced: int = 0  # steps, by the first joinable, on torch's wire
     followed: int = 0  # steps of torch's wire, without data
     loop: Loop | None = None  # that was entered last; ``None`` on torch's wire

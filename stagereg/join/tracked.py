@@ -2,7 +2,7 @@
 
 A step begins with the first forward that builds a graph, and ends when a backward through one of its outputs begins. So
 a second forward before that backward is no second step, and a forward under ``no_grad`` is none; unless the loop runs
-its body on all ranks, where the first forward on each batch is a step, whatever it is for.
+its body on all ranks, where the first forward on each batch is a step, whatever it is for, and ends the one before.
 """
 
 from __future__ import annotations
