@@ -67,6 +67,7 @@ _log = logging.getLogger(__name__)
 
 _WAITING = "waiting for the others"  # what a rank that has done its part is doing
 _TRYING = 0.5  # of the time-out; the rest is for clearing away and reporting
+_WRITING = 0.95  # of what is left of it; then a writer process is ended, before its save counts as hanging
 _MOST_UNDER_WAY = 2
 _LOOK_S = 0.05  # how often one looks whether a save takes too long
 _Written: TypeAlias = tuple[list[WriteResult], dict[str, FileMark], dict[str, Encoded]]
@@ -199,7 +200,8 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         if to.process is None:
             results = to.storage.write_data(own, planner).wait()
         else:
-            results = write_data(to.storage, own, planner, to.process, save.until)
+            until = time.monotonic() + _WRITING * (save.until - time.monotonic())
+            results = write_data(to.storage, own, planner, to.process, until)
         planner.state_dict = {}
         copy, save.staged = save.copy(), {}
         save.release(copy)

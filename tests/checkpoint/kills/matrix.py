@@ -353,7 +353,8 @@ class Matrix:
         before = newest(root)
         full = self.duration(setup) if any(kill.when == RANDOM for kill in kills) else 0.0
         self.expected(setup.ranks)
-        shown = run(setup, root, self.folder / "shown", kills, full)
+        # A folder for each: a writer process that outlives its rank for a moment still reports to its own.
+        shown = run(setup, root, self.folder / f"shown-{self.runs}", kills, full)
         self.runs += 1
         self.reached.update(name for rank in range(setup.ranks) for name in shown.of(rank, "point"))
         with self._naming(setup, kills, shown):
