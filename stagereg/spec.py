@@ -87,11 +87,7 @@ _ABSTRACT = {"stage"}  # torch's protocol defines it only to raise: inherited, i
 
 
 def check_component(kind: str, name: str, component: object) -> None:
-    """Hold a class, or the class that a factory function promises to return, against the spec of ``kind``.
-
-    Raises:
-        RegistryError: it is neither class nor function, or :func:`check` refuses the class.
-    """
+    """As :func:`check`, of a class, or the class that a factory function promises; an error if it is neither."""
     if isinstance(component, type):
         check(kind, name, component)
     elif not callable(component):
