@@ -180,7 +180,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     return root, run_ranks(all_of_it, nproc=2, args=(str(root),))
 
 
-def test_any_error_on_one_rank_is_reported_on_all_and_commits_nothing(ran: Any) -> None:
+def test_any_error_of_a_rank_is_on_all_and_commits_nothing(ran: Any) -> None:
     root, seen = ran
     for rank, each in enumerate(seen):
         for i, ((text, cause, restored), (culprit, where, error)) in enumerate(

@@ -108,7 +108,7 @@ def at(step: int) -> Any:
 
 
 @pytest.mark.parametrize("runs", [RUNS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["some ways", "all ways"])
-def test_a_save_asked_for_by_any_rank_holds_the_state_of_that_step(tmp_path: Path, runs: Any) -> None:
+def test_a_save_of_any_rank_holds_the_state_of_that_step(tmp_path: Path, runs: Any) -> None:
     outcomes = run_ranks(many, 3, args=(str(tmp_path), runs), timeout_s=30 + 5 * len(runs))
     for i, run in enumerate(runs):
         for rank, results in enumerate(outcomes):

@@ -35,7 +35,7 @@ def test_every_component_is_listed_with_its_package(capsys: pytest.CaptureFixtur
     assert "No kind 'joinabel' of component. Did you mean 'joinable'?" in capsys.readouterr().err
 
 
-def test_components_of_packages_are_listed_unimported_and_nonsense_named(
+def test_components_are_listed_unimported_nonsense_is_named(
     install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for package in ("one", "two"):

@@ -83,9 +83,7 @@ def test_one_checkpoint_is_listed_alone(tmp_path: Path, capsys: pytest.CaptureFi
         assert [each["step"] for each in listed(capsys, asked)["checkpoints"]] == [step]
 
 
-def test_nothing_is_an_error_of_one_line_and_a_leftover_is_something(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_an_error_and_a_leftover_is_something(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ls", str(tmp_path)]) == 2
     seen = capsys.readouterr()
     assert (seen.out, seen.err.splitlines()[0].startswith(f"stagereg: There is no checkpoint in {tmp_path}.")) == (

@@ -46,9 +46,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @needs_matplotlib
-def test_a_run_is_reported_in_tables_and_leaves_its_timeline_and_page(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_reported_and_leaves_timeline_and_page(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_hydra(write_run(here / "run"), ["lr=0.1"], config="lr: 0.1\n")
     seen = report(capsys, "run")
     assert "run: Completed: 40 steps on 2 ranks" in seen
@@ -66,7 +64,7 @@ def test_a_run_is_reported_in_tables_and_leaves_its_timeline_and_page(
     assert (here / "run" / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_sweep_is_compared_again_and_failed_jobs_are_no_failure_of_the_report(
+def test_a_sweep_with_failed_jobs_is_compared_again(
     here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
 ) -> None:
     sweep(here / "sweep")
@@ -168,7 +166,7 @@ def test_the_window_is_that_of_the_timeline(here: Path, capsys: pytest.CaptureFi
     assert "There is nothing to draw from 50 s on" in refused(capsys, "run", "--window=50:60")
 
 
-def test_without_matplotlib_one_line_is_reported_and_the_rest_is_there(
+def test_without_matplotlib_the_rest_is_there(
     here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
 ) -> None:
     write_run(here / "run")

@@ -161,7 +161,7 @@ def test_a_name_of_no_component_is_refused(asked: str, seen: str, capsys: pytest
     assert seen in refused(capsys, asked)
 
 
-def test_a_name_of_two_packages_needs_the_package_and_a_broken_one_is_named(
+def test_two_packages_of_a_name_and_a_broken_one_are_named(
     install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install("shown_one", "raise SystemExit('no licence')", {"stager.both": "Theirs"})

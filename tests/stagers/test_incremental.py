@@ -373,7 +373,7 @@ def check_on_ranks(rank: int, world_size: int) -> None:
     write_by_zero(rank, world_size)
 
 
-def test_writes_of_collectives_are_copied_and_a_dtensor_can_be_frozen() -> None:
+def test_collectives_writes_are_copied_and_dtensors_frozen() -> None:
     run_ranks(check_on_ranks, 2, timeout_s=60)
 
 

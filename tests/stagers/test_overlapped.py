@@ -282,7 +282,7 @@ def write_on_ranks(rank: int, world_size: int) -> None:
     leave_join(rank)
 
 
-def test_what_zero_and_a_join_send_does_not_show_and_other_collectives_are_reported() -> None:
+def test_zero_and_joins_do_not_show_other_collectives_do() -> None:
     run_ranks(write_on_ranks, 2, timeout_s=2 * WAIT_S)
 
 

@@ -246,7 +246,7 @@ class TestLease:
         reader.do("state = None")
         assert block.idle
 
-    def test_a_copy_in_transit_is_not_overwritten_and_outlives_the_stager(self, stager, reader) -> None:
+    def test_a_copy_in_transit_outlives_the_stager(self, stager, reader) -> None:
         message = sent(stager.stage(state(1)))
         for step in range(2, 5):
             stager.stage(state(step))

@@ -72,7 +72,7 @@ def test_a_type_that_cannot_be_copied_is_named(stager: AsyncStager, kind: str) -
         value.close()
 
 
-def test_a_bad_attribute_of_a_tensor_or_value_inside_a_tuple_is_named(stager: AsyncStager) -> None:
+def test_a_bad_attribute_or_value_in_a_tuple_is_named(stager: AsyncStager) -> None:
     w = torch.ones(2)
     w.lock = threading.Lock()
     with pytest.raises(UnstageableTypeError, match=r"model\.w\.lock"):

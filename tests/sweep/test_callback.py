@@ -222,9 +222,7 @@ def test_an_error_of_the_callback_costs_no_job_its_value(
         assert "cpu" in known.environment
 
 
-def test_settings_that_make_a_sweep_useless_are_refused_before_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_that_make_a_sweep_useless_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for metric, direction, repeats, line in (
         ("stal_ms", None, 1, "There is no metric 'stal_ms'. Did you mean 'stall_ms'?"),
         ("loss", "down", 1, "minimize or maximize, not 'down'"),

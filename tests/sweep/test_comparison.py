@@ -157,7 +157,7 @@ class TestJobsThatDidNotComplete:
         assert comparison.rows[0].status == "1 of 3 unfinished"
         assert comparison.warnings == ("Killed half-way or still running: 1 job, whose figures do not count.",)
 
-    def test_a_combination_that_lacks_the_figure_at_times_is_not_best(self) -> None:
+    def test_a_combination_that_lacks_figures_is_not_best(self) -> None:
         shown = jobs({"a=1": [{"loss": 1.0, "stall_ms": 1.0}, {"stall_ms": 1.0}], "a=2": [{"loss": 2.0}] * 2})
         comparison = compare(shown, "loss")
         assert verdicts(comparison, "loss") == ["", "best"]

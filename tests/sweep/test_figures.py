@@ -68,7 +68,7 @@ def test_a_step_that_is_saved_twice_is_two_checkpoints() -> None:
     assert (found["stall_ms"], found["checkpoints"]) == (2000, 2)
 
 
-def test_the_memory_of_a_run_is_known_where_all_ranks_recorded_it() -> None:
+def test_memory_is_known_where_all_ranks_recorded_it() -> None:
     ended = {"status": "completed", "peak_rss": GIB}
     first, second = RankRecord(0, {"world_size": 2}, end=ended), RankRecord(1, {"world_size": 2}, end=ended)
     assert figures(run_of(first, second)) == {"peak_host_gib": 2.0}

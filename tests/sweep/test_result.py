@@ -141,7 +141,7 @@ class TestResults:
         assert [job.job["num"] for job in found] == list(range(2 * 6 + 1 + 2 + 1))
         assert [job.status for job in found[-3:]] == ["failed", "failed", "unfinished"]
 
-    def test_jobs_without_a_number_come_as_their_folders_are_numbered(self, tmp_path: Path) -> None:
+    def test_jobs_without_a_number_come_as_their_folders_are(self, tmp_path: Path) -> None:
         for name in ("10", "9", "b/1"):
             result(tmp_path / name, job={}).write()
         for name in ("9/logs", ".submitit/0"):  # below a job, and hidden

@@ -129,7 +129,7 @@ def test_files_of_ranks_beyond_the_last_run_are_left_out(tmp_path: Path) -> None
     assert [record.rank for record in Run.read(tmp_path).ranks] == [0, 1]
 
 
-def test_steps_come_from_logs_where_no_checkpointer_recorded_them(tmp_path: Path) -> None:
+def test_steps_come_from_logs_without_a_checkpointer(tmp_path: Path) -> None:
     logs = [{"event": "log", "t": 6 + t, "step": step, "values": {"loss": 1}} for t, step in enumerate([1, 1, 2, 4])]
     assert lines(tmp_path, START, *logs).ranks[0].steps == ((1, 6.0), (2, 8.0), (4, 9.0))
     seen = lines(tmp_path, START, *logs, {"event": "step", "t": 30, "step": 1})

@@ -110,9 +110,7 @@ def test_nothing_outside_of_the_url_is_listed_written_or_deleted(store: Store) -
 
 
 @pytest.mark.slow
-def test_large_files_are_uploaded_in_parts_and_plain_torch_reads_them(
-    store: Store, small_parts: dict[str, str]
-) -> None:
+def test_large_files_go_in_parts_and_plain_torch_reads_them(store: Store, small_parts: dict[str, str]) -> None:
     with Checkpointer(store.url) as checkpointer:
         store.server.fail({"method": "PUT", "contains": "partNumber=2", "do": "cut"})
         checkpointer.save(1, state(1, LARGE))

@@ -38,7 +38,7 @@ def pattern(size: int, seed: int) -> bytes:
     direct=st.booleans(),
     steps=st.lists(st.tuples(st.sampled_from(["bytes", "memory", "aligned"]), SIZES, st.integers(0, PAGE)), max_size=8),
 )
-def test_the_file_has_the_written_bytes_in_order_and_its_mark_is_right(
+def test_the_file_has_the_bytes_in_order_and_a_right_mark(
     tmp_path_factory: pytest.TempPathFactory, direct: bool, steps: list[tuple[str, int, int]]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "file"

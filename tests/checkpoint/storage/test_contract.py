@@ -79,9 +79,7 @@ def form(x: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("storage", [*STORAGES, "torch_dcp"])
 @pytest.mark.parametrize("stager", STAGERS)
-def test_a_checkpoint_of_any_storage_is_restored_with_any_other_configured(
-    tmp_path: Path, storage: str, stager: str
-) -> None:
+def test_any_storage_configured_restores_that_of_any_other(tmp_path: Path, storage: str, stager: str) -> None:
     with checkpointer(tmp_path, storage, stager, keep=3) as saving:
         for step in range(3):
             saving.save(step, {**values(), "int": step})
@@ -251,7 +249,7 @@ def test_a_storage_without_marks_has_its_files_read(tmp_path: Path) -> None:
         assert files == {name: mark_file(path / name) for name in (".metadata", "__0_0.distcp", "index.json")}
 
 
-def test_a_checkpoint_of_an_unregistered_storage_is_read_by_that_storage_alone(tmp_path: Path) -> None:
+def test_an_unregistered_storage_alone_reads_its_checkpoints(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), storage=Foreign()) as saving:
         saving.save(1, {"x": 1})
         saving.wait()
@@ -266,7 +264,7 @@ def test_a_storage_that_is_none_is_refused_at_once(tmp_path: Path, storage: Any)
         Checkpointer(str(tmp_path), storage=storage)
 
 
-def test_it_is_a_group_of_the_command_line_with_dcp_as_its_default(tmp_path: Path) -> None:
+def test_storage_is_a_group_with_dcp_as_its_default(tmp_path: Path) -> None:
     (tmp_path / "app.yaml").write_text("defaults: [stagereg, _self_]\n")
     chosen = []
     for overrides in ([], ["storage=torch_dcp"], ["storage=safetensors"], ["storage=dcp", "storage.direct=never"]):
