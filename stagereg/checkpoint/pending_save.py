@@ -375,7 +375,6 @@ class Background:
     def _first(self) -> PendingSave | None:
         """Return the first save that has not ended, if there is one; report it once it takes too long."""
         if os.getpid() != self._process:
-            self._under_way.clear()
             return None
         with self._lock:
             while self._under_way and self._under_way[0].over.is_set():
