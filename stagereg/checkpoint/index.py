@@ -26,7 +26,7 @@ from stagereg.checkpoint.encoding import Encoded, without_gc
 from stagereg.checkpoint.storage.protocol import ArchiveResult, TensorResult
 from stagereg.errors import CheckpointError
 
-__all__ = ["ARCHIVE", "DTYPES", "INDEX", "INDEX_BYTES", "Chunk", "Index", "TensorEntry", "make_index"]
+__all__ = ["ARCHIVE", "DTYPES", "INDEX", "INDEX_BYTES", "Chunk", "Index", "TensorEntry", "make_index", "overlap"]
 
 INDEX = "index.json"
 INDEX_BYTES = 1 << 30
@@ -272,7 +272,7 @@ def _check_chunks(name: str, whole: list[int], elements: int, chunks: list[Any],
         if layout not in (None, ARCHIVE):
             _check_strides(shape, layout)
         boxes.append((start, shape))
-    if sum(math.prod(shape) for _, shape in boxes) != elements or (len(boxes) > 1 and _overlap(boxes)):
+    if sum(math.prod(shape) for _, shape in boxes) != elements or (len(boxes) > 1 and overlap(boxes)):
         raise ValueError(f"the chunks of {name!r:.100} do not cover it once")
 
 
@@ -286,7 +286,7 @@ def _check_strides(shape: Sequence[int], strides: Any) -> None:
         expected *= size
 
 
-def _overlap(boxes: list[_Box]) -> bool:
+def overlap(boxes: list[_Box]) -> bool:
     """Whether two of them have an element in common; goes through them along the dimension that is cut most often."""
     along = max(range(len(boxes[0][0])), key=lambda i: len({start[i] for start, _ in boxes}), default=None)
     if along is None:

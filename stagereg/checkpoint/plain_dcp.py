@@ -17,6 +17,7 @@ import torch.distributed.checkpoint.metadata as torch_metadata
 from torch.distributed.checkpoint._traverse import set_element
 
 import stagereg.checkpoint.pickled as pickled
+from stagereg.checkpoint.index import overlap
 from stagereg.checkpoint.manifest import MANIFEST
 from stagereg.errors import CheckpointError
 
@@ -88,9 +89,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _tensor(folder: Path, name: str, entry: torch_metadata.TensorStorageMetadata, places: Any) -> torch.Tensor:
-    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-    if sum(chunk.sizes.numel() for chunk in entry.chunks) != whole.numel():
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+    if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel() or (len(boxes) > 1 and overlap(boxes)):
         raise CheckpointError(f"the parts of {name!r:.100} are not the whole of it.")
+    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
     for chunk in entry.chunks:
         part = _value(folder, name, places[torch_metadata.MetadataIndex(name, chunk.offsets)])
         if not isinstance(part, torch.Tensor) or (part.shape, part.dtype) != (chunk.sizes, whole.dtype):

@@ -99,7 +99,7 @@ class JobResult:
             if content.pop("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
             known = content["figures"].items()
-            content["figures"] = {name: value for name, value in known if value is not None}  # null was NaN
+            content["figures"] = {name: value for name, value in known if number(value) is not None}  # null was NaN
             content["overrides"] = tuple(content["overrides"])
             return cls(path.parent, **content)
         except OSError as error:

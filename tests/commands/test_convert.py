@@ -350,6 +350,7 @@ def test_a_directory_of_plain_torch_becomes_a_pt(tmp_path: Path, capsys: pytest.
         ("elsewhere", "'../_0.distcp', which is no file of the directory"),
         ("shape", "'x' has another shape or dtype"),
         ("hole", "the parts of 'x' are not the whole of it"),
+        ("twice", "the parts of 'x' are not the whole of it"),
     ],
 )
 def test_plain_torch_runs_nothing_and_damage_is_one_line(
@@ -365,11 +366,12 @@ def test_plain_torch_runs_nothing_and_damage_is_one_line(
         data.write_bytes(data.read_bytes()[:100])
     elif what == "elsewhere":
         metadata.write_bytes(metadata.read_bytes().replace(b"__0_0.distcp", b"../_0.distcp"))
-    elif what in ("shape", "hole"):
+    elif what in ("shape", "hole", "twice"):
         described = pickle.loads(metadata.read_bytes())
         entry = described.state_dict_metadata["x"]
         entry.size = torch.Size([8 if what == "shape" else 18])
         entry.chunks = [replace(entry.chunks[0], sizes=torch.Size([8 if what == "shape" else 9]))]
+        entry.chunks *= 2 if what == "twice" else 1
         metadata.write_bytes(pickle.dumps(described))
     shown = refused(capsys, plain, tmp_path / "x.pt")
     assert message in shown

@@ -2,7 +2,8 @@
 
 A store has no locks that die with a process. The object ``.lock`` names its writer and the time of its last renewal. It
 is made by a conditional write, which one of several that try it at once wins, and renewed every twenty seconds by a
-thread; one that was not renewed for a minute is free. So after a run has died, the next one waits up to a minute.
+thread; one that was not renewed for a minute is free. So after a machine was lost, another one waits up to a minute; on
+the same machine, an owner that has ended is found out at once.
 
 This is weaker than a lock. A run that is stopped for more than a minute and wakes up again may believe for one request
 that it still holds what another one has taken over; it looks before each commit. Where a store has no conditional
@@ -16,11 +17,13 @@ import contextlib
 import json
 import logging
 import math
+import os
 import threading
 import time
 import uuid
 import weakref
 from dataclasses import asdict
+from pathlib import Path
 from typing import NamedTuple
 
 from stagereg.checkpoint.lock import LOCK, Owner, StoreLock
@@ -33,6 +36,7 @@ __all__ = ["StoreLease", "leaseholder"]
 LEASE_S = 60.0
 """Seconds that it is good for after it was renewed."""
 
+_ENDING_S = 3.0
 _LOOK_S = 0.5
 _REQUEST_S = 10.0
 
@@ -74,7 +78,7 @@ class StoreLease(StoreLock):
                 if self._replace():
                     break
                 first, began = None, time.monotonic()
-            elif there != first:
+            elif there != first or (there.is_near() and waited > _ENDING_S):
                 raise self._refused(there.owner)
             self._ended.wait(_LOOK_S)
 
@@ -116,7 +120,8 @@ class StoreLease(StoreLock):
         return there is not None and there.token == self._token
 
     def _text(self) -> bytes:
-        return json.dumps({"owner": asdict(self._owner), "token": self._token, "renewed": time.time()}).encode()
+        note = {"owner": asdict(self._owner), "token": self._token, "machine": _machine(), "renewed": time.time()}
+        return json.dumps(note).encode()
 
 
 def _keep(held: weakref.ref[StoreLease], ended: threading.Event, every_s: float) -> None:
@@ -139,14 +144,19 @@ def leaseholder(objects: ObjectStore, root: str) -> Owner | None:
 
 
 class _Note(NamedTuple):
-    """The content of the object: the owner, which of its locks, and when it was last renewed."""
+    """The content of the object: the owner, which of its locks, on which machine, and when it was last renewed."""
 
     owner: Owner = Owner()
     token: str = ""
+    machine: str = ""
     renewed: float = 0.0
 
     def is_over(self) -> bool:
-        return time.time() > self.renewed + LEASE_S
+        return time.time() > self.renewed + LEASE_S or (self.is_near() and not _lives(self.owner.pid))
+
+    def is_near(self) -> bool:
+        """Whether the owner is another process of this machine."""
+        return self.machine == _machine() and self.owner.pid != os.getpid()
 
 
 def _read(objects: ObjectStore, url: str) -> _Note | None:
@@ -157,7 +167,22 @@ def _read(objects: ObjectStore, url: str) -> _Note | None:
         return None
     try:
         read = json.loads(data)
-        note = _Note(Owner.parse(read["owner"]), str(read["token"]), float(read["renewed"]))
+        note = _Note(
+            Owner.parse(read["owner"]), str(read["token"]), str(read.get("machine", "")), float(read["renewed"])
+        )
     except Exception:
         return _Note()
     return note if math.isfinite(note.renewed) else _Note()
+
+
+def _machine() -> str:
+    """What is the same for processes that see the same process ids, and for no others."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _lives(pid: int) -> bool:
+    try:  # a zombie has ended, though its exit status was not read yet
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

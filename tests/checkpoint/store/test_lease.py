@@ -92,10 +92,29 @@ def test_an_owner_that_renews_its_lease_keeps_it_and_is_named(store: Store) -> N
     assert store.content()["token"] == "theirs"
 
 
+def near(pid: int) -> bytes:
+    return note(machine=lease._machine(), owner={**OWNER, "pid": pid})
+
+
+def test_an_owner_that_lives_on_this_machine_is_not_waited_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "_ENDING_S", 0.0)
+    store.lay(near(os.getppid()))
+    with pytest.raises(CheckpointError, match=f"in use.*process {os.getppid()} on far"):
+        store.lease()
+    assert store.content()["token"] == "theirs"
+
+
 @pytest.mark.parametrize(
     "left",
-    [note(renewed=0.0), b"[]", b"[" * 100_000, note(owner={**OWNER, "host": 3}), note(renewed=float("nan"))],
-    ids=["expired", "not ours", "nested", "of no machine", "at no time"],
+    [
+        note(renewed=0.0),
+        near(1 << 23),
+        b"[]",
+        b"[" * 100_000,
+        note(owner={**OWNER, "host": 3}),
+        note(renewed=float("nan")),
+    ],
+    ids=["expired", "ended on this machine", "not ours", "nested", "of no machine", "at no time"],
 )
 def test_the_lease_of_a_dead_run_is_taken_over(store: Store, left: bytes) -> None:
     store.lay(left)
