@@ -53,7 +53,7 @@ class Write:
 
 @pytest.fixture
 def write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Write]:
-    target = SaveTarget(open_store(str(tmp_path)), 1, DcpStorage(), RankGroup(), None, "0123456789ab")
+    target = SaveTarget(open_store(str(tmp_path)), 1, DcpStorage(), RankGroup(), "0123456789ab")
     yield Write(monkeypatch, target)
     shutdown._forget()  # no failure of a test must reach the exit status of the tests
 

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
+from stagereg.checkpoint.encoding import without_gc
 from stagereg.checkpoint.options import at_least_one, one_of
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.envelope import Envelope, envelope
@@ -68,7 +68,7 @@ class DcpStorage(FileStorage):
             return []
         name = f"__{rank}_0{DEFAULT_SUFFIX}"
         with self.create(name) as file:
-            return list(_write_items(file, name, items, planner))
+            return _write_items(file, name, items, planner)
 
 
 @register("storage", "torch_dcp")
@@ -119,30 +119,51 @@ class _InPlace(NamedTuple):
     around: Envelope
 
 
-def _write_items(file: AlignedFile, name: str, items: list[WriteItem], planner: SavePlanner) -> Iterator[WriteResult]:
-    in_place: list[_InPlace] = []
+def _write_items(file: AlignedFile, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
     written: dict[int, Envelope] = {}
-    for item in items:
-        data = planner.resolve_data(item)
-        if not isinstance(data, torch.Tensor):
-            yield write_object(file, name, item, data)
-            continue
-        x = data.detach().resolve_conj().resolve_neg()
-        around = envelope(x)
-        if around is None:
-            begin = file.tell()
-            own = x.layout is torch.strided and x.untyped_storage().nbytes() == x.nbytes
-            torch.save(x.cpu() if own else x.cpu().clone(), file)  # type: ignore[arg-type]  # torch's writer does so too
-            yield archived(file, name, item, begin)
-        elif _put_around(x, around, written):
-            begin, end = x.data_ptr() - len(around.head), x.data_ptr() + x.nbytes + len(around.tail)
-            in_place.append(_InPlace(begin, end, item, x, around))
-        else:
-            yield _result(item, name, _write_tensor(file, x, around), x, around)
-    for run in _runs(in_place):
-        offset = _write_run(file, run) - run[0].begin
-        for each in run:
-            yield _result(each.item, name, each.begin + offset, each.tensor, each.around)
+    in_place: list[_InPlace] = []
+    others: list[WriteItem] = []
+    with without_gc():
+        for item in items:
+            lies = None if item.type is WriteItemType.BYTE_IO else _prepare_in_place(item, planner, written)
+            if lies is None:
+                others.append(item)
+            else:
+                in_place.append(lies)
+    results = [_write_other(file, name, item, planner.resolve_data(item)) for item in others]
+    runs = _runs(in_place)
+    offsets = [_write_run(file, run) - run[0].begin for run in runs]
+    with without_gc():
+        for run, offset in zip(runs, offsets, strict=True):
+            results += [_result(each.item, name, each.begin + offset, each.tensor, each.around) for each in run]
+    return results
+
+
+def _prepare_in_place(item: WriteItem, planner: SavePlanner, written: dict[int, Envelope]) -> _InPlace | None:
+    """Put head and tail around a tensor that has the padding for them."""
+    x = _bare(planner.resolve_data(item))
+    around = envelope(x)
+    if around is None or not _put_around(x, around, written):
+        return None
+    return _InPlace(x.data_ptr() - len(around.head), x.data_ptr() + x.nbytes + len(around.tail), item, x, around)
+
+
+def _write_other(file: AlignedFile, name: str, item: WriteItem, data: Any) -> WriteResult:
+    """Write an item that does not lie in memory as it will in the file."""
+    if not isinstance(data, torch.Tensor):
+        return write_object(file, name, item, data)
+    x = _bare(data)
+    around = envelope(x)
+    if around is not None:
+        return _result(item, name, _write_tensor(file, x, around), x, around)
+    begin = file.tell()
+    own = x.layout is torch.strided and x.untyped_storage().nbytes() == x.nbytes
+    torch.save(x.cpu() if own else x.cpu().clone(), file)  # type: ignore[arg-type]  # torch's writer does so too
+    return archived(file, name, item, begin)
+
+
+def _bare(x: Any) -> torch.Tensor:
+    return x.detach().resolve_conj().resolve_neg()
 
 
 def _result(item: WriteItem, name: str, begin: int, x: torch.Tensor, around: Envelope) -> TensorResult:
