@@ -67,8 +67,15 @@ class DcpStorage(FileStorage):
         if not items:
             return []
         name = f"__{rank}_0{DEFAULT_SUFFIX}"
+        in_place, others = _prepare_in_place(items, planner)
+        runs = _runs(in_place)
         with self.create(name) as file:
-            return _write_items(file, name, items, planner)
+            results = [_write_item(file, name, item, planner.resolve_data(item)) for item in others]
+            offsets = [_write_run(file, run) - run[0].begin for run in runs]
+        with without_gc():
+            for run, offset in zip(runs, offsets, strict=True):
+                results += [_result(each.item, name, each.begin + offset, each.tensor, each.around) for each in run]
+        return results
 
 
 @register("storage", "torch_dcp")
@@ -119,36 +126,24 @@ class _InPlace(NamedTuple):
     around: Envelope
 
 
-def _write_items(file: AlignedFile, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+@without_gc()
+def _prepare_in_place(items: list[WriteItem], planner: SavePlanner) -> tuple[list[_InPlace], list[WriteItem]]:
+    """Put head and tail around the tensors that have the padding for them; return these, and the other items."""
     written: dict[int, Envelope] = {}
     in_place: list[_InPlace] = []
     others: list[WriteItem] = []
-    with without_gc():
-        for item in items:
-            lies = None if item.type is WriteItemType.BYTE_IO else _prepare_in_place(item, planner, written)
-            if lies is None:
-                others.append(item)
-            else:
-                in_place.append(lies)
-    results = [_write_other(file, name, item, planner.resolve_data(item)) for item in others]
-    runs = _runs(in_place)
-    offsets = [_write_run(file, run) - run[0].begin for run in runs]
-    with without_gc():
-        for run, offset in zip(runs, offsets, strict=True):
-            results += [_result(each.item, name, each.begin + offset, each.tensor, each.around) for each in run]
-    return results
+    for item in items:
+        x = _bare(planner.resolve_data(item)) if item.type is not WriteItemType.BYTE_IO else None
+        around = None if x is None else envelope(x)
+        if x is None or around is None or not _put_around(x, around, written):
+            others.append(item)
+        else:
+            begin, end = x.data_ptr() - len(around.head), x.data_ptr() + x.nbytes + len(around.tail)
+            in_place.append(_InPlace(begin, end, item, x, around))
+    return in_place, others
 
 
-def _prepare_in_place(item: WriteItem, planner: SavePlanner, written: dict[int, Envelope]) -> _InPlace | None:
-    """Put head and tail around a tensor that has the padding for them."""
-    x = _bare(planner.resolve_data(item))
-    around = envelope(x)
-    if around is None or not _put_around(x, around, written):
-        return None
-    return _InPlace(x.data_ptr() - len(around.head), x.data_ptr() + x.nbytes + len(around.tail), item, x, around)
-
-
-def _write_other(file: AlignedFile, name: str, item: WriteItem, data: Any) -> WriteResult:
+def _write_item(file: AlignedFile, name: str, item: WriteItem, data: Any) -> WriteResult:
     """Write an item that does not lie in memory as it will in the file."""
     if not isinstance(data, torch.Tensor):
         return write_object(file, name, item, data)
