@@ -10,7 +10,6 @@ import io
 import logging
 import os
 import pickle
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from stagereg.checkpoint.storage.lookup import expect_fit
 from stagereg.checkpoint.storage.protocol import ArchiveResult, Storage
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import is_url
-from stagereg.checkpoint.store.retry import retrying, until, within
+from stagereg.checkpoint.store.retry import retrying
 from stagereg.errors import CheckpointError
 
 __all__ = ["FileStorage", "StrPath", "archived", "write_object"]
@@ -81,7 +80,6 @@ class FileStorage(Storage):
         path = os.fspath(checkpoint_id or self.path)
         expect_fit(self, path)
         self.path = path
-        self._until = until()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take part. Raises: ``CheckpointError`` with torch's ``use_collectives=False``."""
@@ -160,8 +158,7 @@ class FileStorage(Storage):
     def _persistently(self, write: Callable[[], T]) -> T:
         if not is_url(self.path):
             return write()
-        with within(self._until - time.monotonic()):
-            return retrying("writing", self.path, write)
+        return retrying("writing", self.path, write)
 
 
 def write_object(file: AlignedFile, name: str, item: WriteItem, data: io.BytesIO) -> ArchiveResult:
