@@ -34,7 +34,7 @@ from typing import Any, SupportsFloat
 
 from stagereg.errors import ConfigError, Preempted, Stopped
 
-__all__ = ["FILES", "FORMAT", "add_child_memory", "emit", "file_name", "log", "now", "peak_rss", "recording"]
+__all__ = ["FILES", "FORMAT", "emit", "file_name", "log", "now", "peak_rss", "recording"]
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,6 @@ class _Recorder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.child_memory: list[int] = []
         # Reentrant, since a signal handler that emits an event may interrupt an emission.
         self._lock = threading.RLock()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +127,7 @@ def recording(directory: Path, rank: int, world_size: int, **facts: Any) -> Iter
         raise
     finally:
         if _recorder is mine:
-            emit("end", seconds=time.perf_counter() - began, **ending, peak_rss=peak_rss() + sum(mine.child_memory))
+            emit("end", seconds=time.perf_counter() - began, **ending, peak_rss=peak_rss())
             _forget()
             mine.close()
 
@@ -176,26 +175,16 @@ def file_name(rank: int) -> str:
     return f"metrics.rank{rank}.jsonl" if rank else "metrics.jsonl"
 
 
-def peak_rss(pid: int | None = None) -> int:
-    """The most memory in bytes that a process, by default this one, had resident at a time; 0 if it is unknown.
+def peak_rss() -> int:
+    """The most memory in bytes that this process had resident at a time; 0 if it is unknown.
 
-    Counted since the program of the process started. ``ru_maxrss`` would count what its parent had, too, when it was
+    Counted since its program started. ``ru_maxrss`` would count what its parent had, too, when it was
     started (``exec_mmap`` of Linux hands it on).
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
-        status = Path("/proc", str(pid or "self"), "status").read_bytes()
+        status = Path("/proc/self/status").read_bytes()
         return int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0]) * 1024
     return 0
-
-
-def add_child_memory(nbytes: int) -> None:
-    """Count the peak memory in bytes of a child process that belongs to the run too, as one that writes checkpoints.
-
-    May be called on any thread; does nothing where nothing records.
-    """
-    recorder = _recorder
-    if recorder is not None:
-        recorder.child_memory.append(nbytes)
 
 
 def _about_process() -> dict[str, Any]:

@@ -56,7 +56,6 @@ OPTIONAL = {
         "def expect_release(self) -> None",
         "def release(self, staged) -> None",
         "def watch(self, optimizer) -> None",
-        "shares_memory: bool = True",
     ],
     "join_hook": ["def before_step(self) -> None", "def on_exhausted(self) -> None"],
     "joinable": [

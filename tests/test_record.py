@@ -45,7 +45,6 @@ def recorded(directory: Path, event: str = "", rank: int = 0) -> list[dict[str, 
 
 def test_start_and_end_record_process_versions_and_how_it_went(tmp_path: Path) -> None:
     with record.recording(tmp_path, 3, 4, device="cpu"):
-        record.add_child_memory(2**50)
         record.emit("step", step=7, **{"event": "another", "t": "never"})
     start, step, end = recorded(tmp_path, rank=3)
     assert {path.name for path in tmp_path.glob(record.FILES)} == {"metrics.rank3.jsonl"}
@@ -57,7 +56,7 @@ def test_start_and_end_record_process_versions_and_how_it_went(tmp_path: Path) -
     assert step == {"event": "step", "step": 7, "t": pytest.approx(start["t"], abs=60)}
     assert end["status"] == "completed"
     assert "error" not in end
-    assert 2**50 + 2**23 < end["peak_rss"] < 2**51
+    assert 2**23 < end["peak_rss"] < 2**40
     assert 0 < end["seconds"] == pytest.approx(end["t"] - start["t"], abs=0.1)
 
 
@@ -86,7 +85,6 @@ def test_events_are_dropped_where_nothing_records(tmp_path: Path) -> None:
     for _ in range(2):
         record.emit("step", step=1)
         stagereg.log(1, loss=0.5)
-        record.add_child_memory(1)
         with record.recording(tmp_path, 0, 1):
             pass
     assert [line["event"] for line in recorded(tmp_path)] == ["start", "end"] * 2

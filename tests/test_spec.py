@@ -85,7 +85,7 @@ def test_private_names_and_neighbours_are_not_misspelt(members: dict[str, Any]) 
 
 def test_every_optional_member_is_declared_in_a_protocol() -> None:
     declared = {
-        "stager": (stager.ReservesPadding, stager.ReleasesCopies, stager.SharesMemory, stager.WatchesOptimizers),
+        "stager": (stager.ReservesPadding, stager.ReleasesCopies, stager.WatchesOptimizers),
         "join_hook": (stagereg.JoinHook,),
         "joinable": (stagereg.Joinable,),
         "storage": (storage.Storage,),

@@ -1,8 +1,8 @@
 """``stagereg bench endurance``: whether hundreds of checkpoints leave anything behind.
 
 A small model is trained and saved after every step, with retention at work all the time. At
-ten marks the process waits for its last save, collects garbage, and counts what it and its writer process hold, and
-what lies on the disk. :func:`grown` compares the marks. Needs Linux's ``/proc``.
+ten marks the process waits for its last save, collects garbage, and counts what it and its children hold and what lies
+on the disk. :func:`grown` compares the marks. Needs Linux's ``/proc``.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def grown(marks: Sequence[Mark]) -> list[str]:
     """Return what has grown from the first mark to the last, a line each; nothing is as it should be.
 
     By the first mark, a tenth of the saves, everything is there that is kept: both copies of the stager, the plans, the
-    writer process, the thread, and as many checkpoints as stay. The time of a save depends on the machine, and is not
-    judged; memory is, by the medians of the first and the last three marks.
+    thread, and as many checkpoints as stay. The time of a save depends on the machine, and is not judged; memory is, by
+    the medians of the first and the last three marks.
     """
     first, last = dict(marks[0]), dict(marks[-1])
     first["memory"], last["memory"] = (

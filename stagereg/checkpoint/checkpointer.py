@@ -37,10 +37,9 @@ from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_parent_store, open_store, path_or_url
 from stagereg.checkpoint.store.retry import answered, within
-from stagereg.checkpoint.writer_process import WriterProcess
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.registry import register
-from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesPadding, SharesMemory
+from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesPadding
 
 __all__ = ["CheckpointStats", "Checkpointer"]
 
@@ -78,7 +77,7 @@ class Checkpointer:
         resume: what ``restore`` loads: ``"auto"`` the newest undamaged checkpoint, if there is one; ``"never"``
             nothing; ``"latest"`` the newest, which must be there; or the path of a checkpoint directory.
         stager: copies the state; the checkpointer closes it. ``None`` builds the stager registered as
-            ``pinned_cached``. What ``shared`` copies is written by a process of the checkpointer's own.
+            ``pinned_cached``.
         storage: writes the files; ``None`` builds the storage registered as ``dcp``. A checkpoint is read through the
             storage that wrote it, whatever is given here.
         process_group: the ranks that save together, ``None`` for all of them. A gloo group with the same ranks is made
@@ -148,15 +147,13 @@ class Checkpointer:
         if isinstance(self._stager, ReleasesCopies):
             self._stager.expect_release()
         self._ranks = RankGroup(process_group, timeout)
-        shared = isinstance(self._stager, SharesMemory) and self._stager.shares_memory
         expect_fit(self._storage, self._store.root)
         self._hold: StoreLock | None = None
-        self._process: WriterProcess | None = None
         self._saved: int | None = None
         self._closed = self._leaving = False
         self._pid = os.getpid()
         opened = self._ranks.run_on_all(
-            f"checkpoint.dir={dir} cannot be written to", lambda: (self._open(shared), str(every))
+            f"checkpoint.dir={dir} cannot be written to", lambda: (self._open(), str(every))
         )
         if len({asked for _, asked in opened}) > 1:
             self._let_go()
@@ -167,7 +164,7 @@ class Checkpointer:
         self._schedule = (
             Schedule(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), RankGroup(process_group))
         )
-        self._target = SaveTarget(self._store, keep, self._storage, self._ranks, self._process, opened[0][0])
+        self._target = SaveTarget(self._store, keep, self._storage, self._ranks, opened[0][0])
         self._background = Background(self._target, timeout, self._schedule, on_error == "warn")
         self.stats: CheckpointStats = self._background.stats
         self.preemption: PreemptionConsensus | None = None
@@ -298,10 +295,6 @@ class Checkpointer:
         self._background.close()
         if ended:  # otherwise a thread hangs, and no other run may write there before this process has ended
             self._let_go()
-        if self._process is not None:
-            if self._process.pid is not None:
-                record.add_child_memory(record.peak_rss(self._process.pid))
-            self._process.close(now=not ended)
         try:
             self._stager.close()
         finally:
@@ -338,11 +331,6 @@ class Checkpointer:
         """The step last given to :meth:`save`, or ``None``: shows whether the last step is yet to be saved."""
         return self._saved
 
-    @property
-    def writer_pid(self) -> int | None:
-        """Of the process that writes; ``None`` where this one does, as its stager keeps its memory to itself."""
-        return None if self._process is None else self._process.pid
-
     def _leave(self, step: int, state: MutableMapping[str, Any]) -> NoReturn:
         """Save ``step``, unless that is done, and leave; on all ranks, which have agreed to."""
         assert self.preemption is not None
@@ -367,14 +355,8 @@ class Checkpointer:
                 self._background.set_status(None)  # the exception below reports it
         self.preemption.exit(step, str(self.dir), failure)
 
-    def _open(self, shared: bool) -> str:
-        """Start the process that writes, if there is to be one, and take hold of the directory on rank 0.
-
-        Returns:
-            A token of this run; that of rank 0 counts.
-        """
-        if shared:
-            self._process = WriterProcess()
+    def _open(self) -> str:
+        """Take hold of the directory on rank 0; return a token of this run, of which that of rank 0 counts."""
         if self._ranks.rank == 0:
             store, limit = self._store, self.timeout.total_seconds()
             take = partial(_taken, store, limit)

@@ -30,7 +30,7 @@ POINTS = {
     "ended": "every rank knows that the save is complete",
 }
 """What has just happened at each moment, in the order of a save. "locked", "swept", and "marked" to "retained" are for
-rank 0 alone, "writing" and "flushed" for the process that writes; the others for every rank."""
+rank 0 alone, the others for every rank."""
 
 _observer: Callable[[str], None] | None = None
 """One a process: a test that kills a process at a moment has no object of that process in its hands."""

@@ -58,7 +58,6 @@ from stagereg.checkpoint.storage.lookup import name_of
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.retry import within
-from stagereg.checkpoint.writer_process import WriterProcess, write_data
 from stagereg.errors import CheckpointError
 
 __all__ = ["Background", "CheckpointStats", "PendingSave", "SaveTarget"]
@@ -67,7 +66,6 @@ _log = logging.getLogger(__name__)
 
 _WAITING = "waiting for the others"  # what a rank that has done its part is doing
 _TRYING = 0.5  # of the time-out; the rest is for clearing away and reporting
-_WRITING = 0.95  # of what is left of it; then a writer process is ended, before its save counts as hanging
 _MOST_UNDER_WAY = 2
 _LOOK_S = 0.05  # how often one looks whether a save takes too long
 _Written: TypeAlias = tuple[list[WriteResult], dict[str, FileMark], dict[str, Encoded]]
@@ -98,7 +96,6 @@ class SaveTarget:
     keep: int
     storage: Storage
     ranks: RankGroup  # that save together
-    process: WriterProcess | None  # where the storage writes; ``None`` for this one
     token: str  # of this run, the same on all ranks
 
     def __post_init__(self) -> None:
@@ -197,11 +194,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         failpoint("agreed")
         save.at = "writing its files"
         own = planner.finish_plan(plan)
-        if to.process is None:
-            results = to.storage.write_data(own, planner).wait()
-        else:
-            until = time.monotonic() + _WRITING * (save.until - time.monotonic())
-            results = write_data(to.storage, own, planner, to.process, until)
+        results = to.storage.write_data(own, planner).wait()
         planner.state_dict = {}
         copy, save.staged = save.copy(), {}
         save.release(copy)

@@ -8,7 +8,7 @@ What torch leaves open, the contract settles: see :class:`AsyncStager`.
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
@@ -17,7 +17,6 @@ __all__ = [
     "AsyncStager",
     "ReleasesCopies",
     "ReservesPadding",
-    "SharesMemory",
     "StateDict",
     "WatchesOptimizers",
 ]
@@ -100,13 +99,6 @@ class ReleasesCopies(Protocol):
         Empties ``staged``, which is what ``stage`` or its future returned. The next ``stage`` does not wait for this
         copy any more. Whoever else holds tensors of it keeps their memory: it is not used again before they are gone.
         """
-
-
-@runtime_checkable
-class SharesMemory(Protocol):
-    """A stager whose copies another process may read where they lie, if ``shares_memory`` is True."""
-
-    shares_memory: ClassVar[bool]
 
 
 @runtime_checkable

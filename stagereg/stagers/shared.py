@@ -17,20 +17,14 @@ class SharedStager(HostStager):
 
     A block is one file in memory, so a copy costs one file descriptor however many tensors it has. Copies go through
     ``multiprocessing`` and torch's checkpoint process (``AsyncCheckpointerType.PROCESS``) without their bytes being
-    copied, and a block is not used again while a process reads it; a reader that died is not waited for. The
-    ``Checkpointer`` writes such copies from a process of its own. Readers are processes of the same user on the same
-    machine. Linux only.
+    copied, and a block is not used again while a process reads it; a reader that died is not waited for. Readers are
+    processes of the same user on the same machine; a ``Checkpointer`` reads them in its own. Linux only.
 
     A process forked from this one sees the blocks themselves: it may use copies made before only as long as this
     process holds them.
 
     The first one registers reducers with ``multiprocessing``, see :func:`.shared_memory.register_reducers`.
-
-    Attributes:
-        shares_memory: True: another process can read the copies where they lie.
     """
-
-    shares_memory = True
 
     def __init__(
         self,

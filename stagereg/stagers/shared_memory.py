@@ -35,7 +35,7 @@ from stagereg.errors import StagingError
 from stagereg.kernel.memory import Block, view_of
 from stagereg.kernel.state_dict import flip
 
-__all__ = ["SharedBlock", "SharedMemoryHandle", "handle_of", "is_plain", "register_reducers"]
+__all__ = ["SharedBlock", "SharedMemoryHandle", "is_plain", "register_reducers"]
 
 _log = logging.getLogger("stagereg")
 
@@ -52,7 +52,7 @@ class SharedMemoryHandle(NamedTuple):
     path: str  # where the file can be opened while its owner lives
     token: bytes  # 16 bytes that are in the file as long as this handle is valid
     nbytes: int  # of the block
-    slot: int | None  # where the receiver marks the message; None if its sender holds the memory until it is answered
+    slot: int  # where the receiver marks the message
 
     def attach(self) -> memoryview:
         """Return the block's memory; it is not written while the view, or a tensor over it, lives.
@@ -69,8 +69,7 @@ class SharedMemoryHandle(NamedTuple):
                 if os.pread(fd, _TOKEN_BYTES, self.nbytes) != self.token:
                     raise StagingError([], "a staged copy was received too late: its sender has revoked it")
                 view = view_of(self._mapping(fd))
-                if self.slot is not None:
-                    os.pwrite(fd, _RECEIVED, self.nbytes + _TOKEN_BYTES + self.slot)
+                os.pwrite(fd, _RECEIVED, self.nbytes + _TOKEN_BYTES + self.slot)
             except (OSError, RuntimeError) as error:
                 reason = f"a staged copy in shared memory cannot be opened, its sender is gone ({error})"
                 raise StagingError([], reason) from error
@@ -191,17 +190,16 @@ class _SharedFile:
         """Whether this process made it, and not a process that forked this one."""
         return os.getpid() == self._owner
 
-    def handle(self, tracked: bool) -> SharedMemoryHandle:
-        """Return a handle; if ``tracked``, for a message that is on its way until it is received.
+    def handle(self) -> SharedMemoryHandle:
+        """Return a handle, for a message that is on its way until it is received.
 
         Raises: ``StagingError`` if too many messages are.
         """
-        slot = next(self._serials) % _SLOTS if tracked else None
-        if slot is not None:
-            if slot in self._sent_at and self._on_the_way():
-                raise StagingError([], f"{_SLOTS} messages with this copy were sent and not received")
-            self._sent_at[slot] = time.monotonic()
-            os.pwrite(self._fd, _SENT, self.nbytes + _TOKEN_BYTES + slot)
+        slot = next(self._serials) % _SLOTS
+        if slot in self._sent_at and self._on_the_way():
+            raise StagingError([], f"{_SLOTS} messages with this copy were sent and not received")
+        self._sent_at[slot] = time.monotonic()
+        os.pwrite(self._fd, _SENT, self.nbytes + _TOKEN_BYTES + slot)
         return SharedMemoryHandle(self._path, self._token, self.nbytes, slot)
 
     def revoke(self) -> bool:
@@ -225,7 +223,7 @@ class _SharedFile:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled file becomes the memory it stands for. A pickler asks once a message, so each has one slot."""
-        return SharedMemoryHandle.attach, (self.handle(tracked=True),)
+        return SharedMemoryHandle.attach, (self.handle(),)
 
     def _on_the_way(self) -> bool:
         """Whether a message was sent lately and not received."""
@@ -260,15 +258,6 @@ def _file_of(address: int) -> _SharedFile | None:
         if file.address and file.address <= address < file.address + file.nbytes:
             return file
     return None
-
-
-def handle_of(address: int) -> tuple[SharedMemoryHandle, int] | None:
-    """Return a handle on the block that ``address`` lies in, and where that begins; None for other memory.
-
-    For a message whose sender holds the memory until the receiver has answered.
-    """
-    file = _file_of(address)
-    return None if file is None else (file.handle(tracked=False), file.address)
 
 
 def is_plain(x: torch.Tensor) -> bool:

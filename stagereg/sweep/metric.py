@@ -73,8 +73,7 @@ _DOCS = {
     "copy was complete; median over the checkpoints of a run.",
     "write_gib_per_s": "Bytes of a checkpoint's files, by the seconds from when all ranks had staged to the commit; "
     "median over the checkpoints of a run.",
-    "peak_host_gib": "The most host memory that each rank ever had resident, with its writer process, summed over the "
-    "ranks.",
+    "peak_host_gib": "The most host memory that each rank ever had resident, summed over the ranks.",
     "loss": "The number that the task returned, or what it returned as 'loss', or else the loss that rank 0 logged "
     "last.",
     "shadowed_steps": "Steps that ranks took along without data of their own, summed over the ranks.",

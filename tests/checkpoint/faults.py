@@ -122,14 +122,10 @@ FAULTS = {
     "manifest": Fault("EIO at the manifest", storage={"fault": "EIO", "at": "held", "saves": [BREAKS]}),
     "rename": Fault("EIO at the rename", storage={"fault": "EIO", "at": "described", "saves": [BREAKS]}),
     "latest": Fault("EIO at latest", storage={"fault": "EIO", "at": "committed", "saves": [BREAKS]}),
-    "process": Fault("EIO in the writer process", stager="shared", storage={"fault": "EIO", "saves": [BREAKS]}),
     "hangs": Fault("write hangs", timeout_s=0.5, storage={"fault": "hang", "saves": [BREAKS]}),
     "hangs_warn": Fault("write hangs to the end", "warn", timeout_s=0.5, storage={"fault": "hang", "saves": [BREAKS]}),
     "slow": Fault(
         "write hangs until step 5", "warn", timeout_s=0.5, storage={"fault": "hang", "saves": [BREAKS]}, released=True
-    ),
-    "process_hangs": Fault(
-        "writer process hangs", "warn", timeout_s=20.0, stager="shared", storage={"fault": "hang", "saves": [BREAKS]}
     ),
 }
 

@@ -15,7 +15,6 @@ from stagereg import record
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.errors import CheckpointError, StagingError
-from stagereg.registry import build
 from stagereg.stagers.async_stager import AsyncStager
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
@@ -167,13 +166,3 @@ def test_each_rank_reports_of_its_own_bytes(tmp_path: Path) -> None:
         own = sum(path.stat().st_size for path in (tmp_path / "c/step-00000001").glob(f"__{rank}_*"))
         assert seen["stage"]["bytes"] >= 4000 * (rank + 1)
         assert own <= seen["write"]["bytes"] <= own + (tmp_path / "c/step-00000001/.metadata").stat().st_size
-
-
-def test_the_memory_of_the_process_that_writes_is_counted(tmp_path: Path) -> None:
-    with record.recording(tmp_path, 0, 1):
-        with Checkpointer(str(tmp_path / "c"), stager=build("stager", "shared")) as checkpointer:
-            checkpointer.save(1, STATE)
-            checkpointer.wait()
-            of_writer = record.peak_rss(checkpointer.writer_pid)
-        own = record.peak_rss()
-    assert of(tmp_path, "end")[0]["peak_rss"] >= own + of_writer > own

@@ -266,10 +266,9 @@ def restored(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     return fresh
 
 
-def test_a_writer_without_an_accelerator_writes_a_copy_of_shared(tmp_path: Path) -> None:
+def test_a_copy_of_shared_is_written(tmp_path: Path) -> None:
     state = {"w": torch.zeros(2**22, device=device()), "b": torch.zeros(5, device=device()).bfloat16()}
     with Checkpointer(str(tmp_path), stager=stagereg.build("stager", "shared")) as checkpointer:
-        assert checkpointer.writer_pid is not None
         for step in (1, 2, 3):
             keep_busy()
             for x in state.values():

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 
 import stagereg
 import stagereg.stagers.shared_memory as shared_memory
-import stagereg.stagers.tensor_bundle as tensor_bundle
 from stagereg import AsyncStager
 from stagereg.errors import StagingError
-from stagereg.kernel.memory import Pool, padding_around
+from stagereg.kernel.memory import Pool
 from stagereg.stagers.shared_memory import SharedBlock, register_reducers
 
 from .test_properties import tensors
@@ -183,7 +182,7 @@ described: Callable[[Any], Any] = locals()["described"]
 class TestFidelity:
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(state=states())
-    def test_messages_and_bundles_arrive_equal_to_what_was_staged(self, stager, reader, state: dict[str, Any]) -> None:
+    def test_messages_arrive_equal_to_what_was_staged(self, stager, reader, state: dict[str, Any]) -> None:
         copy = stager.stage(state)
         message = sent(copy)
         expected = {key: described(value) for key, value in copy.items()}
@@ -192,12 +191,6 @@ class TestFidelity:
             message,
         )
         assert expected == {key: described(value) for key, value in ForkingPickler.loads(message).items()}
-        copies = [x.detach() for x in copy.values() if isinstance(x, torch.Tensor)]
-        packed, outside = tensor_bundle.pack(copies)
-        assert outside == []
-        for arrived, staged in zip(tensor_bundle.unpack(pickle.loads(pickle.dumps(packed))), copies, strict=True):
-            *same, nbytes, flags, bits = described(staged)
-            assert described(arrived) == (*same, min(nbytes, arrived.untyped_storage().nbytes()), flags, bits)
 
     def test_tied_tensors_arrive_tied(self, stager, reader) -> None:
         x = torch.arange(6.0)
@@ -210,23 +203,6 @@ class TestFidelity:
             [[0.0, 1.0, 2.0], [9.0, 4.0, 5.0]],
             [0.0, 1.0, 2.0, 3.0, 4.0, 5.0],
         )
-
-    def test_a_bundle_has_the_padding_around_the_tensors(self, stager) -> None:
-        stager.reserve_padding(128, 64)
-        copy = stager.stage(state(1))
-        arrived = tensor_bundle.unpack(pickle.loads(pickle.dumps(tensor_bundle.pack(list(copy.values()))[0])))
-        for here, there in zip(copy.values(), arrived, strict=True):
-            mine, theirs = padding_around(here), padding_around(there)
-            assert mine is not None
-            assert theirs is not None
-            assert (mine.nbytes, mine.before, mine.after) == (theirs.nbytes, theirs.before, theirs.after)
-            assert here.data_ptr() - mine.address == there.data_ptr() - theirs.address
-
-    def test_a_bundle_reports_which_tensors_lie_elsewhere(self, stager) -> None:
-        copy = stager.stage(state(1))
-        packed, outside = tensor_bundle.pack([copy["w"], torch.ones(3), torch.empty(0), copy["v"]])
-        assert outside == [1]
-        assert len(packed.handles) == 1
 
 
 class TestLease:
@@ -411,7 +387,3 @@ class TestMemory:
         monkeypatch.delattr(os, "memfd_create")
         with pytest.raises(StagingError, match="needs Linux"):
             SharedBlock(1, pin=False)
-
-
-def test_it_declares_that_other_processes_can_read_its_copies(stager: AsyncStager) -> None:
-    assert stager.shares_memory is True

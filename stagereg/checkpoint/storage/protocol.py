@@ -36,7 +36,7 @@ class Storage(StorageWriter):
     3. *Bit for bit.* What :meth:`reader` reads equals what was given, also in another process and on other ranks.
     4. *No arguments needed.* It can be built without arguments: a checkpoint names its storage, and the name is enough
        to read it.
-    5. *Portable.* It can be pickled before ``write_data`` and after it, for a writer process.
+    5. *Portable.* It can be pickled before ``write_data`` and after it.
 
     A subclass has to write torch's methods and ``reader``.
 
