@@ -240,13 +240,8 @@ def test_what_cannot_be_checked_is_one_error(
 @pytest.mark.slow
 def test_a_killed_check_kills_the_process_of_the_plugin(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    lines = [
-        "import os, time",
-        "open('tmp', 'w').write(str(os.getpid()))",
-        "os.rename('tmp', 'pid')",
-        "time.sleep(600)",
-    ]
-    (tmp_path / "hung.py").write_text(source)
+    begin = "import os, time\nopen('tmp', 'w').write(str(os.getpid()))\n"
+    (tmp_path / "hung.py").write_text(begin + "os.rename('tmp', 'pid')\ntime.sleep(600)")
     command = [sys.executable, "-m", "stagereg", "check", "hung.py"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
         while not pid.exists():
