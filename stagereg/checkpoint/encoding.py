@@ -21,6 +21,7 @@ import math
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -44,23 +45,23 @@ class Encoded(NamedTuple):
     objects: list[str]
 
 
+@dataclass(slots=True, eq=False)
 class Leaf:
     """Stands for a tensor or an object in a structure that was read.
 
     Attributes:
         name: its dotted name in the checkpoint.
+        stored: where it lies, if that was looked up.
         live: the tensor that the program has in its place, if that was looked up.
-        in_place: whether its memory may be written to.
+        in_place: whether it is to be read into the memory of that.
         value: what was read.
     """
 
-    __slots__ = ("in_place", "live", "name", "value")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.live: torch.Tensor | None = None
-        self.in_place = False
-        self.value: Any = None
+    name: str
+    stored: Any = None
+    live: torch.Tensor | None = None
+    in_place: bool = False
+    value: Any = None
 
 
 @contextlib.contextmanager
@@ -119,29 +120,24 @@ def encode(value: Any, name: str) -> Encoded:
 
 
 def _encode(value: Any, name: str, objects: list[str], depth: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        pickled.expect_loadable(name, value)
-        return {}
-    is_mapping = isinstance(value, Mapping)
-    if not is_mapping and not _is_walked(value):
-        return _leaf(value, name, objects)
-    if depth == _DEEPEST:
-        raise CheckpointError(f"{name[:200]!r} is nested more than {_DEEPEST} deep; flatten it.")
-    if not is_mapping:
-        return [_encode(item, f"{name}.{i}", objects, depth + 1) for i, item in enumerate(value)]
-    try:
-        return _mapping(value, lambda key, item: _encode(item, f"{name}.{key}", objects, depth + 1))
-    except TypeError as error:
-        raise CheckpointError(f"{name!r} would not load back: {error}.") from error
+    def inner(key: Any, item: Any) -> Any:
+        return _encode(item, f"{name}.{key}", objects, depth + 1)
 
-
-def _leaf(value: Any, name: str, objects: list[str]) -> Any:
-    """Return a value without tensors as JSON; what that cannot carry becomes an object."""
-    try:
-        return _plain(value)
-    except TypeError:
-        pickled.expect_loadable(name, value)
-    objects.append(name)
+    if isinstance(value, Mapping) or _is_walked(value):
+        if depth == _DEEPEST:
+            raise CheckpointError(f"{name[:200]!r} is nested more than {_DEEPEST} deep; flatten it.")
+        if not isinstance(value, Mapping):
+            return [inner(i, item) for i, item in enumerate(value)]
+        try:
+            return _mapping(value, inner)
+        except TypeError as error:
+            raise CheckpointError(f"{name!r} would not load back: {error}.") from error
+    if not isinstance(value, torch.Tensor):
+        try:
+            return _plain(value)
+        except TypeError:
+            objects.append(name)
+    pickled.expect_loadable(name, value)
     return {}
 
 
@@ -215,17 +211,17 @@ def decode(tree: Any, name: str) -> Any:
 
 def _decode(tree: Any, name: str | None) -> Any:
     """``name`` is ``None`` inside of a value that has no leaves."""
-    kind = type(tree)
-    if kind is list:
-        return [_decode(item, None if name is None else f"{name}.{i}") for i, item in enumerate(tree)]
-    if kind is not dict:
+    if type(tree) not in (dict, list):
         return tree
-    if not tree and name is not None:
+    if tree == {} and name is not None:
         return Leaf(name)
-    return _decode_typed(tree, tree["type"], tree["value"], name)
 
+    def inner(key: Any, item: Any) -> Any:
+        return _decode(item, None if name is None else f"{name}.{key}")
 
-def _decode_typed(tree: dict[str, Any], kind: str, value: Any, name: str | None) -> Any:
+    if type(tree) is list:
+        return [inner(i, item) for i, item in enumerate(tree)]
+    kind, value = tree["type"], tree["value"]
     if kind in _COLLECTIONS:
         return _COLLECTIONS[kind](_decode(item, None) for item in value)
     if kind == "bytes":
@@ -237,7 +233,7 @@ def _decode_typed(tree: dict[str, Any], kind: str, value: Any, name: str | None)
     made = _CONTAINERS[kind]()
     pairs = value.items() if type(value) is dict else ((_decode(key, None), item) for key, item in value)
     for key, item in pairs:
-        made[key] = _decode(item, None if name is None else f"{name}.{key}")
+        made[key] = inner(key, item)
     attributes = _decode(tree["attributes"], None) if "attributes" in tree else {}
     for attribute, item in attributes.items():
         if hasattr(type(made), attribute):

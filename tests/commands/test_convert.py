@@ -281,17 +281,17 @@ def test_a_checkpoint_deleted_while_it_is_read_is_no_damage(
 
 def test_nothing_is_replaced_unless_it_is_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from stagereg.checkpoint.export import Export
-    from stagereg.checkpoint.manifest import Checkpoint
-    from stagereg.checkpoint.store.open_store import open_store
+    from stagereg.checkpoint.index import Index
+    from stagereg.checkpoint.reading import CheckpointFiles
 
     root, out = save(tmp_path / "run", {"x": torch.ones(3)}), tmp_path / "x.pt"
     out.write_text("mine")
     assert cli.main(["convert", str(root), str(out)]) == 2
     assert "is there already; --force replaces it" in capsys.readouterr().err
-    checkpoint = open_store(root).latest()
-    assert isinstance(checkpoint, Checkpoint)
+    empty = {"format": 1, "files": [], "tensors": {}, "objects": {}, "state": {}}
+    export = Export(CheckpointFiles(str(root), Index(empty, {})), {})
     with pytest.raises(CheckpointError, match="there already"):
-        Export(checkpoint).write(out, replace=False)  # as if the file had been created meanwhile
+        export.write(out, replace=False)  # as if the file had been created meanwhile
     assert out.read_text() == "mine"
     assert cli.main(["convert", str(root), str(out), "--force"]) == 0
     assert bits(torch.load(out)["x"]) == bits(torch.ones(3))
@@ -349,8 +349,8 @@ def test_a_directory_of_plain_torch_becomes_a_pt(tmp_path: Path, capsys: pytest.
         ("cut", "was not read"),
         ("elsewhere", "'../_0.distcp', which is no file of the directory"),
         ("shape", "'x' has another shape or dtype"),
-        ("hole", "the parts of 'x' are not the whole of it"),
-        ("twice", "the parts of 'x' are not the whole of it"),
+        ("hole", "the chunks of 'x' do not cover it once"),
+        ("twice", "the chunks of 'x' do not cover it once"),
     ],
 )
 def test_plain_torch_runs_nothing_and_damage_is_one_line(
