@@ -120,25 +120,25 @@ def encode(value: Any, name: str) -> Encoded:
 
 
 def _encode(value: Any, name: str, objects: list[str], depth: int) -> Any:
-    def inner(key: Any, item: Any) -> Any:
-        return _encode(item, f"{name}.{key}", objects, depth + 1)
-
-    if isinstance(value, Mapping) or _is_walked(value):
-        if depth == _DEEPEST:
-            raise CheckpointError(f"{name[:200]!r} is nested more than {_DEEPEST} deep; flatten it.")
-        if not isinstance(value, Mapping):
-            return [inner(i, item) for i, item in enumerate(value)]
-        try:
-            return _mapping(value, inner)
-        except TypeError as error:
-            raise CheckpointError(f"{name!r} would not load back: {error}.") from error
-    if not isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor):
+        pickled.expect_loadable(name, value)
+        return {}
+    is_mapping = isinstance(value, Mapping)
+    if not is_mapping and not _is_walked(value):
         try:
             return _plain(value)
         except TypeError:
             objects.append(name)
-    pickled.expect_loadable(name, value)
-    return {}
+            pickled.expect_loadable(name, value)
+            return {}
+    if depth == _DEEPEST:
+        raise CheckpointError(f"{name[:200]!r} is nested more than {_DEEPEST} deep; flatten it.")
+    if not is_mapping:
+        return [_encode(item, f"{name}.{i}", objects, depth + 1) for i, item in enumerate(value)]
+    try:
+        return _mapping(value, lambda key, item: _encode(item, f"{name}.{key}", objects, depth + 1))
+    except TypeError as error:
+        raise CheckpointError(f"{name!r} would not load back: {error}.") from error
 
 
 def _plain(value: Any) -> Any:
@@ -211,16 +211,12 @@ def decode(tree: Any, name: str) -> Any:
 
 def _decode(tree: Any, name: str | None) -> Any:
     """``name`` is ``None`` inside of a value that has no leaves."""
-    if type(tree) not in (dict, list):
-        return tree
-    if tree == {} and name is not None:
-        return Leaf(name)
-
-    def inner(key: Any, item: Any) -> Any:
-        return _decode(item, None if name is None else f"{name}.{key}")
-
     if type(tree) is list:
-        return [inner(i, item) for i, item in enumerate(tree)]
+        return [_decode(item, None if name is None else f"{name}.{i}") for i, item in enumerate(tree)]
+    if type(tree) is not dict:
+        return tree
+    if not tree and name is not None:
+        return Leaf(name)
     kind, value = tree["type"], tree["value"]
     if kind in _COLLECTIONS:
         return _COLLECTIONS[kind](_decode(item, None) for item in value)
@@ -233,7 +229,7 @@ def _decode(tree: Any, name: str | None) -> Any:
     made = _CONTAINERS[kind]()
     pairs = value.items() if type(value) is dict else ((_decode(key, None), item) for key, item in value)
     for key, item in pairs:
-        made[key] = inner(key, item)
+        made[key] = _decode(item, None if name is None else f"{name}.{key}")
     attributes = _decode(tree["attributes"], None) if "attributes" in tree else {}
     for attribute, item in attributes.items():
         if hasattr(type(made), attribute):

@@ -47,8 +47,9 @@ from stagereg.errors import CheckpointError
 __all__ = ["CheckpointFiles", "Transfer"]
 
 _THREADS = min(4, os.cpu_count() or 1)
+_SMALL_BYTES = 1 << 16  # less is read together with what lies beside it
+_RUN_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 23
-_MOST_MOVES = 1000
 
 
 class CheckpointFiles(ExitStack):
@@ -298,20 +299,31 @@ def _slices(low: list[int], high: list[int], start: Sequence[int]) -> tuple[slic
 
 
 def _jobs(moves: list[_Move]) -> Iterator[list[_Move]]:
-    """Share out moves, in the order of the file: of a long one a piece each, of short ones as many as make up one."""
-    job: list[_Move] = []
+    """Group moves, in the order of the file, into what is read at once; a long one is cut into pieces."""
+    run: list[_Move] = []
     for move in moves:
+        if run and (move.length > _SMALL_BYTES or move.offset + move.length - run[0].offset > _RUN_BYTES):
+            yield run
+            run = []
+        if move.length <= _SMALL_BYTES:
+            run.append(move)
+            continue
         for at in range(0, move.length, _PIECE_BYTES):
-            job.append(_Move(move.offset + at, min(_PIECE_BYTES, move.length - at), move.address + at))
-            if len(job) == _MOST_MOVES or job[-1].offset - job[0].offset + job[-1].length >= _PIECE_BYTES:
-                yield job
-                job = []
-    yield job
+            yield [_Move(move.offset + at, min(_PIECE_BYTES, move.length - at), move.address + at)]
+    if run:
+        yield run
 
 
 def _fetch(file: _File, moves: list[_Move]) -> None:
-    for offset, length, address in moves:
-        file.read_into(offset, memoryview((ctypes.c_char * length).from_address(address)).cast("B"))
+    """Read bytes of a file once, and leave them at the addresses of ``moves``."""
+    begin, length, address = moves[0]
+    if len(moves) == 1:
+        file.read_into(begin, memoryview((ctypes.c_char * length).from_address(address)).cast("B"))
+        return
+    data = file.read(begin, max(move.offset + move.length for move in moves) - begin)
+    source = ctypes.addressof(ctypes.c_char.from_buffer(data))
+    for move in moves:
+        ctypes.memmove(move.address, source + move.offset - begin, move.length)
 
 
 class _Planner(DefaultLoadPlanner):
