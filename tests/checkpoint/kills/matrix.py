@@ -394,9 +394,9 @@ class Matrix:
 
     def _check_directory(self, setup: Setup, root: Path, shown: RunResult, before: int) -> None:
         store = open_store(str(root))
-        complete, refused = store.checkpoints()
-        if refused:
-            raise Broken(f"step directories that are no checkpoints: {refused}")
+        complete, others = store.checkpoints()
+        if others:
+            raise Broken(f"step directories that are no checkpoints: {others}")
         damaged = {one.path: str(found) for one in complete if (found := store.examine(one.path)).damages}
         if damaged:
             raise Broken(f"damaged: {damaged}")
