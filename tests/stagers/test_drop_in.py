@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch.distributed.checkpoint import staging as theirs
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import stagereg
-from stagereg import AsyncStager, BlockingAsyncStager
+from stagereg import AsyncStager, BlockingAsyncStager, Checkpointer
+from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 
 from .states import GatedWriter, build
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 class OnlyStage(AsyncStager):
     """The least that a stager of a user may be."""
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def stage(self, state_dict: dict[str, Any]) -> Any:
         return {key: value.clone() for key, value in state_dict.items()}
 
 
@@ -36,93 +38,86 @@ def loaded(path: Path | str, **like: torch.Tensor) -> dict[str, torch.Tensor]:
     return state
 
 
-class TestNames:
-    def test_signatures_are_torchs(self) -> None:
-        def parameters(function: Any) -> list[tuple[str, Any, Any]]:
-            return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+def test_signatures_are_torchs() -> None:
+    def parameters(function: Any) -> list[tuple[str, Any, Any]]:
+        return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
-        assert parameters(BlockingAsyncStager) == parameters(theirs.BlockingAsyncStager)
-        kept = BlockingAsyncStager(True, True)
-        assert (kept.cache_staged_state_dict, kept.type_check) == (True, True)
-        for name in ("stage", "synchronize_staging", "close"):
-            for kind in ("AsyncStager", "BlockingAsyncStager"):
-                mine, other = getattr(stagereg, kind), getattr(theirs, kind)
-                assert parameters(getattr(mine, name)) == parameters(getattr(other, name)), (kind, name)
-        assert isinstance(AsyncStager.should_synchronize_after_execute, property)
-
-    def test_ours_are_torchs(self, stager: AsyncStager) -> None:
-        assert isinstance(stager, theirs.AsyncStager)
-        assert isinstance(stager, AsyncStager)
-        assert stager.should_synchronize_after_execute is False
-        assert OnlyStage().should_synchronize_after_execute is True
-        assert AsyncStager._synchronize_after_execute is theirs.AsyncStager._synchronize_after_execute is True
-
-    def test_torchs_are_ours(self) -> None:
-        plain = theirs.BlockingAsyncStager()
-        kept = theirs.DefaultStager(theirs.StagingOptions(False, False, False, False))
-        assert isinstance(plain, AsyncStager)
-        assert isinstance(kept, AsyncStager)
-        assert not isinstance(object(), AsyncStager)
-        kept.close()
-
-    def test_a_stager_without_stage_is_an_error_that_names_it(self) -> None:
-        class Nothing(AsyncStager):
-            pass
-
-        with pytest.raises(NotImplementedError, match=r"Nothing must implement stage\(state_dict\)"):
-            Nothing().stage({})
-
-    def test_synchronize_staging_warns_of_nothing(self, stager: AsyncStager) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            stager.synchronize_staging()
+    assert parameters(BlockingAsyncStager) == parameters(theirs.BlockingAsyncStager)
+    kept = BlockingAsyncStager(True, True)
+    assert (kept.cache_staged_state_dict, kept.type_check) == (True, True)
+    for name in ("stage", "synchronize_staging", "close"):
+        for kind in ("AsyncStager", "BlockingAsyncStager"):
+            mine, other = getattr(stagereg, kind), getattr(theirs, kind)
+            assert parameters(getattr(mine, name)) == parameters(getattr(other, name)), (kind, name)
+    assert isinstance(AsyncStager.should_synchronize_after_execute, property)
 
 
-class TestAsyncSaveOnThreads:
-    def test_overlapping_saves_hold_their_own_step(self, stager: AsyncStager, tmp_path: Path) -> None:
-        w, folded, gate, saves = torch.empty(300_000), torch.arange(12.0).view(3, 4), threading.Event(), []
-        state = {"w": w, "t": folded.t(), "n": torch.tensor(3)}
-        for step in range(2):
-            w.fill_(step)
-            writer = GatedWriter(tmp_path / str(step), gate)
-            saves.append(dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True))
-        w.fill_(-1)
-        folded.fill_(-1)
-        assert not any(save.done() for save in saves)
-        gate.set()
-        for step, save in enumerate(saves):
-            save.result(timeout=30)
-            got = loaded(tmp_path / str(step), **state)
-            assert got["w"].eq(step).all()
-            assert torch.equal(got["t"], torch.arange(12.0).view(3, 4).t())
-            assert got["n"] == 3
+def test_ours_are_torchs(stager: AsyncStager) -> None:
+    assert isinstance(stager, theirs.AsyncStager)
+    assert isinstance(stager, AsyncStager)
+    assert stager.should_synchronize_after_execute is False
+    assert OnlyStage().should_synchronize_after_execute is True
+    assert AsyncStager._synchronize_after_execute is theirs.AsyncStager._synchronize_after_execute is True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stager.synchronize_staging()
 
-    def test_a_third_save_waits_for_a_writer_and_takes_no_memory(self, make, waits, tmp_path, caplog) -> None:
-        stager = make(max_in_flight=2)
-        w = torch.empty(1000)
-        gates = [threading.Event() for _ in range(3)]
-        first_may_write = threading.Thread(target=lambda: waits.began.wait(30) and gates[0].set())
-        first_may_write.start()
-        saves = []
-        for step, gate in enumerate(gates):
-            w.fill_(step)
-            writer = GatedWriter(tmp_path / str(step), gate)
-            saves.append(dcp.async_save({"w": w}, storage_writer=writer, async_stager=stager, no_dist=True))
-        first_may_write.join()
-        assert waits.count == 1
-        assert not saves[1].done()
-        assert not [r for r in caplog.records if "still held" in r.getMessage()]
-        for step, save in enumerate(saves):
-            gates[step].set()
-            save.result(timeout=30)
-            assert loaded(tmp_path / str(step), w=w)["w"].eq(step).all()
 
-    def test_a_users_stager_with_only_stage(self, tmp_path: Path) -> None:
-        w = torch.ones(10)
-        saved = dcp.async_save({"w": w}, checkpoint_id=tmp_path, async_stager=OnlyStage(), no_dist=True)
-        w.fill_(2)
-        saved.result(timeout=30)
-        assert loaded(tmp_path, w=w)["w"].eq(1).all()
+def test_torchs_are_ours() -> None:
+    kept = theirs.DefaultStager(theirs.StagingOptions(False, False, False, False))
+    assert isinstance(theirs.BlockingAsyncStager(), AsyncStager)
+    assert isinstance(kept, AsyncStager)
+    assert not isinstance(object(), AsyncStager)
+    kept.close()
+
+
+def test_a_stager_without_stage_is_an_error_that_names_it() -> None:
+    class Nothing(AsyncStager):
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"Nothing must implement stage\(state_dict\)"):
+        Nothing().stage({})
+
+
+def test_overlapping_saves_hold_their_own_step(stager: AsyncStager, tmp_path: Path) -> None:
+    w, folded, gate, saves = torch.empty(300_000), torch.arange(12.0).view(3, 4), threading.Event(), []
+    state = {"w": w, "t": folded.t(), "n": torch.tensor(3)}
+    for step in range(2):
+        w.fill_(step)
+        writer = GatedWriter(tmp_path / str(step), gate)
+        saves.append(dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True))
+    w.fill_(-1)
+    folded.fill_(-1)
+    assert not any(save.done() for save in saves)
+    gate.set()
+    for step, save in enumerate(saves):
+        save.result(timeout=30)
+        got = loaded(tmp_path / str(step), **state)
+        assert got["w"].eq(step).all()
+        assert torch.equal(got["t"], torch.arange(12.0).view(3, 4).t())
+        assert got["n"] == 3
+
+
+def test_a_users_stager_with_only_stage(tmp_path: Path) -> None:
+    w = torch.ones(10)
+    saved = dcp.async_save({"w": w}, checkpoint_id=tmp_path, async_stager=OnlyStage(), no_dist=True)
+    w.fill_(2)
+    saved.result(timeout=30)
+    assert loaded(tmp_path, w=w)["w"].eq(1).all()
+
+
+def test_a_future_that_failed_raises_where_training_is(tmp_path: Path) -> None:
+    class Failing(OnlyStage):
+        def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
+            failed: Future[dict[str, Any]] = Future()
+            failed.set_exception(RuntimeError("out of memory"))
+            return failed
+
+    checkpointer = Checkpointer(str(tmp_path), stager=Failing())
+    with pytest.raises(CheckpointError, match="out of memory"):
+        checkpointer.save(1, {"w": torch.ones(2)})
+    checkpointer.close()
+    assert checkpointer.latest is None
 
 
 def save_in_a_process(rank: int, world_size: int, folder: str) -> None:

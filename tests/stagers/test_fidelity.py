@@ -97,6 +97,11 @@ def odd_tensors() -> dict[str, torch.Tensor]:
         "neg": c.conj().imag,
         "real of complex": torch.randn(5, dtype=torch.complex64).real,
         "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
+        "parameter": torch.nn.Parameter(torch.randn(3)),
+        "frozen": torch.nn.Parameter(torch.randn(3), requires_grad=False),
+        "buffer": torch.nn.Buffer(torch.randn(2)),
+        "leaf": torch.randn(3, requires_grad=True),
+        "subclass": torch.randn(3).as_subclass(Mark),
     }
 
 
@@ -106,147 +111,108 @@ def test_odd_shapes_strides_and_views(stager: AsyncStager) -> None:
         assert_same(stager.stage(state), state)
     for name, x in state.items():
         assert_same(stager.stage({name: x}), {name: x})
+    assert not stager.stage({"x": state["leaf"] * 2})["x"].requires_grad
 
 
-class TestSharing:
-    def test_overlapping_views_show_each_others_writes(self, stager: AsyncStager) -> None:
-        x = torch.arange(100.0)
-        grid = x.view(10, 10)
-        copy = stager.stage(
-            {"head": x[:60], "tail": x[40:], "t": grid.t(), "row": grid[5], "bits": x.view(torch.int32)}
-        )
-        copy["head"].fill_(-1)
-        assert copy["tail"][:20].eq(-1).all()
-        assert copy["t"][:, :6].eq(-1).all()
-        assert copy["row"].eq(-1).all()
-        assert copy["bits"].view(torch.float32)[:60].eq(-1).all()
-        assert copy["tail"][20:].tolist() == list(range(60, 100))
-
-    def test_conjugate_and_plain_stay_one_memory(self, stager: AsyncStager) -> None:
-        x = torch.randn(4, dtype=torch.complex64)
-        copy = stager.stage({"x": x, "conj": x.conj()})
-        copy["x"].fill_(1 + 2j)
-        assert copy["conj"].tolist() == [1 - 2j] * 4
+def test_the_same_memory_seen_otherwise_is_staged_otherwise(stager: AsyncStager) -> None:
+    grid = torch.arange(16).view(4, 4)
+    for view in (grid, grid.t(), grid.view(torch.float64), grid.view(16), grid[:2], grid[:, :2], grid):
+        assert_same(stager.stage({"x": view}), {"x": view})
 
 
-class TestTensorsThatAreMore:
-    def test_parameters_and_grad(self, stager: AsyncStager) -> None:
-        state = {
-            "p": torch.nn.Parameter(torch.randn(3)),
-            "frozen": torch.nn.Parameter(torch.randn(3), requires_grad=False),
-            "buffer": torch.nn.Buffer(torch.randn(2)),
-            "leaf": torch.randn(3, requires_grad=True),
-            "mark": torch.randn(3).as_subclass(Mark),
-        }
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "dense", "clear"),
+    [
+        (lambda x: x.to_sparse(), torch.Tensor.to_dense, lambda x: x._values().zero_()),
+        (lambda x: x.to_sparse_csr(), torch.Tensor.to_dense, lambda x: x.values().zero_()),
+        (lambda x: x.to_sparse_bsr((2, 2)), torch.Tensor.to_dense, lambda x: x.values().zero_()),
+        (quantized, torch.dequantize, lambda x: x.copy_(quantized(torch.zeros(4, 4)))),
+        (lambda x: x.to_mkldnn(), torch.Tensor.to_dense, lambda x: x.zero_()),
+        (lambda x: torch.nested.nested_tensor([x, x[:2]]), padded, lambda x: x.zero_()),
+        (lambda x: torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged), padded, lambda x: x.zero_()),
+    ],
+    ids=["coo", "csr", "bsr", "quantized", "mkldnn", "nested", "jagged"],
+)
+def test_other_layouts(stager: AsyncStager, make, dense, clear) -> None:
+    x = make(torch.eye(4))
+    before = dense(x).clone()
+    copy = stager.stage({"x": x})["x"]
+    clear(x)
+    assert type(copy) is type(x)
+    assert (copy.layout, copy.dtype, copy.is_nested) == (x.layout, x.dtype, x.is_nested)
+    assert torch.equal(dense(copy), before)
+    assert not torch.equal(dense(stager.stage({"x": x})["x"]), before)
+
+
+def test_containers_of_every_kind(stager: AsyncStager) -> None:
+    own = OwnDict("mine")
+    own["w"] = torch.ones(2)
+    ordered = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).state_dict()
+    assert ordered._metadata
+    state = {
+        "z first": [torch.ones(2), (torch.ones(1), [torch.ones(1), "x"], ())],
+        "pair": Pair(torch.ones(2), {"k": Pair(1, torch.ones(1))}),
+        "own tuple": OwnTuple(torch.ones(1), 5),
+        "max": torch.ones(3, 3).max(0),
+        "module": ordered,
+        "default": defaultdict(list, {"a": [torch.ones(1)]}),
+        "own": own,
+        "counter": Counter("abca"),
+        3: {(1, "k"): torch.ones(1), None: None},
+        "nothing": {},
+    }
+    for _ in range(2):
         copy = stager.stage(state)
         assert_same(copy, state)
-        assert copy["p"].is_leaf
-        assert not stager.stage({"x": state["p"] * 2})["x"].requires_grad
-
-    def test_attributes(self, stager: AsyncStager) -> None:
-        p = torch.nn.Parameter(torch.randn(3))
-        q = torch.randn(2)
-        p.tags, p.master, p.me = ["a"], q, p
-        q.owner = p
-        copy = stager.stage({"p": p, "q": q})
-        p.tags.append("b")
-        assert copy["p"].tags == ["a"]
-        assert copy["p"].me is copy["p"]
-        assert copy["p"].master is copy["q"]
-        assert copy["q"].owner is copy["p"]
-
-    @pytest.mark.filterwarnings("ignore")
-    @pytest.mark.parametrize(
-        ("make", "dense", "clear"),
-        [
-            (lambda x: x.to_sparse(), torch.Tensor.to_dense, lambda x: x._values().zero_()),
-            (lambda x: x.to_sparse_csr(), torch.Tensor.to_dense, lambda x: x.values().zero_()),
-            (lambda x: x.to_sparse_bsr((2, 2)), torch.Tensor.to_dense, lambda x: x.values().zero_()),
-            (quantized, torch.dequantize, lambda x: x.copy_(quantized(torch.zeros(4, 4)))),
-            (lambda x: x.to_mkldnn(), torch.Tensor.to_dense, lambda x: x.zero_()),
-            (lambda x: torch.nested.nested_tensor([x, x[:2]]), padded, lambda x: x.zero_()),
-            (lambda x: torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged), padded, lambda x: x.zero_()),
-        ],
-        ids=["coo", "csr", "bsr", "quantized", "mkldnn", "nested", "jagged"],
-    )
-    def test_other_layouts(self, stager: AsyncStager, make, dense, clear) -> None:
-        x = make(torch.eye(4))
-        before = dense(x).clone()
-        copy = stager.stage({"x": x})["x"]
-        clear(x)
-        assert type(copy) is type(x)
-        assert (copy.layout, copy.dtype, copy.is_nested) == (x.layout, x.dtype, x.is_nested)
-        assert torch.equal(dense(copy), before)
-        assert not torch.equal(dense(stager.stage({"x": x})["x"]), before)
+    assert copy["default"]["new"] == []
+    assert copy["own"].name == "mine"
+    assert isinstance(copy["module"], OrderedDict)
+    copy["module"]._metadata["x"] = 1
+    assert "x" not in ordered._metadata
 
 
-class TestStructure:
-    def test_containers_of_every_kind(self, stager: AsyncStager) -> None:
-        own = OwnDict("mine")
-        own["w"] = torch.ones(2)
-        ordered = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).state_dict()
-        assert ordered._metadata
-        state = {
-            "z first": [torch.ones(2), (torch.ones(1), [torch.ones(1), "x"], ())],
-            "pair": Pair(torch.ones(2), {"k": Pair(1, torch.ones(1))}),
-            "own tuple": OwnTuple(torch.ones(1), 5),
-            "max": torch.ones(3, 3).max(0),
-            "module": ordered,
-            "default": defaultdict(list, {"a": [torch.ones(1)]}),
-            "own": own,
-            "counter": Counter("abca"),
-            3: {(1, "k"): torch.ones(1), None: None},
-            "nothing": {},
-        }
-        for _ in range(2):
-            copy = stager.stage(state)
-            assert_same(copy, state)
-        assert copy["default"]["new"] == []
-        assert copy["own"].name == "mine"
-        assert isinstance(copy["module"], OrderedDict)
-        copy["module"]._metadata["x"] = 1
-        assert "x" not in ordered._metadata
+def test_leaves_of_every_kind(stager: AsyncStager) -> None:
+    buffer, array, point = io.BytesIO(b"abc"), np.arange(4), Point([1], torch.ones(2))
+    plain = [1, "x", b"y", None, 1j, torch.float16, torch.Size([1, 2]), Point, len, torch.device("cpu"), Colour.RED]
+    made = [array, buffer, point, torch.Generator().manual_seed(5)]
+    copy = stager.stage({"plain": plain, "made": made})
+    array[0], point.x[0] = 9, 9
+    point.w.zero_()
+    buffer.truncate(0)
+    assert copy["plain"] == plain
+    staged_array, staged_buffer, staged_point, generator = copy["made"]
+    assert staged_array.tolist() == [0, 1, 2, 3]
+    assert staged_buffer.getvalue() == b"abc"
+    assert staged_point.x == [1]
+    assert staged_point.w.eq(1).all()
+    assert generator.initial_seed() == 5
 
-    def test_leaves_of_every_kind(self, stager: AsyncStager) -> None:
-        buffer, array, point = io.BytesIO(b"abc"), np.arange(4), Point([1], torch.ones(2))
-        plain = [1, "x", b"y", None, 1j, torch.float16, torch.Size([1, 2]), Point, len, torch.device("cpu"), Colour.RED]
-        made = [array, buffer, point, torch.Generator().manual_seed(5)]
-        copy = stager.stage({"plain": plain, "made": made})
-        array[0], point.x[0] = 9, 9
-        point.w.zero_()
-        buffer.truncate(0)
-        assert copy["plain"] == plain
-        staged_array, staged_buffer, staged_point, generator = copy["made"]
-        assert staged_array.tolist() == [0, 1, 2, 3]
-        assert staged_buffer.getvalue() == b"abc"
-        assert staged_point.x == [1]
-        assert staged_point.w.eq(1).all()
-        assert generator.initial_seed() == 5
 
-    def test_an_object_that_is_there_twice_is_one_object_in_the_copy(self, stager: AsyncStager) -> None:
-        shared, w, array = [torch.ones(2)], torch.ones(3), np.ones(2)
-        pair = (w, shared)
-        copy = stager.stage({"a": shared, "b": shared, "c": [w, w], "d": pair, "e": {"f": pair}, "g": [array, array]})
-        assert copy["a"] is copy["b"]
-        assert copy["c"][0] is copy["c"][1]
-        assert copy["d"] is copy["e"]["f"]
-        assert copy["d"][0] is copy["c"][0]
-        assert copy["g"][0] is copy["g"][1]
+def test_what_is_one_object_is_one_in_the_copy_cycles_too(stager: AsyncStager) -> None:
+    w, p, array, shared = torch.ones(3), torch.nn.Parameter(torch.randn(3)), np.ones(2), [torch.ones(2)]
+    p.tags, p.master, p.me = ["a"], w, p
+    w.owner = p
+    pair, cycle = (w, shared), ([], torch.ones(1))
+    cycle[0].append(cycle)
+    state: dict = {"a": shared, "b": [shared, w, array], "c": pair, "d": {"c": pair, "g": array}, "p": p, "e": cycle}
+    state["self"] = state
+    copy = stager.stage(state)
+    p.tags.append("b")
+    assert copy["self"] is copy
+    assert copy["a"] is copy["b"][0] is copy["c"][1]
+    assert copy["b"][1] is copy["c"][0] is copy["p"].master
+    assert copy["b"][1].owner is copy["p"] is copy["p"].me
+    assert copy["p"].tags == ["a"]
+    assert copy["b"][2] is copy["d"]["g"]
+    assert copy["d"]["c"] is copy["c"]
+    assert copy["e"][0][0] is copy["e"]
+    assert copy["e"][1].eq(1).all()
 
-    def test_cycles(self, stager: AsyncStager) -> None:
-        state: dict = {"w": torch.ones(2), "list": [], "tuple": ([], torch.ones(1))}
-        state["self"] = state
-        state["list"].append(state["list"])
-        state["tuple"][0].append(state["tuple"])
-        copy = stager.stage(state)
-        assert copy["self"] is copy
-        assert copy["list"][0] is copy["list"]
-        assert copy["tuple"][0][0] is copy["tuple"]
-        assert copy["tuple"][1].eq(1).all()
 
-    def test_values_that_a_dict_makes_when_asked_are_not_mixed_up(self, stager: AsyncStager) -> None:
-        copy = stager.stage(Freshly.fromkeys(range(50)))
-        assert [dict.__getitem__(copy, i).tolist() for i in range(50)] == [[i] * 3 for i in range(50)]
+def test_values_that_a_dict_makes_when_asked_are_not_mixed_up(stager: AsyncStager) -> None:
+    copy = stager.stage(Freshly.fromkeys(range(50)))
+    assert [dict.__getitem__(copy, i).tolist() for i in range(50)] == [[i] * 3 for i in range(50)]
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import socket
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ class Uncopyable:
         raise ValueError("I am one of a kind")
 
 
-TENSORS = {
+TENSORS: dict[str, Callable[[], Any]] = {
     "meta": lambda: torch.empty(3, device="meta"),
     "meta parameter": lambda: torch.nn.Linear(2, 2, device="meta").weight,
     "lazy": lambda: torch.nn.LazyLinear(3).weight,
@@ -41,7 +43,7 @@ TENSORS = {
     "freed conjugate": lambda: freed(torch.ones(100, dtype=torch.complex64).conj()),
     "freed column": lambda: freed(torch.ones(100, 100)[:, 3]),
 }
-OTHERS = {
+OTHERS: dict[str, Callable[[], Any]] = {
     "lock": threading.Lock,
     "python generator": lambda: (i for i in ()),
     "socket": socket.socket,
@@ -52,22 +54,17 @@ OTHERS = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", TENSORS)
-def test_a_tensor_without_data_is_named(stager: AsyncStager, kind: str) -> None:
-    state = {"model": {"layers": [torch.ones(2), 0, (1,), {"w": TENSORS[kind]()}]}, "ok": torch.ones(3)}
-    with pytest.raises(StagingError, match=r"model\.layers\.3\.w") as caught:
+@pytest.mark.parametrize("kind", [*TENSORS, *OTHERS])
+def test_what_has_no_data_or_cannot_be_copied_is_named(stager: AsyncStager, kind: str) -> None:
+    value = (TENSORS | OTHERS)[kind]()
+    error = StagingError if kind in TENSORS else UnstageableTypeError
+    state = {"model": {"layers": [torch.ones(2), 0, (1,), {"w": value}]}, "ok": torch.ones(3)}
+    with pytest.raises(error, match=r"model\.layers\.3\.w") as caught:
         stager.stage(state)
     assert caught.value.path == ("model", "layers", 3, "w")
     assert isinstance(caught.value, StageregError)
     assert len(str(caught.value)) < 400
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-def test_a_type_that_cannot_be_copied_is_named(stager: AsyncStager, kind: str) -> None:
-    value = OTHERS[kind]()
-    with pytest.raises(UnstageableTypeError, match=r"model\.layers\.3\.w") as caught:
-        stager.stage({"model": {"layers": [0, 0, (1,), {"w": value}]}})
-    assert type(value).__name__ in str(caught.value)
+    assert kind in TENSORS or type(value).__name__ in str(caught.value)
     if isinstance(value, socket.socket):
         value.close()
 
@@ -85,13 +82,12 @@ def test_a_bad_attribute_or_value_in_a_tuple_is_named(stager: AsyncStager) -> No
 @pytest.mark.parametrize(
     "checking",
     [
-        lambda: BlockingAsyncStager(False, True),
         lambda: BlockingAsyncStager(True, type_check=True),
         lambda: stagereg.build("stager", "blocking", type_check=True),
         lambda: stagereg.build("stager", "pinned_cached", type_check=True),
     ],
 )
-def test_type_check_refuses_the_same_as_torch(checking) -> None:
+def test_type_check_refuses_the_same_as_torch(checking: Callable[[], AsyncStager]) -> None:
     stager = checking()
     fine = {"a": [torch.ones(1), (1, 1.0, True, "s", b"b", None)], "io": io.BytesIO(b"x")}
     assert stager.stage(fine)["a"][1] == fine["a"][1]
