@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,9 @@ import stagereg
 import stagereg.checkpoint.manifest as manifest
 import stagereg.checkpoint.store.local_store as local
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.lookup import name_of
 from stagereg.checkpoint.store.local_store import LocalStore, mark_file
-from stagereg.errors import CheckpointError, ConfigError
+from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 
 from ...support.faulty_storage import FaultyStorage
@@ -52,6 +51,9 @@ def values() -> dict[str, Any]:
         "text": "ü",
         "nested": {1: {"a": (1, 2.5)}, "list": [torch.ones(2), {}, []]},
         "ordered": OrderedDict(b=1, a=2),
+        "counter": Counter({30: 1}),
+        "pair": (torch.ones(2), 1, b"x"),
+        "other": [None, 2j, torch.float32, torch.Size([2]), {1, 2}, b"x" * 100_000],
         "scalar": torch.tensor(1.5),
         "nothing": torch.empty(0, 3),
         "complex": torch.tensor([1 + 2j]).conj(),
@@ -112,24 +114,6 @@ def test_files_are_flushed_before_the_commit_and_not_read_for_it(
     monkeypatch.setattr(LocalStore, "publish", check)
     with checkpointer(tmp_path, storage) as saving:
         saving.save(1, values())
-
-
-@each
-def test_a_flipped_bit_is_found_in_every_file(tmp_path: Path, storage: str) -> None:
-    with checkpointer(tmp_path, storage) as saving:
-        saving.save(1, values())
-    files = [path for path in (tmp_path / "step-00000001").iterdir() if path.name != manifest.MANIFEST]
-    assert len(files) == (4 if storage == "safetensors" else 3)
-    for path in files:
-        content = path.read_bytes()
-        flipped = bytearray(content)
-        flipped[len(content) // 2] ^= 1
-        path.write_bytes(flipped)
-        with Checkpointer(str(tmp_path), resume="latest") as restoring:
-            with pytest.raises(CheckpointError, match=rf"{path.name}: flipped bits"):
-                restoring.restore({"int": 0})
-            path.write_bytes(content)
-            assert restoring.restore({"int": 0}) == 1
 
 
 @each
@@ -240,28 +224,21 @@ def test_a_storage_that_wraps_another_goes_by_its_name() -> None:
     assert name_of(around) == name_of(around.wraps) == "dcp"
 
 
-def test_a_storage_without_marks_has_its_files_read(tmp_path: Path) -> None:
+def test_an_unregistered_storage_without_marks_alone_reads_its_own(tmp_path: Path) -> None:
+    state = {"x": torch.arange(3.0), "pair": (torch.ones(2), 1), "values": {1: "a", "nothing": {}}}
+    found = {"x": torch.zeros(3), "pair": None, "values": None}
+    tensor = found["x"]
     with Checkpointer(str(tmp_path), storage=Foreign()) as saving:
-        saving.save(1, {"x": 1})
-        path = tmp_path / "step-00000001"
+        saving.save(1, state)
         saving.wait()
-        files = manifest.Manifest.loads((path / manifest.MANIFEST).read_text()).files
-        assert files == {name: mark_file(path / name) for name in (".metadata", "__0_0.distcp", "index.json")}
-
-
-def test_an_unregistered_storage_alone_reads_its_checkpoints(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path), storage=Foreign()) as saving:
-        saving.save(1, {"x": 1})
-        saving.wait()
-        assert saving.restore({"x": 0}) == 1
+        assert saving.restore(found) == 1
+    assert found["x"] is tensor
+    assert plain(found) == plain(state)
+    path = tmp_path / "step-00000001"
+    files = manifest.Manifest.loads((path / manifest.MANIFEST).read_text()).files
+    assert files == {name: mark_file(path / name) for name in (".metadata", "__0_0.distcp", "index.json")}
     with Checkpointer(str(tmp_path)) as other, pytest.raises(CheckpointError, match=r"Foreign.*cannot be built"):
         other.restore({"x": 0})
-
-
-@pytest.mark.parametrize("storage", ["dcp", object(), DcpStorage])
-def test_a_storage_that_is_none_is_refused_at_once(tmp_path: Path, storage: Any) -> None:
-    with pytest.raises(ConfigError, match="storage must be a storage"):
-        Checkpointer(str(tmp_path), storage=storage)
 
 
 def test_storage_is_a_group_with_dcp_as_its_default(tmp_path: Path) -> None:
