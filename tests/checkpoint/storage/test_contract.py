@@ -35,12 +35,21 @@ from ...support.faulty_storage import FaultyStorage
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 STORAGES = ("dcp", "safetensors")
-STAGERS = ("pinned_cached", "blocking")
+STAGERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "blocking": ("blocking", {}),
+    "pinned_cached": ("pinned_cached", {}),
+    "overlapped": ("overlapped", {}),
+    "shared": ("shared", {}),
+    "incremental": ("incremental", {"detect": "content"}),
+    "incremental_frozen": ("incremental", {"frozen": ["model.base.*"]}),
+    "bounded": ("pinned_cached", {"host_memory_gb": 2**-12}),
+}
 each = pytest.mark.parametrize("storage", STORAGES)
 
 
 def checkpointer(root: Path, storage: str, stager: str = "pinned_cached", **more: Any) -> Checkpointer:
-    built = stagereg.build("stager", stager), stagereg.build("storage", storage)
+    name, options = STAGERS[stager]
+    built = stagereg.build("stager", name, **options), stagereg.build("storage", storage)
     return Checkpointer(str(root), stager=built[0], storage=built[1], **more)
 
 
@@ -69,8 +78,37 @@ def values() -> dict[str, Any]:
     }
 
 
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(200, 200).requires_grad_(False)
+        self.norm = torch.nn.BatchNorm1d(200)
+        self.head = torch.nn.Linear(200, 200)
+        self.tied = torch.nn.Linear(200, 200, bias=False)
+        self.tied.weight = self.head.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tied(self.head(self.norm(self.base(x))))
+
+
+def objects() -> dict[str, Any]:
+    model = Model()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return {"model": model, "optimizer": optimizer, "schedule": schedule}
+
+
+def train(state: dict[str, Any]) -> None:
+    state["model"](torch.randn(8, 200)).square().mean().backward()
+    for name in ("optimizer", "schedule"):
+        state[name].step()
+    state["int"] += 1
+    state["large"] += 1
+
+
 def plain(state: dict[str, Any]) -> Any:
     """Something to compare with: the structure, and type and bytes of each leaf."""
+    state = {name: x.state_dict() if hasattr(x, "state_dict") else x for name, x in state.items()}
     leaves, structure = tree_flatten(state)
     return structure, [form(x) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves]
 
@@ -81,17 +119,41 @@ def form(x: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("storage", [*STORAGES, "torch_dcp"])
 @pytest.mark.parametrize("stager", STAGERS)
-def test_any_storage_configured_restores_that_of_any_other(tmp_path: Path, storage: str, stager: str) -> None:
-    with checkpointer(tmp_path, storage, stager, keep=3) as saving:
-        for step in range(3):
-            saving.save(step, {**values(), "int": step})
+def test_a_checkpoint_is_of_its_step_while_training_goes_on(tmp_path: Path, storage: str, stager: str) -> None:
+    state, saved = {**values(), **objects()}, {}
+    train(state)
+    with checkpointer(tmp_path, storage, stager, keep=4) as saving:
+        for step in range(4):
+            saved[step] = plain(state)
+            saving.save(step, state)
+            train(state)
     for path in tmp_path.glob("step-*"):
         marks = manifest.Manifest.loads((path / manifest.MANIFEST).read_text()).files
         assert marks == {name: mark_file(path / name) for name in os.listdir(path) if name != manifest.MANIFEST}
-    with Checkpointer(str(tmp_path)) as restoring:
-        state: dict[str, Any] = dict.fromkeys(values())
-        assert restoring.restore(state) == 2
-    assert plain(state) == plain({**values(), "int": 2})
+    for step, expected in saved.items():  # by any other storage
+        state = {**dict.fromkeys(values()), **objects()}
+        with Checkpointer(str(tmp_path), resume=str(tmp_path / f"step-{step:08d}")) as restoring:
+            assert restoring.restore(state) == step
+        assert plain(state) == expected, step
+
+
+def test_the_checkpointer_releases_its_copies_as_promised(tmp_path: Path) -> None:
+    class Recording(type(stagereg.build("stager", "pinned_cached"))):  # type: ignore[misc]
+        def release(self, staged: dict[str, Any]) -> None:
+            released.append(bool(staged))
+            super().release(staged)
+            in_flight.append(self._copier.pool.in_flight)
+
+    released: list[bool] = []
+    in_flight: list[int] = []
+    stager = Recording()
+    with Checkpointer(str(tmp_path), stager=stager) as saving:
+        assert stager._copier.pool.readers_release
+        for step in range(3):
+            saving.save(step, {"x": torch.full((1000,), float(step))})
+            saving.wait()
+    assert released == [True] * 3
+    assert in_flight == [0] * 3
 
 
 @each
