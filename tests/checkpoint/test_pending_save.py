@@ -53,7 +53,7 @@ class Write:
 
 @pytest.fixture
 def write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Write]:
-    target = SaveTarget(open_store(str(tmp_path)), 1, DcpStorage(), RankGroup(), None, "0123456789ab")
+    target = SaveTarget(open_store(str(tmp_path)), 1, DcpStorage(), RankGroup(), "0123456789ab")
     yield Write(monkeypatch, target)
     shutdown._forget()  # no failure of a test must reach the exit status of the tests
 
@@ -158,8 +158,8 @@ def test_the_end_may_look_while_the_training_thread_does(write: Write, monkeypat
     looked: list[bool] = []
 
     def meanwhile() -> float:
+        write.go.set()
         if not background._lock.locked() and not looked:
-            write.go.set()
             looked.append(save.over.wait(30))
             looked.append(background.hanging)
         return time.monotonic()

@@ -1,0 +1,180 @@
+"""The pages: commands are understood and print what is shown, configs compose, tables are the code's, links lead."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from stagereg import cli
+from stagereg.checkpoint.failpoints import POINTS
+from stagereg.sweep.metric import METRICS
+from stagereg.sweep.render import FILES
+from stagereg.sweep.result import RESULT
+
+from .pages import DOCS, Page, fits
+
+EXAMPLES = DOCS.parent / "examples"
+CHECKPOINTS, SWEEPS, SLURM = map(Page, ("checkpoints.md", "sweeps.md", "slurm.md"))
+LIMIT_S = 400
+
+
+@pytest.mark.parametrize(
+    ("printed", "same"),
+    [
+        ("a\n  b  3.25 c\n", True),
+        ("a\n b 1,024 c\nd\n", True),
+        ("a\n b 21:29:45 c\n", False),
+        ("a\n b x c\n", False),
+        ("b 3.1 c\n", False),
+    ],
+)
+def test_only_numbers_and_parts_written_as_dots_may_differ(printed: str, same: bool) -> None:
+    assert fits("a\n b 1 c\n...\n", printed) == same
+
+
+@pytest.fixture
+def composed(tmp_path: Path) -> Iterator[Any]:
+    """Composes the example's config with the overrides of one job."""
+    conf = tmp_path / "conf"
+    shutil.copytree(EXAMPLES / "conf", conf)
+    for text in SLURM.of("yaml"):
+        file = tmp_path / text.partition("\n")[0].removeprefix("# ")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf), version_base="1.3"):
+        yield lambda overrides: compose("train", overrides=overrides, return_hydra_config=True)
+
+
+def one_job(arguments: list[str]) -> list[str]:
+    """Overrides with the first of each list of values."""
+    given = [each for each in arguments if "=" in each and "$" not in each and not each.startswith("-")]
+    first = []
+    for override in OverridesParser.create().parse_overrides(given):
+        value = next(iter(override.sweep_string_iterator())) if override.is_sweep_override() else None
+        first.append(override.input_line if value is None else f"{override.get_key_element()}={value}")
+    return first
+
+
+@pytest.mark.parametrize("page", [SWEEPS, SLURM], ids=["sweeps", "slurm"])
+def test_every_job_that_a_page_starts_composes(page: Page, composed: Any) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    jobs = {tuple(one_job(arguments)) for arguments in page.started("train.py")}
+    for job in jobs:
+        assert composed(list(job)).nproc >= 1
+    assert len(jobs) >= 2
+
+
+def test_the_launcher_of_the_page_is_one_that_submitit_takes(composed: Any) -> None:
+    launcher = pytest.importorskip("hydra_plugins.hydra_submitit_launcher.submitit_launcher")
+    (arguments,) = [each for each in SLURM.started("train.py") if "hydra/launcher=cluster" in each]
+    cfg = composed(one_job(arguments)).hydra.launcher
+    assert cfg._target_.endswith("SlurmLauncher")
+    assert (cfg.nodes, cfg.tasks_per_node, cfg.max_num_timeout) == (2, 1, 3)
+    submitit = pytest.importorskip("submitit")
+    known = submitit.SlurmExecutor._valid_parameters() | submitit.AutoExecutor._typed_parameters().keys()
+    names = {name.removeprefix("slurm_") for name in known}
+    assert set(cfg) - {"_target_", "submitit_folder", "max_num_timeout"} <= names, launcher
+
+
+def test_every_torchrun_of_a_page_is_understood() -> None:
+    from torch.distributed.run import get_args_parser
+
+    found = [each for each in SLURM.started("torchrun") if "train.py" in each and "-m" not in each]
+    for arguments in found:
+        asked = get_args_parser().parse_args([re.sub(r"\$\w+", "2", each) for each in arguments])
+        assert asked.training_script == "train.py"
+        assert (asked.rdzv_backend, asked.nproc_per_node) == ("c10d", "8")
+    assert len(found) == 2
+
+
+def test_the_scripts_of_the_page_are_shell() -> None:
+    scripts = SLURM.of("bash")
+    for script in scripts:
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=LIMIT_S)
+    assert len(scripts) == 4
+
+
+@pytest.mark.parametrize(
+    ("pages", "names"),
+    [([CHECKPOINTS], {"ls", "verify", "convert", "bench"}), ([SWEEPS, SLURM], {"report", "plan"})],
+    ids=["checkpoints", "sweeps"],
+)
+def test_every_command_of_stagereg_is_understood(pages: list[Page], names: set[str]) -> None:
+    parser = argparse.ArgumentParser()
+    added = parser.add_subparsers(required=True)
+    for module in cli._COMMANDS:
+        module.add_to(added)
+    given = [each for page in pages for each in page.started("stagereg") if len(each) > 1]
+    for arguments in given:
+        parser.parse_args(arguments)
+    assert {arguments[0] for arguments in given} == names
+
+
+def test_the_tables_of_moments_and_figures_are_the_codes() -> None:
+    table = CHECKPOINTS.text.partition("| point |")[2].partition("\n\n")[0]
+    moments = re.findall(r"^\| `(\w+)` +\| ([^|]*?) +\|", table, re.M)
+    assert moments == [(name, what.replace("``", "`")) for name, what in POINTS.items()]
+    figures = re.findall(r"^\| `(\w+)` \| (\w*) *\| (.*) \|$", SWEEPS.text, re.M)
+    assert figures == [(each.name, each.better, each.doc) for each in METRICS]
+
+
+def test_every_option_that_the_page_names_is_the_checkpointers() -> None:
+    from stagereg.checkpoint.checkpointer import Checkpointer
+
+    named = set(re.findall(r"`checkpoint\.(\w+)", CHECKPOINTS.text))
+    assert {"verify", "on_error", "timeout", "grace", "resume", "dir"} <= named
+    assert named <= set(inspect.signature(Checkpointer).parameters)
+
+
+def test_the_page_names_every_file_of_a_sweep() -> None:
+    (tree,) = (text for text in SWEEPS.of("") if "multirun.yaml" in text)
+    for name in (*FILES, RESULT, "metrics.jsonl", "metrics.rank1.jsonl"):
+        assert name in tree
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_the_links_of_a_page_have_targets(page: str) -> None:
+    for link, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", Page(page).text):
+        target = DOCS / (link or page)
+        assert target.exists(), link
+        heads = re.findall(r"^#+ (.*)$", target.read_text(), re.M) if anchor else []
+        assert not anchor or anchor in [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.parametrize("page", [CHECKPOINTS, SWEEPS], ids=["checkpoints", "sweeps"])
+def test_every_command_of_a_page_prints_what_it_shows(tmp_path: Path, page: Page) -> None:
+    pytest.importorskip("safetensors")
+    shutil.copytree(EXAMPLES / "conf", tmp_path / "conf")
+    shutil.copy(EXAMPLES / "train.py", tmp_path)
+    for program in page.of("python"):
+        if program.startswith("# train.py"):
+            (tmp_path / "train.py").write_text(program)
+    bin = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PATH": bin}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    flipped = False
+    for command in page.consoles():
+        line = command.line
+        if line == "cd examples":
+            continue
+        ended = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, timeout=LIMIT_S, **pipes)
+        flipped = flipped or line.startswith("printf")
+        damaged = flipped and line.startswith("stagereg verify")
+        assert ended.returncode == (damaged or "failing" in line), f"$ {line}\n{ended.stdout}"
+        command.check("".join(f"{each.rstrip()}\n" for each in ended.stdout.splitlines()))
