@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import datetime
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,17 +121,6 @@ def test_the_first_failure_is_raised_and_later_ones_are_logged(write: Write, cap
     background.raise_failure()
 
 
-def test_a_save_that_hangs_at_the_end_commits_nothing(write: Write) -> None:
-    background = write.background(0.0)
-    save = write.submitted(background)
-    background.finish()
-    background.close()
-    assert save.abandoned
-    assert not background.finish()
-    write.go.set()
-    assert save.over.wait(30)
-
-
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_background_that_is_closed_or_dropped_leaves_no_thread(write: Write, closed: bool) -> None:
     write.go.set()
@@ -149,25 +136,6 @@ def test_a_background_that_is_closed_or_dropped_leaves_no_thread(write: Write, c
         del background
     thread.join(30)
     assert not thread.is_alive()
-
-
-def test_the_end_may_look_while_the_training_thread_does(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    background = write.background()
-    save = write.submitted(background)
-    assert write.begun.wait(30)
-    looked: list[bool] = []
-
-    def meanwhile() -> float:
-        write.go.set()
-        if not background._lock.locked() and not looked:
-            looked.append(save.over.wait(30))
-            looked.append(background.hanging)
-        return time.monotonic()
-
-    monkeypatch.setattr(pending_save, "time", SimpleNamespace(monotonic=meanwhile))
-    looked.append(background.finish())
-    assert looked[-1]
-    write.go.set()
 
 
 def test_without_a_thread_a_save_is_refused_and_not_waited_for(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ def restore_in_one_process(root: Path | str) -> dict[str, Any]:
 def test_any_number_of_ranks_restores_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     cases = [("ddp", 1, kind, 3) for kind in KINDS]
     cases += [(a, 3, b, 2) for a, b in itertools.product(("zero", "fsdp2"), KINDS)]
-    cases += [("zero", 2, "zero", 3)]
+    cases += [("zero", 2, "zero", 3), ("fsdp2", 3, "fsdp2", 3)]
     (_, wholes), *_ = results = run_ranks(restore_all, nproc=3, args=(str(tmp_path), cases, "dcp"))
     assert [differing for differing, _ in results] == [[]] * 3
     assert len(wholes) == 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -86,14 +85,14 @@ def test_a_checkpoint_that_cannot_be_read_is_not_damaged(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 100, 200)
-    real = os.lstat
+    real = Path.read_bytes
 
-    def lstat(path: Path, **more: Any) -> os.stat_result:
+    def read_bytes(path: Path) -> bytes:
         if path == path_of(tmp_path, 200) / "manifest.json":
             raise PermissionError(13, "Permission denied", str(path))
-        return real(path, **more)
+        return real(path)
 
-    monkeypatch.setattr(os, "lstat", lstat)
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
     seen = command("ls", tmp_path, "--json").json["checkpoints"]
     assert [each["state"] for each in seen] == ["unclear", "complete"]
     assert "Permission denied" in seen[0]["why"]

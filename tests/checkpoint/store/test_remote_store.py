@@ -196,7 +196,7 @@ def test_a_kill_at_any_change_leaves_complete_checkpoints(url: str, monkeypatch:
         RemoteStore(root).sweep()
         assert store.leftovers() == []
         assert store.latest() == store.checkpoints()[0][0] == found[0]
-        assert store.checkpoints()[1] == {}
+        assert store.checkpoints()[1] == []
     assert killed == len(made)
     assert 3 <= committed < killed
 
