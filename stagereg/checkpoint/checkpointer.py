@@ -8,9 +8,11 @@ of is described in :mod:`stagereg.checkpoint.manifest`.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
+from collections import Counter
 from collections.abc import MutableMapping
 from concurrent.futures import Future
 from functools import partial
@@ -20,6 +22,8 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.options as options
@@ -31,6 +35,7 @@ from stagereg.checkpoint.manifest import MOST, new_token
 from stagereg.checkpoint.pending_save import Background, CheckpointStats, PendingSave, SaveTarget
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.rank_group import RankGroup, reason
+from stagereg.checkpoint.requests import LEAVE, SAVE, SIGNALLED, Requests
 from stagereg.checkpoint.schedule import Automatic, Schedule
 from stagereg.checkpoint.storage.lookup import expect_fit
 from stagereg.checkpoint.storage.protocol import Storage
@@ -38,6 +43,7 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store, path_or_url
 from stagereg.checkpoint.store.retry import answered, within
 from stagereg.errors import CheckpointError, ConfigError
+from stagereg.join.session import followers
 from stagereg.registry import register
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesPadding
 
@@ -168,15 +174,24 @@ class Checkpointer:
         self._background = Background(self._target, timeout, self._schedule, on_error == "warn")
         self.stats: CheckpointStats = self._background.stats
         self.preemption: PreemptionConsensus | None = None
+        training = None if self._ranks.group is None else process_group or dist.group.WORLD
+        self._requests = Requests(training, f"checkpoint/{opened[0][0]}")
+        self._state: MutableMapping[str, Any] | None = None  # as it was given last, where a rank may have to follow
+        self._taken: Counter[str] = Counter()  # steps of each optimizer in it
         if grace is not None:
             newest = self._background.describe_newest
-            self.preemption = PreemptionConsensus(RankGroup(process_group), grace.total_seconds(), newest)
+            ranks = RankGroup(process_group)
+            self.preemption = PreemptionConsensus(ranks, grace.total_seconds(), newest, self._requests)
+        if training is not None:
+            self._background.look_out(self._look_for_missed)
+            followers.add(self)
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
         """Save if that is :meth:`due`; return whether it did. Call it at the end of each step.
 
         Raises as :meth:`save` does.
         """
+        self._remember(state)
         if self.due(step):
             self.save(step, state)
             return True
@@ -213,9 +228,38 @@ class Checkpointer:
             Stopped: (a ``SystemExit`` with code 128 + signal) likewise, and it could not be saved.
         """
         self._check_open()
+        self._remember(state)
         if self.preemption is not None and self.preemption.agreed_before_save(step) and not self._leaving:
+            self._requests.post(f"{LEAVE} {_a_step(step)}")
             self._leave(step, state)
-        save = PendingSave(_a_step(step), self._target)
+        if not self._leaving:
+            self._requests.post(f"{SAVE} {_a_step(step)}")
+        self._save(step, state)
+
+    def follow(self) -> None:
+        """Save, or leave, as ranks in a loop do that this rank has left. Called by a join, between two steps."""
+        while not self._closed and (entry := self._requests.take()) is not None:
+            what, _, step = entry.partition(" ")
+            if what == SIGNALLED and self.preemption is not None:
+                self.preemption.follow()
+            elif self._state is None:
+                raise CheckpointError(
+                    f"Step {step} was not saved: this rank has left the loop, or never had data, and knows no state to "
+                    "save. Call restore(state) before the loop, or loop over join.iterate(loader)."
+                )
+            elif what == LEAVE:
+                self._leave(int(step), self._state, follows=True)
+            elif what == SAVE:
+                self._save(int(step), self._state, follows=True)
+
+    def loop_ended(self) -> None:
+        """No rank is in the loop of a join any more. Called by the join, on all ranks."""
+        if self.preemption is not None:
+            self.preemption.loop_ended()
+
+    def _save(self, step: int, state: MutableMapping[str, Any], follows: bool = False) -> None:
+        """Stage and submit."""
+        save = PendingSave(_a_step(step), self._target, follows=follows, taken=self._steps_taken())
         self._saved = step
         try:
             self._background.admit(save)
@@ -272,6 +316,7 @@ class Checkpointer:
         self._ranks.run_on_all("Nothing was restored", self.wait)
         if self.resume == "never":
             return None
+        self._remember(state)
         restored = restoring.restore(self._store, self.resume, self.verify, state, self._storage, self._ranks)
         if restored is None:
             return None
@@ -331,7 +376,31 @@ class Checkpointer:
         """The step last given to :meth:`save`, or ``None``: shows whether the last step is yet to be saved."""
         return self._saved
 
-    def _leave(self, step: int, state: MutableMapping[str, Any]) -> NoReturn:
+    def _remember(self, state: MutableMapping[str, Any]) -> None:
+        """Keep what this rank would have to save if it left a loop, and count the steps of optimizers in it."""
+        if self._ranks.group is None or state is self._state:
+            return
+        self._state, before = state, self._state or {}
+        for name, value in state.items():
+            if isinstance(value, Optimizer) and before.get(name) is not value:
+                value.register_step_post_hook(partial(_count, self._taken, name))
+
+    def _steps_taken(self) -> dict[str, int]:
+        state = self._state or {}
+        schedules = {name: each.last_epoch for name, each in state.items() if isinstance(each, LRScheduler)}
+        return {**schedules, **self._taken}
+
+    def _look_for_missed(self) -> None:
+        """Answer what other ranks wait for, where this one has passed over it; on the background thread."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            what, _, step = (self._requests.missed() or "").partition(" ")
+            if what == SIGNALLED and self.preemption is not None:
+                self.preemption.follow()
+            elif step:
+                self._background.submit(PendingSave(int(step), self._target, missed=True))
+                self._schedule.held(int(step), 0.0)
+
+    def _leave(self, step: int, state: MutableMapping[str, Any], follows: bool = False) -> NoReturn:
         """Save ``step``, unless that is done, and leave; on all ranks, which have agreed to."""
         assert self.preemption is not None
         self._leaving = True
@@ -343,7 +412,7 @@ class Checkpointer:
             except CheckpointError as earlier:
                 _log.error("%s", earlier)
             try:
-                self.save(step, state)
+                self._save(step, state, follows)
                 self._background.finish()
                 self._background.raise_failure()
                 if self._background.newest != step:
@@ -407,6 +476,10 @@ class Checkpointer:
             self._background.raise_or_warn(failure)
         finally:
             save.settled.set()
+
+
+def _count(taken: Counter[str], name: str, *of_the_hook: object) -> None:
+    taken[name] += 1
 
 
 def _taken(store: CheckpointStore, seconds: float) -> StoreLock:

@@ -33,11 +33,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -51,7 +51,7 @@ from stagereg.checkpoint.encoding import Encoded, encode
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.index import INDEX, make_index
 from stagereg.checkpoint.manifest import FileMark
-from stagereg.checkpoint.rank_group import RankGroup, reason
+from stagereg.checkpoint.rank_group import DisagreementError, RankGroup, name_ranks, reason
 from stagereg.checkpoint.schedule import Schedule
 from stagereg.checkpoint.state_planner import StatePlanner
 from stagereg.checkpoint.storage.lookup import name_of
@@ -68,6 +68,7 @@ _WAITING = "waiting for the others"  # what a rank that has done its part is doi
 _TRYING = 0.5  # of the time-out; the rest is for clearing away and reporting
 _MOST_UNDER_WAY = 2
 _LOOK_S = 0.05  # how often one looks whether a save takes too long
+_IDLE_S = 1.0  # how often the thread looks for what this rank has passed over
 _Written: TypeAlias = tuple[list[WriteResult], dict[str, FileMark], dict[str, Encoded]]
 
 
@@ -86,6 +87,15 @@ class CheckpointStats:
     bytes_staged: int = 0
     stall_seconds: list[float] = field(default_factory=list)
     write_seconds: list[float] = field(default_factory=list)
+
+
+class _Prepared(NamedTuple):
+    """What a rank sends that has staged; without a plan it has not."""
+
+    step: int
+    plan: SavePlan | None
+    follows: bool = False
+    taken: Mapping[str, int] = {}
 
 
 @dataclass
@@ -119,6 +129,9 @@ class PendingSave:
     # Why this rank could not stage, which its training loop has raised. Text: the loop still has the error itself.
     failure: str | None = None
     settled: threading.Event = field(default_factory=threading.Event)  # ``failure`` is as it will be
+    missed: bool = False  # other ranks have called save, and this one has not
+    follows: bool = False  # this rank has left its loop, and saves since others do
+    taken: Mapping[str, int] = field(default_factory=dict)  # steps that each optimizer and schedule has taken
     began: float = 0.0  # when the stager was asked to copy
     copied: float = 0.0  # when the copy was complete; 0 as long as that is not known
     nbytes: int | None = None  # of the copy's tensor data, once it is there
@@ -163,8 +176,11 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
     planner = StatePlanner()
     metadata: list[Metadata] = []
     structures: dict[str, Encoded] = {}
+    order = list(range(ranks.size))
 
-    def prepare() -> tuple[int, SavePlan]:
+    def prepare() -> _Prepared:
+        if save.missed:
+            return _Prepared(save.step, None)
         save.at = "waiting for its copy"
         copy = save.copy()
         structures.update({name: encode(value, name) for name, value in copy.items()})  # refuses what cannot be saved
@@ -178,17 +194,21 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         to.storage.set_up_storage_writer(ranks.rank == 0, **more)
         plan = to.storage.prepare_local_plan(planner.create_local_plan())
         save.at = _WAITING
-        return save.step, plan
+        return _Prepared(save.step, plan, save.follows, save.taken)
 
-    def share_out(prepared: list[tuple[int, SavePlan]]) -> list[SavePlan]:
-        steps = [step for step, _ in prepared]
+    def share_out(prepared: list[_Prepared]) -> list[SavePlan]:
+        steps = [each.step for each in prepared]
+        _expect_all_called(save.step, prepared)
         if len(set(steps)) > 1:
             for step in steps:
                 to.store.discard(to.store.temporary(step, token))
             raise CheckpointError(f"The ranks saved different steps at the same time: {steps}.")
-        plans, described = planner.create_global_plan([plan for _, plan in prepared])
+        _expect_all_up_to_date(save.step, prepared)
+        # Of what several ranks have alike the first one's is stored: numbers are stale on one that has left its loop.
+        order.sort(key=lambda rank: prepared[rank].follows)
+        plans, described = planner.create_global_plan([cast("SavePlan", prepared[rank].plan) for rank in order])
         metadata.append(described)
-        return to.storage.prepare_global_plan(plans)
+        return to.storage.prepare_global_plan([plans[order.index(rank)] for rank in range(ranks.size)])
 
     def write() -> _Written:
         failpoint("agreed")
@@ -215,7 +235,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         to.storage.finish(metadata[0], results)
         own = _marks(to, path)
         files = {name: mark for _, marks, _ in written for name, mark in marks.items()} | own
-        files[INDEX] = to.store.put(path, INDEX, make_index(metadata[0], results, [each for _, _, each in written]))
+        files[INDEX] = to.store.put(path, INDEX, make_index(metadata[0], results, [written[rank][2] for rank in order]))
         files |= {name: to.store.mark(path, name) for name in to.store.files(path) if name not in files}
         failpoint("marked")
         to.store.publish(path, save.step, ranks.size, to.storage_name, files, to.keep)
@@ -235,6 +255,31 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
     finally:
         save.staged, planner.state_dict = {}, {}
     return began, nbytes
+
+
+def _expect_all_called(step: int, prepared: Sequence[_Prepared]) -> None:
+    missed = [rank for rank, each in enumerate(prepared) if each.plan is None]
+    if missed:
+        others = [rank for rank in range(len(prepared)) if rank not in missed]
+        raise DisagreementError(
+            f"{name_ranks(others)} called save(step {step}), {name_ranks(missed)} did not: call save and maybe_save on "
+            "all ranks, and not under `if rank == 0`."
+        )
+
+
+def _expect_all_up_to_date(step: int, prepared: Sequence[_Prepared]) -> None:
+    """Refuse what a rank holds from long ago that has left its loop, and steps only what the join knows."""
+    if not any(each.follows for each in prepared):
+        return
+    for name in sorted({name for each in prepared for name in each.taken}):
+        taken = [each.taken.get(name, 0) for each in prepared]
+        if len(set(taken)) > 1:
+            counts = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(taken))
+            raise DisagreementError(
+                f"{name!r} is not the same on all ranks: it has taken {counts} steps. Ranks that have left the loop "
+                "step only what the join knows: list the optimizer, the schedule or the function that steps them, as "
+                "in Join([model, optimizer])."
+            )
 
 
 def _marks(to: SaveTarget, path: str) -> dict[str, FileMark]:
@@ -283,6 +328,7 @@ class Background:
         self._status: CheckpointError | None = None  # what the end reports if failures are warnings
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._look: Callable[[], None] = lambda: None
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._under_way: deque[PendingSave] = deque()
@@ -306,15 +352,24 @@ class Background:
 
     def submit(self, save: PendingSave) -> None:
         """Have ``save`` written after those before it; its failure is kept for :meth:`raise_failure`."""
+        self._start()
+        self._under_way.append(save)
+        self._queue.put(partial(self._write, save))
+
+    def look_out(self, look: Callable[[], None]) -> None:
+        """Call ``look`` on the thread about once a second while nothing is written. A bound method, held weakly."""
+        self._look = _weakly(look)
+        self._start()
+
+    def _start(self) -> None:
         if self._thread is None:
-            thread = threading.Thread(target=_work, args=(self._queue,), name="stagereg-checkpoint", daemon=True)
+            arguments = (self._queue, self._look)
+            thread = threading.Thread(target=_work, args=arguments, name="stagereg-checkpoint", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
                 raise CheckpointError(f"No thread to write checkpoints could be started: {error}") from error
             self._thread = thread
-        self._under_way.append(save)
-        self._queue.put(partial(self._write, save))
 
     def finish(self) -> bool:
         """Wait until every save has ended, well or not; False if one has taken too long."""
@@ -449,7 +504,25 @@ class Background:
         return failure
 
 
-def _work(saves: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (write := saves.get()) is not None:
+def _work(saves: queue.SimpleQueue[Callable[[], None] | None], look: Callable[[], None]) -> None:
+    while True:
+        try:
+            write = saves.get(timeout=_IDLE_S)
+        except queue.Empty:
+            look()
+            continue
+        if write is None:
+            return
         write()
         del write  # while it waits for the next save, the thread keeps nothing alive
+
+
+def _weakly(look: Callable[[], None]) -> Callable[[], None]:
+    method = weakref.WeakMethod(look)
+
+    def call() -> None:
+        found = method()
+        if found is not None:
+            found()
+
+    return call

@@ -5,8 +5,8 @@ one call and read in the next, so no rank waits for it while the ranks go in ste
 exchanges follows from the slowest rank's time of a step, which is exchanged along; all ranks begin and read in the same
 calls, and so learn of a signal at the same step. That is the step to save and exit at.
 
-This needs all ranks to call at the same steps. Where they do not, as in a loop that ranks leave one by one, something
-else that all ranks take part in has to carry the flags (``exchanged_by_join``): the ``checkpoint`` joinable does.
+This needs all ranks to call at the same steps. A rank that has left its loop, in a join, learns of each exchange by
+:class:`.Requests` and takes part; with the ``checkpoint`` joinable the join carries the flags (``exchanged_by_join``).
 Where nothing does, the first exchange that a rank is missing from is the last, after a bounded wait.
 
 Signals are received by :mod:`stagereg.launch.preemption`; saving is left to the checkpointer.
@@ -24,6 +24,7 @@ from typing import NoReturn
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.rank_group import RankGroup, reason
+from stagereg.checkpoint.requests import SIGNALLED, Requests
 from stagereg.errors import RESUME_CODE, CheckpointError, Preempted, Stopped
 from stagereg.launch.preemption import SIGNALS, PreemptionHandler
 
@@ -46,10 +47,13 @@ class PreemptionConsensus:
         exchanged_by_join: whether a join exchanges the flags, and calls here exchange nothing. The same on all ranks.
     """
 
-    def __init__(self, ranks: RankGroup, grace_s: float, describe_newest: Callable[[], str]) -> None:
+    def __init__(
+        self, ranks: RankGroup, grace_s: float, describe_newest: Callable[[], str], requests: Requests
+    ) -> None:
         self.agreed: signal.Signals | None = None
         self.exchanged_by_join = False
         self._ranks = ranks  # on whose group nothing else is exchanged
+        self._requests = requests
         self._handler = PreemptionHandler(grace_s, describe_newest)
         self._handler.listen()
         weakref.finalize(self, self._handler.close)
@@ -108,6 +112,19 @@ class PreemptionConsensus:
             _log.warning("stagereg: %s", exception)
         raise exception from failure
 
+    def follow(self) -> None:
+        """Take part in an exchange that ranks in the loop have begun; on a rank that has left it."""
+        self._begin()
+        self._take_up()
+
+    def loop_ended(self) -> None:
+        """Count the calls anew, which only ranks in the loop have made. On all ranks."""
+        try:
+            self._take_up()
+        except (CheckpointError, RuntimeError) as error:
+            self._give_up(error)
+        self._calls, self._since = 0, record.now()
+
     def close(self) -> None:
         """This rank calls no more, and handles no signals. Twice is harmless."""
         self._exchanging = False
@@ -116,20 +133,31 @@ class PreemptionConsensus:
     def _exchange(self) -> None:
         self._calls += 1
         try:
-            if self._pending is not None:
-                *signalled, step_s = self._pending(_PATIENCE_S)
-                self._pending = None
-                self.update(signalled)
-                self._next = max(1, min(_MOST_CALLS, round(_EVERY_S / step_s))) if step_s > 0 else 1
+            self._take_up()
             if self.agreed is None and self._calls >= self._next:
-                now = record.now()
-                step_s, self._since, self._calls = (now - self._since) / self._calls, now, 0
-                self._pending = self._ranks.max_async([*self.signal_flags(), step_s])
+                self._requests.post(SIGNALLED)
+                self._begin()
         except (CheckpointError, RuntimeError) as error:
-            self.close()
-            _log.warning(
-                "stagereg: the ranks could not exchange whether one of them has been signalled (%s). From now on "
-                "SIGTERM and SIGUSR1 end a rank at once, without a save. Call maybe_save, or due, on all ranks in each "
-                "step; in a loop that ranks leave, through the checkpoint joinable.",
-                str(error).partition("\n")[0],
-            )
+            self._give_up(error)
+
+    def _begin(self) -> None:
+        now = record.now()
+        step_s = (now - self._since) / self._calls if self._calls else 0.0
+        self._since, self._calls = now, 0
+        self._pending = self._ranks.max_async([*self.signal_flags(), step_s])
+
+    def _take_up(self) -> None:
+        """Wait for what was exchanged last, if that is still to be read."""
+        if self._pending is not None:
+            *signalled, step_s = self._pending(_PATIENCE_S)
+            self._pending = None
+            self.update(signalled)
+            self._next = max(1, min(_MOST_CALLS, round(_EVERY_S / step_s))) if step_s > 0 else 1
+
+    def _give_up(self, error: Exception) -> None:
+        self.close()
+        _log.warning(
+            "stagereg: the ranks could not exchange whether one of them has been signalled (%s). From now on SIGTERM "
+            "and SIGUSR1 end a rank at once, without a save. Call maybe_save, or due, on all ranks in each step.",
+            str(error).partition("\n")[0],
+        )

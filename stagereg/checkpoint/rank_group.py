@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from stagereg.errors import CheckpointError
 
-__all__ = ["RankGroup", "portable", "reason"]
+__all__ = ["DisagreementError", "RankGroup", "name_ranks", "portable", "reason"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -30,6 +30,15 @@ _LONGEST = 1000  # characters of the text of one error; some print what they cou
 _PATIENCE = datetime.timedelta(days=30)  # longer than any storage is waited for
 _USUAL = datetime.timedelta(minutes=30)  # what torch's own groups have
 _SHOWN = 4  # ranks whose errors a message has
+
+
+class DisagreementError(CheckpointError):
+    """The ranks do not do the same; not the fault of the one that has found it."""
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks for a message: "rank 0", "ranks 1, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def reason(error: BaseException) -> str:
@@ -172,7 +181,10 @@ class RankGroup:
             if not isinstance(failure, Exception):
                 raise failure
         if errors:
-            texts = [f"rank {rank}: {reason(error)}" for rank, error in errors.items()]
+            texts = [
+                reason(error) if isinstance(error, DisagreementError) else f"rank {rank}: {reason(error)}"
+                for rank, error in errors.items()
+            ]
             more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
             cause = next(iter(errors.values())) if failure is None else failure
             raise CheckpointError(f"{failing}: {'; '.join(texts[:_SHOWN] + more)}") from cause

@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
+import weakref
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
+import torch
+import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from stagereg.errors import JoinError, PeerFailedError, Preempted, Stopped, UnevenInputsError, nearest
@@ -25,11 +30,27 @@ from stagereg.kernel.channel import LIMIT_S, PendingSum, control_channel, resour
 from stagereg.kernel.membership import AllReduceMembership, Membership, StoreMembership
 from stagereg.kernel.shadow import PEER_EXHAUSTED, TorchWire
 
-__all__ = ["JoinSession", "Loop", "Mode", "one_of"]
+__all__ = ["Follower", "JoinSession", "Loop", "Mode", "followers", "one_of"]
+
+_LOOK_S = 0.0005
 
 Mode = Literal["planned", "counted", "torch", "auto"]
 _entered: ContextVar[tuple[JoinSession, ...]] = ContextVar("entered", default=())
 """The joins that are on in a thread, outermost first. Global, as a nested join does not know the one around it."""
+
+
+class Follower(Protocol):
+    """Something that all ranks do together at a step, such as saving, also those that have left a plain loop."""
+
+    def follow(self) -> None:
+        """Do what ranks in the loop have done since the last step; on a rank that has left it, between two steps."""
+
+    def loop_ended(self) -> None:
+        """No rank is in the loop any more, and each has done what the others did."""
+
+
+followers: weakref.WeakSet[Follower] = weakref.WeakSet()
+"""Global, as neither the join nor what follows it is given the other."""
 
 
 def one_of(what: str, name: str, choices: Any) -> str:
@@ -59,6 +80,7 @@ class JoinSession:
     loops: list[Loop] = field(default_factory=list)
     responder: Responder | None = None  # for the sums of ``join.mean``; ``None`` on torch's wire
     suspended: bool = False  # as another join has been entered inside this one
+    follows: bool = False  # as this rank has left its loop, so that its followers do what those of others do
     failed: bool = False  # so that some rank may still wait on a channel
 
     def __post_init__(self) -> None:
@@ -159,6 +181,7 @@ class JoinSession:
 
     def shadow_step(self) -> None:
         """Take part in a step by hooks, and in its :meth:`stagereg.Join.mean` by zeros."""
+        self.follow()
         if self.responder is not None:
             self.responder.start()
         for hook in self.own_hooks:
@@ -179,14 +202,46 @@ class JoinSession:
         if self.loop is not None:
             was_last = self.loop.leave()
         else:
-            while self.mode != "planned" and self.wire.count_active():
+            self.follows = True
+            while self.mode != "planned" and self._count_active():
                 if self.throw:
                     self.wire.raise_if_exhausted(joined=True)
                 self.followed += 1
                 self.shadow_step()
             was_last = not self.followed
+            self.end_loop()
         for hook in self.hooks:
             hook.post_hook(was_last)
+
+    def follow(self) -> None:
+        """Do what ranks in the loop have done, if this one has left it."""
+        if self.follows:
+            for follower in list(followers):
+                follower.follow()
+
+    def end_loop(self) -> None:
+        """No rank has data any more."""
+        self.follow()
+        self.follows = False
+        for follower in list(followers):
+            follower.loop_ended()
+
+    def wait(self, ready: Callable[[float], bool], what: str) -> None:
+        """Wait for other ranks, as the detector does, and follow them meanwhile."""
+
+        def ready_to_go_on(seconds: float) -> bool:
+            self.follow()
+            return ready(seconds)
+
+        self.detector.wait(ready_to_go_on, what)
+
+    def _count_active(self) -> int:
+        """Without data, on torch's wire: how many ranks begin another step; waits for them, and follows them."""
+        total = torch.zeros(1, device=self.wire.device)
+        work = dist.all_reduce(total, group=self.group, async_op=True)
+        ready = functools.partial(_wait_for_work, work) if total.is_cuda else PendingSum(array("d"), work).ready
+        self.wait(ready, "the next step")
+        return int(total.item())
 
     def give_up(self, error: BaseException) -> None:
         """This rank leaves with an error: report it to the other ranks, or raise what theirs was."""
@@ -274,7 +329,7 @@ class Loop:
         return self.decided
 
     def _decide(self) -> Membership:
-        session, wait = self._session, self._session.detector.wait
+        session = self._session
         if self._lengths is not None:
             session.wait_for_ranks(self._lengths.ready, "the join")
             lengths = [int(value) - 1 for value in self._lengths.wait()]
@@ -285,10 +340,10 @@ class Loop:
                     "has none. Give it a __len__, or use join.mode=counted, or auto, which then counts."
                 )
             if not unknown:
-                planned = StoreMembership(self._channel, lengths, self.store, session.throw, wait)
+                planned = StoreMembership(self._channel, lengths, self.store, session.throw, session.wait)
                 if not session.needs_active_ranks:
                     return planned
-        return AllReduceMembership(self._channel, session.throw, wait, self._length)
+        return AllReduceMembership(self._channel, session.throw, session.wait, self._length)
 
     def begin(self, membership: Membership, reduces: bool) -> None:
         """A step begins on this rank."""
@@ -306,6 +361,7 @@ class Loop:
     def leave(self) -> bool:
         """Take part by hooks in what is left of the loop; return whether this rank had data in the last step."""
         membership = self.membership
+        self._session.follows = not membership.over
         membership.empty = False
         if membership.expects_empty_step:
             self._session.shadow_step()
@@ -318,6 +374,7 @@ class Loop:
         """The loop is over on all ranks; twice is harmless."""
         if not self._closed:
             self._closed = True
+            self._session.end_loop()
             if not self.membership.all_took_every_step:  # else none has answered, and nothing is to end
                 self._responder.close()
 
@@ -384,6 +441,16 @@ class Loop:
         """This rank's share of the keys that the loop leaves in the store."""
         begun = self.decided.keys if isinstance(self.decided, StoreMembership) else ()
         return [*begun, *(["example"] if self._channel.rank == 0 else [])]
+
+
+def _wait_for_work(work: Any, seconds: float) -> bool:
+    """Wait for a collective, no longer than so many seconds."""
+    ends = time.monotonic() + seconds
+    while not work.is_completed() and time.monotonic() < ends:
+        time.sleep(_LOOK_S)
+    if work.is_completed():
+        work.wait()  # raises what it failed with
+    return bool(work.is_completed())
 
 
 def _delete(store: Any, keys: Sequence[str]) -> None:
