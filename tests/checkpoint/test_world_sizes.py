@@ -294,26 +294,3 @@ def test_shards_are_distinguished_by_their_content(tmp_path: Path) -> None:
         assert "restore it into an optimizer" in shown["no optimizer"]
         assert "no optimizer's state" in shown["no state"]
         assert "overlap_with_ddp=True has no state that can be saved" in shown["overlap"]
-
-
-class Several(torch.optim.SGD):
-    """An optimizer whose state dict has a form of its own."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"first": super().state_dict(), "count": 1}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict["first"])
-
-
-def test_an_optimizer_may_have_a_state_dict_of_another_form(tmp_path: Path) -> None:
-    model = network(1)
-    optimizer = Several(model.parameters(), lr=0.5, momentum=0.9)
-    model(torch.randn(4, 5)).sum().backward()
-    optimizer.step()
-    with Checkpointer(str(tmp_path), stager=BlockingAsyncStager()) as keeper:
-        keeper.save(1, {"optimizer": optimizer})
-        keeper.wait()
-        other = Several(model.parameters(), lr=0.1)
-        keeper.restore({"optimizer": other})
-    assert exact(other.state_dict()) == exact(optimizer.state_dict())
