@@ -53,13 +53,13 @@ def test_chunks_of_any_shape_and_order_make_the_tensor(tmp_path_factory: pytest.
     for name, text in files.items():
         (root / name).write_bytes(text)
     marks = {name: FileMark(len(text), crc32(text)) for name, text in files.items()}
-    with CheckpointFiles(Checkpoint(str(root), Manifest(1, 1, 1, marks)), build("storage", "dcp")) as reading:
+    with CheckpointFiles.of(Checkpoint(str(root), Manifest(1, 1, 1, marks)), build("storage", "dcp")) as reading:
         leaf = reading.structure("x")
         reading.read([leaf])
         # What one of other ranks has of it.
         start = tuple(data.draw(st.integers(0, size - 1)) for size in sizes)
         sub = whole[tuple(slice(at, data.draw(st.integers(at + 1, n))) for at, n in zip(start, sizes, strict=True))]
-        part, entry = torch.empty_like(sub), reading.index.tensor("x")
+        part, entry = torch.empty_like(sub), reading.index.find("x")
         assert entry is not None
         transfer = Transfer(reading._file)
         transfer.add(part, start, entry, "x")
@@ -160,14 +160,14 @@ def test_other_shapes_dtypes_and_strides_are_taken_as_before(tmp_path: Path) -> 
 def test_a_file_that_ends_too_early_is_an_error_that_names_it(tmp_path: Path) -> None:
     with saved(tmp_path, {"x": torch.ones(100_000)}) as checkpointer:
         checkpointer.verify = "fast"
-        real = CheckpointFiles.open_in_place
+        real = CheckpointFiles.reading
 
-        def cut(files: CheckpointFiles, leaves: Any) -> list[Leaf]:
+        def cut(files: CheckpointFiles, leaves: Any) -> Any:
             found = real(files, leaves)
             (tmp_path / "step-00000001" / "__0_0.distcp").write_bytes(b"")
             return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CheckpointFiles, "open_in_place", cut)
+            patch.setattr(CheckpointFiles, "reading", cut)
             with pytest.raises(CheckpointError, match=r"'x' has changed in part: .*__0_0.distcp ends at byte"):
                 checkpointer.restore({"x": torch.zeros(100_000)})

@@ -294,8 +294,13 @@ def test_what_is_no_regular_file_is_never_waited_for(forged: Path, file: str, ki
     }[kind]()
     refused(forged)
     checkpoint = Checkpoint(str(forged), Manifest.loads((forged / MANIFEST).read_text()))
+
+    def opened() -> None:
+        files = CheckpointFiles.of(checkpoint, build("storage", "dcp"))
+        files.reading([files.structure("pair")])
+
     with pytest.raises(CheckpointError, match="no regular file"):
-        CheckpointFiles(checkpoint, build("storage", "dcp")).read([decode({}, "model.w")])
+        opened()
 
 
 # -- what the index claims
