@@ -23,7 +23,7 @@ import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.rng as rng
 import stagereg.record as record
 from stagereg.checkpoint.damage import Condition, Found, Unclear, differences
-from stagereg.checkpoint.encoding import Leaf, fill
+from stagereg.checkpoint.encoding import fill
 from stagereg.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
 from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.reading import CheckpointFiles
@@ -188,7 +188,7 @@ def _prepare(
         return condition, nothing
     assign, failure = nothing, None
     try:
-        files = opened.enter_context(CheckpointFiles(chosen, own))
+        files = opened.enter_context(CheckpointFiles.of(chosen, own))
         assign = _load(chosen, state, files, ranks.rank, ranks.size)
     except Exception as error:
         failure = error
@@ -216,16 +216,16 @@ def _load(
     """Read all that does not go straight into the objects of ``state``; what is returned does the rest."""
     saved_size = chosen.manifest.world_size
     found = entries.find(files, state, saved_size, rank, size)
-    into: dict[str, list[Leaf]] = {}
+    into: dict[str, Callable[[], None]] = {}
     for name, structure in found.items():
         leaves = entries.pair(structure, state.get(name))
-        into[name] = files.open_in_place(leaves)
+        into[name] = files.reading([leaf for leaf in leaves if leaf.in_place])
         files.read([leaf for leaf in leaves if not leaf.in_place])
 
     def assign() -> None:
         for name in state:
             try:
-                files.read(into[name])
+                into[name]()
                 entries.assign(state, name, fill(found[name]))
             except OSError as error:
                 raise CheckpointError(f"{name!r} has changed in part: {error}") from error

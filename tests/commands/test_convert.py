@@ -321,8 +321,8 @@ def test_a_directory_of_plain_torch_becomes_a_pt(tmp_path: Path, command: Comman
         ("cut", "was not read"),
         ("elsewhere", "'../_0.distcp', which is no file of the directory"),
         ("shape", "'x' has another shape or dtype"),
-        ("hole", "the parts of 'x' are not the whole of it"),
-        ("twice", "the parts of 'x' are not the whole of it"),
+        ("hole", "the chunks of 'x' do not cover it once"),
+        ("twice", "the chunks of 'x' do not cover it once"),
     ],
 )
 def test_plain_torch_runs_nothing_and_damage_is_one_line(

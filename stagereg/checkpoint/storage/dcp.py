@@ -163,7 +163,8 @@ def _bare(x: Any) -> torch.Tensor:
 
 def _result(item: WriteItem, name: str, begin: int, x: torch.Tensor, around: Envelope) -> TensorResult:
     length = len(around.head) + x.nbytes + len(around.tail)
-    return TensorResult(item.index, length, _StorageInfo(name, begin, length), begin + len(around.head), around.stride)
+    stride = None if x.is_contiguous() else around.stride
+    return TensorResult(item.index, length, _StorageInfo(name, begin, length), begin + len(around.head), stride)
 
 
 def _write_tensor(file: AlignedFile, x: torch.Tensor, around: Envelope) -> int:
