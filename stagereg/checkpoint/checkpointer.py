@@ -37,7 +37,7 @@ from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.requests import LEAVE, SAVE, SIGNALLED, Requests
 from stagereg.checkpoint.schedule import Automatic, Schedule
-from stagereg.checkpoint.storage.lookup import expect_fit
+from stagereg.checkpoint.storage.lookup import expect_fit, name_of
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store, path_or_url
@@ -103,7 +103,7 @@ class Checkpointer:
         stats: what the checkpoints have cost so far, on this rank; goes on counting.
 
     Raises:
-        ConfigError: an option is of no use, or the ranks differ in ``every``.
+        ConfigError: an option is of no use, or the ranks differ in one.
         CheckpointError: on all ranks, if rank 0 cannot create files in ``dir``.
 
     Example::
@@ -158,24 +158,27 @@ class Checkpointer:
         self._saved: int | None = None
         self._closed = self._leaving = False
         self._pid = os.getpid()
-        opened = self._ranks.run_on_all(
-            f"checkpoint.dir={dir} cannot be written to", lambda: (self._open(), str(every))
-        )
-        if len({asked for _, asked in opened}) > 1:
-            self._let_go()
-            each = ", ".join(asked for _, asked in opened)
-            raise ConfigError(f"every must be the same on all ranks, which have {each}.")
+        alike: dict[str, Any] = {
+            "dir": self._store.root,
+            "every": every,
+            "keep": keep,
+            "resume": resume,
+            "verify": verify,
+        }
+        alike |= {"on_error": on_error, "grace": grace, "storage": name_of(self._storage)}
+        options.expect_alike(self._ranks.run_on_all("The ranks could not compare their options", lambda: alike))
+        opened = self._ranks.run_on_all(f"checkpoint.dir={dir} cannot be written to", self._open)
         # The training threads have groups of their own: one for each kind of exchange, since not all ranks may come to
         # each, and those of two kinds must not meet.
         self._schedule = (
             Schedule(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), RankGroup(process_group))
         )
-        self._target = SaveTarget(self._store, keep, self._storage, self._ranks, opened[0][0])
+        self._target = SaveTarget(self._store, keep, self._storage, self._ranks, opened[0])
         self._background = Background(self._target, timeout, self._schedule, on_error == "warn")
         self.stats: CheckpointStats = self._background.stats
         self.preemption: PreemptionConsensus | None = None
         training = None if self._ranks.group is None else process_group or dist.group.WORLD
-        self._requests = Requests(training, f"checkpoint/{opened[0][0]}")
+        self._requests = Requests(training, f"checkpoint/{opened[0]}")
         self._state: MutableMapping[str, Any] | None = None  # as it was given last, where a rank may have to follow
         self._taken: Counter[str] = Counter()  # steps of each optimizer in it
         if grace is not None:

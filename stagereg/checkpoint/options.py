@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stagereg.errors import ConfigError, RegistryError, nearest
 from stagereg.registry import build
 from stagereg.spec import check
 
-__all__ = ["at_least_one", "check_duration", "component", "one_of"]
+__all__ = ["at_least_one", "check_duration", "component", "expect_alike", "one_of"]
 
 
 def check_duration(name: str, given: object) -> None:
@@ -32,6 +32,23 @@ def one_of(name: str, given: object, choices: Sequence[str]) -> str:
         close = nearest(given, choices) if isinstance(given, str) else ""
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {given!r}.{close}")
     return str(given)
+
+
+def expect_alike(ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Check that all ranks have the same options; each gives its own."""
+    for name, first in ranks[0].items():
+        for rank, others in enumerate(ranks):
+            if others[name] != first:
+                how = (
+                    "Each rank has made a path of its own, as of the time (${now:...}): use stagereg.main, which gives "
+                    "all ranks one, or a fixed path: checkpoint.dir=PATH"
+                    if name == "dir"
+                    else f"Give all ranks the same checkpoint.{name}"
+                )
+                raise ConfigError(
+                    f"checkpoint.{name} is not the same on all ranks: rank 0 has {first}, rank {rank} has "
+                    f"{others[name]}. {how}."
+                )
 
 
 def component(kind: str, given: Any, usual: str) -> Any:

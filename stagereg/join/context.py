@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -25,6 +27,7 @@ from stagereg.join.adapt import ForeignJoinable, adapt, auto, common_group, type
 from stagereg.join.batches import SampleCounter
 from stagereg.join.failure import discard_channels
 from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, notify
+from stagereg.join.mean_loss import MeanLoss, is_mean
 from stagereg.join.session import JoinSession, Mode, one_of
 from stagereg.kernel.channel import resources_of
 from stagereg.kernel.shadow import TorchWire
@@ -33,6 +36,13 @@ from stagereg.registry import register
 __all__ = ["Join", "configured"]
 
 Average = Literal["samples", "world", "active"]
+
+_log = logging.getLogger(__name__)
+
+_NOT_A_SUM = (
+    "stagereg: join.mean got a loss that is a mean already, of %g samples; it takes the sum of their losses: use "
+    'reduction="sum", or give it loss * n.'
+)
 
 
 class Join:
@@ -118,6 +128,7 @@ class Join:
         self._configs: list[Any] = []
         self._session: JoinSession | None = None
         self._counter = SampleCounter()
+        self._warned = False  # of a loss that is no sum
         self._collectives = 0  # that this rank had run in the group when it entered
 
     def __enter__(self) -> Join:
@@ -201,13 +212,15 @@ class Join:
         yield from self._session.enter_loop(loader).run(example, self._counter)
 
     def mean(self, loss_sum: torch.Tensor, n: float | torch.Tensor, over: str | None = None) -> torch.Tensor:
-        """Return the loss whose gradients, averaged over the ranks as DDP and FSDP do it, are those of a mean.
+        """Return the mean loss of all ranks, with a gradient that DDP and FSDP average to that of the mean.
 
-        All ranks call it in the same order; ranks that left the loop need not. Averages over samples and over active
-        ranks take one small sum over the ranks.
+        All ranks call it in the same order; ranks that left the loop need not. It takes one small sum over the ranks,
+        for which a loss on an accelerator is waited for.
 
         Args:
-            loss_sum: the sum of the losses of this rank's samples, of any floating dtype, a scalar.
+            loss_sum: the sum of the losses of this rank's samples, of any floating dtype, a scalar: what a criterion
+                with ``reduction="sum"`` returns. One that returns their mean gives a loss too small by the batch; it
+                is warned of where torch's graph shows it.
             n: how many samples (or tokens, or whatever it is a mean over) that is. A loss with ``n`` of zero counts as
                 exactly zero, whatever its value.
             over: ``"samples"``: the sum of all ranks' losses by the sum of all their ``n``. ``"world"``: the mean of
@@ -215,23 +228,28 @@ class Join:
                 These are torch's ``divide_by_initial_world_size`` True and False. ``None``: the join's ``average``.
 
         Returns:
-            A scalar. Its mean over the ranks is the mean; its value on one rank is that rank's share only.
+            A scalar: the mean, the same on all ranks, such as for a log.
         """
         over = self._average if over is None else one_of("average over", over, Average)
         count = float(n)
+        if not self._warned and count > 1 and is_mean(loss_sum):
+            self._warned = True
+            _log.warning(_NOT_A_SUM, count)
+        own = loss_sum.detach().item() if count else 0.0
         world = self._group.size()
         if not self._enable or world == 1:
-            return _weighted(loss_sum, 1.0, count)
+            return MeanLoss.of(loss_sum, own / (count or 1.0), 1.0 / (count or math.inf))
         session = self._session
         if session is None or session.responder is None:
             raise JoinError("join.mean works inside the join, with join.iterate or with join.mode=counted or planned")
-        if over == "world" and self._divides_by_world:
-            return _weighted(loss_sum, 1.0, count)
         has_data = float(session.loop is None or not session.loop.membership.empty)
-        samples, active = session.responder.request(count, has_data)
+        share = own if over == "samples" else own / (count or 1.0)
+        samples, active, total = session.responder.request(count, has_data, share)
+        divisor = {"samples": samples, "world": float(world), "active": active}[over]
         ranks = world if self._divides_by_world else active  # by which the gradients are going to be divided
-        divisors = {"samples": samples, "world": world * count, "active": active * count}
-        return _weighted(loss_sum, ranks if count else 0.0, divisors[over])
+        per_sample = 1.0 if over == "samples" else count
+        scale = ranks / (divisor * per_sample) if count and divisor else 0.0
+        return MeanLoss.of(loss_sum, total / (divisor or 1.0), scale)
 
     # -- entering
 
@@ -259,7 +277,9 @@ class Join:
             type_name(first) if isinstance(first, ForeignJoinable) else "",
             self._timeout,
         )
-        session.start(self._loader)
+        names = [type_name(getattr(each, "joinable", each)) for each in self._joinables]
+        alike = {"mode": self._mode, "throw": self._throw, "average": self._average, "joinables": ", ".join(names)}
+        session.start(self._loader, alike)
         session.hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
         session.own_hooks = [hook for hook in session.hooks if isinstance(hook, JoinHook)]
         self._collectives = _collectives(self._group)
@@ -308,17 +328,6 @@ def _named(joinables: Any) -> Mapping[str, Any]:
     if not isinstance(joinables, Iterable):
         raise JoinError(f"joinables must be a list, as in Join([model, optimizer]), not a {type(joinables).__name__}")
     return joinables if isinstance(joinables, Mapping) else {str(i): each for i, each in enumerate(joinables)}
-
-
-def _weighted(loss_sum: torch.Tensor, ranks: float, divisor: float) -> torch.Tensor:
-    """Return ``loss_sum * ranks / divisor``; exactly zero, with a gradient of zero, if either is zero.
-
-    DDP and FSDP take the mean of the gradients over the ranks: with N samples on D ranks, ``loss_sum * D / N`` on each
-    of them makes it that of the mean over all samples. The loss of an empty batch may be NaN.
-    """
-    if ranks and divisor:
-        return loss_sum * (ranks / divisor)
-    return loss_sum.masked_fill(torch.ones_like(loss_sum, dtype=torch.bool), 0.0)
 
 
 def _collectives(group: Any) -> int:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
@@ -120,16 +121,21 @@ class JoinSession:
     def _memberships(self) -> list[Membership]:
         return [loop.decided for loop in self.loops if loop.decided is not None]
 
-    def start(self, loader: Any) -> None:
+    def start(self, loader: Any, options: Mapping[str, Any]) -> None:
         """Enter; the join around this one must not be used from now on. Collective.
 
         Args:
             loader: that of a loop that ranks leave when they run out of data, if it is known.
+            options: that are to be the same on all ranks; the first to come says what they are.
+
+        Raises:
+            JoinError: another rank has entered with other options.
         """
         for outer in _entered.get():
             outer.suspended = True
         _entered.set((*_entered.get(), self))
         self.detector.start()
+        self._expect_alike(options)
         if self.mode == "torch" or (self.mode is None and loader is None):
             return
         if self.foreign and self.mode in (None, "auto"):
@@ -178,6 +184,18 @@ class JoinSession:
         else:
             self.announced += 1
         return membership
+
+    def _expect_alike(self, options: Mapping[str, Any]) -> None:
+        own = json.dumps(options, default=str)
+        others = json.loads(self.store.compare_set("options", "", own))
+        for name, value in json.loads(own).items():
+            if others[name] != value:
+                error = JoinError(
+                    f"join.{name} is not the same on all ranks: here it is {value}, elsewhere {others[name]}. Give all "
+                    "ranks the same options."
+                )
+                self.detector.report(error)
+                raise error
 
     def shadow_step(self) -> None:
         """Take part in a step by hooks, and in its :meth:`stagereg.Join.mean` by zeros."""
@@ -279,6 +297,8 @@ class JoinSession:
                 thread.submit(delete, wake=False)
             resources.expired = []
         resources.expired += [functools.partial(_delete, each.store, each.keys) for each in self.loops]
+        if self.group.rank() == 0:
+            resources.expired.append(functools.partial(_delete, self.store, ["options"]))
         self.detector.stop()
 
     def wait_for_ranks(self, ready: Callable[[float], bool], what: str) -> None:
@@ -303,7 +323,7 @@ class Loop:
         self._channel = control_channel(session.group, "membership", session.wait_for_ranks)
         if session.responder is None:
             channel = control_channel(session.group, "mean", session.wait_for_ranks)
-            session.responder = Responder(channel, 2, session.detector.wait)
+            session.responder = Responder(channel, 3, session.detector.wait)
         self._responder = session.responder
         self.store: Any = PrefixStore(f"loop/{len(session.loops)}", session.store)
         self.iterates = self.running = self.awaits_step = False

@@ -277,7 +277,10 @@ def loop(scenario: Scenario, join: Any, gradients: Gradients, script: Script, lo
             continue
         gradients.begin()
         if scenario.averages:
-            gradients.reduce(join.mean(x.sum(), len(x)).item(), script.reads)
+            weight = torch.ones((), requires_grad=True)
+            join.mean(weight * x.sum(), len(x)).backward()
+            assert weight.grad is not None
+            gradients.reduce(weight.grad.item(), script.reads)
         else:
             gradients.reduce(x.mean().item() if len(x) else 0.0, script.reads)
 
