@@ -9,7 +9,7 @@ The promises are those of "Contract of a join" in the project's design; ``docs/c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from stagereg.join.joinable import BuiltInJoinable, notify
 from stagereg.testing.contract import Contract
 from stagereg.testing.scenario import Observation, Scenario, ScenarioResult, played, steps_of
 
-__all__ = ["JoinHookContract", "JoinableContract", "MinimalJoinable"]
+__all__ = ["JoinHookContract", "JoinableContract"]
 
 _NEVER_TRAINED = ("hooks on", "attributes of", "join of", "Python's warning filters")
 
@@ -298,15 +298,7 @@ class JoinableContract(Contract):
 
 
 class MinimalJoinable(BuiltInJoinable):
-    """The least of a joinable, to carry a hook that is to be tried: it announces, and has no collectives itself.
-
-    Args:
-        make: makes the hook for one join.
-    """
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        super().__init__(device="cpu")
-        self.own_hook = lambda joinable: make()
+    """The least of a joinable, to carry a hook that is to be tried: it announces, and has no collectives itself."""
 
 
 class JoinHookContract(JoinableContract):
@@ -323,7 +315,9 @@ class JoinHookContract(JoinableContract):
 
     def joinables(self, subject: Any) -> Sequence[Any]:
         """Return a minimal joinable around :meth:`hook`."""
-        return [MinimalJoinable(lambda: self.hook(subject))]
+        joinable = MinimalJoinable()
+        joinable.own_hook = lambda joinable: self.hook(subject)
+        return [joinable]
 
     def announce(self, joinables: Sequence[Any]) -> None:
         """Announce this rank, if the joinable is the minimal one."""

@@ -12,13 +12,14 @@ import contextlib
 import dataclasses
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.distributed_c10d import _world
+from torch.utils._pytree import tree_map_only
 
 from stagereg.crash_report import innermost_frame, summarize, summarize_exception
 from stagereg.errors import PeerFailedError, UnevenInputsError
@@ -196,7 +197,9 @@ class _Play:
             self._note_state(subject)
 
     def _note_state(self, subject: Any) -> None:
-        self._seen.states.append(_plain(self._contract.state(subject)))
+        """Note a state as it is now, in tensors of the CPU and numbers."""
+        state = dict(self._contract.state(subject))
+        self._seen.states.append(tree_map_only(torch.Tensor, lambda x: x.detach().cpu().clone(), state))
 
     def _watched_joins(self, subject: Any, joinables: list[Any], roots: Sequence[tuple[str, Any]]) -> None:
         """Train without a join, which shows what that changes; then in joins, and observe what else has changed."""
@@ -242,8 +245,8 @@ class _Play:
         what = self._what
         options = {**self._contract.options, "colour": "red"}  # as if there were another joinable that takes it
         if what.torchs[self._rank % 2]:
-            options = {key: value for key, value in options.items() if key not in _OURS_ALONE}
-            return TorchJoin(joinables, what.enable, what.throw, **options)
+            theirs = {key: value for key, value in options.items() if key not in _OURS_ALONE}
+            return TorchJoin(joinables, what.enable, what.throw, **theirs)
         options.setdefault("timeout", self._contract.timeout_s / 2)
         if what.mode != "own":
             options["mode"] = what.mode
@@ -264,15 +267,6 @@ class _Play:
             return result
 
         return counted
-
-
-def _plain(state: Any) -> Any:
-    """A state as it is now, in tensors of the CPU and numbers."""
-    if isinstance(state, Mapping):
-        return {key: _plain(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return [_plain(value) for value in state]
-    return state.detach().cpu().clone() if isinstance(state, torch.Tensor) else state
 
 
 def _begun_collectives() -> int:
