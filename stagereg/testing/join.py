@@ -4,7 +4,8 @@ An author inherits one, says how to make the thing, what a training step with it
 single process; the contract runs training loops with it on ranks (``scenario``) and compares what it observed with each
 promise. All promises share the processes of their scenarios, so a plugin that keeps them takes a few seconds for all.
 
-The promises are those of "Contract of a join" in the project's design; ``docs/contracts.md`` lists them.
+The promises are those of "Contract of a join" in the project's design; ``docs/contracts.md`` lists them, and has a
+whole example that runs.
 """
 
 from __future__ import annotations
@@ -42,21 +43,6 @@ class JoinableContract(Contract):
         timeout_s: seconds that a scenario may take; what lasts for longer counts as hung. In stagereg's ``Join`` ranks
             that wait for each other in vain give up after half of it.
         together: whether the first promise tried runs all scenarios; False runs only what a promise needs.
-
-    Example::
-
-        class TestSum(stagereg.testing.JoinableContract):
-            def build(self):
-                return Sum()
-
-            def step(self, sum_joinable, value):
-                sum_joinable.add(torch.tensor(value))          # announces, and adds up over the ranks
-
-            def state(self, sum_joinable):
-                return {"total": sum_joinable.total}
-
-            def expected(self, steps, world_size):
-                return {"total": sum(map(sum, steps))}
     """
 
     world_size: ClassVar[int] = 2
