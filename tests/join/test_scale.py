@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 import stagereg
-from stagereg.errors import PeerFailedError, UnevenInputsError
+from stagereg.errors import JoinError, PeerFailedError, UnevenInputsError
+from stagereg.kernel.membership import ActiveRanks, StoreMembership
 
-from ..kernel.simulated import SimulatedChannel, Simulation
+from ..kernel.simulated import SimulatedChannel, Simulation, Stuck
 
 SEVERAL = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -91,6 +92,7 @@ class Script:
     stays: int = 99  # for so many empty batches, and then it breaks
     passes: bool = False  # over every empty batch
     announced: int | None = 0  # how many batches more, or fewer, than its loader's length; None: it has no length
+    reads: bool = True  # who is active, in every step
 
     @property
     def steps(self) -> int:
@@ -101,18 +103,35 @@ class Script:
         own = len(self.batches) + self.quits
         return max(0, own + (self.announced or 0)) if own else 0
 
+    def presence(self, step: int) -> str:
+        """What a counted join knows of this rank from the step."""
+        if step >= self.steps:
+            return "absent"
+        if self.announced is None:
+            return "unsure"
+        return "more" if step + 1 < self.length else "last"
+
+
+Scripts = tuple[Script, ...]
+"""Of all ranks, in one loop."""
+
+
+def longest(scripts: Scripts) -> int:
+    return max(script.steps for script in scripts)
+
 
 @dataclass(frozen=True)
 class Scenario:
     """All ranks' scripts, for each loop, and what they have alike."""
 
-    loops: tuple[tuple[Script, ...], ...]
+    loops: tuple[Scripts, ...]
     mode: str = "auto"
     way: str = "iterate"
     cycle: int = 1
     averages: bool = True
     throw: bool = False
     divide: bool = True
+    odd: bool = False  # every second rank thinks of a step as the others do of the one before
     seed: int = 0
 
     @property
@@ -126,20 +145,24 @@ class Scenario:
             all(script.batches or script.quits or not script.length for script in scripts) for scripts in self.loops
         )
 
-    def syncs(self, step: int) -> bool:
-        return step % self.cycle == self.cycle - 1
+    def syncs(self, step: int, rank: int = 0) -> bool:
+        return (step - self.odd * rank % 2) % self.cycle == self.cycle - 1
 
-    def totals(self) -> list[float | None]:
-        """What the gradients of each step are, if they are reduced."""
+    def active_ranks(self, loop: int, step: int) -> ActiveRanks:
+        ranks = tuple(rank for rank, script in enumerate(self.loops[loop]) if script.steps > step)
+        return ActiveRanks(ranks, sum(self.syncs(step, rank) for rank in ranks))
+
+    def totals(self, loops: int | None = None) -> list[float | None]:
+        """What the gradients of each step are, if they are reduced, in the first ``loops``."""
         totals: list[float | None] = []
-        for scripts in self.loops:
-            for step in range(max(script.steps for script in scripts)):
-                active = [rank for rank, script in enumerate(scripts) if script.steps > step]
+        for loop, scripts in enumerate(self.loops[:loops]):
+            for step in range(longest(scripts)):
+                active, syncing = self.active_ranks(loop, step)
                 total = float(sum(rank + 1 for rank in active))
                 if self.averages:
                     ranks = self.size if self.divide else len(active)
                     total = ranks * sum((rank + 1) * samples(rank) for rank in active) / sum(map(samples, active))
-                totals.append(total if self.syncs(step) else None)
+                totals.append(total if syncing else None)
         return totals
 
 
@@ -177,8 +200,6 @@ class Gradients(stagereg.Joinable):
         self.was_last: bool | None = None
         self._group, self._scenario = group, scenario
         self._channel = channel_of(group, "gradients")
-        self._loop: Any = None
-        self._loops = 0
 
     def join_hook(self, **kwargs: Any) -> Any:
         return Shadow(self)
@@ -196,19 +217,23 @@ class Gradients(stagereg.Joinable):
 
     def begin(self) -> None:
         membership = self.session.membership
-        self.session.begin(self._scenario.syncs(membership.steps - membership.expects_empty_step))
+        step = membership.steps - membership.expects_empty_step
+        self.session.begin(self._scenario.syncs(step, self._group.rank()))
         if self._scenario.throw:
             membership.raise_if_exhausted()
 
-    def reduce(self, mine: float) -> None:
+    def reduce(self, mine: float, reads: bool) -> None:
         membership = self.session.membership
-        if membership is not self._loop:
-            self._loop = membership
-            self._loops += 1
-        step = membership.steps - 1
-        reducing = membership.read().syncing
-        assert bool(reducing) == self._scenario.syncs(step)
-        self.totals.append(self._channel.meet((self._loops, step), mine) if reducing else None)
+        loop, step = len(self.session.loops) - 1, membership.steps - 1
+        right = self._scenario.active_ranks(loop, step)
+        if isinstance(membership, StoreMembership):
+            right = ActiveRanks((), int(right.syncing > 0))
+        reduces = self._scenario.syncs(step, self._group.rank())
+        if reads:
+            active = membership.read()
+            assert active == right
+            reduces = active.syncing > 0
+        self.totals.append(self._channel.meet((loop, step), mine) if reduces else None)
 
 
 class Shadow(stagereg.JoinHook):
@@ -216,7 +241,7 @@ class Shadow(stagereg.JoinHook):
         self._gradients = gradients
 
     def main_hook(self) -> None:
-        self._gradients.reduce(0.0)
+        self._gradients.reduce(0.0, reads=True)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._gradients.was_last = is_last_joiner
@@ -238,7 +263,7 @@ def train(scenario: Scenario, group: Group) -> tuple[list[float | None], Any]:
         with join:
             for scripts, loader in zip(scenario.loops, loaders, strict=True):
                 loop(scenario, join, gradients, scripts[rank], loader)
-    except (UnevenInputsError, PeerFailedError) as error:
+    except (UnevenInputsError, JoinError) as error:
         return gradients.totals, error
     return gradients.totals, gradients.was_last
 
@@ -252,9 +277,9 @@ def loop(scenario: Scenario, join: Any, gradients: Gradients, script: Script, lo
             continue
         gradients.begin()
         if scenario.averages:
-            gradients.reduce(join.mean(x.sum(), len(x)).item())
+            gradients.reduce(join.mean(x.sum(), len(x)).item(), script.reads)
         else:
-            gradients.reduce(x.mean().item() if len(x) else 0.0)
+            gradients.reduce(x.mean().item() if len(x) else 0.0, script.reads)
 
 
 def play(*scenarios: Scenario) -> list[list[tuple[list[float | None], Any]]]:
@@ -280,6 +305,7 @@ scripts = st.builds(
     stays=st.one_of(st.just(99), st.integers(0, 3)),
     passes=st.booleans(),
     announced=st.one_of(st.just(0), st.none(), st.integers(-2, 2)),
+    reads=st.booleans(),
 )
 
 
@@ -323,32 +349,35 @@ MANY = [
 
 @SEVERAL
 @given(scenario=scenarios())
+@example(scenario=crowd([[steps(3)]], 1))
 @example(scenario=crowd(MANY, 64))
-@example(scenario=crowd(MANY[:1], 64, way="plain", mode="planned"))
-@example(scenario=crowd(MANY, 128, mode="counted", cycle=2, divide=False))
+@example(scenario=crowd(MANY[:1], 64, way="plain", mode="planned", cycle=2))
+@example(scenario=crowd(MANY, 64, mode="planned", cycle=4, averages=False))
+@example(scenario=crowd(MANY, 128, mode="counted", cycle=3, divide=False))
 def test_every_rank_has_the_gradients_of_every_step(scenario: Scenario) -> None:
-    longest = max(script.steps for script in scenario.loops[-1])
+    last = scenario.loops[-1]
     (results,) = play(scenario)
-    for rank, (totals, was_last) in enumerate(results):
+    for script, (totals, was_last) in zip(last, results, strict=True):
         assert totals == about(scenario.totals())
-        assert was_last == (scenario.loops[-1][rank].steps == longest)
+        assert was_last == (script.steps == longest(last))
 
 
 @SEVERAL
 @given(scenario=scenarios(throw=True))
 @example(scenario=crowd([[steps(3), steps(2)]], 64, throw=True, way="plain", mode="counted"))
 @example(scenario=crowd([[steps(2), steps(3, announced=-1)]], 64, throw=True, mode="planned"))
+@example(scenario=crowd([[steps(1), steps(0, announced=1)]], 64, throw=True, mode="planned", way="plain"))
 def test_a_throw_lets_no_rank_pass_that_has_not_taken_every_step(scenario: Scenario) -> None:
     """Of ranks whose plans were wrong, one may raise first, and its detector stops the others."""
-    lengths = [[script.steps for script in scripts] for scripts in scenario.loops]
     honest = all(
         script.announced == 0 and not script.quits and all(script.batches)
         for scripts in scenario.loops
         for script in scripts
     )
+    uneven = [loop for loop, scripts in enumerate(scenario.loops) if len({script.steps for script in scripts}) > 1]
     (results,) = play(scenario)
     raised = [result for _, result in results if isinstance(result, Exception)]
-    if any(len(set(each)) > 1 for each in lengths):
+    if uneven:
         assert len(raised) == scenario.size
         assert any(isinstance(error, UnevenInputsError) for error in raised)
         for totals, _ in results:
@@ -362,12 +391,99 @@ def test_a_throw_lets_no_rank_pass_that_has_not_taken_every_step(scenario: Scena
 
 
 @SEVERAL
+@given(scenario=scenarios(throw=True, mode="planned"))
+@example(scenario=crowd([[steps(1), steps(0, announced=1)]], 64, throw=True, mode="planned", way="plain"))
+def test_a_planned_throw_comes_first_and_names_all_lengths(scenario: Scenario) -> None:
+    plans = [[script.length for script in scripts] for scripts in scenario.loops]
+    assume(len(set(plans[0])) > 1)
+    (results,) = play(scenario)
+    for totals, error in results:
+        assert totals == []
+        assert isinstance(error, UnevenInputsError)
+        assert error.rank == plans[0].index(min(plans[0]))
+        assert all(f"rank {rank} has {length}" in str(error) for rank, length in enumerate(plans[0]))
+
+
+def thrown(scripts: Scripts) -> tuple[int, list[int]] | None:
+    """After how many steps a counted join throws, and which ranks are the reason."""
+    announced = ["unsure"] * len(scripts)
+    for step in range(longest(scripts) + 1):
+        absent = [rank for rank, presence in enumerate(announced) if presence == "absent"]
+        last = [rank for rank, presence in enumerate(announced) if presence == "last"]
+        if absent or (last and "more" in announced):
+            return step, absent or last
+        all_had_more = set(announced) == {"more"}
+        announced = [script.presence(step) for script in scripts]
+        absent = [rank for rank, presence in enumerate(announced) if presence == "absent"]
+        if 0 < len(absent) < len(scripts) and not all_had_more:
+            return step, absent
+    return None
+
+
+@SEVERAL
 @given(scenario=scenarios(throw=True, mode="counted"))
+@example(scenario=crowd([[steps(5), steps(4)]], 64, throw=True, mode="counted"))
+@example(scenario=crowd([[steps(5), steps(4, announced=None)]], 64, throw=True, mode="counted"))
+@example(scenario=crowd([[steps(4), steps(4, announced=None)], MANY[0]], 64, throw=True, mode="counted"))
+@example(scenario=crowd([[steps(6), steps(4, announced=2)]], 64, throw=True, mode="counted"))
 @example(scenario=crowd([[Script((True, True, True, False)), steps(5)]], 64, throw=True, mode="counted"))
-def test_after_a_throw_that_all_ranks_caught_they_can_join_again(scenario: Scenario) -> None:
+def test_all_throw_in_the_same_step_and_can_join_again(scenario: Scenario) -> None:
+    expected = next(((loop, *why) for loop, each in enumerate(scenario.loops) if (why := thrown(each))), None)
+    loop, taken, gone = expected or (len(scenario.loops), 0, [])
     calm = replace(scenario, throw=False, averages=True)
-    thrown, results = play(scenario, calm)
-    assert len({len(totals) for totals, _ in thrown}) == 1
-    assert not any(isinstance(result, PeerFailedError) for _, result in thrown)
+    caught, results = play(scenario, calm)
+    for rank, (totals, error) in enumerate(caught):
+        assert totals == about(scenario.totals())[: len(scenario.totals(loop)) + taken]
+        assert isinstance(error, UnevenInputsError) == (expected is not None)
+        if rank in gone:
+            assert error.rank == rank
+            assert f"after {taken} steps" in str(error)
+        elif gone:
+            assert str(error).startswith(f"Rank {', '.join(map(str, gone))} exhausted all inputs")
+            assert f"after step {taken}." in str(error)
     for totals, _ in results:
         assert totals == about(calm.totals())
+
+
+@SEVERAL
+@given(scenario=scenarios(odd=True, mode="counted"))
+@example(scenario=crowd([[steps(5)]], 64, odd=True, mode="counted", cycle=2))
+@example(scenario=crowd([[steps(5, reads=False)]], 64, odd=True, mode="counted", cycle=2, averages=False))
+def test_schedules_that_differ_are_an_error_on_every_rank(scenario: Scenario) -> None:
+    """It comes when a rank reads who is active: in this step, or at the beginning of the next."""
+    differing = [
+        (loop, step)
+        for loop, scripts in enumerate(scenario.loops)
+        for step in range(longest(scripts))
+        if scenario.active_ranks(loop, step).syncing not in (0, len(scenario.active_ranks(loop, step).ranks))
+    ]
+    (results,) = play(scenario)
+    for rank, (totals, result) in enumerate(results):
+        if not differing:
+            assert totals == about(scenario.totals())
+            continue
+        loop, step = differing[0]
+        reads = scenario.loops[loop][rank].reads
+        assert isinstance(result, JoinError)
+        assert f"in step {step + 1}, " in str(result)
+        assert "Decide by the number of the step" in str(result)
+        assert len(totals) <= len(scenario.totals(loop)) + step + (not reads)
+
+
+@pytest.mark.parametrize(
+    ("meetings", "stuck"),
+    [
+        ([[0], []], r"no thread can go on\nrank 0 waits for \('sum', 0\) for gradients"),
+        ([[0], [1]], r"call 0 on the channel for gradients is .* on rank"),
+        ([[], [None]], r"calls of each rank on the channel for gradients: \[0, 1\]"),
+    ],
+)
+def test_the_simulation_reports_calls_that_do_not_match(meetings: list[list[int | None]], stuck: str) -> None:
+    def act(rank: int) -> None:
+        for at in meetings[rank]:
+            channel = simulation.channel(rank, "gradients")
+            channel.add([1.0]) if at is None else channel.meet(at, 1.0)
+
+    simulation = Simulation(2)
+    with pytest.raises(Stuck, match=stuck):
+        simulation.run(act)
