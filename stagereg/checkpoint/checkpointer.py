@@ -35,7 +35,7 @@ from stagereg.checkpoint.schedule import Automatic, Schedule
 from stagereg.checkpoint.storage.lookup import expect_fit
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.open_store import open_parent_store, open_store, path_or_url
+from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store, path_or_url
 from stagereg.checkpoint.store.retry import answered, within
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.registry import register
@@ -360,7 +360,7 @@ class Checkpointer:
         if self._ranks.rank == 0:
             store, limit = self._store, self.timeout.total_seconds()
             take = partial(_taken, store, limit)
-            self._hold = answered(store.root, limit, take, methodcaller("release")) if store.remote else take()
+            self._hold = answered(store.root, limit, take, methodcaller("release")) if is_url(store.root) else take()
         return new_token()
 
     def _let_go(self) -> None:

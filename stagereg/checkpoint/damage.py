@@ -11,13 +11,13 @@ regular file, or has another size. Found by reading: any other content of the sa
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest, step_within
 
-__all__ = ["Condition", "Damage", "Found", "Unclear", "damage_lines", "differences", "of_error"]
+__all__ = ["Condition", "Found", "Unclear", "differences", "of_error"]
 
 _SHOWN = 8
 """Files that a message names, of one checkpoint."""
@@ -35,36 +35,19 @@ Found: TypeAlias = FileMark | int | str
 
 
 @dataclass(frozen=True)
-class Damage:
-    """What is wrong with one file of a checkpoint.
-
-    Attributes:
-        file: its name inside the directory.
-        what: a text such as ``"truncated: 100 of 4096 bytes"``.
-        certain: whether it is damaged; ``False`` where it could not be looked at.
-    """
-
-    file: str
-    what: str
-    certain: bool = True
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.what}"
-
-
-@dataclass(frozen=True)
 class Condition:
     """What the directory of a checkpoint is like.
 
     Attributes:
         path: the directory, a path or a URL.
         manifest: its manifest; ``None`` if that cannot be read.
-        damages: what is wrong, nothing if it is complete.
+        damages: what is wrong with files, by their names, such as ``"truncated: 100 of 4096 bytes"``, or
+            :class:`Unclear` where one could not be looked at; nothing if it is complete.
     """
 
     path: str
     manifest: Manifest | None
-    damages: tuple[Damage, ...] = ()
+    damages: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -78,27 +61,24 @@ class Condition:
         return self.manifest.step if named is None and self.manifest is not None else named
 
     @property
-    def certain(self) -> bool:
-        """Whether everything could be looked at."""
-        return all(damage.certain for damage in self.damages)
-
-    @property
     def checkpoint(self) -> Checkpoint | None:
         """The checkpoint, if nothing is wrong with it."""
         return Checkpoint(self.path, self.manifest) if self.manifest is not None and not self.damages else None
 
+    def lines(self) -> list[str]:
+        """Return what is wrong, a line a file, of many files for the first ones."""
+        every = [f"{name}: {what}" for name, what in self.damages.items()]
+        return [*every[:_SHOWN], f"and {len(every) - _SHOWN} more files"] if len(every) > _SHOWN else every
+
     def __str__(self) -> str:
         """What is wrong, on one line."""
-        return "; ".join(damage_lines(self.damages))
+        return "; ".join(self.lines())
 
 
-def differences(manifest: Manifest, found: Mapping[str, Found]) -> tuple[Damage, ...]:
-    """Return what differs from the manifest; of its names only those in ``found`` are compared."""
-    return tuple(
-        Damage(name, what, certain=not isinstance(found[name], Unclear))
-        for name, mark in manifest.files.items()
-        if name in found and (what := _difference(mark, found[name]))
-    )
+def differences(manifest: Manifest, found: Mapping[str, Found]) -> dict[str, str]:
+    """Return what is wrong with the files of a manifest, by name; what is not in ``found`` is missing."""
+    compared = {name: _difference(mark, found.get(name, "missing")) for name, mark in manifest.files.items()}
+    return {name: what for name, what in compared.items() if what}
 
 
 def of_error(error: OSError) -> str:
@@ -107,14 +87,6 @@ def of_error(error: OSError) -> str:
         return "missing"
     text = f"cannot be read ({error.strerror or error})"
     return text if error.errno in _BROKEN else Unclear(text)
-
-
-def damage_lines(damages: Iterable[Damage]) -> Iterator[str]:
-    """Return a line for each, of many for the first ones."""
-    every = [str(damage) for damage in damages]
-    yield from every[:_SHOWN]
-    if len(every) > _SHOWN:
-        yield f"and {len(every) - _SHOWN} more files"
 
 
 def _difference(expected: FileMark, found: Found) -> str:

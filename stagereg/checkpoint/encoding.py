@@ -21,6 +21,7 @@ import math
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -44,23 +45,23 @@ class Encoded(NamedTuple):
     objects: list[str]
 
 
+@dataclass(slots=True, eq=False)
 class Leaf:
     """Stands for a tensor or an object in a structure that was read.
 
     Attributes:
         name: its dotted name in the checkpoint.
+        stored: where it lies, if that was looked up.
         live: the tensor that the program has in its place, if that was looked up.
-        in_place: whether its memory may be written to.
+        in_place: whether it is to be read into the memory of that.
         value: what was read.
     """
 
-    __slots__ = ("in_place", "live", "name", "value")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.live: torch.Tensor | None = None
-        self.in_place = False
-        self.value: Any = None
+    name: str
+    stored: Any = None
+    live: torch.Tensor | None = None
+    in_place: bool = False
+    value: Any = None
 
 
 @contextlib.contextmanager
@@ -124,7 +125,12 @@ def _encode(value: Any, name: str, objects: list[str], depth: int) -> Any:
         return {}
     is_mapping = isinstance(value, Mapping)
     if not is_mapping and not _is_walked(value):
-        return _leaf(value, name, objects)
+        try:
+            return _plain(value)
+        except TypeError:
+            objects.append(name)
+            pickled.expect_loadable(name, value)
+            return {}
     if depth == _DEEPEST:
         raise CheckpointError(f"{name[:200]!r} is nested more than {_DEEPEST} deep; flatten it.")
     if not is_mapping:
@@ -133,16 +139,6 @@ def _encode(value: Any, name: str, objects: list[str], depth: int) -> Any:
         return _mapping(value, lambda key, item: _encode(item, f"{name}.{key}", objects, depth + 1))
     except TypeError as error:
         raise CheckpointError(f"{name!r} would not load back: {error}.") from error
-
-
-def _leaf(value: Any, name: str, objects: list[str]) -> Any:
-    """Return a value without tensors as JSON; what that cannot carry becomes an object."""
-    try:
-        return _plain(value)
-    except TypeError:
-        pickled.expect_loadable(name, value)
-    objects.append(name)
-    return {}
 
 
 def _plain(value: Any) -> Any:
@@ -215,17 +211,13 @@ def decode(tree: Any, name: str) -> Any:
 
 def _decode(tree: Any, name: str | None) -> Any:
     """``name`` is ``None`` inside of a value that has no leaves."""
-    kind = type(tree)
-    if kind is list:
+    if type(tree) is list:
         return [_decode(item, None if name is None else f"{name}.{i}") for i, item in enumerate(tree)]
-    if kind is not dict:
+    if type(tree) is not dict:
         return tree
     if not tree and name is not None:
         return Leaf(name)
-    return _decode_typed(tree, tree["type"], tree["value"], name)
-
-
-def _decode_typed(tree: dict[str, Any], kind: str, value: Any, name: str | None) -> Any:
+    kind, value = tree["type"], tree["value"]
     if kind in _COLLECTIONS:
         return _COLLECTIONS[kind](_decode(item, None) for item in value)
     if kind == "bytes":

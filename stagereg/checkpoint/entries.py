@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 import stagereg.checkpoint.rng as rng
 import stagereg.checkpoint.zero_shards as zero_shards
 from stagereg.checkpoint.encoding import Leaf, leaves, marks
+from stagereg.checkpoint.index import Stored
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.errors import CheckpointError, nearest
 
@@ -189,7 +190,7 @@ def _pair(structure: Any, live: Any, in_place: bool) -> None:
     if isinstance(structure, Leaf):
         if isinstance(live, torch.Tensor):
             structure.live = live
-            structure.in_place = in_place and _is_plain(_local(live))
+            structure.in_place = in_place and _is_plain(_local(live)) and _fits(live, structure.stored)
     elif isinstance(structure, Mapping) and isinstance(live, Mapping):
         for key, item in structure.items():
             if key in live:
@@ -209,6 +210,10 @@ def _memory(x: Any) -> int:
 
 def _is_plain(x: torch.Tensor) -> bool:
     return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.is_contiguous() and not x.is_inference()
+
+
+def _fits(live: torch.Tensor, stored: Stored) -> bool:
+    return stored.chunks is not None and (live.shape, live.dtype) == (stored.shape, stored.dtype)
 
 
 def _is_torchs_own(value: Any) -> bool:

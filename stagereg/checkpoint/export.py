@@ -21,18 +21,16 @@ import torch
 
 import stagereg.checkpoint.encoding as encoding
 import stagereg.checkpoint.entries as entries
-import stagereg.registry as registry
 from stagereg.checkpoint.advice import causes
 from stagereg.checkpoint.encoding import Leaf
-from stagereg.checkpoint.index import TensorEntry
-from stagereg.checkpoint.manifest import Checkpoint, new_token
+from stagereg.checkpoint.manifest import new_token
 from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.safetensors import DTYPES, METADATA, head
 from stagereg.errors import CheckpointError, nearest
 from stagereg.kernel.memory import view_of
 
-__all__ = ["SUFFIXES", "Export", "write_pt"]
+__all__ = ["SUFFIXES", "Export"]
 
 SUFFIXES = (".pt", ".pth", ".safetensors")
 """What a file may be called."""
@@ -58,51 +56,32 @@ def _write_file(out: Path, replace: bool, write: Callable[[IO[bytes]], None]) ->
             beside.unlink()
 
 
-def write_pt(state: Any, out: Path, replace: bool) -> None:
-    """Write a file for ``torch.load(weights_only=True)``, which is tried.
-
-    Raises:
-        CheckpointError: that would refuse it, or as :class:`Export`.write. ``OSError``.
-    """
-
-    def write(file: IO[bytes]) -> None:
-        try:
-            torch.save(state, file)
-        except RuntimeError as error:  # of torch's archive, which could not be ended after what the file has raised
-            raise next((each for each in causes(error) if isinstance(each, OSError)), error) from None
-        _expect_loadable(file)
-
-    _write_file(out, replace, write)
-
-
 class Export:
     """What is to be written of one checkpoint.
 
     Args:
-        checkpoint: a complete one, whose content has been looked at.
-        only: one name of the state that was saved; its own names are then the names in the file. ``None`` for all.
+        files: of the checkpoint, whose content has been looked at.
+        parts: the structures in it, by the names of the state that was saved.
+        only: one of these names; its own names are then the names in the file. ``None`` for all.
 
     Raises:
-        CheckpointError: it has no such name, or was written by a storage that is not there.
+        CheckpointError: it has no such name.
     """
 
-    def __init__(self, checkpoint: Checkpoint, only: str | None = None) -> None:
-        self._step, self._only = checkpoint.manifest.step, only
-        self._files = CheckpointFiles(checkpoint, registry.build("storage", "dcp"))
-        self._parts = entries.parts(self._files, checkpoint.manifest.world_size)
-        if only is not None:
-            if only not in self._parts:
-                known = entries.listed(list(self._parts))
-                text = f"There is no {only!r} in {checkpoint.path}, only {known}.{nearest(only, self._parts)}"
-                raise CheckpointError(text)
-            self._parts = {only: self._parts[only]}
+    def __init__(self, files: CheckpointFiles, parts: Mapping[str, Any], only: str | None = None) -> None:
+        if only is not None and only not in parts:
+            known = entries.listed(list(parts))
+            raise CheckpointError(f"There is no {only!r} in {files.path}, only {known}.{nearest(only, parts)}")
+        self._files, self._only = files, only
+        self._parts = parts if only is None else {only: parts[only]}
 
-    def write(self, out: Path, replace: bool) -> tuple[list[str], list[str]]:
+    def write(self, out: Path, replace: bool, step: int | None = None) -> tuple[list[str], list[str]]:
         """Write the file.
 
         Args:
             out: its path; the suffix, one of :data:`SUFFIXES`, is its format.
             replace: whether it may take the place of a file that is there.
+            step: of the checkpoint, for the head of a ``.safetensors``.
 
         Returns:
             Of the names of the state those that are in the file, and the names of what such a file cannot hold.
@@ -112,41 +91,45 @@ class Export:
         """
         if out.suffix != ".safetensors":
             self._files.read([leaf for structure in self._parts.values() for leaf in encoding.marks(structure)])
-            read = {name: encoding.fill(structure) for name, structure in self._parts.items()}
-            write_pt(read if self._only is None else read[self._only], out, replace)
-            return sorted(self._parts), []
-        tensors: dict[str, tuple[Leaf, TensorEntry]] = {}
+            state = {name: encoding.fill(structure) for name, structure in self._parts.items()}
+            whole = state if self._only is None else state[self._only]
+            _write_file(out, replace, lambda file: _write_pt(file, whole))
+            return sorted(state), []
+        tensors: dict[str, Leaf] = {}
         others: list[str] = []
         held: set[str] = set()
         for part, structure in self._parts.items():
             for name, leaf in encoding.leaves(structure, part):
                 name = name if self._only is None else name.removeprefix(f"{self._only}.")
-                entry = self._files.index.tensor(leaf.name) if isinstance(leaf, Leaf) else None
-                if entry is None:
-                    others.append(name)
-                else:
-                    tensors[name] = leaf, entry
+                if isinstance(leaf, Leaf) and leaf.stored.dtype is not None:
+                    tensors[name] = leaf
                     held.add(part)
-        _write_file(out, replace, lambda file: self._write_tensors(file, tensors))
+                else:
+                    others.append(name)
+        _write_file(out, replace, lambda file: self._write_tensors(file, tensors, step))
         return sorted(held), sorted(others)
 
-    def _write_tensors(self, file: IO[bytes], tensors: Mapping[str, tuple[Leaf, TensorEntry]]) -> None:
-        for name, (_, entry) in tensors.items():
-            if entry.dtype not in DTYPES or name == METADATA:
-                raise CheckpointError(f"safetensors cannot hold {name!r}, which is {entry.dtype}; write a .pt")
+    def _write_tensors(self, file: IO[bytes], tensors: Mapping[str, Leaf], step: int | None) -> None:
+        kinds = {name: (leaf.stored.dtype, leaf.stored.shape) for name, leaf in tensors.items()}
+        for name, (dtype, _) in kinds.items():
+            if dtype not in DTYPES or name == METADATA:
+                raise CheckpointError(f"safetensors cannot hold {name!r}, which is {dtype}; write a .pt")
         # As the library does it: by size of the elements, so that every tensor is aligned, and then by name.
-        order = sorted(tensors.items(), key=lambda item: (-item[1][1].dtype.itemsize, item[0]))
-        kinds = {name: (entry.dtype, entry.shape) for name, (_, entry) in order}
-        file.write(head(kinds, {"format": "pt", "step": str(self._step)}))
-        for _, (leaf, _) in order:
+        order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
+        file.write(head({name: kinds[name] for name in order}, {"format": "pt", "step": str(step)}))
+        for leaf in map(tensors.__getitem__, order):
             self._files.read([leaf])
             if leaf.value.numel():
                 file.write(view_of(leaf.value.contiguous()))
             leaf.value = None
 
 
-def _expect_loadable(file: IO[bytes]) -> None:
-    """Raise ``CheckpointError`` if ``torch.load(weights_only=True)`` would refuse the ``.pt`` just written."""
+def _write_pt(file: IO[bytes], state: Any) -> None:
+    """Write what ``torch.load(weights_only=True)`` takes, which is tried. Raises: ``CheckpointError``, ``OSError``."""
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:  # of torch's archive, which could not be ended after what the file has raised
+        raise next((each for each in causes(error) if isinstance(each, OSError)), error) from None
     file.flush()
     try:
         torch.load(str(file.name), map_location="cpu", mmap=True, weights_only=True)

@@ -14,8 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -26,7 +25,7 @@ from stagereg.checkpoint.encoding import Encoded, without_gc
 from stagereg.checkpoint.storage.protocol import ArchiveResult, TensorResult
 from stagereg.errors import CheckpointError
 
-__all__ = ["ARCHIVE", "DTYPES", "INDEX", "INDEX_BYTES", "Chunk", "Index", "TensorEntry", "make_index", "overlap"]
+__all__ = ["ARCHIVE", "DTYPES", "INDEX", "INDEX_BYTES", "Chunk", "Index", "Stored", "make_index", "tables"]
 
 INDEX = "index.json"
 INDEX_BYTES = 1 << 30
@@ -63,80 +62,72 @@ class Chunk(NamedTuple):
     layout: tuple[int, ...] | str | None
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A tensor of a checkpoint.
+class Stored(NamedTuple):
+    """A tensor or an object of a checkpoint.
 
     Attributes:
-        dtype: its dtype.
+        dtype: of the tensor; ``None`` if it is an object.
         shape: of the whole tensor.
-        chunks: its parts, which cover it once; ``None`` if only the storage that wrote it can read it.
+        chunks: its parts, which cover it once, an object's single one; ``None`` if only the storage that wrote it can
+            read it.
     """
 
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     shape: torch.Size
     chunks: tuple[Chunk, ...] | None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return self.shape.numel() * self.dtype.itemsize
-
 
 class Index:
-    """What :meth:`loads` has read, and found to be right.
+    """What a checkpoint has, found to be right.
+
+    Args:
+        content: of ``index.json``.
+        sizes: of the files of the checkpoint, by name, as the manifest has them.
 
     Attributes:
         state: the structure of each entry, as :mod:`stagereg.checkpoint.encoding` decodes it.
+
+    Raises:
+        Exception: of any kind, if something in it does not fit.
     """
 
-    def __init__(self, data: dict[str, Any]) -> None:
-        self._files: list[str] = data["files"]
-        self._tensors: dict[str, Any] = data["tensors"]
-        self._objects: dict[str, Any] = data["objects"]
-        self.state: dict[str, Any] = data["state"]
+    def __init__(self, content: Any, sizes: Mapping[str, int]) -> None:
+        _check(content, sizes)
+        self._files: list[str] = content["files"]
+        self._tensors: dict[str, Any] = content["tensors"]
+        self._objects: dict[str, Any] = content["objects"]
+        self.state: dict[str, Any] = content["state"]
 
     @classmethod
+    @without_gc()
     def loads(cls, data: bytes | bytearray, sizes: Mapping[str, int]) -> Index:
         """Read the content of ``index.json``.
-
-        Args:
-            data: the content.
-            sizes: of the files of the checkpoint, by name, as the manifest has them.
 
         Raises:
             CheckpointError: it is none, or something in it does not fit.
         """
         try:
-            with without_gc():
-                content = json.loads(data)
-                _check(content, sizes)
+            return cls(json.loads(data), sizes)
         except RecursionError:
             raise CheckpointError(f"{INDEX} is nested too deeply to be one.") from None
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+        except Exception as error:
             raise CheckpointError(f"{INDEX} is not what an index is: {str(error)[:300]}.") from error
-        return cls(content)
 
-    def tensor(self, name: str) -> TensorEntry | None:
-        """Return the tensor of that name; ``None`` if there is none."""
-        found = self._tensors.get(name)
-        if found is None:
+    def find(self, name: str) -> Stored | None:
+        """Return the tensor or object of that name; ``None`` if there is none."""
+        if name in self._tensors:
+            dtype, shape, chunks = self._tensors[name]
+            if chunks is not None:
+                chunks = tuple(self._chunk(chunk, shape) for chunk in chunks)
+            return Stored(DTYPES[dtype], torch.Size(shape), chunks)
+        if name not in self._objects:
             return None
-        dtype, shape, chunks = found
-        if chunks is not None:
-            chunks = tuple(
-                Chunk(self._files[file], offset, length, *_part(shape, part)) for file, offset, length, *part in chunks
-            )
-        return TensorEntry(DTYPES[dtype], torch.Size(shape), chunks)
+        place = self._objects[name]
+        return Stored(None, torch.Size(), None if place is None else (self._chunk([*place, [], [], ARCHIVE], []),))
 
-    def has(self, name: str) -> bool:
-        """Whether there is a tensor or object of that name."""
-        return name in self._tensors or name in self._objects
-
-    def object(self, name: str) -> tuple[str, int, int] | None:
-        """Return file, offset and length of an object; ``None`` if only the storage that wrote it can read it."""
-        found = self._objects[name]
-        return None if found is None else (self._files[found[0]], found[1], found[2])
+    def _chunk(self, chunk: list[Any], whole: list[int]) -> Chunk:
+        file, offset, length, *part = chunk
+        return Chunk(self._files[file], offset, length, *_part(whole, part))
 
 
 def _part(whole: list[int], part: list[Any]) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
@@ -161,42 +152,12 @@ def make_index(
     Raises:
         CheckpointError: it would be longer than what is read back.
     """
-    files: dict[str, int] = {}
-
-    def place(result: WriteResult, offset: int, length: int) -> list[Any]:
-        return [files.setdefault(result.storage_data.relative_path, len(files)), offset, length]
-
-    def chunk(entry: TensorStorageMetadata, part: ChunkStorageMetadata, result: WriteResult) -> list[Any]:
-        box = [[*part.offsets], [*part.sizes]]
-        if isinstance(result, ArchiveResult):
-            return [*place(result, result.storage_data.offset, result.storage_data.length), *box, ARCHIVE]
-        assert isinstance(result, TensorResult)
-        found = place(result, result.content, part.sizes.numel() * entry.properties.dtype.itemsize)
-        if result.stride is not None and not _is_row_major(part.sizes, result.stride):
-            return [*found, *box, [*result.stride]]
-        return found if part.sizes == entry.size else [*found, *box]
-
     with without_gc():
         state: dict[str, Encoded] = {}
         for each in structures:
             state = {**each, **state}  # the lowest rank's, as of everything that several ranks have
-        wanted = {name for encoded in state.values() for name in encoded.objects}
-        written = {(result.index.fqn, result.index.offset): result for rank in results for result in rank}
-        tensors: dict[str, Any] = {}
-        objects: dict[str, Any] = {}
-        for name, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata):
-                parts = [(part, written[name, part.offsets]) for part in entry.chunks]
-                located = all(isinstance(result, (TensorResult, ArchiveResult)) for _, result in parts)
-                chunks = (
-                    [chunk(entry, part, result) for part, result in parts if part.sizes.numel()] if located else None
-                )
-                tensors[name] = [_NAMES[entry.properties.dtype], [*entry.size], chunks]
-            elif name in wanted:  # all else that is no tensor stands in the structure; torch alone reads it
-                found = written[name, None]
-                info = found.storage_data
-                objects[name] = place(found, info.offset, info.length) if isinstance(found, ArchiveResult) else None
-        head = {"format": _FORMAT, "files": [*files], "tensors": tensors, "objects": objects}
+        # All else that is no tensor stands in the structure; torch alone reads it.
+        head = tables(metadata, results, {name for encoded in state.values() for name in encoded.objects})
         texts = ",\n".join(f"{json.dumps(name)}: {encoded.text}" for name, encoded in state.items())
         data = f'{json.dumps(head)[:-1]},\n"state": {{\n{texts}\n}}}}\n'.encode()
     if len(data) > INDEX_BYTES:
@@ -208,13 +169,37 @@ def make_index(
     return data
 
 
-def _is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size > 1 and step != expected:
-            return False
-        expected *= size
-    return True
+def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects: Container[str]) -> dict[str, Any]:
+    """Return the content of ``index.json`` without the structures, of ``objects`` and of all tensors."""
+    files: dict[str, int] = {}
+
+    def place(result: WriteResult, offset: int, length: int) -> list[Any]:
+        return [files.setdefault(result.storage_data.relative_path, len(files)), offset, length]
+
+    def archive(result: WriteResult) -> list[Any] | None:
+        info = result.storage_data
+        return place(result, info.offset, info.length) if isinstance(result, ArchiveResult) else None
+
+    def chunk(entry: TensorStorageMetadata, part: ChunkStorageMetadata, result: WriteResult) -> list[Any] | None:
+        box = [[*part.offsets], [*part.sizes]]
+        if not isinstance(result, TensorResult):
+            found = archive(result)
+            return None if found is None else [*found, *box, ARCHIVE]
+        found = place(result, result.content, part.sizes.numel() * entry.properties.dtype.itemsize)
+        if result.stride is not None:
+            return [*found, *box, [*result.stride]]
+        return found if part.sizes == entry.size else [*found, *box]
+
+    written = {(result.index.fqn, result.index.offset): result for rank in results for result in rank}
+    tensors: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            chunks = [chunk(entry, part, written[name, part.offsets]) for part in entry.chunks if part.sizes.numel()]
+            tensors[name] = [_NAMES[entry.properties.dtype], [*entry.size], None if None in chunks else chunks]
+        elif name in objects:
+            found[name] = archive(written[name, None])
+    return {"format": _FORMAT, "files": [*files], "tensors": tensors, "objects": found}
 
 
 # -- checking
@@ -228,7 +213,7 @@ def _check(data: Any, sizes: Mapping[str, int]) -> None:
         raise TypeError("a part of it is of the wrong kind")
     for name in files:
         if name not in sizes:
-            raise ValueError(f"it names {name!r:.100}, which is no file of the checkpoint")
+            raise ValueError(f"it names {name!r:.100}, which is no file of it")
     extents: list[Any] = []
     for name, (dtype, shape, chunks) in tensors.items():
         itemsize = DTYPES[dtype].itemsize
@@ -272,7 +257,7 @@ def _check_chunks(name: str, whole: list[int], elements: int, chunks: list[Any],
         if layout not in (None, ARCHIVE):
             _check_strides(shape, layout)
         boxes.append((start, shape))
-    if sum(math.prod(shape) for _, shape in boxes) != elements or (len(boxes) > 1 and overlap(boxes)):
+    if sum(math.prod(shape) for _, shape in boxes) != elements or (len(boxes) > 1 and _overlap(boxes)):
         raise ValueError(f"the chunks of {name!r:.100} do not cover it once")
 
 
@@ -286,7 +271,7 @@ def _check_strides(shape: Sequence[int], strides: Any) -> None:
         expected *= size
 
 
-def overlap(boxes: list[_Box]) -> bool:
+def _overlap(boxes: list[_Box]) -> bool:
     """Whether two of them have an element in common; goes through them along the dimension that is cut most often."""
     along = max(range(len(boxes[0][0])), key=lambda i: len({start[i] for start, _ in boxes}), default=None)
     if along is None:

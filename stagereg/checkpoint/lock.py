@@ -35,8 +35,9 @@ __all__ = ["LOCK", "DirectoryLock", "Owner", "StoreLock", "holder"]
 
 LOCK = ".lock"
 
-_PATIENCE_S = 3.0
-_LOOK_S = 0.05
+PATIENCE_S = 3.0
+"""Seconds to wait for an owner that is just ending."""
+
 _COMMAND_LENGTH = 120
 _OWNER_BYTES = 1 << 16
 _TAKEN = (errno.EACCES, errno.EAGAIN)
@@ -92,22 +93,28 @@ class StoreLock(ABC):
 
     Args:
         root: the directory, as messages name it.
+        patience: seconds to wait for it.
 
     Raises:
         CheckpointError: another run holds it; the message names it. ``OSError``.
     """
 
+    _look_s = 0.05
     _process = 0
     """Who holds it; a forked child has the object too, and holds nothing."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, patience: float) -> None:
         self.root, self._key, mine = root, _key(root), Owner.ourselves()
         if _held.setdefault(self._key, mine) is not mine:
             gc.collect()  # an unreachable Checkpointer releases its lock
         if _held.setdefault(self._key, mine) is not mine:
             raise CheckpointError(f"{self.root} is in use by another Checkpointer of this process; close() that first.")
+        began = time.monotonic()
         try:
-            self._take()
+            while not self._take(waited := time.monotonic() - began):
+                if waited >= patience:
+                    raise self._refused(self._other())
+                time.sleep(self._look_s)
         except BaseException:
             del _held[self._key]
             raise
@@ -121,14 +128,14 @@ class StoreLock(ABC):
         """
         if not self._process:
             raise CheckpointError(f"This run has let go of {self.root}; it may not write there any more.")
-        lost, owner = self._check()
-        if lost and owner is None:
-            _log.warning("stagereg: %s/%s was deleted while this run held it; it is held again.", self.root, LOCK)
-        elif lost:
+        if self._is_ours():
+            return
+        if not self._make():
             raise CheckpointError(
-                f"{self.root} was taken over while this run had it, by {owner}: {LOCK} in it was deleted, or not "
-                "renewed in time. Two runs must not write there; end one of them."
+                f"{self.root} was taken over while this run had it, by {self._other()}: {LOCK} in it was deleted, or "
+                " not renewed in time. Two runs must not write there; end one of them."
             )
+        _log.warning("stagereg: %s/%s was deleted while this run held it; it is held again.", self.root, LOCK)
 
     def release(self) -> None:
         """Let others lock it. Twice is harmless."""
@@ -149,13 +156,20 @@ class StoreLock(ABC):
         if not sys.is_finalizing():
             self.release()
 
-    @abstractmethod
-    def _take(self) -> None:
-        """Take it, which nothing of this process has, or raise."""
+    def _take(self, waited: float) -> bool:
+        """Take it if that can be done now; ``waited`` so many seconds. Raises if there is no use in waiting on."""
+        return self._make()
 
     @abstractmethod
-    def _check(self) -> tuple[bool, Owner | None]:
-        """Return whether it was lost, and who has it now, which is None where it could be taken again."""
+    def _make(self) -> bool:
+        """Take it unless there is one, be its owner alive or not."""
+
+    @abstractmethod
+    def _is_ours(self) -> bool: ...
+
+    @abstractmethod
+    def _other(self) -> Owner:
+        """Return who has it in place of this process."""
 
     @abstractmethod
     def _release(self) -> None: ...
@@ -171,25 +185,15 @@ class DirectoryLock(StoreLock):
     """The lock of a directory of a file system, which must be there; the end of the process releases it.
 
     Where the file system has no locks, one warning is logged, and only checkpointers of this process are kept out.
-
-    Args:
-        root: the directory.
-        patience: seconds to wait for an owner that is just ending.
     """
 
-    def __init__(self, root: str | os.PathLike[str], patience: float = _PATIENCE_S) -> None:
-        self._path, self._patience, self._descriptor = os.path.join(root, LOCK), patience, -1
-        super().__init__(os.fspath(root))
+    def __init__(self, root: str | os.PathLike[str], patience: float = PATIENCE_S) -> None:
+        self._path, self._descriptor = os.path.join(root, LOCK), -1
+        super().__init__(os.fspath(root), patience)
 
-    def _take(self) -> None:
-        deadline = time.monotonic() + self._patience
-        while not self._try():
-            if time.monotonic() >= deadline:
-                raise self._refused(_other(self._path) or Owner())
-            time.sleep(_LOOK_S)
-
-    def _try(self) -> bool:
+    def _make(self) -> bool:
         """Open and lock the file, unless another process has it, or has just deleted it."""
+        self._close()
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
         ours = False
         try:
@@ -204,6 +208,8 @@ class DirectoryLock(StoreLock):
         return ours
 
     def _is_ours(self) -> bool:
+        if self._descriptor < 0:
+            return False
         try:
             # Nothing happens if it is held; it was lost if something in this process has closed the same file.
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -215,15 +221,8 @@ class DirectoryLock(StoreLock):
             _warn_no_locks(self.root, error.strerror)
         return _is_at(self._descriptor, self._path)
 
-    def _check(self) -> tuple[bool, Owner | None]:
-        if self._descriptor >= 0 and self._is_ours():
-            return False, None
-        self._close()
-        try:
-            self._take()
-        except CheckpointError:
-            return True, _other(self._path) or Owner()
-        return True, None
+    def _other(self) -> Owner:
+        return _other(self._path) or Owner()
 
     def _release(self) -> None:
         if _is_at(self._descriptor, self._path):

@@ -29,7 +29,6 @@ __all__ = [
     "Manifest",
     "file_mark",
     "new_token",
-    "newest_first",
     "step_name",
     "step_of",
     "step_within",
@@ -158,11 +157,6 @@ def file_mark(stream: IO[bytes]) -> FileMark:
         size += len(block)
         crc = crc32(block, crc)
     return FileMark(size, crc)
-
-
-def newest_first(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-    """Return checkpoints in the order of their commits, the last one first."""
-    return sorted(checkpoints, key=lambda c: (c.manifest.serial, c.manifest.step), reverse=True)
 
 
 def _is_name(text: str) -> bool:

@@ -7,7 +7,10 @@ types of torch's metadata and nothing else, and values are read as in checkpoint
 
 from __future__ import annotations
 
+import os
 import pickle
+from dataclasses import replace
+from functools import cache
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -16,12 +19,14 @@ import torch.distributed.checkpoint.filesystem as filesystem
 import torch.distributed.checkpoint.metadata as torch_metadata
 from torch.distributed.checkpoint._traverse import set_element
 
-import stagereg.checkpoint.pickled as pickled
-from stagereg.checkpoint.index import overlap
+from stagereg.checkpoint.encoding import Leaf
+from stagereg.checkpoint.index import Index, tables
 from stagereg.checkpoint.manifest import MANIFEST
+from stagereg.checkpoint.reading import CheckpointFiles
+from stagereg.checkpoint.storage.protocol import ArchiveResult
 from stagereg.errors import CheckpointError
 
-__all__ = ["is_plain_dcp", "read_plain_dcp"]
+__all__ = ["is_plain_dcp", "open_plain_dcp"]
 
 _METADATA = ".metadata"
 _ENCODING = torch_metadata._MEM_FORMAT_ENCODING
@@ -54,29 +59,30 @@ def is_plain_dcp(path: str) -> bool:
     return (folder / _METADATA).is_file() and not (folder / MANIFEST).exists()
 
 
-def read_plain_dcp(path: str) -> dict[str, Any]:
-    """Return the state dict in a directory, in memory. Tensors are whole; each is a CPU tensor of its saved dtype.
+def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
+    """Return the files of a directory, and the structure of the state dict in it, of which nothing is read yet.
 
     Raises:
         CheckpointError: it is damaged, or names something else than data; nothing of it was run.
     """
     folder = Path(path).expanduser()
-    state: dict[str, Any] = {}
     try:
         with (folder / _METADATA).open("rb") as file:
             metadata: torch_metadata.Metadata = _Unpickler(file).load()
-        paths = metadata.planner_data or {}
-        for name, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, torch_metadata.TensorStorageMetadata):
-                value = _tensor(folder, name, entry, metadata.storage_data)
-            else:
-                value = _value(folder, name, metadata.storage_data[torch_metadata.MetadataIndex(name)])
-            set_element(state, paths.get(name, (name,)), value)
+        places = metadata.storage_data.items()
+        results = [ArchiveResult(each, info.length, _located(folder, info)) for each, info in places]
+        content = tables(metadata, [results], metadata.state_dict_metadata)
+        sizes = {name: os.stat(name).st_size for name in content["files"]}
+        files = CheckpointFiles(path, Index({**content, "state": {}}, sizes))
+        state: dict[str, Any] = {}
+        for name in metadata.state_dict_metadata:
+            way = (metadata.planner_data or {}).get(name, (name,))
+            set_element(state, way, Leaf(name, files.index.find(name)))
     except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(f"{path} was not read: {type(error).__name__}: {str(error)[:300]}") from error
-    return state
+    return files, state
 
 
 class _Unpickler(pickle.Unpickler):
@@ -88,25 +94,15 @@ class _Unpickler(pickle.Unpickler):
             raise CheckpointError(text) from None
 
 
-def _tensor(folder: Path, name: str, entry: torch_metadata.TensorStorageMetadata, places: Any) -> torch.Tensor:
-    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-    if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel() or (len(boxes) > 1 and overlap(boxes)):
-        raise CheckpointError(f"the parts of {name!r:.100} are not the whole of it.")
-    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-    for chunk in entry.chunks:
-        part = _value(folder, name, places[torch_metadata.MetadataIndex(name, chunk.offsets)])
-        if not isinstance(part, torch.Tensor) or (part.shape, part.dtype) != (chunk.sizes, whole.dtype):
-            raise CheckpointError(f"{name!r:.100} has another shape or dtype than its {_METADATA} says.")
-        box = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        whole[box] = part.detach()
-    return whole
-
-
-def _value(folder: Path, name: str, info: Any) -> Any:
-    if Path(info.relative_path).name != info.relative_path:
-        raise CheckpointError(f"it names {info.relative_path[:100]!r}, which is no file of the directory.")
+def _located(folder: Path, info: Any) -> Any:
+    """Return where something lies, with the real path of the file, which the one in the directory may be a link to."""
     if getattr(info, "transform_descriptors", None):
         raise CheckpointError("it is stored through an extension of torch's format, which is not read here.")
-    with (folder / info.relative_path).open("rb") as file:
-        file.seek(info.offset)
-        return pickled.load(name, file.read(info.length))
+    return replace(info, relative_path=_real_path(folder, info.relative_path))
+
+
+@cache
+def _real_path(folder: Path, name: str) -> str:
+    if Path(name).name != name:
+        raise CheckpointError(f"it names {name[:100]!r}, which is no file of the directory.")
+    return str((folder / name).resolve())

@@ -1,7 +1,7 @@
 """Reading a checkpoint: bytes go from its files straight into their tensors, in one copy.
 
 :class:`CheckpointFiles` has the index of one checkpoint, which was found to be right (:mod:`.index`), and its files.
-What lies close together is read at once, on a few threads. Of a sharded tensor each part that is stored is cut with the
+Bytes are read in the order of the files, on a few threads. Of a sharded tensor each part that is stored is cut with the
 part that is wanted, so any number of ranks reads what any other number has written.
 
 A checkpoint of a storage that does not report where it has written what, of another package, is read through that
@@ -15,7 +15,7 @@ import io
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -33,7 +33,7 @@ import stagereg.checkpoint.encoding as encoding
 import stagereg.checkpoint.pickled as pickled
 from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.encoding import Leaf, without_gc
-from stagereg.checkpoint.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, TensorEntry
+from stagereg.checkpoint.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, Stored
 from stagereg.checkpoint.manifest import Checkpoint
 from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.storage.dcp import TorchDcpStorage
@@ -56,27 +56,42 @@ class CheckpointFiles(ExitStack):
     """The index and the files of one checkpoint; a context manager, which closes them. One thread at a time.
 
     Args:
-        checkpoint: a complete one.
-        own: the storage of the program; another one that wrote the checkpoint is built by its name.
-
-    Attributes:
-        index: what is in the checkpoint.
-
-    Raises:
-        CheckpointError: it has no index, or one that is refused; it was written by a storage that is not there.
-            ``OSError``.
+        path: its directory, a path or a URL.
+        index: what is in it.
+        storage: what wrote it, where that alone can read some of it.
     """
 
-    def __init__(self, checkpoint: Checkpoint, own: Storage) -> None:
+    def __init__(self, path: str, index: Index, storage: Storage | None = None) -> None:
         super().__init__()
-        self._path, self._marks = checkpoint.path, checkpoint.manifest.files
-        self._storage = named(checkpoint.manifest.storage, own)
+        self.path, self.index, self._storage = path, index, storage
         self._files: dict[str, _File] = {}
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, own: Storage) -> CheckpointFiles:
+        """Return those of a complete checkpoint.
+
+        Args:
+            checkpoint: which.
+            own: the storage of the program; another one that wrote the checkpoint is built by its name.
+
+        Raises:
+            CheckpointError: it has no index, or one that is refused; it was written by a storage that is not there.
+                ``OSError``.
+        """
+        path, marks = checkpoint.path, checkpoint.manifest.files
+        storage, mark = named(checkpoint.manifest.storage, own), marks.get(INDEX)
+        if mark is None or mark.bytes > INDEX_BYTES:
+            what = f"no {INDEX}" if mark is None else f"an {INDEX} of {mark.bytes:,} bytes, which none has"
+            raise CheckpointError(f"{path} has {what}.")
+        file = _File(f"{path}/{INDEX}")
+        with file.stream:
+            data = file.read(0, mark.bytes)
+        if crc32(data) != mark.crc32:
+            raise CheckpointError(f"{INDEX} of {path} is not what was written.") from ValueError("CRC-32")
         try:
-            self.index = self._read_index()
-        except BaseException:
-            self.close()
-            raise
+            return cls(path, Index.loads(data, {name: mark.bytes for name, mark in marks.items()}), storage)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} was refused: {error}") from error
 
     def structure(self, name: str) -> Any:
         """Return the structure of one entry, with a :class:`.Leaf` for each tensor and object.
@@ -86,88 +101,68 @@ class CheckpointFiles(ExitStack):
         """
         found = encoding.decode(self.index.state[name], name)
         for leaf in encoding.marks(found):
-            if not self.index.has(leaf.name):
+            leaf.stored = self.index.find(leaf.name)
+            if leaf.stored is None:
                 raise CheckpointError(f"{name!r:.100} has {leaf.name!r:.100} by its structure, and it is not stored.")
         return found
 
-    def open_in_place(self, leaves: Iterable[Leaf]) -> list[Leaf]:
-        """Return the leaves that fit the memory in their place, with the files open that :meth:`read` needs for them.
-
-        Raises:
-            CheckpointError: a file is no regular one. ``OSError``.
-        """
-        found = []
-        for leaf in leaves:
-            entry, live = self.index.tensor(leaf.name), leaf.live
-            fits = entry is not None and live is not None and (live.shape, live.dtype) == (entry.shape, entry.dtype)
-            leaf.in_place = leaf.in_place and fits and entry is not None and entry.chunks is not None
-            if leaf.in_place and entry is not None:
-                found.append(leaf)
-                for chunk in entry.chunks or ():
-                    self._file(chunk.file)
-        return found
+    def read(self, leaves: Sequence[Leaf]) -> None:
+        """Read leaves, each into its ``value``; see :meth:`reading`."""
+        self.reading(leaves)()
 
     @without_gc()
-    def read(self, leaves: Sequence[Leaf]) -> None:
-        """Read leaves, each into its ``value``.
+    def reading(self, leaves: Sequence[Leaf]) -> Callable[[], None]:
+        """Open what leaves lie in, and return what reads them, each into its ``value``.
 
-        A tensor is read into ``live`` where :meth:`open_in_place` has found it to fit; else into fresh host memory,
-        or, where ``live`` is a ``DTensor`` of the same shape, into one that is sharded alike.
+        A tensor is read into ``live`` where it is to be read ``in_place``; else into fresh host memory, or, where
+        ``live`` is a ``DTensor`` of the same shape, into one that is sharded alike.
 
         Raises:
-            CheckpointError: an object is refused. ``OSError``.
+            CheckpointError: a file is no regular one; from what is returned: an object is refused. ``OSError``.
         """
         transfer = Transfer(self._file)
         elsewhere: dict[str, Any] = {}
         for leaf in leaves:
-            entry = self.index.tensor(leaf.name)
-            if entry is not None:
-                leaf.value = _memory_for(leaf, entry)
-                if entry.chunks is None:
-                    elsewhere[leaf.name] = leaf.value
-                else:
-                    for start, part in _parts(leaf.value):
-                        transfer.add(part, start, entry, leaf.name)
-            elif (place := self.index.object(leaf.name)) is None:
-                elsewhere[leaf.name] = None
+            if leaf.stored.dtype is not None:
+                leaf.value = _memory_for(leaf)
+            if leaf.stored.chunks is None:
+                elsewhere[leaf.name] = leaf.value
+            elif leaf.stored.dtype is None:
+                transfer.add_object(leaf)
             else:
-                leaf.value = pickled.load(leaf.name, self._file(place[0]).read(place[1], place[2]))
-        transfer.run()
-        if elsewhere:
-            self._read_elsewhere(elsewhere)
-            for leaf in leaves:
-                leaf.value = elsewhere.get(leaf.name, leaf.value)
+                for start, part in _parts(leaf.value):
+                    transfer.add(part, start, leaf.stored, leaf.name)
+
+        def read() -> None:
+            torch.autograd.graph.increment_version(
+                [leaf.live for leaf in leaves if leaf.in_place and leaf.live is not None]
+            )
+            transfer.run()
+            if elsewhere:
+                self._read_elsewhere(elsewhere)
+                for leaf in leaves:
+                    leaf.value = elsewhere.get(leaf.name, leaf.value)
+
+        return read
 
     def _read_elsewhere(self, wanted: dict[str, Any]) -> None:
         """Through the reader of a storage that alone knows where things lie, which is none of the project."""
-        if isinstance(self._storage, (FileStorage, TorchDcpStorage)):  # torch's readers would unpickle the metadata
+        storage = self._storage
+        if storage is None or isinstance(storage, (FileStorage, TorchDcpStorage)):  # torch's would unpickle metadata
             name = next(iter(wanted))
-            raise CheckpointError(f"{INDEX} of {self._path} does not say where {name!r:.100} lies.")
+            raise CheckpointError(f"{INDEX} of {self.path} does not say where {name!r:.100} lies.")
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
-            load(wanted, storage_reader=self._storage.reader(self._path), planner=planner, no_dist=True)
+            load(wanted, storage_reader=storage.reader(self.path), planner=planner, no_dist=True)
         except CheckpointException as failed:
             error = next(error for error, _ in failed.failures.values())
             if isinstance(error, CheckpointError) or not isinstance(error, Exception):
                 raise error from None
             raise CheckpointError(reason(error)) from error
 
-    def _read_index(self) -> Index:
-        mark = self._marks.get(INDEX)
-        if mark is None or mark.bytes > INDEX_BYTES:
-            what = f"no {INDEX}" if mark is None else f"an {INDEX} of {mark.bytes:,} bytes, which none has"
-            raise CheckpointError(f"{self._path} has {what}.")
-        data = self._file(INDEX).read(0, mark.bytes)
-        if crc32(data) != mark.crc32:
-            raise CheckpointError(f"{INDEX} of {self._path} is not what was written.") from ValueError("CRC-32")
-        try:
-            return Index.loads(data, {name: mark.bytes for name, mark in self._marks.items()})
-        except CheckpointError as error:
-            raise CheckpointError(f"{self._path} was refused: {error}") from error
-
     def _file(self, name: str) -> _File:
         if name not in self._files:
-            self._files[name] = _File(self._path, name)
+            self._files[name] = _File(os.path.join(self.path, name))
             self.callback(self._files[name].stream.close)
         return self._files[name]
 
@@ -175,17 +170,17 @@ class CheckpointFiles(ExitStack):
 class _File:
     """A file of a checkpoint, open for reading; several threads may read a local one."""
 
-    def __init__(self, path: str, name: str) -> None:
-        self._name, self.local = f"{path}/{name}", not is_url(path)
+    def __init__(self, path: str) -> None:
+        self._path, self.local = path, not is_url(path)
         self.stream: io.RawIOBase | io.BufferedReader
         if not self.local:
-            self.stream = ObjectStore(path).open(self._name)
+            self.stream = ObjectStore(path).open(path)
             return
         # What is no regular file is never waited for, and no link is followed.
-        if not stat.S_ISREG(os.lstat(self._name).st_mode):
-            raise CheckpointError(f"{name} of {path} is no regular file")
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise CheckpointError(f"{path} is no regular file")
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        self.stream = io.FileIO(self._name, opener=lambda path, _: os.open(path, flags))
+        self.stream = io.FileIO(path, opener=lambda path, _: os.open(path, flags))
 
     def read_into(self, offset: int, memory: memoryview) -> None:
         """Fill ``memory``. Raises: ``OSError``, also if the file ends before."""
@@ -196,7 +191,7 @@ class _File:
                 self.stream.seek(offset)
                 count = self.stream.readinto(memory) or 0
             if count == 0:
-                raise OSError(f"{self._name} ends at byte {offset}")
+                raise OSError(f"{self._path} ends at byte {offset}")
             memory, offset = memory[count:], offset + count
 
     def read(self, offset: int, length: int) -> bytearray:
@@ -206,15 +201,13 @@ class _File:
         return data
 
 
-def _memory_for(leaf: Leaf, entry: TensorEntry) -> torch.Tensor:
+def _memory_for(leaf: Leaf) -> torch.Tensor:
     """Return what a tensor is read into."""
-    live = leaf.live
-    if leaf.in_place and live is not None:
-        torch.autograd.graph.increment_version(live)
-        return live
-    if isinstance(live, DTensor) and live.shape == entry.shape:
-        return torch.empty_like(live, dtype=entry.dtype)
-    return torch.empty(entry.shape, dtype=entry.dtype)
+    if leaf.in_place and leaf.live is not None:
+        return leaf.live
+    if isinstance(leaf.live, DTensor) and leaf.live.shape == leaf.stored.shape:
+        return torch.empty_like(leaf.live, dtype=leaf.stored.dtype)
+    return torch.empty(leaf.stored.shape, dtype=leaf.stored.dtype)
 
 
 def _parts(x: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
@@ -242,51 +235,63 @@ class Transfer:
 
     def __init__(self, file: Callable[[str], _File]) -> None:
         self._file = file
-        self._moves: dict[str, list[_Move]] = defaultdict(list)
+        self._moves: dict[_File, list[_Move]] = defaultdict(list)
         self._others: list[Callable[[], None]] = []
 
-    def add(self, part: torch.Tensor, start: tuple[int, ...], entry: TensorEntry, name: str) -> None:
-        """Have ``part``, which begins at ``start``, filled from the chunks of a tensor."""
+    def add(self, part: torch.Tensor, start: tuple[int, ...], stored: Stored, name: str) -> None:
+        """Have ``part``, which begins at ``start``, filled from the chunks of a tensor. Opens their files."""
         plain = part.is_cpu and part.is_contiguous()
-        for chunk in entry.chunks or ():
+        for chunk in stored.chunks or ():
+            file = self._file(chunk.file)
             if plain and chunk.layout is None and chunk.start == start and chunk.shape == part.shape:
-                self._moves[chunk.file].append(_Move(chunk.offset, chunk.length, part.data_ptr()))
+                self._moves[file].append(_Move(chunk.offset, chunk.length, part.data_ptr()))
                 continue
             low = [max(a, b) for a, b in zip(chunk.start, start, strict=True)]
             high = [min(a + n, b + m) for a, n, b, m in zip(chunk.start, chunk.shape, start, part.shape, strict=True)]
             if any(begin >= end for begin, end in zip(low, high, strict=True)):
                 continue
             to, box = part[_slices(low, high, start)], _slices(low, high, chunk.start)
-            stored = torch.empty(chunk.shape, dtype=entry.dtype, device="meta")[box]
-            if plain and chunk.layout is None and to.is_contiguous() and stored.is_contiguous():
-                offset = chunk.offset + int(stored.storage_offset()) * entry.dtype.itemsize
-                self._moves[chunk.file].append(_Move(offset, to.nbytes, to.data_ptr()))
+            there = torch.empty(chunk.shape, dtype=stored.dtype, device="meta")[box]
+            if plain and chunk.layout is None and to.is_contiguous() and there.is_contiguous():
+                offset = chunk.offset + int(there.storage_offset()) * there.itemsize
+                self._moves[file].append(_Move(offset, to.nbytes, to.data_ptr()))
             else:
-                self._others.append(partial(self._copy, chunk, box, to, entry.dtype, name))
+                self._others.append(partial(_copy, file, chunk, box, to, name))
 
+    def add_object(self, leaf: Leaf) -> None:
+        """Have an object loaded. Opens its file."""
+        [chunk] = leaf.stored.chunks
+        file = self._file(chunk.file)
+
+        def read() -> None:
+            leaf.value = pickled.load(leaf.name, file.read(chunk.offset, chunk.length))
+
+        self._others.append(read)
+
+    @without_gc()
     def run(self) -> None:
         """Read all of it."""
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="stagereg-read") as threads:
-            for name, moves in self._moves.items():
-                file = self._file(name)
+            for file, moves in self._moves.items():
                 fetch = threads.map if file.local else map
                 list(fetch(partial(_fetch, file), _jobs(sorted(moves))))
-        for copy in self._others:
-            copy()
+        for read in self._others:
+            read()
 
-    def _copy(self, chunk: Chunk, box: tuple[slice, ...], to: torch.Tensor, dtype: torch.dtype, name: str) -> None:
-        """Read a chunk into memory of its own, and copy what is wanted of it."""
-        data = self._file(chunk.file).read(chunk.offset, chunk.length)
-        if chunk.layout == ARCHIVE:
-            stored = pickled.load(name, data)
-            if not isinstance(stored, torch.Tensor) or stored.shape != chunk.shape or stored.dtype != dtype:
-                raise CheckpointError(f"{name!r:.100} has something else in its file than {INDEX} says.")
-        else:
-            stored = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
-            shape, strides = chunk.shape, chunk.layout
-            stored = stored.as_strided(shape, strides) if isinstance(strides, tuple) else stored.view(shape)
-        with torch.no_grad():
-            to.copy_(stored[box])
+
+def _copy(file: _File, chunk: Chunk, box: tuple[slice, ...], to: torch.Tensor, name: str) -> None:
+    """Read a chunk into memory of its own, and copy what is wanted of it."""
+    data = file.read(chunk.offset, chunk.length)
+    if chunk.layout == ARCHIVE:
+        stored = pickled.load(name, data)
+        if not isinstance(stored, torch.Tensor) or stored.shape != chunk.shape or stored.dtype != to.dtype:
+            raise CheckpointError(f"{name!r:.100} has another shape or dtype in its file than was said.")
+    else:
+        stored = torch.frombuffer(data, dtype=torch.uint8).view(to.dtype)
+        shape, strides = chunk.shape, chunk.layout
+        stored = stored.as_strided(shape, strides) if isinstance(strides, tuple) else stored.view(shape)
+    with torch.no_grad():
+        to.copy_(stored[box])
 
 
 def _slices(low: list[int], high: list[int], start: Sequence[int]) -> tuple[slice, ...]:

@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.rng as rng
 import stagereg.record as record
-from stagereg.checkpoint.damage import Condition, Found, Unclear, damage_lines, differences
-from stagereg.checkpoint.encoding import Leaf, fill
+from stagereg.checkpoint.damage import Condition, Found, Unclear, differences
+from stagereg.checkpoint.encoding import fill
 from stagereg.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
 from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.open_store import open_parent_store, store_path
+from stagereg.checkpoint.store.open_store import open_parent_store
 from stagereg.errors import CheckpointError
 
 __all__ = ["restore"]
@@ -100,11 +100,10 @@ def restore(
 def _choice(store: CheckpointStore, resume: str) -> _Choice:
     """List what ``resume`` stands for. Raises: ``CheckpointError`` if there is none, or one could not be looked at."""
     if resume not in ("auto", "latest"):
-        condition = open_parent_store(resume).condition(store_path(resume))
+        condition = open_parent_store(resume).condition(resume)
         _expect_certain(condition)
         return _Choice((), [condition]) if condition.checkpoint is None else _Choice([condition.checkpoint])
-    complete, refused = store.checkpoints()
-    damaged = [store.condition(path) for path in sorted(refused, reverse=True)]
+    complete, damaged = store.checkpoints()
     for each in damaged:
         _expect_certain(each)
     pointed = store.latest()
@@ -129,7 +128,7 @@ def _is_newer(damaged: Condition, than: Checkpoint, latest: Manifest | None) -> 
 
 
 def _expect_certain(condition: Condition) -> None:
-    if not condition.certain:
+    if any(isinstance(what, Unclear) for what in condition.damages.values()):
         raise CheckpointError(
             f"{condition.path} may be a good checkpoint, and it could not be looked at: {condition}. "
             "To go on from another one, name it: checkpoint.resume=PATH."
@@ -189,7 +188,7 @@ def _prepare(
         return condition, nothing
     assign, failure = nothing, None
     try:
-        files = opened.enter_context(CheckpointFiles(chosen, own))
+        files = opened.enter_context(CheckpointFiles.of(chosen, own))
         assign = _load(chosen, state, files, ranks.rank, ranks.size)
     except Exception as error:
         failure = error
@@ -217,16 +216,16 @@ def _load(
     """Read all that does not go straight into the objects of ``state``; what is returned does the rest."""
     saved_size = chosen.manifest.world_size
     found = entries.find(files, state, saved_size, rank, size)
-    into: dict[str, list[Leaf]] = {}
+    into: dict[str, Callable[[], None]] = {}
     for name, structure in found.items():
         leaves = entries.pair(structure, state.get(name))
-        into[name] = files.open_in_place(leaves)
+        into[name] = files.reading([leaf for leaf in leaves if leaf.in_place])
         files.read([leaf for leaf in leaves if not leaf.in_place])
 
     def assign() -> None:
         for name in state:
             try:
-                files.read(into[name])
+                into[name]()
                 entries.assign(state, name, fill(found[name]))
             except OSError as error:
                 raise CheckpointError(f"{name!r} has changed in part: {error}") from error
@@ -272,7 +271,7 @@ def _nothing_good(store: CheckpointStore, damaged: Sequence[Condition]) -> str:
 
 def _not_that_one(resume: str, damaged: Condition) -> str:
     what = f"it is damaged:\n{_indented(damaged)}\n"
-    if damaged.manifest is None and all(each.what == "missing" for each in damaged.damages):
+    if damaged.manifest is None and set(damaged.damages.values()) == {"missing"}:
         what = f"there is no {MANIFEST} in it. "
     named = resume if resume == damaged.path else f"{resume}: {damaged.path}"
     beside = shlex.quote(open_parent_store(damaged.path).root)
@@ -280,4 +279,4 @@ def _not_that_one(resume: str, damaged: Condition) -> str:
 
 
 def _indented(condition: Condition) -> str:
-    return "\n".join(f"  {line}" for line in damage_lines(condition.damages))
+    return "\n".join(f"  {line}" for line in condition.lines())

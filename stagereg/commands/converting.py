@@ -16,7 +16,7 @@ import stagereg.output as output
 from stagereg.checkpoint.manifest import Checkpoint
 from stagereg.commands.inventory import located, newest_first
 from stagereg.commands.listing import add_plugins_option, import_plugins
-from stagereg.errors import CheckpointError, ConfigError, nearest
+from stagereg.errors import CheckpointError, ConfigError
 
 __all__ = ["add_to", "run"]
 
@@ -45,8 +45,11 @@ def run(asked: argparse.Namespace) -> int:
         CheckpointError: there is no good checkpoint, it has no such name, or the file cannot be written.
         ConfigError: OUT is no name of such a file, or ``--plugins`` names what cannot be imported.
     """
+    import stagereg.checkpoint.entries as entries
+    import stagereg.registry as registry
     from stagereg.checkpoint.export import SUFFIXES, Export
-    from stagereg.checkpoint.plain_dcp import is_plain_dcp
+    from stagereg.checkpoint.plain_dcp import is_plain_dcp, open_plain_dcp
+    from stagereg.checkpoint.reading import CheckpointFiles
 
     out = Path(asked.out).expanduser().absolute()
     if out.suffix not in SUFFIXES:
@@ -56,57 +59,42 @@ def run(asked: argparse.Namespace) -> int:
     if not asked.force and os.path.lexists(out):
         raise ConfigError(f"{out} is there already; --force replaces it.")
     import_plugins(asked)
+    step = None
     if is_plain_dcp(asked.checkpoint):
-        return _convert_plain(asked, out)
-    chosen, passed = _chosen(asked.checkpoint)
-    for line in passed:
-        print(f"Passing over {line}", file=sys.stderr)
-    try:
-        export = Export(chosen, asked.only)
-    except OSError as error:
-        text = f"{chosen.path} was not read: {error}. If a run has just deleted it, there is a newer one: try again."
-        raise CheckpointError(text) from error
+        if out.suffix == ".safetensors":
+            raise ConfigError(f"{asked.checkpoint} is a directory of plain torch, of which only a .pt is made.")
+        path, which = asked.checkpoint, f"{asked.checkpoint} of plain torch"
+        files, parts = open_plain_dcp(path)
+    else:
+        chosen, passed = _chosen(asked.checkpoint)
+        for line in passed:
+            print(f"Passing over {line}", file=sys.stderr)
+        path, step = chosen.path, chosen.manifest.step
+        which = f"step {step} of {path}"
+        try:
+            files = CheckpointFiles.of(chosen, registry.build("storage", "dcp"))
+        except OSError as error:
+            text = f"{path} was not read: {error}. If a run has just deleted it, there is a newer one: try again."
+            raise CheckpointError(text) from error
+        parts = entries.parts(files, chosen.manifest.world_size)
     output.progress(f"writing {out}")
     try:
-        names, left_out = export.write(out, asked.force)
+        with files:
+            names, left_out = Export(files, parts, asked.only).write(out, asked.force, step)
     except OSError as error:
         raise CheckpointError(f"{out} was not written: {error}") from error
     finally:
         output.progress()
     nbytes = out.stat().st_size
     if asked.json:
-        found = {"checkpoint": chosen.path, "step": chosen.manifest.step, "file": str(out), "bytes": nbytes}
+        found = {"checkpoint": path, "step": step, "file": str(out), "bytes": nbytes}
         output.as_json(found | {"names": names, "left_out": left_out})
         return 0
-    output.echo(f"{out}: step {chosen.manifest.step} of {chosen.path}, {nbytes:,} bytes")
+    output.echo(f"{out}: {which}, {nbytes:,} bytes")
     output.echo(f"In it: {', '.join(map(_shown, names)) or 'nothing'}")
     if left_out:
         more = f", and {len(left_out) - _SHOWN} more (--json names all)" if len(left_out) > _SHOWN else ""
         output.echo(f"Not in it, being no tensors: {', '.join(map(_shown, left_out[:_SHOWN]))}{more}")
-    return 0
-
-
-def _convert_plain(asked: argparse.Namespace, out: Path) -> int:
-    from stagereg.checkpoint.entries import listed
-    from stagereg.checkpoint.export import write_pt
-    from stagereg.checkpoint.plain_dcp import read_plain_dcp
-
-    if out.suffix == ".safetensors":
-        raise ConfigError(f"{asked.checkpoint} is a directory of plain torch, of which only a .pt is made.")
-    state = read_plain_dcp(asked.checkpoint)
-    if asked.only is not None and asked.only not in state:
-        text = f"There is no {asked.only!r} in {asked.checkpoint}, only {listed(list(state))}."
-        raise CheckpointError(text + nearest(asked.only, state))
-    try:
-        write_pt(state if asked.only is None else state[asked.only], out, asked.force)
-    except OSError as error:
-        raise CheckpointError(f"{out} was not written: {error}") from error
-    nbytes, names = out.stat().st_size, sorted(state if asked.only is None else [asked.only])
-    if asked.json:
-        output.as_json({"checkpoint": asked.checkpoint, "file": str(out), "bytes": nbytes, "names": names})
-        return 0
-    output.echo(f"{out}: {asked.checkpoint} of plain torch, {nbytes:,} bytes")
-    output.echo(f"In it: {', '.join(map(_shown, names)) or 'nothing'}")
     return 0
 
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import stagereg.output as output
-from stagereg.checkpoint.damage import Condition
+from stagereg.checkpoint.damage import Condition, Unclear
 from stagereg.checkpoint.manifest import LATEST, MANIFEST, step_of, step_within
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.open_store import open_parent_store, open_store, store_path
+from stagereg.checkpoint.store.open_store import open_parent_store, open_store
 from stagereg.errors import CheckpointError
 from stagereg.output import size_text
 
@@ -98,7 +98,7 @@ def verify(asked: argparse.Namespace) -> int:
         output.as_json({"root": found.store.root, "verify": how, "checkpoints": entries, "newest_good": good})
         return int(bad > 0)
     columns = ("step", "files", "size", "state")
-    wrong = ["\n".join(map(str, each.damages)) for each in looked]
+    wrong = ["\n".join(f"{name}: {what}" for name, what in each.damages.items()) for each in looked]
     rows = [(*_cells(entry, columns), text) for entry, text in zip(entries, wrong, strict=True)]
     output.table(found.store.root, (*columns, "what is wrong"), rows, verdict="state")
     count = f"{len(looked)} checkpoint{'' if len(looked) == 1 else 's'}, {f'{bad} not' if bad else 'all'} good."
@@ -128,9 +128,8 @@ def located(target: str, empty: bool = False) -> Located:
             if every or (empty and store.leftovers()):
                 return Located(store, every, one=False)
         store = open_parent_store(target)
-        one = store.condition(store_path(target))
-        absent = (LATEST, ""), (MANIFEST, "missing")  # no manifest, or a ``latest`` that leads nowhere
-        lost = any((damage.file, damage.what if damage.file == MANIFEST else "") in absent for damage in one.damages)
+        one = store.condition(target)
+        lost = one.damages.get(MANIFEST) == "missing"
         if one.manifest is not None or not lost or any(each.name == one.name for each in _conditions(store)):
             return Located(store, [one], one=True)
     except OSError as error:
@@ -144,16 +143,17 @@ def newest_first(conditions: Sequence[Condition]) -> list[Condition]:
 
 
 def _conditions(store: CheckpointStore) -> list[Condition]:
-    complete, refused = store.checkpoints()
-    every = [Condition(one.path, one.manifest) for one in complete]
-    every += [store.condition(path) for path in refused]
-    return sorted(every, key=lambda each: -1 if each.step is None else each.step, reverse=True)
+    complete, damaged = store.checkpoints()
+    return sorted(
+        [*(Condition(one.path, one.manifest) for one in complete), *damaged],
+        key=lambda each: -1 if each.step is None else each.step,
+        reverse=True,
+    )
 
 
 def _still_there(store: CheckpointStore, looked: list[Condition]) -> list[Condition]:
     """Return those that were not deleted while they were read, by a run that goes on and keeps only the newest."""
-    complete, refused = store.checkpoints()
-    there = {path.rpartition("/")[2] for path in refused} | {one.name for one in complete}
+    there = {each.name for each in _conditions(store)}
     left = [each for each in looked if not each.damages or each.name in there or step_of(each.name) is None]
     if not left:
         raise CheckpointError(f"{store.root}: a run replaced all of them by newer ones meanwhile. Look again.")
@@ -162,7 +162,7 @@ def _still_there(store: CheckpointStore, looked: list[Condition]) -> list[Condit
 
 def _entry(each: Condition, good: str) -> dict[str, Any]:
     """What is known of a checkpoint; what could not be looked at is not called damaged."""
-    bad = "damaged" if any(damage.certain for damage in each.damages) else "unclear"
+    bad = "damaged" if any(not isinstance(what, Unclear) for what in each.damages.values()) else "unclear"
     manifest = each.manifest
     return {
         "path": each.path,
@@ -173,7 +173,7 @@ def _entry(each: Condition, good: str) -> dict[str, Any]:
         "ranks": manifest and manifest.world_size,
         "storage": manifest and manifest.storage,
         "state": bad if each.damages else good,
-        "damages": [{"file": damage.file, "what": damage.what} for damage in each.damages],
+        "damages": [{"file": name, "what": what} for name, what in each.damages.items()],
     }
 
 

@@ -64,6 +64,7 @@ def test_a_stager_that_leaves_files_open_is_seen_in_a_real_run(registry_as_befor
             held.append(os.open(os.devnull, os.O_RDONLY))
             return super().stage(state_dict)
 
+    processes = 1 + len(endurance._children(os.getpid()))  # with what earlier tests have started
     seen = endure("leaking", "dcp", 10, 2, tmp_path)
     for descriptor in held:
         os.close(descriptor)
@@ -71,29 +72,23 @@ def test_a_stager_that_leaves_files_open_is_seen_in_a_real_run(registry_as_befor
     assert seen[-1]["descriptors"] - seen[0]["descriptors"] == 9
     assert "descriptors" in " ".join(grown(seen))
     assert sorted(os.listdir(tmp_path))[-2:] == ["step-00000009", "step-00000010"]
-
-
-@pytest.mark.slow
-def test_counts_are_of_this_process_and_its_writer(tmp_path: Path) -> None:
-    others = len(endurance._children(os.getpid()))  # what earlier tests have started
-    seen = endure("shared", "torch_dcp", 10, 1, tmp_path)
-    assert {mark["processes"] for mark in seen} == {others + 2}
+    assert {mark["processes"] for mark in seen} == {processes}
     kept = sum(path.lstat().st_size for path in tmp_path.rglob("step-*/*"))
     assert 0 < seen[-1]["disk"] - kept < 1000, "beside the checkpoints, only who holds the directory"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stager", "storage"), [("pinned_cached", "dcp"), ("shared", "dcp")])
+@pytest.mark.parametrize("stager", ["pinned_cached", "shared"])
 def test_hundreds_of_checkpoints_leave_nothing_behind(
-    stager: str, storage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stager: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "result.json"
     where = ["--dir", str(tmp_path), "--json", str(file)]
-    ended = cli.main(["bench", "endurance", "--saves", "500", "--stager", stager, "--storage", storage, *where])
+    ended = cli.main(["bench", "endurance", "--saves", "500", "--stager", stager, *where])
     out = capsys.readouterr().out
     assert ended == 0, out
     assert out.splitlines()[-1] == "Nothing has grown."
     shown = json.loads(file.read_text())
     assert [mark["saves"] for mark in shown["marks"]] == list(range(50, 501, 50))
-    assert shown["marks"][-1]["processes"] == (2 if stager == "shared" else 1)
+    assert shown["marks"][-1]["processes"] == 1
     assert list(tmp_path.iterdir()) == [file]

@@ -108,19 +108,3 @@ def test_more_plain_values_than_are_read_back_are_refused(tmp_path: Path, monkey
         with pytest.raises(CheckpointError, match=r"100,000 are read back.* is 'large', with 100,002 bytes"):
             checkpointer.wait()
         assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000001"]
-
-
-def test_objects_with_tensors_come_back(tmp_path: Path) -> None:
-    state = {
-        "pair": (torch.ones(2), 1, b"x"),
-        "other": [2j, torch.float32, torch.Size([2])],
-        "long": b"x" * 100_000,
-        "set": {"a": {1, 2}},
-    }
-    with Checkpointer(str(tmp_path)) as checkpointer:
-        checkpointer.save(1, state)
-        found: dict[str, Any] = dict.fromkeys(state)
-        checkpointer.restore(found)
-    assert torch.equal(found["pair"][0], torch.ones(2))
-    assert found["pair"][1:] == (1, b"x")
-    assert {name: found[name] for name in state if name != "pair"} == {n: state[n] for n in state if n != "pair"}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import datetime
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,26 +51,9 @@ class Write:
 
 @pytest.fixture
 def write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Write]:
-    target = SaveTarget(open_store(str(tmp_path)), 1, DcpStorage(), RankGroup(), None, "0123456789ab")
+    target = SaveTarget(open_store(str(tmp_path)), 1, DcpStorage(), RankGroup(), "0123456789ab")
     yield Write(monkeypatch, target)
     shutdown._forget()  # no failure of a test must reach the exit status of the tests
-
-
-def test_waits_end_with_the_time_out_which_is_reported_once(write: Write, caplog: pytest.LogCaptureFixture) -> None:
-    background = write.background(0.0)
-    save = write.submitted(background)
-    assert not background.finish()
-    with pytest.raises(CheckpointError, match=r"longer than 0 s \(it is at: waiting for its turn\)"):
-        background.raise_failure()
-    assert background.hanging
-    with pytest.raises(CheckpointError, match="Step 2 was not saved: an earlier save hangs"):
-        background.admit(PendingSave(2, write.target))
-    background.raise_failure()
-    write.go.set()
-    assert save.over.wait(30)
-    assert background.finish()
-    background.raise_failure()
-    assert "step 1 is saved after all" in caplog.text
 
 
 def test_a_third_save_waits_and_writes_never_overlap(write: Write) -> None:
@@ -123,17 +104,6 @@ def test_the_first_failure_is_raised_and_later_ones_are_logged(write: Write, cap
     background.raise_failure()
 
 
-def test_a_save_that_hangs_at_the_end_commits_nothing(write: Write) -> None:
-    background = write.background(0.0)
-    save = write.submitted(background)
-    background.finish()
-    background.close()
-    assert save.abandoned
-    assert not background.finish()
-    write.go.set()
-    assert save.over.wait(30)
-
-
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_background_that_is_closed_or_dropped_leaves_no_thread(write: Write, closed: bool) -> None:
     write.go.set()
@@ -149,25 +119,6 @@ def test_a_background_that_is_closed_or_dropped_leaves_no_thread(write: Write, c
         del background
     thread.join(30)
     assert not thread.is_alive()
-
-
-def test_the_end_may_look_while_the_training_thread_does(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    background = write.background()
-    save = write.submitted(background)
-    assert write.begun.wait(30)
-    looked: list[bool] = []
-
-    def meanwhile() -> float:
-        if not background._lock.locked() and not looked:
-            write.go.set()
-            looked.append(save.over.wait(30))
-            looked.append(background.hanging)
-        return time.monotonic()
-
-    monkeypatch.setattr(pending_save, "time", SimpleNamespace(monotonic=meanwhile))
-    looked.append(background.finish())
-    assert looked[-1]
-    write.go.set()
 
 
 def test_without_a_thread_a_save_is_refused_and_not_waited_for(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

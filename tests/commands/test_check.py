@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import stagereg.commands.checking as checking
-from stagereg.cli import main
 from stagereg.errors import RegistryError
 
-from .conftest import Install, wait_until_gone
+from .conftest import Command, Install, wait_until_gone
+
+Check = Callable[..., dict[str, Any]]
 
 # Contracts of no kind need no training to break their promises; each of these does it in another way.
 HARMFUL = """
@@ -90,36 +91,31 @@ def path_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])  # the folder of a checked file is put on it
 
 
-def check(*arguments: str, capsys: pytest.CaptureFixture[str], code: int) -> dict[str, Any]:
-    """Run the command, which is to end with ``code``; return its output as JSON."""
-    assert main(["check", "--json", *arguments]) == code
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return result
-
-
 def rows(result: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """Verdict and observation, by the name of the promise."""
     return {case["name"]: (case["verdict"], case["seen"]) for case in result["cases"]}
 
 
+@pytest.fixture
+def check(command: Command) -> Check:
+    return lambda *arguments, code: command("check", "--json", *arguments, code=code).json
+
+
 @pytest.mark.parametrize(
     ("harm", "seen"),
     [
-        (
-            "os.write(2, b'last output\\n'); os._exit(4)",
-            "ended the process with exit code 4; its last output: .*last output",
-        ),
+        ("os.write(2, b'last output\\n'); os._exit(4)", "ended the process with exit code 4; .* output: .*last output"),
         ("ctypes.string_at(0)", r"crashed with SIGSEGV in test_harms \(.*harmful.py:{line}\)"),
         ("time.sleep(600)", r"still running after 4 s: stuck in test_harms \(.*harmful.py:{line}\)"),
     ],
 )
 def test_a_process_that_dies_or_hangs_is_named_with_its_case(
-    harm: str, seen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    harm: str, seen: str, tmp_path: Path, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     file, source = tmp_path / "harmful.py", HARMFUL.replace("{harm}", harm)
     file.write_text(source)
-    result = check(str(file), "--timeout", "4", capsys=capsys, code=1)
+    result = check(file, "--timeout", "4", code=1)
     found = rows(result)
     lines = source.splitlines()
     assert found["imports"] == found["test_keeps"] == ("kept", "")
@@ -135,14 +131,14 @@ def test_a_process_that_dies_or_hangs_is_named_with_its_case(
         wait_until_gone(int(pid))
 
 
-def test_what_has_no_contract_is_not_shown(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_has_no_contract_is_not_shown(install: Install, check: Check) -> None:
     asking = STAGER.format(name="asking").replace("lend: bool = False", "lend: bool")
     install("asking", asking, {"stager.asking": "Mine"}, requires="hydra-stagereg")
-    verdict, seen = rows(check("asking", capsys=capsys, code=1))["contract"]
+    verdict, seen = rows(check("asking", code=1))["contract"]
     assert verdict == "not shown"
     assert "lend" in seen
     install("lonely", JOINABLE, {"joinable.lonely": "Mine"}, requires="hydra-stagereg")
-    found = rows(check("lonely", capsys=capsys, code=1))
+    found = rows(check("lonely", code=1))
     assert found["contract"][0] == "not shown"
     assert "stagereg.testing.JoinableContract" in found["contract"][1]
     assert '"joinable.lonely" = "lonely.contract:Name"' in found["contract"][1]
@@ -150,10 +146,10 @@ def test_what_has_no_contract_is_not_shown(install: Install, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_a_stager_without_a_contract_is_built_from_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stager_without_a_contract_is_built_from_defaults(tmp_path: Path, check: Check) -> None:
     file = tmp_path / "mine.py"
     file.write_text(STAGER.format(name="mine"))
-    result = check(str(file), capsys=capsys, code=1)
+    result = check(file, code=1)
     cases = [case for case in result["cases"] if case["section"].startswith("stager/mine")]
     assert cases[0]["section"].endswith("mine.py:7")
     assert {"kept", "broken"} <= {case["verdict"] for case in cases}
@@ -163,23 +159,23 @@ def test_a_stager_without_a_contract_is_built_from_defaults(tmp_path: Path, caps
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["blocking", "overlapped"])
-def test_the_built_in_stagers_keep_their_promises(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    result = check(f"stager/{name}", capsys=capsys, code=0)
+def test_the_built_in_stagers_keep_their_promises(name: str, check: Check) -> None:
+    result = check(f"stager/{name}", code=0)
     assert result["kept"]
     assert result["counts"]["kept"] > 20
 
 
-def test_errors_in_the_metadata_of_a_package_are_reported(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_in_the_metadata_of_a_package_are_reported(install: Install, check: Check) -> None:
     contracts = {"stager.careless": "Contract"}
     source = STAGER.format(name="careless") + "Contract = None\n"
     plugins = {"stager.careless": "Mine", "stagr.careless": "Mine"}
     install("careless", source, plugins, contracts)
-    found = rows(check("careless", capsys=capsys, code=1))
+    found = rows(check("careless", code=1))
     assert found["metadata"][0] == "broken"
     assert "Did you mean 'stager'?" in found["metadata"][1]
     assert "is no class that inherits stagereg.testing.StagerContract" in found["contract"][1]
     install("older", STAGER.format(name="other"), {"stager.older": "Mine"}, requires="stagereg")
-    found = rows(check("older", capsys=capsys, code=1))
+    found = rows(check("older", code=1))
     assert "requires 'stagereg', which is an unrelated project" in found["metadata"][1]
     assert found["loads"][0] == "broken"
 
@@ -187,21 +183,18 @@ def test_errors_in_the_metadata_of_a_package_are_reported(install: Install, caps
 @pytest.mark.parametrize(
     ("source", "seen"), [("raise SystemExit('no licence')", "no licence"), ("import os; os._exit(7)", "exit code 7")]
 )
-def test_a_package_that_cannot_be_imported_is_one_row(
-    source: str, seen: str, install: Install, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_package_that_cannot_be_imported_is_one_row(source: str, seen: str, install: Install, check: Check) -> None:
     install("leaving", source, {"stager.leaving": "Mine"})
-    found = rows(check("leaving", capsys=capsys, code=1))
+    found = rows(check("leaving", code=1))
     assert list(found) == ["metadata", "loads"]
     assert found["loads"][0] == "broken"
     assert seen in found["loads"][1]
 
 
-def test_without_pytest_its_extra_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pytest_its_extra_is_named(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pytest" else find(name))
-    assert main(["check", "blocking"]) == 2
-    assert "pip install 'hydra-stagereg[check]'" in capsys.readouterr().err
+    assert "pip install 'hydra-stagereg[check]'" in command("check", "blocking", code=2).err
 
 
 def test_what_a_target_means_is_known_without_importing_it(install: Install) -> None:
@@ -235,26 +228,23 @@ def test_what_a_target_means_is_known_without_importing_it(install: Install) -> 
     ],
 )
 def test_what_cannot_be_checked_is_one_error(
-    target: str, result: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str, result: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.py").touch()
-    assert main(["check", target]) == 2
-    captured = capsys.readouterr()
+    captured = command("check", target, code=2)
     assert result in captured.err
-    assert not captured.out
+    assert captured.out == ""
 
 
 @pytest.mark.slow
 def test_a_killed_check_kills_the_process_of_the_plugin(tmp_path: Path) -> None:
-    pids = tmp_path / "pid"
-    (tmp_path / "hung.py").write_text(
-        f"import os, time\nopen({str(pids)!r} + '.tmp', 'w').write(str(os.getpid()))\n"
-        f"os.rename({str(pids)!r} + '.tmp', {str(pids)!r})\ntime.sleep(600)\n"
-    )
+    pid = tmp_path / "pid"
+    begin = "import os, time\nopen('tmp', 'w').write(str(os.getpid()))\n"
+    (tmp_path / "hung.py").write_text(begin + "os.rename('tmp', 'pid')\ntime.sleep(600)")
     command = [sys.executable, "-m", "stagereg", "check", "hung.py"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
-        while not pids.exists():
+        while not pid.exists():
             os.sched_yield()
         running.kill()
-    wait_until_gone(int(pids.read_text()))
+    wait_until_gone(int(pid.read_text()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
@@ -15,15 +14,13 @@ import torch
 import torch.distributed as dist
 
 import stagereg.commands.doctor as doctor
-from stagereg import cli
 from stagereg.commands.child import call_in_child
 
-from .conftest import GOOD, Install, wait_until_gone
+from .conftest import GOOD, Command, Install, wait_until_gone
 
 
-def examined(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> dict[str, dict[str, Any]]:
-    assert cli.main(["doctor", "--json", *arguments]) == code
-    seen = json.loads(capsys.readouterr().out)
+def examined(command: Command, code: int, *arguments: str) -> dict[str, dict[str, Any]]:
+    seen = command("doctor", "--json", *arguments, code=code).json
     assert seen["broken"] == sum(one["verdict"] == "broken" for one in seen["findings"])
     return {one["what"]: one for one in seen["findings"]}
 
@@ -40,8 +37,8 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "call_in_child", instead)
 
 
-def test_a_healthy_machine_has_nothing_broken(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    found = examined(capsys, 0, "--dir", str(tmp_path / "not" / "yet"))
+def test_a_healthy_machine_has_nothing_broken(command: Command, tmp_path: Path) -> None:
+    found = examined(command, 0, "--dir", str(tmp_path / "not" / "yet"))
     assert set(found) >= {
         *("python", "stagereg", "torch", "hydra-core", "omegaconf", "matplotlib", "safetensors"),
         *("machine", "accelerators", "/dev/shm", "page-locked memory", "open files"),
@@ -53,7 +50,7 @@ def test_a_healthy_machine_has_nothing_broken(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_harmful_plugin_is_one_row_and_the_others_are_reported(
-    install: Install, capsys: pytest.CaptureFixture[str], without_torch: None, tmp_path: Path
+    install: Install, command: Command, without_torch: None, tmp_path: Path
 ) -> None:
     pid = tmp_path / "pid"
     # It hangs with a child of its own, which must not outlive it, and without giving a signal a chance.
@@ -76,7 +73,7 @@ threading.Event().wait()
         "lacking": ("class X: ...", "method 'stage' is missing"),
     }
     files = {name: install(name, source, {f"stager.{name}": "X"}) for name, (source, _) in bad.items()}
-    found = examined(capsys, 1, "--timeout", "5")
+    found = examined(command, 1, "--timeout", "5")
     assert (found["stager/good"]["verdict"], found["stager/good"]["found"]) == ("ok", "good_one 1.2")
     for name, (_, message) in bad.items():
         row = found[f"stager/{name}"]
@@ -89,17 +86,12 @@ threading.Event().wait()
     wait_until_gone(int(pid.read_text()))
 
 
-def test_the_table_has_remedies_and_counts(
-    install: Install, capsys: pytest.CaptureFixture[str], without_torch: None
-) -> None:
+def test_the_table_has_remedies_and_counts(install: Install, command: Command, without_torch: None) -> None:
     install("breaks", "raise ValueError('no licence')", {"stager.breaks": "X"})
-    assert cli.main(["doctor"]) == 1
-    seen = capsys.readouterr().out
+    seen = command("doctor", code=1).out
     assert "-> Repair, update or uninstall breaks 1.2." in seen
     assert "\n1 broken, " in seen
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["doctor", "--timeout", "0"])
-    assert "--timeout: must be above 0, not '0'" in capsys.readouterr().err
+    assert "--timeout: must be above 0, not '0'" in command("doctor", "--timeout", "0", code=2).err
 
 
 @pytest.mark.parametrize(
@@ -149,11 +141,11 @@ def test_what_does_not_fit_is_reported_with_its_remedy(tmp_path: Path, monkeypat
 
 
 def test_the_error_of_torch_or_a_built_in_component_is_reported(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter([(None, "ImportError: libcudart.so"), (None, "stager/shared: no such thing")])
     monkeypatch.setattr(doctor, "call_in_child", lambda *_, limit_s: next(answers))
-    found = examined(capsys, 1)
+    found = examined(command, 1)
     assert found["accelerators"]["found"] == "ImportError: libcudart.so"
     assert found["built-in components"]["verdict"] == "broken"
     assert found["built-in components"]["found"].endswith("stager/shared: no such thing")

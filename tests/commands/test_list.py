@@ -8,68 +8,61 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from stagereg import registry
 
-from stagereg import cli, registry
-
-from .conftest import GOOD, Install
-
-
-def listed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, str]]:
-    assert cli.main(["list", "--json", *arguments]) == 0
-    components: list[dict[str, str]] = json.loads(capsys.readouterr().out)["components"]
-    return components
+from .checkpoint_directories import save
+from .conftest import GOOD, Command, Install
 
 
-def test_every_component_is_listed_with_its_package(capsys: pytest.CaptureFixture[str]) -> None:
-    found = listed(capsys)
+def test_every_component_is_listed_with_its_package(command: Command) -> None:
+    found = command("list", "--json").json["components"]
     entries = {(e.kind, e.name): (e.target, e.distribution, e.version) for e in registry.entries()}
     assert {(e["kind"], e["name"]): (e["target"], e["distribution"], e["version"]) for e in found} == entries
-    assert cli.main(["list"]) == 0
-    _, _, *rows = capsys.readouterr().out.splitlines()
+    _, _, *rows = command("list").out.splitlines()
     for row, each in zip(rows, found, strict=True):
         package = f"{each['distribution']} {each['version']}".strip() or each["file"]
         assert row.split() == [each["kind"], each["name"], *package.split(), each["target"]]
-    assert [each["name"] for each in listed(capsys, "storage")] == registry.names("storage")
-    assert cli.main(["list", "joinabel"]) == 2
-    assert "No kind 'joinabel' of component. Did you mean 'joinable'?" in capsys.readouterr().err
+    storages = command("list", "storage", "--json").json["components"]
+    assert [each["name"] for each in storages] == registry.names("storage")
+    wrong = command("list", "joinabel", code=2).err
+    assert "No kind 'joinabel' of component. Did you mean 'joinable'?" in wrong
 
 
-def test_components_are_listed_unimported_nonsense_is_named(
-    install: Install, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_components_are_listed_unimported_nonsense_is_named(install: Install, command: Command) -> None:
     for package in ("one", "two"):
         install(package, "raise SystemExit('imported')", {"stager.same": "Same", f"stager.of_{package}": "Same"})
     install("odd", "", {"stagr.x": "X", "stager.good": "Good"})
-    assert cli.main(["list", "--json"]) == 0
-    seen = json.loads(capsys.readouterr().out)
+    seen = command("list", "--json").json
     found = {each["name"]: each for each in seen["components"]}
     assert {"same@one", "same@two", "of_one", "good"} < set(found)
     assert (found["of_one"]["distribution"], found["of_one"]["version"]) == ("one", "1.2")
-    assert "one" not in sys.modules
     assert [each["distribution"] for each in seen["unreadable"]] == ["odd 1.2"]
     assert "stagr.x" in seen["unreadable"][0]["reason"]
-    assert cli.main(["list"]) == 0
-    assert "Not all can be listed of: odd 1.2. See `stagereg doctor`." in capsys.readouterr().out
+    assert "Not all can be listed of: odd 1.2. See `stagereg doctor`." in command("list").out
 
 
-def test_listing_and_help_import_nothing_heavy() -> None:
-    program = """
+def program(text: str, *arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
+    command, environment = [sys.executable, "-c", text, *map(str, arguments)], {**os.environ, **more}
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, env=environment)
+
+
+def test_listing_and_help_import_nothing_heavy(tmp_path: Path) -> None:
+    save(tmp_path, 100)
+    text = """
 import contextlib, sys
 from stagereg import cli
-cli.main(["list"])
-cli.main(["ls", "nowhere"])
+codes = [cli.main(asked) for asked in (["list"], ["ls", sys.argv[1]], ["verify", sys.argv[1]])]
 with contextlib.suppress(SystemExit):
     cli.main(["--help"])
 heavy = [name for name in ("torch", "hydra", "omegaconf", "fsspec", "stagereg.stagers") if name in sys.modules]
-sys.exit(f"imported: {heavy}" if heavy else 0)
+sys.exit(f"exit codes {codes}, imported: {heavy}" if heavy or any(codes) else 0)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = program(text, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_closed_pipe_is_no_error_and_no_traceback() -> None:
-    program = """
+    text = """
 import os, sys
 from stagereg import cli
 reading, writing = os.pipe()
@@ -78,8 +71,7 @@ os.close(writing)
 os.close(reading)
 sys.exit(cli.main(["list"]))
 """
-    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
-    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=60, env=buffered)
+    done = program(text, PYTHONUNBUFFERED="")
     assert (done.returncode, done.stderr) == (141, "")
 
 

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, example, given, reject, settings
 from hypothesis import strategies as st
 
 import stagereg.commands.scaffold as scaffold
-from stagereg.cli import main
 from stagereg.errors import ConfigError
 
 from ..test_packaging import build, environment
+from .conftest import Command
 
 KINDS = ("stager", "joinable", "join_hook")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
@@ -116,13 +116,11 @@ def test_a_package_of_any_legal_name_is_whole(kind: str, name: str, tmp_path_fac
     assert all(ast.parse(file.read_text()) for file in folder.rglob("*.py") if file.stat().st_size)
 
 
-def test_where_no_folder_can_be_made_nothing_is_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_no_folder_can_be_made_nothing_is_changed(tmp_path: Path, command: Command) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "precious.txt").write_text("mine")
-    assert main(["new", "stager", "mine", "--dir", str(tmp_path)]) == 2
-    assert "is there already" in capsys.readouterr().err
-    assert main(["new", "stager", "mine", "--dir", str(tmp_path / "mine" / "precious.txt")]) == 2
-    assert "Choose another --dir" in capsys.readouterr().err
+    for where, reason in (("", "is there already"), ("mine/precious.txt", "Choose another --dir")):
+        assert reason in command("new", "stager", "mine", "--dir", tmp_path / where, code=2).err
     assert [file.name for file in tmp_path.rglob("*")] == ["mine", "precious.txt"]
 
 
@@ -140,29 +138,24 @@ def test_a_package_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_name_that_cannot_be_had_is_refused_with_the_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_that_cannot_be_had_is_refused_with_the_reason(tmp_path: Path, command: Command) -> None:
     taken = "stagereg.stagers.overlapped:OverlappedStager of hydra-stagereg"
     reasons = {"is no name": ("9x", "a.b", "mine_", "Mine", "a" * 29), taken: ("overlapped",)}
     reasons |= {"cannot name": ("null", "class", "join", "stager_contract"), "a Python module already": ("json",)}
     for reason, names in reasons.items():
         for name in names:
-            assert main(["new", "stager", name, "--dir", str(tmp_path)]) == 2
-            assert reason in capsys.readouterr().err
+            assert reason in command("new", "stager", name, "--dir", tmp_path, code=2).err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_next_commands_are_printed_and_work_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["new", "joinable", "mine", "--dir", "some where", "--json"]) == 0
-    seen = json.loads(capsys.readouterr().out)
-    assert (tmp_path / seen["folder"] / "pyproject.toml").is_file()
-    assert seen["files"] == sorted(
-        file.relative_to(seen["folder"]).as_posix() for file in Path(seen["folder"]).rglob("*") if file.is_file()
-    )
+    seen = command("new", "joinable", "mine", "--dir", "some where", "--json").json
+    folder = tmp_path / seen["folder"]
+    assert "pyproject.toml" in seen["files"]
+    assert seen["files"] == sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
     goes = run("sh", "-c", seen["next"][0].split(" && ")[0] + " && pwd", cwd=tmp_path)
     assert goes.stdout.strip() == str(tmp_path / "some where" / "mine")
     assert seen["next"][1:] == ["python -m pytest", "stagereg check mine"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg.checkpoint.interval as interval
-from stagereg import cli
 from stagereg.commands.planning import Job
 
 from ..sweep.samples import Sample, write_run
+from .conftest import Command
+
+Plan = Callable[..., dict[str, Any]]
 
 GIVEN = ("--stage-gib-s", "2", "--write-gib-s", "0.5")
 """Rates, so that nothing is measured."""
 
 
-def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert cli.main(["plan", "--json", *arguments]) == 0
-    seen: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return seen
+@pytest.fixture
+def plan(command: Command) -> Plan:
+    return lambda *arguments: command("plan", "--json", *arguments).json
 
 
-def test_the_interval_is_the_best_for_each_ranks_share(capsys: pytest.CaptureFixture[str]) -> None:
-    seen = plan(capsys, "--mtbf", "6h", "--ranks", "1024", "--state", "1TiB", "--step", "1.2s", *GIVEN)
+def test_the_interval_is_the_best_for_each_ranks_share(plan: Plan) -> None:
+    seen = plan("--mtbf", "6h", "--ranks", "1024", "--state", "1TiB", "--step", "1.2s", *GIVEN)
     assert (seen["cost_s"], seen["write_s"]) == (0.5, 0.5 + 2.0)  # 1 GiB a rank
     assert seen["steps"] == round(interval.optimum(0.5, 6 * 3600) / 1.2)
     assert seen["interval_s"] == seen["steps"] * 1.2
@@ -40,28 +40,25 @@ def test_the_interval_is_the_best_for_each_ranks_share(capsys: pytest.CaptureFix
     assert lost == interval.lost_fraction(seen["interval_s"], 0.5, 6 * 3600, 300, 2.5)
 
 
-def test_a_restart_may_take_no_time(capsys: pytest.CaptureFixture[str]) -> None:
-    seen = plan(capsys, "--mtbf", "6h", "--restart", "0s", "--state", "1GiB", *GIVEN)
+def test_a_restart_may_take_no_time(plan: Plan) -> None:
+    seen = plan("--mtbf", "6h", "--restart", "0s", "--state", "1GiB", *GIVEN)
     assert (seen["restart_s"], [one["restarts"] for one in seen["intervals"]]) == (0, [0] * len(seen["intervals"]))
 
 
-def test_a_job_fails_as_often_as_all_its_machines(capsys: pytest.CaptureFixture[str]) -> None:
-    seen = plan(capsys, "--mtbf-per-node", "50000h", "--nodes", "128", "--state", "8GiB", *GIVEN)
+def test_a_job_fails_as_often_as_all_its_machines(plan: Plan) -> None:
+    seen = plan("--mtbf-per-node", "50000h", "--nodes", "128", "--state", "8GiB", *GIVEN)
     assert (seen["mtbf_s"], seen["steps"]) == (50000 * 3600 / 128, None)
 
 
-def test_slow_writing_sets_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slow_writing_sets_the_interval(plan: Plan) -> None:
     arguments = ("--mtbf", "10h", "--state", "20GiB", "--stage-gib-s", "20", "--write-gib-s", "0.01")
-    seen = plan(capsys, *arguments)
+    seen = plan(*arguments)
     assert seen["interval_s"] == seen["least_s"] == pytest.approx(2000)
 
 
 @pytest.mark.parametrize(("mtbf", "hardly"), [("6h", False), ("5m", True), ("1s", True)])
-def test_the_text_names_settings_assumptions_and_sources(
-    mtbf: str, hardly: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["plan", "--mtbf", mtbf, "--state", "1TiB", "--ranks", "1024", "--step", "1.2s", *GIVEN]) == 0
-    seen = capsys.readouterr().out
+def test_the_text_names_settings_assumptions_and_sources(mtbf: str, hardly: bool, command: Command) -> None:
+    seen = command("plan", "--mtbf", mtbf, "--state", "1TiB", "--ranks", "1024", "--step", "1.2s", *GIVEN).out
     assert ("hardly get on" in seen) == hardly
     assert ("checkpoint.every=122" in seen) != hardly
     for part in (f"checkpoint.mtbf={mtbf}", "whole job", "Young", "Daly", "Vaidya", "Given: 2 GiB/s", "at random"):
@@ -78,28 +75,25 @@ def recorded(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", Sample(ranks=1, steps=11, every=4, nbytes=400_000, **times))
 
 
-def test_a_run_reports_cost_age_step_and_size(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    seen = plan(capsys, "--mtbf", "1h", "--run", str(recorded))
+def test_a_run_reports_cost_age_step_and_size(recorded: Path, plan: Plan) -> None:
+    seen = plan("--mtbf", "1h", "--run", str(recorded))
     assert (seen["state_bytes"], seen["ranks"]) == (400_000, 1)
     assert (seen["cost_s"], seen["write_s"], seen["step_s"]) == pytest.approx((2.0, 5.0, 1.0))
     assert seen["steps"] == round(interval.optimum(2.0, 3600))
     assert "2 checkpoints" in " ".join(seen["sources"])
 
 
-def test_the_times_of_a_run_are_scaled_to_the_bytes_of_a_rank(
-    recorded: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen = plan(capsys, "--mtbf", "1h", "--run", str(recorded), "--state", "8MB", "--ranks", "4", "--step", "3s")
+def test_the_times_of_a_run_are_scaled_to_the_bytes_of_a_rank(recorded: Path, plan: Plan) -> None:
+    seen = plan("--mtbf", "1h", "--run", str(recorded), "--state", "8MB", "--ranks", "4", "--step", "3s")
     assert (seen["cost_s"], seen["write_s"], seen["step_s"]) == pytest.approx((10.0, 25.0, 3.0))
     assert "5 times as many bytes" in " ".join(seen["sources"])
 
 
-def test_a_run_without_a_checkpoint_is_refused(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_checkpoint_is_refused(recorded: Path, command: Command) -> None:
     file = recorded / "metrics.jsonl"
     lines = [line for line in file.read_text().splitlines(keepends=True) if '"write"' not in line]
     file.write_text("".join(lines))
-    assert cli.main(["plan", "--mtbf", "6h", "--run", str(recorded)]) == 2
-    assert "no checkpoint was completed" in capsys.readouterr().err
+    assert "no checkpoint was completed" in command("plan", "--mtbf", "6h", "--run", recorded, code=2).err
 
 
 TIMES = st.floats(-3, 6).map(lambda power: 10.0**power)
@@ -140,13 +134,8 @@ GOOD = {"--mtbf": "6h", "--state": "1GiB", "--stage-gib-s": "2", "--write-gib-s"
         ({"--run": "/nowhere", "--stage-gib-s": None, "--write-gib-s": None}, "/nowhere"),
     ],
 )
-def test_nonsense_is_refused_on_one_screen(
-    changed: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nonsense_is_refused_on_one_screen(changed: dict[str, str | None], message: str, command: Command) -> None:
     arguments = [part for name, value in (GOOD | changed).items() if value is not None for part in (name, value)]
-    with contextlib.suppress(SystemExit):  # of argparse, which prints the usage, too
-        assert cli.main(["plan", *arguments]) == 2
-    printed = capsys.readouterr()
+    printed = command("plan", *arguments, code=2)
     assert message in printed.err
     assert printed.out == ""
-    assert len(printed.err.splitlines()) < 15

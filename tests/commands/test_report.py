@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from stagereg import cli
-
 from ..sweep.samples import FAILING, Sample, failed, rank_file, sweep, write_hydra, write_run
+from .conftest import Command
 
-RUN_FILES = ["report.html", "timeline.png", "timeline.svg", "trace.json"]
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 
 
@@ -31,96 +29,83 @@ def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
-def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    capsys.readouterr()
-    assert cli.main(["report", *arguments]) == 0
-    return capsys.readouterr().out
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    capsys.readouterr()
-    assert cli.main(["report", *arguments]) == 2
-    seen = capsys.readouterr().err
-    assert "Traceback" not in seen
-    return seen
+@pytest.fixture
+def report(here: Path, command: Command) -> Command:
+    return lambda *arguments, code=0: command("report", *arguments, code=code)
 
 
 @needs_matplotlib
-def test_a_run_is_reported_and_leaves_timeline_and_page(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_reported_and_leaves_timeline_and_page(here: Path, report: Command) -> None:
     write_hydra(write_run(here / "run"), ["lr=0.1"], config="lr: 0.1\n")
-    seen = report(capsys, "run")
+    seen = report("run").out
     assert "run: Completed: 40 steps on 2 ranks" in seen
     assert "4 checkpoints, each held training for 2.1 ms (median)" in seen
     rows = [line.split() for line in seen.splitlines()]
     assert ["10", "0.1", "2.1", "5", "20", "25", "128", "complete"] in rows
     assert ["stall_ms", "2.1", "ms"] in rows
-    assert (
-        sorted(path.name for path in (here / "run").iterdir() if path.suffix in (".html", ".svg", ".png", ".json"))
-        == RUN_FILES
-    )
+    written = {path.name for path in (here / "run").iterdir() if path.suffix in (".html", ".svg", ".png", ".json")}
+    assert written == {"report.html", "timeline.png", "timeline.svg", "trace.json"}
     page = (here / "run" / "report.html").read_text()
     assert "lr: 0.1" in page
     assert page.count("data:image/svg+xml") == 1
     assert (here / "run" / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_sweep_with_failed_jobs_is_compared_again(
-    here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
-) -> None:
+def test_a_sweep_with_failed_jobs_is_compared_again(here: Path, report: Command, no_matplotlib: None) -> None:
     sweep(here / "sweep")
-    seen = report(capsys, "sweep", "--output", "elsewhere")
+    seen = report("sweep", "--output", "elsewhere").out
     assert "Best by stall_ms: stager=pinned_cached" in seen
     assert "the loss is not finite" in seen
     assert {"compare.csv", "compare.md", "report.html"} <= set(os.listdir("elsewhere"))
     assert "report.html" not in os.listdir("sweep")
 
 
-def test_json_has_the_same_figures_and_writes_no_file_unasked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_same_figures_and_writes_no_file_unasked(here: Path, report: Command) -> None:
     sweep(here / "sweep")
     write_run(here / "run", Sample(killed=True))
     before = sorted(here.rglob("*"))
-    seen = json.loads(report(capsys, "sweep", "--json"))
+    seen = report("sweep", "--json").json
     assert (seen["kind"], seen["metric"], seen["files"]) == ("sweep", "stall_ms", [])
     by_status = {row["parameters"]["stager"]: row for row in seen["rows"]}
     assert by_status["missing"]["status"] in ("failed", "unfinished")
     assert by_status["pinned_cached"]["cells"]["stall_ms"]["verdict"] in ("best", "tie")
-    seen = json.loads(report(capsys, "run", "--json"))
+    seen = report("run", "--json").json
     assert (seen["kind"], seen["status"]) == ("run", "unfinished")
     assert seen["figures"]["checkpoints"] == 3
     assert [one["state"] for one in seen["checkpoints"]] == ["complete"] * 3 + ["not complete"]
     assert sorted(here.rglob("*")) == before
 
 
-def test_a_sweep_is_ranked_by_its_own_metric_by_default(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_is_ranked_by_its_own_metric_by_default(here: Path, report: Command) -> None:
     sweep(here / "sweep")
     for config in here.glob("sweep/*/.hydra/config.yaml"):
         config.write_text("sweep: {metric: samples_per_s, direction: minimize}\n")
-    seen = json.loads(report(capsys, "sweep", "--json"))
+    seen = report("sweep", "--json").json
     assert (seen["metric"], seen["better"]) == ("samples_per_s", "lower")
-    seen = json.loads(report(capsys, "sweep", "--json", "--metric", "samples_per_s"))
+    seen = report("sweep", "--json", "--metric", "samples_per_s").json
     assert (seen["metric"], seen["better"]) == ("samples_per_s", "higher")
-    seen = json.loads(report(capsys, "sweep", "--json", "--metric", "shadowed_steps", "--direction", "maximize"))
+    seen = report("sweep", "--json", "--metric", "shadowed_steps", "--direction", "maximize").json
     assert (seen["metric"], seen["better"]) == ("shadowed_steps", "higher")
-    assert "There is no metric 'stal_ms'. Did you mean 'stall_ms'?" in refused(capsys, "sweep", "--metric", "stal_ms")
+    assert (
+        "There is no metric 'stal_ms'. Did you mean 'stall_ms'?" in report("sweep", "--metric", "stal_ms", code=2).err
+    )
 
 
-def test_a_job_that_recorded_nothing_has_its_result(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_recorded_nothing_has_its_result(here: Path, report: Command) -> None:
     failed(here / "job", 0, FAILING.split()).write()
-    seen = report(capsys, "job")
+    seen = report("job").out
     assert "job: Failed." in seen
     assert "It failed: rank 1: RuntimeError: the loss is not finite" in seen
     assert "There is no timeline: job holds no run: there is no metrics.jsonl in it." in seen
     assert os.listdir("job") == ["result.json"]
     (here / "job" / "metrics.jsonl").touch()
-    assert "There is no timeline: job holds no run: what is in job/metrics.jsonl is not" in report(capsys, "job")
+    assert "There is no timeline: job holds no run: what is in job/metrics.jsonl is not" in report("job").out
 
 
-def test_the_error_of_a_run_is_reported_once_in_a_line(
-    here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
-) -> None:
+def test_the_error_of_a_run_is_reported_once_in_a_line(here: Path, report: Command, no_matplotlib: None) -> None:
     write_run(here / "job")
     failed(here / "job", 0, []).write()
-    seen = report(capsys, "job")
+    seen = report("job").out
     assert (seen.count("the loss is not finite"), "Traceback" in seen) == (1, False)
     page = (here / "job" / "report.html").read_text()
     assert "<li>It failed: rank 1: RuntimeError: the loss is not finite</li>" in page
@@ -128,7 +113,7 @@ def test_the_error_of_a_run_is_reported_once_in_a_line(
 
 
 def test_missing_and_damaged_records_and_a_fallback_are_reported(
-    here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
+    here: Path, report: Command, no_matplotlib: None
 ) -> None:
     write_run(here / "run", Sample(ranks=3))
     rank_file(here / "run", 1).unlink()
@@ -136,17 +121,15 @@ def test_missing_and_damaged_records_and_a_fallback_are_reported(
     event = {"event": "fallback", "t": 1750000000.0, "step": 100, "damaged": 200, "lost": 100, "why": "a: missing"}
     damaged = file.read_text().replace('"event": "stall"', '"event": stall', 2)
     file.write_text(damaged + json.dumps(event) + "\n")
-    seen = report(capsys, "run")
+    seen = report("run").out
     assert "Left out, being damaged: 2 lines of its records." in seen
     assert "There are no records of 1 rank (1):" in seen
     assert "It went on from step 100, since a newer checkpoint was damaged (a: missing): 100 steps lost." in seen
 
 
-def test_many_checkpoints_are_cut_short_on_the_terminal_alone(
-    here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
-) -> None:
+def test_many_checkpoints_are_cut_short_on_the_terminal_alone(here: Path, report: Command, no_matplotlib: None) -> None:
     write_run(here / "run", Sample(steps=100, every=5, ranks=1))
-    table = report(capsys, "run").partition("Checkpoints")[2].partition("Written")[0]
+    table = report("run").out.partition("Checkpoints")[2].partition("Written")[0]
     steps = [line.split()[0] for line in table.splitlines()[3:] if line.strip()]
     assert steps == ["5", "10", "15", "20", "25", "30", "…", "75", "80", "85", "90", "95", "100"]
     page = (here / "run" / "report.html").read_text()
@@ -154,39 +137,32 @@ def test_many_checkpoints_are_cut_short_on_the_terminal_alone(
 
 
 @needs_matplotlib
-def test_the_window_is_that_of_the_timeline(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_window_is_that_of_the_timeline(here: Path, report: Command) -> None:
     write_run(here / "run")
-    whole = report(capsys, "run") and (here / "run" / "timeline.svg").read_text()
-    report(capsys, "run", "--window", "0.1:0.2")
+    whole = report("run") and (here / "run" / "timeline.svg").read_text()
+    report("run", "--window", "0.1:0.2")
     assert (here / "run" / "timeline.svg").read_text() != whole
     for wrong in ("5", "a:b", "2:1", "-1:2", "nan:1"):
-        with pytest.raises(SystemExit, match="2"):
-            cli.main(["report", "run", f"--window={wrong}"])
-        assert "--window: takes seconds since the start of the run, as in 10:20" in capsys.readouterr().err
-    assert "There is nothing to draw from 50 s on" in refused(capsys, "run", "--window=50:60")
+        shown = report("run", f"--window={wrong}", code=2).err
+        assert "--window: takes seconds since the start of the run, as in 10:20" in shown
+    assert "There is nothing to draw from 50 s on" in report("run", "--window=50:60", code=2).err
 
 
-def test_without_matplotlib_the_rest_is_there(
-    here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
-) -> None:
+def test_without_matplotlib_the_rest_is_there(here: Path, report: Command, no_matplotlib: None) -> None:
     write_run(here / "run")
     (here / "run" / "timeline.svg").write_text("of a report before")
-    assert cli.main(["report", "run"]) == 0
-    seen = capsys.readouterr()
+    seen = report("run")
     assert seen.err == "no picture: pip install 'hydra-stagereg[report]'\n"
     assert "Checkpoints" in seen.out
     assert sorted(os.listdir("run")) == ["metrics.jsonl", "metrics.rank1.jsonl", "report.html", "trace.json"]
 
 
-def test_what_is_asked_for_in_vain_is_refused(
-    here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
-) -> None:
+def test_what_is_asked_for_in_vain_is_refused(here: Path, report: Command, no_matplotlib: None) -> None:
     write_run(here / "run")
     sweep(here / "sweep")
-    assert "and sweep is a sweep: name a job of it" in refused(capsys, "sweep", "--window", "1:2")
-    assert "rank the jobs of a sweep, and run is a single run" in refused(capsys, "run", "--metric", "loss")
+    assert "and sweep is a sweep: name a job of it" in report("sweep", "--window", "1:2", code=2).err
+    assert "rank the jobs of a sweep, and run is a single run" in report("run", "--metric", "loss", code=2).err
     (here / "file").write_text("")
-    assert cli.main(["report", "run", "--output", "file/below"]) == 2
-    seen = capsys.readouterr()
+    seen = report("run", "--output", "file/below", code=2)
     assert "Checkpoints" in seen.out, "the tables are there anyway"
     assert "Cannot write in file/below: Not a directory. `--output DIR` names another directory." in seen.err

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import json
-from typing import Any
 
 import pytest
 
 import stagereg.config.schema as schema
-from stagereg import cli, registry
+from stagereg import registry
 from stagereg.commands.describe import describe
 
-from .conftest import Install
+from .conftest import Command, Install
 
 BUILT_IN = [(kind, name) for kind in registry.kinds() for name in registry.names(kind)]
 STAGER = """
@@ -75,22 +73,9 @@ class Theirs:
 """
 
 
-def shown(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
-    assert cli.main(["show", text, "--json"]) == 0
-    seen: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return seen
-
-
-def refused(capsys: pytest.CaptureFixture[str], text: str) -> str:
-    assert cli.main(["show", text]) == 2
-    seen = capsys.readouterr()
-    assert seen.out == ""
-    return seen.err
-
-
-def test_types_of_options_are_those_of_a_config(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+def test_types_of_options_are_those_of_a_config(install: Install, command: Command) -> None:
     install("theirs_shown", STAGER, {"stager.theirs": "Theirs"})
-    seen = shown(capsys, "theirs")
+    seen = command("show", "theirs", "--json").json
     options = [" ".join([o["name"], o["type"], "=", o["default"]]).strip() for o in seen["options"]]
     assert options == [
         "must str =",
@@ -118,19 +103,11 @@ def test_types_of_options_are_those_of_a_config(install: Install, capsys: pytest
     assert (seen["distribution"], seen["version"]) == ("theirs_shown", "1.2")
 
 
-def test_the_text_for_people_has_the_same(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_for_people_has_the_same(install: Install, command: Command) -> None:
     file = install("theirs_printed", STAGER, {"stager.theirs": "Theirs"})
-    assert cli.main(["show", "stager=theirs"]) == 0
-    seen = capsys.readouterr()
-    defined = f"{file}:{STAGER.splitlines().index('class Theirs:') + 1}"
-    for part in (
-        defined,
-        "stager/theirs",
-        "theirs_printed:Theirs",
-        "theirs_printed 1.2",
-        "must be given",
-        "More of it.",
-    ):
+    seen = command("show", "stager=theirs")
+    where = f"{file}:{STAGER.splitlines().index('class Theirs:') + 1}"
+    for part in (where, "stager/theirs", "theirs_printed:Theirs", "theirs_printed 1.2", "must be given", "More of it."):
         assert part in seen.out
     assert "on stdout while it is imported" in seen.err
 
@@ -157,17 +134,16 @@ def test_a_built_in_component_is_described_in_full(kind: str, name: str) -> None
         ("shared@nobody", "No stager named 'shared@nobody'."),
     ],
 )
-def test_a_name_of_no_component_is_refused(asked: str, seen: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert seen in refused(capsys, asked)
+def test_a_name_of_no_component_is_refused(asked: str, seen: str, command: Command) -> None:
+    shown = command("show", asked, code=2)
+    assert (shown.out, seen in shown.err) == ("", True), shown
 
 
-def test_two_packages_of_a_name_and_a_broken_one_are_named(
-    install: Install, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_packages_of_a_name_and_a_broken_one_are_named(install: Install, command: Command) -> None:
     install("shown_one", "raise SystemExit('no licence')", {"stager.both": "Theirs"})
     install("shown_two", STAGER, {"stager.both": "Theirs"})
-    assert "both@shown-one or both@shown-two" in refused(capsys, "both")
-    assert shown(capsys, "both@shown_two")["target"] == "shown_two:Theirs"
-    seen = refused(capsys, "both@shown-one")
+    assert "both@shown-one or both@shown-two" in command("show", "both", code=2).err
+    assert command("show", "both@shown_two", "--json").json["target"] == "shown_two:Theirs"
+    seen = command("show", "both@shown-one", code=2).err
     assert "shown_one 1.2" in seen
     assert "no licence" in seen

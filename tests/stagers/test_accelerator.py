@@ -46,38 +46,25 @@ def test_work_queued_before_stage_is_in_the_copy(stager: AsyncStager, own_stream
     with torch.Stream(device()) if own_stream else contextlib.nullcontext():
         keep_busy()
         w.fill_(7)
+        before = torch.accelerator.current_stream()
         copy = stager.stage({"w": w})["w"]
+        assert torch.accelerator.current_stream() == before
     assert copy.eq(7).all()
 
 
-def test_the_callers_stream_is_as_it_was(stager: AsyncStager) -> None:
-    before = torch.accelerator.current_stream()
-    stager.stage({"w": torch.ones(10, device=device())})
-    assert torch.accelerator.current_stream() == before
+KINDS = ["blocking", "incremental", "incremental_content", "overlapped", "pinned_cached", "shared"]
 
 
-def small_state() -> dict[str, torch.Tensor]:
-    w = torch.ones(2**20, device=device())
-    return {"w": w, "tied": w.view(-1, 2).t(), "c": torch.ones(3)}
-
-
-@pytest.mark.parametrize("kind", ["incremental", "incremental_content", "overlapped", "pinned_cached", "shared"])
-def test_memory_that_is_kept_is_page_locked_and_used_again(
-    kind: str, makers: dict[str, Callable[..., AsyncStager]]
-) -> None:
-    stager, state = makers[kind](), small_state()
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_kept_memory_is_page_locked_and_used_again(kind: str, makers: dict[str, Callable[..., Any]]) -> None:
+    stager, w = makers[kind](), torch.ones(2**20, device=device())
+    state = {"w": w, "tied": w.view(-1, 2).t(), "c": torch.ones(3)}
     copy = stager.stage(state)
-    assert all(x.is_pinned() for x in copy.values())
+    assert {x.is_pinned() for x in copy.values()} == {kind != "blocking"}
     address = copy["w"].data_ptr()
     del copy
     if kind in ("pinned_cached", "shared"):
         assert stager.stage(state)["w"].data_ptr() == address
-    stager.close()
-
-
-def test_memory_that_is_not_kept_is_not_page_locked() -> None:
-    stager = stagereg.build("stager", "blocking")
-    assert not any(x.is_pinned() for x in stager.stage(small_state()).values())
     stager.close()
 
 
@@ -141,7 +128,8 @@ def test_overlapped_has_the_state_of_the_call_as_steps_follow(
         expected = run.picture()
         promise = overlapped.stage(run.state())
         for _ in range(3):
-            run.train()
+            run.train()  # whose forward pass writes first, into the averages of the norm
+            run.net.norm.running_mean.data.add_(1)
         assert copied_late(overlapped) >= 3 * 2 * 512 * 2048 * 4  # both weights, and two averages of each
         assert_same(promise.result(60), expected)
 
@@ -159,19 +147,6 @@ def test_overlapped_has_it_though_another_stream_steps(overlapped: OverlappedSta
         assert copied_late(overlapped) > 0
         torch.accelerator.current_stream().synchronize()
     assert_same(promise.result(60), expected)
-
-
-def test_a_write_of_forward_right_after_the_call_does_not_show(overlapped: OverlappedStager) -> None:
-    run = Run()
-    run.train()
-    for _ in range(3):
-        keep_busy()
-        expected = run.picture()
-        promise = overlapped.stage(run.state())
-        for _ in range(3):
-            run.net(run.inputs + 1)
-        run.net.norm.running_mean.data.add_(1)
-        assert_same(promise.result(60), expected)
 
 
 def test_a_promise_is_kept_when_the_bytes_are_there(overlapped: OverlappedStager) -> None:
@@ -227,8 +202,9 @@ def test_an_unannounced_write_on_the_device_is_reported(overlapped: OverlappedSt
         assert "inner.weight" in str(failure)
 
 
-def test_incremental_shares_unchanged_tensors_of_the_device() -> None:
-    stager = stagereg.build("stager", "incremental", detect="content")
+@pytest.mark.parametrize("options", [{"detect": "content"}, {"frozen": ["base"], "verify": True}], ids=str)
+def test_incremental_compares_and_shares_tensors_of_the_device(options: dict[str, Any]) -> None:
+    stager = stagereg.build("stager", "incremental", **options)
     state = {"w": torch.zeros(2**22, device=device()), "base": torch.randn(2**22, device=device())}
     first = stager.stage(state)
     keep_busy()
@@ -239,72 +215,37 @@ def test_incremental_shares_unchanged_tensors_of_the_device() -> None:
     assert torch.equal(second["base"], state["base"].cpu())
     assert first["w"].eq(0).all()
     assert second["w"].eq(1).all()
-    stager.close()
-
-
-def test_incremental_verifies_frozen_tensors_on_the_device() -> None:
-    stager = stagereg.build("stager", "incremental", frozen=["base.*"], verify=True)
-    state = {"base": {"w": torch.randn(2**20, device=device())}, "head": torch.zeros(2**20, device=device())}
-    first = stager.stage(state)
-    state["head"].fill_(1)
-    second = stager.stage(state)
-    assert second["base"]["w"].data_ptr() == first["base"]["w"].data_ptr()
-    assert first["head"].eq(0).all()
-    assert second["head"].eq(1).all()
     keep_busy()
-    state["base"]["w"].data.add_(1)
-    with pytest.raises(StagingError, match=r"base\.w"):
-        stager.stage(state)
+    state["base"].data.add_(1)
+    with pytest.raises(StagingError, match="base") if "verify" in options else contextlib.nullcontext():
+        assert torch.equal(stager.stage(state)["base"], state["base"].cpu())
     stager.close()
 
 
-def restored(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """What the newest checkpoint has, brought back to where ``state`` is."""
-    fresh = {name: torch.zeros_like(x) for name, x in state.items()}
-    with Checkpointer(str(folder)) as reader:
-        assert reader.restore(fresh) is not None
-    return fresh
-
-
-def test_a_copy_of_shared_is_written(tmp_path: Path) -> None:
-    state = {"w": torch.zeros(2**22, device=device()), "b": torch.zeros(5, device=device()).bfloat16()}
-    with Checkpointer(str(tmp_path), stager=stagereg.build("stager", "shared")) as checkpointer:
-        for step in (1, 2, 3):
-            keep_busy()
-            for x in state.values():
-                x.fill_(step)
-            checkpointer.save(step, state)
-            for x in state.values():
-                x.fill_(-1)
-    for name, x in restored(tmp_path, state).items():
-        assert x.device == state[name].device
-        assert x.eq(3).all()
-
-
-@pytest.mark.parametrize("kind", ["blocking", "pinned_cached"])
-def test_a_state_larger_than_the_bound_on_host_memory_is_written(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kind", "bound"), [("shared", None), ("blocking", 2**24), ("pinned_cached", 2**24)])
+def test_a_checkpoint_has_the_state_at_the_call_also_beyond_a_bound(
+    kind: str, bound: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
     take = bounded.Pool.take
-
-    def counted(pool: Any, nbytes: int) -> Any:
-        taken.append(nbytes)
-        return take(pool, nbytes)
-
-    monkeypatch.setattr(bounded.Pool, "take", counted)
+    monkeypatch.setattr(bounded.Pool, "take", lambda pool, nbytes: taken.append(nbytes) or take(pool, nbytes))
     state = {str(i): torch.empty(2**20, device=device()) for i in range(32)}  # 128 MiB
-    bound = 2**24
-    stager = stagereg.build("stager", kind, max_in_flight=2, host_memory_gb=bound / 2**30)
+    state["b"] = torch.empty(5, device=device()).bfloat16()
+    options = {} if bound is None else {"host_memory_gb": bound / 2**30}
+    stager = stagereg.build("stager", kind, max_in_flight=2, **options)
     with Checkpointer(str(tmp_path), stager=stager) as checkpointer:
-        for step in (1, 2):
+        for step in (1, 2, 3):
             keep_busy()
             for i, x in enumerate(state.values()):
-                x.fill_(100 * step + i)
+                x.fill_(50 * step + i)
             checkpointer.save(step, state)
             for x in state.values():
                 x.fill_(-1)
     assert taken
-    assert max(taken) * 2 <= bound
-    for i, x in enumerate(restored(tmp_path, state).values()):
-        assert x.eq(200 + i).all()
+    assert bound is None or max(taken) * 2 <= bound
+    found = {name: torch.zeros_like(x) for name, x in state.items()}
+    with Checkpointer(str(tmp_path)) as reader:
+        assert reader.restore(found) == 3
+    for i, (name, x) in enumerate(found.items()):
+        assert x.device == state[name].device
+        assert x.eq(150 + i).all()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from stagereg.errors import StagingError
@@ -92,19 +90,17 @@ class TestDeclared:
         assert torch.equal(copy[moved], tensors[dict(after.split())[moved]]), "its name is not frozen any more"
 
     def test_a_pattern_that_matches_nothing_names_the_nearest(self) -> None:
-        with pytest.raises(StagingError, match=r"'model\.bse\.\*' .*matches no tensor.*Did you mean 'model\.base\.\*'"):
-            build(frozen=["model.bse.*"]).stage(adapted())
-        with pytest.raises(StagingError, match=r"Did you mean 'model\.base\.w'"):
-            build(frozen=["model.adapter.*", "model.base.W"]).stage(adapted())
-        with pytest.raises(StagingError, match="has none"):
-            build(frozen=["*"]).stage({"step": 1})
-
-    def test_a_pattern_may_cease_to_match_and_match_again(self) -> None:
+        for frozen, message in (
+            (["model.bse.*"], r"'model\.bse\.\*' .*matches no tensor.*Did you mean 'model\.base\.\*'"),
+            (["model.adapter.*", "model.base.W"], r"Did you mean 'model\.base\.w'"),
+        ):
+            with pytest.raises(StagingError, match=message):
+                build(frozen=frozen).stage(adapted())
         state, stager = adapted(), build(frozen=["model.base.*"])
         stager.stage(state)
-        with pytest.raises(StagingError, match="matches no tensor"):
-            stager.stage({"model": state["model"]["adapter"]})
-        assert torch.equal(stager.stage(state)["model"]["base"]["w"], state["model"]["base"]["w"])
+        with pytest.raises(StagingError, match="has none"):
+            stager.stage({"step": 1})
+        assert torch.equal(stager.stage(state)["model"]["base"]["w"], state["model"]["base"]["w"]), "it matches again"
 
     @pytest.mark.parametrize(
         ("wrong", "message"),
@@ -133,37 +129,29 @@ class TestDeclared:
 
 
 class TestTies:
-    def test_a_frozen_tensor_and_its_tie_stay_tied_and_shared(self) -> None:
-        w = torch.randn(50, 20)
-        state, stager = {"embed": w, "head": w.t(), "row": w[3], "free": torch.ones(4)}, build(frozen=["embed"])
-        one, two = stager.stage(state), stager.stage(state)
+    def test_frozen_ones_are_shared_with_ties_without_neighbours(self) -> None:
+        flat = torch.zeros(1030)
+        w = flat[:1000].view(50, 20)
+        state = {"embed": w, "head": w.t(), "row": w[3], "neighbour": flat[1000:]}
+        stager = build(frozen=["embed"], verify=True)
+        one = stager.stage(state)
+        state["neighbour"].fill_(1)
+        two = stager.stage(state)
         for copy in (one, two):
             assert at(copy["head"]) == at(copy["embed"])
             assert at(copy["row"]) - at(copy["embed"]) == at(w[3]) - at(w)
             assert torch.equal(copy["head"], w.t())
         assert at(one["embed"]) == at(two["embed"])
-        assert at(one["free"]) != at(two["free"])
+        assert (one["neighbour"].sum(), two["neighbour"].sum()) == (0, 30)
 
     def test_a_frozen_part_of_a_trained_tensor_is_copied_with_it(self) -> None:
         w = torch.zeros(100)
         state, stager = {"all": w, "part": w[:10]}, build(frozen=["part"], verify=True)
-        one = stager.stage(state)
+        stager.stage(state)
         w.fill_(1)
         two = stager.stage(state)
-        assert two["all"].eq(1).all()
         assert two["part"].eq(1).all()
         assert at(two["all"]) == at(two["part"])
-        assert one["all"].eq(0).all()
-
-    def test_neighbours_in_one_storage_are_separate(self) -> None:
-        flat = torch.zeros(30)
-        state, stager = {"base": flat[:13], "adapter": flat[13:]}, build(frozen=["base"], verify=True)
-        one = stager.stage(state)
-        state["adapter"].fill_(1)
-        two = stager.stage(state)
-        assert at(one["base"]) == at(two["base"])
-        assert two["adapter"].eq(1).all()
-        assert two["base"].eq(0).all()
 
     def test_holes_that_others_write_do_not_count_as_a_change(self) -> None:
         grid = torch.zeros(8, 3)
@@ -177,18 +165,23 @@ class TestTies:
 
 
 class TestVerify:
-    def test_a_wrong_declaration_is_named_and_nothing_is_handed_out(self) -> None:
-        state, stager = adapted(), build(frozen=["model.base.*"], verify=True)
-        stager.stage(state)
-        state["model"]["base"]["b"].data[4] += 1
+    def test_a_wrong_declaration_is_named_and_the_stager_stays_usable(self, caplog: Any) -> None:
+        state, stager = adapted(), build(frozen=["model.base.*"], verify=True, max_in_flight=1)
+        base = state["model"]["base"]
+        first = at(stager.stage(state)["model"]["base"]["b"])
+        base["b"].data[4] += 1
         for _ in range(2):
             with pytest.raises(
                 StagingError, match=r"model\.base\.b.*declared frozen.*take it out of 'frozen'"
             ) as caught:
                 stager.stage(state)
             assert caught.value.path == ("model", "base", "b")
+        base["b"].data[4] -= 1
+        assert at(stager.stage(state)["model"]["base"]["b"]) == first
+        base["b"].data[4] += 1
         stager.forget()
-        assert torch.equal(stager.stage(state)["model"]["base"]["b"], state["model"]["base"]["b"])
+        assert torch.equal(stager.stage(state)["model"]["base"]["b"], base["b"])
+        assert "still held" not in caplog.text
 
     def test_one_bit_is_enough(self) -> None:
         w = torch.zeros(2**23 + 1, dtype=torch.uint8)  # compared in chunks of 2**22
@@ -201,72 +194,14 @@ class TestVerify:
             w[i] = 0
         stager.stage({"w": w})
 
-    def test_another_tensor_at_the_same_address_is_found(self) -> None:
-        memory = torch.zeros(1000)
-        stager = build(frozen=["w"], verify=True)
-        stager.stage({"w": memory.view(10, 100)})
-        memory.copy_(torch.ones(1000))  # freed, and allocated elsewhere, as far as the stager can see
-        with pytest.raises(StagingError, match="w"):
-            stager.stage({"w": memory.view(10, 100)})
-
     def test_a_reader_that_wrote_into_its_copy_is_found(self) -> None:
         state, stager = {"w": torch.zeros(10)}, build(frozen=["w"], verify=True)
         stager.stage(state)["w"].fill_(1)
         with pytest.raises(StagingError, match="a reader wrote into its copy"):
             stager.stage(state)
 
-    def test_the_stager_stays_usable_after_the_error(self, caplog: Any) -> None:
-        state, stager = {"w": torch.zeros(10), "x": torch.zeros(3)}, build(frozen=["w"], verify=True, max_in_flight=1)
-        first = at(stager.stage(state)["w"])
-        state["w"].fill_(1)
-        with pytest.raises(StagingError) as kept:
-            stager.stage(state)
-        state["w"].fill_(0)
-        state["x"].fill_(2)
-        again = stager.stage(state)
-        assert again["x"].eq(2).all()
-        assert at(again["w"]) == first
-        assert kept.value.path == ("w",)
-        assert "still held" not in caplog.text
-
-
-def fused(kind: type[torch.optim.Optimizer]) -> Callable[[torch.Tensor], None]:
-    def write(x: torch.Tensor) -> None:
-        p = torch.nn.Parameter(x.view(-1))
-        p.grad = torch.ones_like(p)
-        kind([p], lr=0.1, fused=True).step()
-
-    return write
-
-
-def through_dlpack(x: torch.Tensor) -> None:
-    torch.from_dlpack(x.detach().__dlpack__()).add_(1)
-
-
-WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
-    "data": lambda x: x.data.add_(1),
-    "numpy": lambda x: x.numpy().__iadd__(1),
-    "storage": lambda x: x.untyped_storage().copy_(torch.ones_like(x).untyped_storage()),
-    "dlpack": through_dlpack,
-    "fused Adam": fused(torch.optim.Adam),
-    "fused AdamW": fused(torch.optim.AdamW),
-    "fused SGD": fused(torch.optim.SGD),
-    "fused Adagrad": fused(torch.optim.Adagrad),
-}
-
 
 class TestContent:
-    @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-    def test_a_write_that_moves_no_version_counter_is_copied(self, write: Callable[[torch.Tensor], Any]) -> None:
-        x = torch.zeros(3000)
-        stager = build(detect="content")
-        before, version = stager.stage({"x": x}), x._version
-        write(x)
-        assert x._version == version, "the counter is of no use here, or this test is not"
-        assert x.ne(0).all()
-        assert torch.equal(stager.stage({"x": x})["x"], x)
-        assert before["x"].eq(0).all()
-
     def test_equal_tensors_are_shared_and_different_ones_copied(self) -> None:
         large = {name: torch.randn(2**20) for name in "abc"}
         stager = build(detect="content")
@@ -347,30 +282,9 @@ def write_by_collectives(rank: int, world_size: int) -> None:
         assert torch.equal(stager.stage({"x": x})["x"], x)
 
 
-def write_by_zero(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(9, 9) for _ in range(4)])
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    stager = build(detect="content")
-    unseen = 0
-    for _ in range(3):
-        before = stager.stage(model.state_dict())
-        versions = [p._version for p in model.parameters()]
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-        unseen += sum(p._version == v for p, v in zip(model.parameters(), versions, strict=True))
-        after = stager.stage(model.state_dict())
-        for name, p in model.named_parameters():
-            assert torch.equal(after[name], p)
-            assert not torch.equal(before[name], p)
-    assert unseen, "parameters that another rank owns are written past the counter"
-
-
 def check_on_ranks(rank: int, world_size: int) -> None:
     freeze_a_dtensor(rank, world_size)
     write_by_collectives(rank, world_size)
-    write_by_zero(rank, world_size)
 
 
 def test_collectives_writes_are_copied_and_dtensors_frozen() -> None:

@@ -91,19 +91,18 @@ def made(kind: str, makers: Makers) -> AsyncStager:
     return makers[kind]() if kind in TORCHS else makers[kind](max_in_flight=3)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in STAGERS if kind != "overlapped_late"])
-@settings(LIMITS, max_examples=25)
-@given(data=st.data())
-def test_any_state_dict_staged_again_and_again(kind: str, makers: Makers, data: st.DataObject) -> None:
-    stage_again_and_again(kind, makers, data)
+QUICK = [(kind, 25) for kind in STAGERS if kind != "overlapped_late"]
+MANY = [pytest.param(kind, 60, marks=pytest.mark.slow) for kind in STAGERS + TORCHS]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", STAGERS + TORCHS)
-@LIMITS
-@given(data=st.data())
-def test_any_of_many_state_dicts_staged_again_and_again(kind: str, makers: Makers, data: st.DataObject) -> None:
-    stage_again_and_again(kind, makers, data)
+@pytest.mark.parametrize(("kind", "examples"), QUICK + MANY)
+def test_any_state_dict_staged_again_and_again(kind: str, examples: int, makers: Makers) -> None:
+    @settings(LIMITS, max_examples=examples)
+    @given(data=st.data())
+    def again_and_again(data: st.DataObject) -> None:
+        stage_again_and_again(kind, makers, data)
+
+    again_and_again()
 
 
 def stage_again_and_again(kind: str, makers: Makers, data: st.DataObject) -> None:

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
+from stagereg.checkpoint.encoding import without_gc
 from stagereg.checkpoint.options import at_least_one, one_of
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.envelope import Envelope, envelope
@@ -67,8 +67,15 @@ class DcpStorage(FileStorage):
         if not items:
             return []
         name = f"__{rank}_0{DEFAULT_SUFFIX}"
+        in_place, others = _prepare_in_place(items, planner)
+        runs = _runs(in_place)
         with self.create(name) as file:
-            return list(_write_items(file, name, items, planner))
+            results = [_write_item(file, name, item, planner.resolve_data(item)) for item in others]
+            offsets = [_write_run(file, run) - run[0].begin for run in runs]
+        with without_gc():
+            for run, offset in zip(runs, offsets, strict=True):
+                results += [_result(each.item, name, each.begin + offset, each.tensor, each.around) for each in run]
+        return results
 
 
 @register("storage", "torch_dcp")
@@ -119,35 +126,45 @@ class _InPlace(NamedTuple):
     around: Envelope
 
 
-def _write_items(file: AlignedFile, name: str, items: list[WriteItem], planner: SavePlanner) -> Iterator[WriteResult]:
-    in_place: list[_InPlace] = []
+@without_gc()
+def _prepare_in_place(items: list[WriteItem], planner: SavePlanner) -> tuple[list[_InPlace], list[WriteItem]]:
+    """Put head and tail around the tensors that have the padding for them; return these, and the other items."""
     written: dict[int, Envelope] = {}
+    in_place: list[_InPlace] = []
+    others: list[WriteItem] = []
     for item in items:
-        data = planner.resolve_data(item)
-        if not isinstance(data, torch.Tensor):
-            yield write_object(file, name, item, data)
-            continue
-        x = data.detach().resolve_conj().resolve_neg()
-        around = envelope(x)
-        if around is None:
-            begin = file.tell()
-            own = x.layout is torch.strided and x.untyped_storage().nbytes() == x.nbytes
-            torch.save(x.cpu() if own else x.cpu().clone(), file)  # type: ignore[arg-type]  # torch's writer does so too
-            yield archived(file, name, item, begin)
-        elif _put_around(x, around, written):
+        x = _bare(planner.resolve_data(item)) if item.type is not WriteItemType.BYTE_IO else None
+        around = None if x is None else envelope(x)
+        if x is None or around is None or not _put_around(x, around, written):
+            others.append(item)
+        else:
             begin, end = x.data_ptr() - len(around.head), x.data_ptr() + x.nbytes + len(around.tail)
             in_place.append(_InPlace(begin, end, item, x, around))
-        else:
-            yield _result(item, name, _write_tensor(file, x, around), x, around)
-    for run in _runs(in_place):
-        offset = _write_run(file, run) - run[0].begin
-        for each in run:
-            yield _result(each.item, name, each.begin + offset, each.tensor, each.around)
+    return in_place, others
+
+
+def _write_item(file: AlignedFile, name: str, item: WriteItem, data: Any) -> WriteResult:
+    """Write an item that does not lie in memory as it will in the file."""
+    if not isinstance(data, torch.Tensor):
+        return write_object(file, name, item, data)
+    x = _bare(data)
+    around = envelope(x)
+    if around is not None:
+        return _result(item, name, _write_tensor(file, x, around), x, around)
+    begin = file.tell()
+    own = x.layout is torch.strided and x.untyped_storage().nbytes() == x.nbytes
+    torch.save(x.cpu() if own else x.cpu().clone(), file)  # type: ignore[arg-type]  # torch's writer does so too
+    return archived(file, name, item, begin)
+
+
+def _bare(x: Any) -> torch.Tensor:
+    return x.detach().resolve_conj().resolve_neg()
 
 
 def _result(item: WriteItem, name: str, begin: int, x: torch.Tensor, around: Envelope) -> TensorResult:
     length = len(around.head) + x.nbytes + len(around.tail)
-    return TensorResult(item.index, length, _StorageInfo(name, begin, length), begin + len(around.head), around.stride)
+    stride = None if x.is_contiguous() else around.stride
+    return TensorResult(item.index, length, _StorageInfo(name, begin, length), begin + len(around.head), stride)
 
 
 def _write_tensor(file: AlignedFile, x: torch.Tensor, around: Envelope) -> int:

@@ -11,10 +11,11 @@ import logging
 import os
 import pickle
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, TypeAlias
 
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
@@ -36,7 +37,6 @@ from stagereg.errors import CheckpointError
 __all__ = ["FileStorage", "StrPath", "archived", "write_object"]
 
 StrPath: TypeAlias = str | os.PathLike[str]
-T = TypeVar("T")
 
 _METADATA = ".metadata"
 
@@ -78,7 +78,8 @@ class FileStorage(Storage):
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin another checkpoint, in ``checkpoint_id`` if that is given. Raises: ``CheckpointError``."""
         path = os.fspath(checkpoint_id or self.path)
-        expect_fit(self, path)
+        if is_url(path):
+            expect_fit(self, path)
         self.path = path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -105,10 +106,10 @@ class FileStorage(Storage):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files. Raises: ``OSError``, with the error of the operating system or the store."""
-
         self._marks.clear()
+        write = partial(self.write_files, plan.storage_data, plan.items, planner)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._persistently(lambda: self.write_files(plan.storage_data, plan.items, planner)))
+        done.set_result(retrying("writing", self.path, write) if is_url(self.path) else write())
         return done
 
     @abstractmethod
@@ -124,7 +125,7 @@ class FileStorage(Storage):
             with without_gc(), self.create(_METADATA) as file:
                 pickle.dump(metadata, file)
 
-        self._persistently(write)
+        retrying("writing", self.path, write) if is_url(self.path) else write()
 
     def reader(self, path: StrPath) -> StorageReader:
         """See :class:`.Storage`; it is torch's own reader."""
@@ -154,11 +155,6 @@ class FileStorage(Storage):
             if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a machine would log the same
                 text = "%s is on a file system that refuses O_DIRECT: written through the page cache."
                 _log.warning(text, self.path)
-
-    def _persistently(self, write: Callable[[], T]) -> T:
-        if not is_url(self.path):
-            return write()
-        return retrying("writing", self.path, write)
 
 
 def write_object(file: AlignedFile, name: str, item: WriteItem, data: io.BytesIO) -> ArchiveResult:

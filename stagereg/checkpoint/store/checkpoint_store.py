@@ -23,21 +23,13 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 
-from stagereg.checkpoint.damage import Condition, Damage, Found, Unclear, differences, of_error
+from stagereg.checkpoint.checksum import crc32
+from stagereg.checkpoint.damage import Condition, Found, Unclear, differences, of_error
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import Owner, StoreLock
-from stagereg.checkpoint.manifest import (
-    LATEST,
-    MANIFEST,
-    MANIFEST_BYTES,
-    Checkpoint,
-    FileMark,
-    Manifest,
-    newest_first,
-    step_of,
-)
+from stagereg.checkpoint.manifest import LATEST, MANIFEST, MANIFEST_BYTES, Checkpoint, FileMark, Manifest, step_of
 from stagereg.errors import CheckpointError
 
 __all__ = ["CheckpointStore"]
@@ -50,12 +42,9 @@ class CheckpointStore(ABC):
 
     Attributes:
         root: its path or URL, as messages name it; without a slash at its end.
-        remote: whether ``root`` is a URL.
         distrusted: full paths of checkpoints that look complete and were found to be damaged, which retention neither
             counts nor deletes; whoever reads content adds them.
     """
-
-    remote: bool
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -64,14 +53,15 @@ class CheckpointStore(ABC):
 
     # -- reading
 
-    def checkpoints(self) -> tuple[list[Checkpoint], dict[str, str]]:
-        """Return the complete checkpoints, newest first, and why each other step directory is none, by its full path.
+    def checkpoints(self) -> tuple[list[Checkpoint], list[Condition]]:
+        """Return the complete checkpoints, newest first, and the other step directories, the highest step first.
 
         Complete by manifest and sizes; no content is read. A store that does not exist has none, and what
         :meth:`leftovers` names is not in it.
         """
         found = self._conditions()
-        return _complete(found), {each.path: str(each) for each in found if each.damages}
+        damaged = sorted((each for each in found if each.damages), key=lambda each: each.path, reverse=True)
+        return _complete(found), damaged
 
     def condition(self, path: str) -> Condition:
         """Return what is wrong with one checkpoint by its manifest and the sizes; no content is read.
@@ -81,27 +71,24 @@ class CheckpointStore(ABC):
                 path in the result is that of the directory.
         """
         try:
-            found = self._look(self._resolve(path))
-            while found.damages and (again := self._look(self._resolve(path))) != found:
-                found = again  # a run has deleted it meanwhile, or moved `latest`
-        except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, up to Python 3.12
-            return _nothing_known(path, Unclear(f"cannot be looked at ({error})"))
-        return found
+            return _settled(lambda: [self._look(self._resolve(path))])[0]
+        except OSError as error:
+            return Condition(path, None, {MANIFEST: _unseen(error)})
 
     def contents(self, path: str, names: Iterable[str]) -> dict[str, Found]:
         """Read files of the checkpoint in the directory ``path`` to their ends, and return what they are, by name.
 
         :func:`.damage.differences` compares them with the manifest. Any rank.
         """
-        found: dict[str, Found] = {}
         try:
             sizes = self._sizes(path)
         except OSError as error:
             return dict.fromkeys(names, of_error(error))
+        found: dict[str, Found] = {}
         for name in names:
             there = sizes.get(name, "missing")
             try:
-                found[name] = self.mark(path, name, flush=False) if isinstance(there, int) else there
+                found[name] = self._mark(f"{path}/{name}") if isinstance(there, int) else there
             except OSError as error:
                 found[name] = of_error(error)
         return found
@@ -147,10 +134,9 @@ class CheckpointStore(ABC):
         """Delete what killed runs left half-written, and bring to its end what one of them had begun."""
         for path in self.leftovers():
             self.discard(path)
-        complete, refused = self.checkpoints()
-        pointed = self._pointed()
+        complete, damaged = self.checkpoints()
         # One that points to what is damaged stays as it is: that the newest is lost must not go unnoticed.
-        if complete and pointed != complete[0].name and f"{self.root}/{pointed}" not in refused:
+        if complete and self._pointed() not in [complete[0].name, *(each.name for each in damaged)]:
             self._point(complete[0].name)  # its run was killed right after the commit
 
     @abstractmethod
@@ -166,16 +152,14 @@ class CheckpointStore(ABC):
         """Return the names of the files in the directory ``written``, in no order. Any rank."""
         return list(self._sizes(written))
 
-    @abstractmethod
     def put(self, written: str, name: str, data: bytes) -> FileMark:
         """Write one file into the directory ``written``, have it safely stored, and return its mark."""
+        self._write(f"{written}/{name}", data)
+        return FileMark(len(data), crc32(data))
 
-    @abstractmethod
-    def mark(self, written: str, name: str, flush: bool = True) -> FileMark:
-        """Have one file in the directory ``written`` safely stored, read it back, and return its mark. Any rank.
-
-        Without ``flush`` it is only read.
-        """
+    def mark(self, written: str, name: str) -> FileMark:
+        """Have one file in the directory ``written`` safely stored, read it back, and return its mark. Any rank."""
+        return self._mark(f"{written}/{name}")
 
     def publish(
         self, written: str, step: int, world_size: int, storage: str, files: dict[str, FileMark], keep: int
@@ -202,10 +186,11 @@ class CheckpointStore(ABC):
         before = self._conditions()
         serials = [each.manifest.serial for each in before if each.manifest is not None]  # damaged ones count as well
         manifest = Manifest(step, world_size, 1 + max(serials, default=0), files, storage, int(time.time()))
-        lost = Condition(written, manifest, _missing_from(self._sizes(written), manifest))
+        lost = Condition(written, manifest, differences(manifest, self._sizes(written)))
         if lost.damages:
             raise CheckpointError(f"{written} did not reach the disk or the store as it was written: {lost}")
-        path = self._commit(written, manifest)
+        self._write(f"{written}/{MANIFEST}", manifest.dumps().encode())
+        path = self._commit(written, step)
         try:  # the checkpoint is complete, so the save must not fail
             failpoint("committed")
             try:
@@ -232,31 +217,32 @@ class CheckpointStore(ABC):
     # -- what kinds of stores differ in
 
     @abstractmethod
-    def _names(self) -> list[str]:
-        """Return the names of the step directories; none if there is no store."""
-
-    @abstractmethod
     def _resolve(self, path: str) -> str:
         """Return the directory that a path means, which may be that of ``latest``."""
 
     @abstractmethod
-    def _sizes(self, path: str) -> dict[str, int | str]:
-        """Return the size of each file in a directory, or what it is instead; nothing if there is no directory."""
+    def _listing(self, path: str) -> dict[str, int | str | None]:
+        """Return what is in a directory: sizes of files, or what is wrong with one; None of directories."""
 
     @abstractmethod
     def _read(self, path: str) -> bytes:
         """Read a small file."""
 
     @abstractmethod
-    def _commit(self, written: str, manifest: Manifest) -> str:
-        """Make a checkpoint of ``written`` in one step; return its path."""
+    def _mark(self, path: str) -> FileMark:
+        """Read a file to its end."""
+
+    @abstractmethod
+    def _write(self, path: str, data: bytes) -> None:
+        """Write a small file, and have it safely stored."""
+
+    @abstractmethod
+    def _commit(self, written: str, step: int) -> str:
+        """Make a checkpoint of ``written``, which has its manifest, in one step; return its path."""
 
     @abstractmethod
     def _point(self, name: str) -> None:
         """Let ``latest`` point to a directory, in one step."""
-
-    @abstractmethod
-    def _pointed(self) -> str | None: ...
 
     @abstractmethod
     def _delete(self, path: str) -> None:
@@ -264,35 +250,49 @@ class CheckpointStore(ABC):
 
     # -- common to them
 
+    def _pointed(self) -> str:
+        """Return the name of the directory that ``latest`` points to, itself where it points to none."""
+        return self._resolve(f"{self.root}/{LATEST}").rpartition("/")[2]
+
+    def _sizes(self, path: str) -> dict[str, int | str]:
+        """Return the size of each file in a directory, or what it is instead."""
+        there = self._listing(path).items()
+        return {name: "no regular file" if size is None else size for name, size in there}
+
     def _conditions(self) -> list[Condition]:
         """Return what each step directory is like by its manifest and sizes."""
-        found = self._look_at_all()
-        while any(each.damages for each in found) and (again := self._look_at_all()) != found:
-            found = again  # a run has deleted one since they were listed, and a newer one may be there
-        return found
 
-    def _look_at_all(self) -> list[Condition]:
-        return [self._look(f"{self.root}/{name}") for name in self._names()]
+        def look() -> list[Condition]:
+            there = self._listing(self.root).items()
+            names = [name for name, size in there if size is None and step_of(name) is not None]
+            return [self._look(f"{self.root}/{name}") for name in names]
+
+        return _settled(look)
 
     def _look(self, path: str) -> Condition:
         try:
             sizes = self._sizes(path)
         except OSError as error:
-            return _nothing_known(path, Unclear(f"cannot be looked at ({error})"))
-        found = sizes.get(MANIFEST, "missing")
-        if not isinstance(found, int):
-            return _nothing_known(path, found)
-        if found > MANIFEST_BYTES:
-            return _nothing_known(path, f"damaged (it has {found:,} bytes)")
+            sizes = {MANIFEST: _unseen(error)}
+        found = self._manifest(path, sizes.get(MANIFEST, "missing"))
+        if isinstance(found, str):
+            return Condition(path, None, {MANIFEST: found})
+        return Condition(path, found, differences(found, sizes))
+
+    def _manifest(self, path: str, there: int | str) -> Manifest | str:
+        """Return the manifest in a directory, of which a listing says ``there``, or what is wrong with it."""
+        if isinstance(there, str):
+            return there
+        if there > MANIFEST_BYTES:
+            return f"damaged (it has {there:,} bytes)"
         try:
             manifest = Manifest.loads(self._read(f"{path}/{MANIFEST}"))
         except OSError as error:
-            return _nothing_known(path, of_error(error))
+            return of_error(error)
         except ValueError as error:
-            return _nothing_known(path, f"damaged ({error})")
-        if step_of(path.rpartition("/")[2]) not in (None, manifest.step):
-            return _nothing_known(path, f"of step {manifest.step}, not of this one")
-        return Condition(path, manifest, _missing_from(sizes, manifest))
+            return f"damaged ({error})"
+        named = step_of(path.rpartition("/")[2])
+        return manifest if named in (None, manifest.step) else f"of step {manifest.step}, not of this one"
 
     def _too_old(self, before: list[Condition], path: str, step: int, keep: int) -> list[str]:
         """Return what of ``before`` the commit of ``path`` replaces, and what is not to be kept."""
@@ -307,14 +307,19 @@ class CheckpointStore(ABC):
         return [old for old in (*counted[keep - 1 :], *sorted(replaced)) if old not in (path, pointed)]
 
 
-def _missing_from(sizes: Mapping[str, int | str], manifest: Manifest) -> tuple[Damage, ...]:
-    return differences(manifest, {name: sizes.get(name, "missing") for name in manifest.files})
+def _settled(look: Callable[[], list[Condition]]) -> list[Condition]:
+    """Look until what is damaged stays so: a run may have deleted it meanwhile, or moved ``latest``."""
+    found = look()
+    while any(each.damages for each in found) and (again := look()) != found:
+        found = again
+    return found
 
 
-def _nothing_known(path: str, why: str) -> Condition:
-    """Return the condition of a directory without a manifest that can be read."""
-    return Condition(path, None, (Damage(MANIFEST, why, certain=not isinstance(why, Unclear)),))
+def _unseen(error: OSError) -> Unclear:
+    return Unclear(f"cannot be looked at ({error})")
 
 
 def _complete(found: list[Condition]) -> list[Checkpoint]:
-    return newest_first([each.checkpoint for each in found if each.checkpoint is not None])
+    """Return those that are complete, the one committed last first."""
+    complete = [each.checkpoint for each in found if each.checkpoint is not None]
+    return sorted(complete, key=lambda each: (each.manifest.serial, each.manifest.step), reverse=True)

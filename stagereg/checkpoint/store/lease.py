@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from stagereg.checkpoint.lock import LOCK, Owner, StoreLock
+from stagereg.checkpoint.lock import LOCK, PATIENCE_S, Owner, StoreLock
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.retry import retrying, within
 from stagereg.errors import CheckpointError
@@ -36,9 +36,9 @@ __all__ = ["StoreLease", "leaseholder"]
 LEASE_S = 60.0
 """Seconds that it is good for after it was renewed."""
 
-_ENDING_S = 3.0
-_LOOK_S = 0.5
 _REQUEST_S = 10.0
+_SETTLE_S = 1.0
+"""After which an object that two wrote at the same moment is as it will stay."""
 
 _log = logging.getLogger(__name__)
 
@@ -49,60 +49,38 @@ class StoreLease(StoreLock):
     Args:
         objects: the store.
         root: the URL of the prefix.
-        settle: seconds after which an object that two wrote at the same moment is as it will stay.
     """
 
-    def __init__(self, objects: ObjectStore, root: str, settle: float = 1.0) -> None:
+    _look_s = 0.5
+
+    def __init__(self, objects: ObjectStore, root: str) -> None:
         self._objects, self._url = objects, f"{root}/{LOCK}"
-        self._seconds, self._settle = LEASE_S, settle
         self._owner, self._token = Owner.ourselves(), uuid.uuid4().hex
+        self._first: _Note | None = None  # what was there at the first look
         self._ended = threading.Event()
         self._busy = threading.Lock()  # the thread that renews must not write after the one that deletes
-        super().__init__(root)
-        keep = (weakref.ref(self), self._ended, self._seconds / 3)
-        threading.Thread(target=_keep, args=keep, name="stagereg-lease", daemon=True).start()
+        super().__init__(root, LEASE_S)
+        threading.Thread(
+            target=_keep, args=(weakref.ref(self), self._ended), name="stagereg-lease", daemon=True
+        ).start()
 
-    def _take(self) -> None:
-        first, began = None, time.monotonic()
-        while not self._create():
-            there, waited = _read(self._objects, self._url), time.monotonic() - began
-            if there is not None and first is None:
-                first = there
-                _log.info("stagereg: %s is held by %s, or was; this shows within a minute.", self.root, there.owner)
-            if there is None:
-                if waited > self._seconds:
-                    text = f"{self._url} can neither be made nor read: look at the rights for that name."
-                    raise CheckpointError(text)
-            # By our own clock too: one that is ahead or behind must not keep a dead run's object for ever.
-            elif there.is_over() or (there == first and waited > self._seconds):
-                if self._replace():
-                    break
-                first, began = None, time.monotonic()
-            elif there != first or (there.is_near() and waited > _ENDING_S):
-                raise self._refused(there.owner)
-            self._ended.wait(_LOOK_S)
+    def _take(self, waited: float) -> bool:
+        if self._make():
+            return True
+        there = _read(self._objects, self._url)
+        if there is None:
+            return False
+        if self._first is None:
+            self._first = there
+            _log.info("stagereg: %s is held by %s, or was; this shows within a minute.", self.root, there.owner)
+        # By our own clock too: one that is ahead or behind must not keep a dead run's object for ever.
+        if there.is_over() or (there == self._first and waited >= LEASE_S):
+            return self._replace()
+        if there != self._first or (there.is_near() and waited > PATIENCE_S):
+            raise self._refused(there.owner)
+        return False
 
-    def _check(self) -> tuple[bool, Owner | None]:
-        with self._busy:
-            there = _read(self._objects, self._url)
-            if there is not None:
-                return there.token != self._token, there.owner
-            return True, None if self._create() else Owner()
-
-    def _release(self) -> None:
-        self._ended.set()
-        with contextlib.suppress(Exception), self._busy, within(_REQUEST_S):  # it is free in a minute
-            if self._is_ours():
-                self._objects.delete(self._url)
-
-    def renew(self) -> None:
-        """Renew it, if it is ours; if not, :meth:`check` will raise."""
-        with self._busy, within(min(_REQUEST_S, self._seconds / 3)):
-            if self._is_ours() and not self._ended.is_set():
-                self._objects.put(self._url, self._text())
-
-    def _create(self) -> bool:
-        """Write the object unless there is one; whether there is ours now."""
+    def _make(self) -> bool:
         try:
             made = retrying("writing", self._url, lambda: self._objects.create(self._url, self._text()))
         except NotImplementedError:
@@ -112,24 +90,39 @@ class StoreLease(StoreLock):
     def _replace(self) -> bool:
         """Write the object; whether it is still ours after another one that did the same has had its time."""
         self._objects.put(self._url, self._text())
-        self._ended.wait(self._settle)
+        time.sleep(_SETTLE_S)
         return self._is_ours()
 
     def _is_ours(self) -> bool:
         there = _read(self._objects, self._url)
         return there is not None and there.token == self._token
 
+    def _other(self) -> Owner:
+        there = _read(self._objects, self._url)
+        if there is None:
+            raise CheckpointError(f"{self._url} can neither be made nor read: look at the rights for that name.")
+        return there.owner
+
+    def _release(self) -> None:
+        self._ended.set()
+        with contextlib.suppress(Exception), self._busy, within(_REQUEST_S):  # it is free in a minute
+            if self._is_ours():
+                self._objects.delete(self._url)
+
+    def renew(self) -> None:
+        """Renew it, if it is ours; if not, :meth:`check` will raise."""
+        with self._busy, within(_REQUEST_S):
+            if self._is_ours() and not self._ended.is_set():
+                self._objects.put(self._url, self._text())
+
     def _text(self) -> bytes:
         note = {"owner": asdict(self._owner), "token": self._token, "machine": _machine(), "renewed": time.time()}
         return json.dumps(note).encode()
 
 
-def _keep(held: weakref.ref[StoreLease], ended: threading.Event, every_s: float) -> None:
+def _keep(held: weakref.ref[StoreLease], ended: threading.Event) -> None:
     """Renew a lease until it is released, or not reachable any more."""
-    while not ended.wait(every_s):
-        lease = held()
-        if lease is None:
-            return
+    while not ended.wait(LEASE_S / 3) and (lease := held()) is not None:
         try:
             lease.renew()
         except Exception as error:

@@ -24,15 +24,16 @@ import shutil
 import stat
 from pathlib import Path
 
-from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.damage import of_error
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import DirectoryLock, Owner, StoreLock, holder
-from stagereg.checkpoint.manifest import LATEST, MANIFEST, FileMark, Manifest, file_mark, new_token, step_name, step_of
+from stagereg.checkpoint.manifest import LATEST, FileMark, file_mark, new_token, step_name
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.errors import ConfigError
 
-__all__ = ["LocalStore", "mark_file"]
+__all__ = ["FILE_URL", "LocalStore", "local_path", "mark_file"]
 
+FILE_URL = "file://"
 _LEFTOVER = re.compile(r"\.step-\d+\.[0-9a-f]+\.tmp")
 
 
@@ -40,45 +41,33 @@ class LocalStore(CheckpointStore):
     """A directory of this machine's file systems, shared ones included.
 
     Args:
-        root: its path; a relative one is of the current directory, ``~`` is the user's.
+        root: its path, see :func:`local_path`.
     """
 
-    remote = False
-
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        super().__init__(str(Path(os.path.expanduser(root)).absolute()))
-        self._latest = Path(self.root) / LATEST
+        super().__init__(str(local_path(root)))
 
     def holder(self) -> Owner | None:
         return holder(self.root)
 
     def leftovers(self) -> list[str]:
-        try:
-            return sorted(f"{self.root}/{name}" for name in os.listdir(self.root) if _LEFTOVER.fullmatch(name))
-        except OSError:
-            return []
+        return sorted(f"{self.root}/{name}" for name in self._listing(self.root) if _LEFTOVER.fullmatch(name))
 
-    def _names(self) -> list[str]:
+    def _listing(self, path: str) -> dict[str, int | str | None]:
         try:
-            with os.scandir(self.root) as entries:  # which knows what a directory is without another look
-                return [entry.name for entry in entries if step_of(entry.name) is not None and entry.is_dir()]
+            with os.scandir(path) as entries:
+                return {entry.name: _size(entry) for entry in entries}
         except (FileNotFoundError, NotADirectoryError):  # anything else must not look like an empty store
-            return []
+            return {}
 
     def _resolve(self, path: str) -> str:
-        return str(Path(path).resolve())
-
-    def _sizes(self, path: str) -> dict[str, int | str]:
-        try:
-            return {name: _size(Path(path) / name) for name in os.listdir(path)}
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
+        return os.path.realpath(local_path(path))
 
     def _read(self, path: str) -> bytes:
         return Path(path).read_bytes()
 
-    def _pointed(self) -> str | None:
-        return os.readlink(self._latest) if self._latest.is_symlink() else None
+    def _mark(self, path: str) -> FileMark:
+        return mark_file(Path(path))
 
     # -- writing
 
@@ -90,17 +79,9 @@ class LocalStore(CheckpointStore):
     def temporary(self, step: int, token: str) -> str:
         return f"{self.root}/.{step_name(step)}.{token}.tmp"
 
-    def put(self, written: str, name: str, data: bytes) -> FileMark:
-        path = Path(written) / name
-        path.write_bytes(data)
-        _sync(path)
-        return FileMark(len(data), crc32(data))
-
-    def mark(self, written: str, name: str, flush: bool = True) -> FileMark:
-        path = Path(written) / name
-        if flush:
-            _sync(path)
-        return mark_file(path)
+    def mark(self, written: str, name: str) -> FileMark:
+        _sync(Path(written) / name)
+        return super().mark(written, name)
 
     def discard(self, path: str) -> None:
         if os.path.isdir(path) and not os.path.islink(path):
@@ -109,11 +90,14 @@ class LocalStore(CheckpointStore):
             with contextlib.suppress(OSError):
                 os.unlink(path)
 
-    def _commit(self, written: str, manifest: Manifest) -> str:
-        self.put(written, MANIFEST, manifest.dumps().encode())
+    def _write(self, path: str, data: bytes) -> None:
+        Path(path).write_bytes(data)
+        _sync(Path(path))
+
+    def _commit(self, written: str, step: int) -> str:
         _sync(Path(written))
         failpoint("described")
-        final = f"{self.root}/{step_name(manifest.step)}"
+        final = f"{self.root}/{step_name(step)}"
         if os.path.lexists(final):
             final = f"{self.root}/{os.path.basename(written)[1:].removesuffix('.tmp')}"
         os.rename(written, final)
@@ -129,7 +113,7 @@ class LocalStore(CheckpointStore):
     def _point(self, name: str) -> None:
         link = Path(self._hidden(name))
         link.symlink_to(name)
-        link.replace(self._latest)
+        link.replace(f"{self.root}/{LATEST}")
         _sync(Path(self.root))
 
     def _delete(self, path: str) -> None:
@@ -144,15 +128,31 @@ class LocalStore(CheckpointStore):
         return f"{self.root}/.{name.partition('.')[0]}.{new_token()}.tmp"
 
 
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path that a path or a ``file://`` URL means; ``~`` is the user's.
+
+    Raises:
+        ConfigError: the URL names another machine, or the path the home of a user who is not known.
+    """
+    if isinstance(path, str) and path.startswith(FILE_URL) and not path.startswith(f"{FILE_URL}/"):
+        raise ConfigError(f"{path} names another machine; a directory of this one has three slashes: file:///runs.")
+    expanded = os.path.expanduser(os.fspath(path).removeprefix(FILE_URL))
+    if expanded.startswith("~"):
+        raise ConfigError(f"{path} begins with the home of a user who is not known here; ./{path} is a name.")
+    return Path(expanded).absolute()
+
+
 def mark_file(path: Path) -> FileMark:
     """Read a file once and return its size and checksum."""
     with path.open("rb") as file:
         return file_mark(file)
 
 
-def _size(path: Path) -> int | str:
+def _size(entry: os.DirEntry[str]) -> int | str | None:
     try:
-        found = os.lstat(path)
+        if entry.is_dir():  # mostly known without another look
+            return None
+        found = entry.stat(follow_symlinks=False)
     except OSError as error:
         return of_error(error)
     return found.st_size if stat.S_ISREG(found.st_mode) else "no regular file"

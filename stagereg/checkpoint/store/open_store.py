@@ -6,17 +6,14 @@ import os
 from pathlib import Path
 
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.local_store import LocalStore
-from stagereg.errors import ConfigError
+from stagereg.checkpoint.store.local_store import FILE_URL, LocalStore, local_path
 
-__all__ = ["is_url", "open_parent_store", "open_store", "path_or_url", "store_path"]
-
-_LOCAL = "file://"
+__all__ = ["is_url", "open_parent_store", "open_store", "path_or_url"]
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is the URL of something that is not in this machine's file systems."""
-    return isinstance(path, str) and "://" in path and not path.startswith(_LOCAL)
+    return isinstance(path, str) and "://" in path and not path.startswith(FILE_URL)
 
 
 def open_store(dir: str | os.PathLike[str]) -> CheckpointStore:
@@ -31,7 +28,7 @@ def open_store(dir: str | os.PathLike[str]) -> CheckpointStore:
         from stagereg.checkpoint.store.remote_store import RemoteStore
 
         return RemoteStore(dir)
-    return LocalStore(_plain(dir))
+    return LocalStore(dir)
 
 
 def open_parent_store(checkpoint: str | os.PathLike[str]) -> CheckpointStore:
@@ -39,23 +36,9 @@ def open_parent_store(checkpoint: str | os.PathLike[str]) -> CheckpointStore:
     if isinstance(checkpoint, str) and is_url(checkpoint):
         above = checkpoint.rstrip("/").rpartition("/")[0]
         return open_store(above if above.partition("://")[2].strip("/") else checkpoint)
-    return LocalStore(_plain(checkpoint).absolute().parent)
-
-
-def store_path(checkpoint: str) -> str:
-    """Return ``checkpoint``, as :func:`open_parent_store` takes it, as :meth:`.CheckpointStore.condition` takes it."""
-    return checkpoint if is_url(checkpoint) else str(_plain(checkpoint))
+    return LocalStore(local_path(checkpoint).parent)
 
 
 def path_or_url(path: str) -> Path | str:
     """Return a path of a store as users get it: a ``Path``, or a URL as it is."""
     return path if is_url(path) else Path(path)
-
-
-def _plain(path: str | os.PathLike[str]) -> Path:
-    if isinstance(path, str) and path.startswith(_LOCAL) and not path.startswith(f"{_LOCAL}/"):
-        raise ConfigError(f"{path} names another machine; a directory of this one has three slashes: file:///runs.")
-    expanded = os.path.expanduser(os.fspath(path).removeprefix(_LOCAL))
-    if expanded.startswith("~"):
-        raise ConfigError(f"{path} begins with the home of a user who is not known here; ./{path} is a name.")
-    return Path(expanded)

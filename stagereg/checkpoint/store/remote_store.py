@@ -19,11 +19,10 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from stagereg.checkpoint.checksum import crc32
-from stagereg.checkpoint.damage import Condition, Damage
+from stagereg.checkpoint.damage import Condition
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import Owner, StoreLock
-from stagereg.checkpoint.manifest import LATEST, MANIFEST, FileMark, Manifest, file_mark, step_name, step_of
+from stagereg.checkpoint.manifest import LATEST, MANIFEST, FileMark, file_mark, step_name, step_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.lease import StoreLease, leaseholder
 from stagereg.checkpoint.store.object_store import ObjectStore
@@ -44,8 +43,6 @@ class RemoteStore(CheckpointStore):
         root: its URL. Raises ``ConfigError`` as :class:`.ObjectStore` does.
     """
 
-    remote = True
-
     def __init__(self, root: str) -> None:
         super().__init__(root.rstrip("/"))
         self.objects = ObjectStore(root)
@@ -60,28 +57,23 @@ class RemoteStore(CheckpointStore):
     def _conditions(self) -> list[Condition]:
         return [each for each in super()._conditions() if not _is_unfinished(each)]
 
-    def _names(self) -> list[str]:
-        there = self.objects.listing(self.root)
-        return [name for name, size in there.items() if size is None and step_of(name) is not None]
+    def _listing(self, path: str) -> dict[str, int | str | None]:
+        return {**self.objects.listing(path)}
 
     def _resolve(self, path: str) -> str:
         folder, _, name = path.rstrip("/").rpartition("/")
-        return f"{folder}/{(self._name_in(f'{folder}/{name}') if name == LATEST else None) or name}"
-
-    def _sizes(self, path: str) -> dict[str, int | str]:
-        return {name: size for name, size in self.objects.listing(path).items() if size is not None}
+        if name == LATEST:
+            with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
+                there = self.objects.get(f"{folder}/{name}").decode().strip()
+                name = name if step_of(there) is None else there
+        return f"{folder}/{name}"
 
     def _read(self, path: str) -> bytes:
         return self.objects.get(path)
 
-    def _pointed(self) -> str | None:
-        return self._name_in(f"{self.root}/{LATEST}")
-
-    def _name_in(self, latest: str) -> str | None:
-        with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
-            name = self.objects.get(latest).decode().strip()
-            return name if step_of(name) is not None else None
-        return None
+    def _mark(self, path: str) -> FileMark:
+        with self.objects.open(path) as stream:
+            return file_mark(stream)
 
     # -- writing
 
@@ -93,15 +85,6 @@ class RemoteStore(CheckpointStore):
 
     def temporary(self, step: int, token: str) -> str:
         return f"{self.root}/{step_name(step)}.{token}"
-
-    def put(self, written: str, name: str, data: bytes) -> FileMark:
-        self.objects.put(f"{written}/{name}", data)
-        return FileMark(len(data), crc32(data))
-
-    def mark(self, written: str, name: str, flush: bool = True) -> FileMark:
-        """See :class:`.CheckpointStore`. What was written is safely stored already."""
-        with self.objects.open(f"{written}/{name}") as stream:
-            return file_mark(stream)
 
     def discard(self, path: str) -> None:
         """See :class:`.CheckpointStore`. The manifest goes first.
@@ -116,8 +99,10 @@ class RemoteStore(CheckpointStore):
         except OSError as error:
             _log.warning("%s could not be deleted, which the next start will do: %s", path, error)
 
-    def _commit(self, written: str, manifest: Manifest) -> str:
-        self.objects.put(f"{written}/{MANIFEST}", manifest.dumps().encode())
+    def _write(self, path: str, data: bytes) -> None:
+        self.objects.put(path, data)
+
+    def _commit(self, written: str, step: int) -> str:
         self._committed = written
         return written
 
@@ -135,4 +120,4 @@ class RemoteStore(CheckpointStore):
 
 def _is_unfinished(each: Condition) -> bool:
     """Whether a directory has no manifest; a name without a token is not ours, and its owner may want it."""
-    return each.damages == (Damage(MANIFEST, "missing"),) and "." in each.name
+    return each.damages == {MANIFEST: "missing"} and "." in each.name

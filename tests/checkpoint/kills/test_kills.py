@@ -1,26 +1,21 @@
-"""Whichever process is killed, and whenever: the next run continues bit for bit from the newest checkpoint."""
+"""Whichever rank is killed, and whenever: the next run continues bit for bit from the newest checkpoint."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from stagereg.checkpoint.failpoints import POINTS
 
-MATRIX = Path(__file__).with_name("matrix.py")
 
-
-def killed(tmp_path: Path, limit_s: float, *asked: str) -> dict[str, Any]:
-    """Run the matrix and return its counts, which are printed as well."""
-    seen = tmp_path / "counts.json"
+def kill(tmp_path: Path, limit_s: float, *asked: str) -> dict[str, list[str]]:
+    """Run the matrix; return the rows of its table: kills of one rank, of all, and both, by the moment."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(MATRIX), "--json", str(seen), *asked],
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("matrix.py")), *asked],
         capture_output=True,
         text=True,
         timeout=limit_s,
@@ -29,25 +24,19 @@ def killed(tmp_path: Path, limit_s: float, *asked: str) -> dict[str, Any]:
     )
     print(done.stdout)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-8000:]}"
-    counts: dict[str, Any] = json.loads(seen.read_text())
-    return counts
-
-
-def check(counts: dict[str, Any], kills: int) -> None:
-    assert counts["kills"] >= kills
-    by_moment = {row[0]: dict(zip(counts["heads"], row, strict=True)) for row in counts["rows"]}
-    assert [name for name in POINTS if by_moment[name]["kills"] == "0"] == []
-    assert set(counts["reached"]) == set(POINTS)
-    for victim in ("one rank", "all ranks", "the writer"):
-        assert by_moment["all"][victim] != "0"
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.strip()}
+    assert [name for name in POINTS if int(rows[name][2]) == 0] == []
+    assert "0" not in rows["all"][:2]
+    return rows
 
 
 @pytest.mark.timeout(400)
 def test_nothing_is_lost_by_thirty_kills(tmp_path: Path) -> None:
-    check(killed(tmp_path, 380, "--few", "--kills", "30"), 30)
+    assert int(kill(tmp_path, 380, "--few", "--kills", "30")["all"][2]) >= 30
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_nothing_is_lost_by_three_hundred_kills(tmp_path: Path) -> None:
-    check(killed(tmp_path, 3500, "--kills", "300", "--seed", str(int.from_bytes(os.urandom(3)))), 300)
+    seed = str(int.from_bytes(os.urandom(3)))
+    assert int(kill(tmp_path, 3500, "--kills", "300", "--seed", seed)["all"][2]) >= 300

@@ -60,12 +60,13 @@ class Store(ObjectStore):
         return seen
 
     def lease(self) -> StoreLease:
-        return StoreLease(self, self.root, settle=0.0)
+        return StoreLease(self, self.root)
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
-    monkeypatch.setattr(lease, "_LOOK_S", 0.0)
+    monkeypatch.setattr(StoreLease, "_look_s", 0.0)
+    monkeypatch.setattr(lease, "_SETTLE_S", 0.0)
     monkeypatch.setattr(retry, "FIRST_S", 0.0)
     return Store(f"memory://{uuid.uuid4().hex}/runs")
 
@@ -97,7 +98,7 @@ def near(pid: int) -> bytes:
 
 
 def test_an_owner_that_lives_on_this_machine_is_not_waited_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "_ENDING_S", 0.0)
+    monkeypatch.setattr(lease, "PATIENCE_S", 0.0)
     store.lay(near(os.getppid()))
     with pytest.raises(CheckpointError, match=f"in use.*process {os.getppid()} on far"):
         store.lease()

@@ -34,7 +34,7 @@ def test_urls_are_remote_and_not_changed() -> None:
     for url in ("memory://a/b", "s3://bucket/runs/gpt"):
         store = open_store(f"{url}/")
         assert isinstance(store, RemoteStore)
-        assert (store.root, store.remote, path_or_url(store.root)) == (url, True, url)
+        assert (store.root, path_or_url(store.root)) == (url, url)
         assert open_parent_store(f"{url}/step-00000001.ab").root == url
         assert is_url(url)
     assert not is_url(Path("s3://bucket"))
