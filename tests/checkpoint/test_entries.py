@@ -54,6 +54,24 @@ def test_a_model_may_replace_its_meta_tensors_in_load_state_dict(tmp_path: Path)
     assert torch.equal(model.weight, trained.weight)
 
 
+class Several(torch.optim.SGD):
+    """An optimizer whose state dict has a form of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": super().state_dict(), "count": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict["first"])
+
+
+def test_an_optimizer_may_have_a_state_dict_of_another_form(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with saved(tmp_path, {"optimizer": Several(model.parameters(), lr=0.5)}) as checkpointer:
+        other = Several(model.parameters(), lr=0.1)
+        checkpointer.restore({"optimizer": other})
+    assert other.param_groups[0]["lr"] == 0.5
+
+
 def test_an_error_that_names_every_tensor_is_cut_short(tmp_path: Path) -> None:
     one = torch.nn.Linear(2, 2)
     many = torch.nn.Sequential(*(torch.nn.Linear(3, 2) for _ in range(100)))

@@ -179,19 +179,6 @@ def test_the_copy_is_released_when_it_is_written_or_lost(
         checkpointer.close()
 
 
-def test_a_state_that_cannot_be_staged_raises_once(tmp_path: Path) -> None:
-    stager = Tracked()
-    with Checkpointer(str(tmp_path), stager=stager) as checkpointer:
-        stager.error = StagingError(("model", "weight"), "is no tensor")
-        with pytest.raises(CheckpointError, match=r"model\.weight") as caught:
-            checkpointer.save(1, {"x": torch.ones(1)})
-        assert caught.value.__cause__ is stager.error
-        checkpointer.wait()
-        stager.error = None
-        checkpointer.save(2, {"x": torch.ones(1)})
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000002"]
-
-
 def test_a_copy_that_proves_bad_after_its_write_is_not_committed(tmp_path: Path) -> None:
     written, committed = threading.Event(), threading.Event()
 

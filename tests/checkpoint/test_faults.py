@@ -81,19 +81,6 @@ def test_a_copy_that_fails_is_a_warning_too(tmp_path: Path, caplog: pytest.LogCa
     ending.finish()
 
 
-def test_a_checkpoint_from_elsewhere_is_not_of_this_directory(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path / "old")) as checkpointer:
-        checkpointer.save(1, {"x": 1})
-    for name, there in (("old", "newest good checkpoint is step 1"), ("new", "This run has no complete checkpoint")):
-        checkpointer = Checkpointer(
-            str(tmp_path / name), resume=str(tmp_path / "old" / "step-00000001"), storage=FaultyStorage()
-        )
-        assert checkpointer.restore({"x": 0}) == 1
-        checkpointer.save(2, {"x": 2})
-        with pytest.raises(CheckpointError, match=f"{there}.*{tmp_path / name}"):
-            checkpointer.close()
-
-
 def test_while_a_save_hangs_no_memory_is_taken_nor_restored(tmp_path: Path) -> None:
     release = tmp_path / "release"
     storage = FaultyStorage(fault="hang", saves=[1], release=str(release))

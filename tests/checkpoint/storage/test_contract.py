@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from hydra import compose, initialize_config_dir
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -31,6 +32,7 @@ from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 
 from ...support.faulty_storage import FaultyStorage
+from ...support.format_reader import FormatReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -263,12 +265,15 @@ def test_two_ranks_write_their_shards_and_read_them_back(tmp_path: Path) -> None
         latest = tmp_path / storage / "latest"
         written = manifest.Manifest.loads((latest / manifest.MANIFEST).read_text())
         assert set(written.files) == set(names) - {manifest.MANIFEST}
-        if storage == "safetensors":
-            continue
-        template = {"sharded": {name: torch.zeros(50, 70) for name in PLACEMENTS}}
-        dcp.load(template, checkpoint_id=latest, no_dist=True)
+        full = torch.arange(3500.0).view(50, 70)
+        # Read by torch's own readers, and by another program.
+        reader = dcp.FileSystemReader if storage == "dcp" else HuggingFaceStorageReader
+        template = {f"sharded.{name}": torch.zeros(50, 70) for name in PLACEMENTS}
+        dcp.load(template, storage_reader=reader(str(latest)), no_dist=True)
+        found = FormatReader(latest).entry("sharded")
         for name in PLACEMENTS:
-            assert torch.equal(template["sharded"][name], torch.arange(3500.0).view(50, 70)), storage
+            assert torch.equal(template[f"sharded.{name}"], full), storage
+            assert found[name].tolist() == full.tolist(), storage
 
 
 class Foreign(FileSystemWriter):
