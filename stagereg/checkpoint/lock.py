@@ -7,8 +7,8 @@ which the package filelock uses, locks within one machine only on some of these,
 
 Such a lock knows processes only, and a process loses it as soon as it closes the file a second time; so what this
 process holds is kept here, and nothing else may open ``.lock``. An object store has another kind of lock
-(:mod:`stagereg.checkpoint.store.lease`). The file may be deleted with its directory under a run
-that goes on: :meth:`StoreLock.check` notices. Reading checkpoints needs no lock.
+(:mod:`stagereg.checkpoint.store.lease`). The file may be deleted with its directory under a run that goes on:
+:meth:`StoreLock.check` notices. Reading checkpoints needs no lock.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from stagereg.errors import CheckpointError
 __all__ = ["LOCK", "PATIENCE_S", "Owner", "StoreLock", "holder"]
 
 LOCK = ".lock"
-
 PATIENCE_S = 3.0
 """Seconds to wait for an owner that is just ending."""
 

@@ -228,13 +228,11 @@ class CheckpointStore:
                 for old in self._too_old(before, path, step, keep):
                     self._delete(old)
         except Exception as error:
-            _log.warning(
+            text = (
                 "stagereg: step %d is saved in %s, but not all that follows is done (moving `latest`, deleting old "
-                "checkpoints); the next save makes up for it: %s",
-                step,
-                path,
-                error,
+                "checkpoints); the next save makes up for it: %s"
             )
+            _log.warning(text, step, path, error)
         failpoint("retained")
         return path
 
