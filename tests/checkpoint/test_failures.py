@@ -20,7 +20,7 @@ import torch
 import stagereg.checkpoint.failpoints as failpoints
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
-from stagereg.checkpoint.store.local_store import LocalStore
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError, StagingError
 from stagereg.registry import build
 from stagereg.stagers.async_stager import AsyncStager
@@ -163,13 +163,13 @@ def test_the_copy_is_released_when_it_is_written_or_lost(
     fail_writing(error)
     stager = Tracked()
     at_commit: list[Any] = []
-    publish = LocalStore.publish
+    publish = CheckpointStore.publish
 
     def publish_and_look(*args: Any) -> str:
         at_commit.extend(copy() for copy in stager.copies)
         return publish(*args)
 
-    monkeypatch.setattr(LocalStore, "publish", publish_and_look)
+    monkeypatch.setattr(CheckpointStore, "publish", publish_and_look)
     checkpointer = Checkpointer(str(tmp_path), stager=stager)
     checkpointer.save(1, {"x": torch.ones(10), "nested": {"l": [{"a": 1}]}})
     checkpointer._background.finish()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import stagereg.checkpoint.storage.aligned as aligned
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, DiskFile
-from stagereg.checkpoint.store.local_store import mark_file
+from stagereg.checkpoint.store.checkpoint_store import mark_file
 
 BUFFER = 2 * PAGE
 SIZES = st.one_of(st.integers(0, 5 * PAGE), st.sampled_from([PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 4 * PAGE]))

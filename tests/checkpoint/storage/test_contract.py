@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_flatten
 
 import stagereg
 import stagereg.checkpoint.manifest as manifest
-import stagereg.checkpoint.store.local_store as local
+import stagereg.checkpoint.store.checkpoint_store as local
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.lookup import name_of
-from stagereg.checkpoint.store.local_store import LocalStore, mark_file
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore, mark_file
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 
@@ -163,19 +163,19 @@ def test_files_are_flushed_before_the_commit_and_not_read_for_it(
     tmp_path: Path, storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: set[str] = set()
-    real, publish = os.fsync, LocalStore.publish
+    real, publish = os.fsync, CheckpointStore.publish
 
     def fsync(descriptor: int) -> None:
         real(descriptor)
         flushed.add(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).removesuffix(".tmp"))
 
-    def check(store: LocalStore, written: str, *more: Any) -> str:
+    def check(store: CheckpointStore, written: str, *more: Any) -> str:
         assert set(os.listdir(written)) <= flushed
         return publish(store, written, *more)
 
     monkeypatch.setattr(local, "mark_file", lambda path: pytest.fail(f"{path} was read"))
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(LocalStore, "publish", check)
+    monkeypatch.setattr(CheckpointStore, "publish", check)
     with checkpointer(tmp_path, storage) as saving:
         saving.save(1, values())
 

@@ -22,7 +22,7 @@ import stagereg
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.protocol import Storage, TensorResult
-from stagereg.checkpoint.store.local_store import mark_file
+from stagereg.checkpoint.store.checkpoint_store import mark_file
 from stagereg.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
