@@ -91,32 +91,24 @@ def test_freed_memory_goes_back_before_each_sample(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_case_that_fails_is_left_out_and_the_others_go_on() -> None:
-    clock, log = Clock(), []
-    cases = [Worker("A", clock, log, 1.0, 1.0), Worker("B", clock, log, *[1.0] * 5)]
-    cases[0].error = OSError("no space")
-    broken, good = interleave(cases, 4, clock=clock)
-    assert broken == Series("A", [], failure="OSError: no space")
-    assert good.samples == [1.0] * 4
-    assert "".join(sorted(log)) == "AAABBBBB"
-    assert [case.closed for case in cases] == [1, 1]
-
-
-def test_a_case_that_fails_its_proof_has_no_figures() -> None:
     class Wrong(Worker):
         def prove(self) -> None:
             raise ValueError("not equal")
 
-    clock = Clock()
-    (series,) = interleave([Wrong("A", clock, [], 1.0, 1.0)], 1, clock=clock)
-    assert series == Series("A", [], failure="ValueError: not equal")
-
-
-def test_all_cases_are_closed_however_it_ends() -> None:
-    cases = [Worker("A", Clock(), ["A", "A"]), Worker("B", Clock(), [])]
-    cases[0].error = KeyboardInterrupt()
+    clock, log = Clock(), []
+    cases = [Worker("A", clock, log, 1.0, 1.0), Worker("B", clock, log, *[1.0] * 5), Wrong("C", clock, log, *[1.0] * 5)]
+    cases[0].error = OSError("no space")
+    broken, good, wrong = interleave(cases, 4, clock=clock)
+    assert broken == Series("A", [], failure="OSError: no space")
+    assert good.samples == [1.0] * 4
+    assert wrong == Series("C", [], failure="ValueError: not equal"), "one that fails its proof has no figures"
+    assert "".join(sorted(log)) == "AAABBBBBCCCCC"
+    assert [case.closed for case in cases] == [1, 1, 1]
+    interrupted = [Worker("A", Clock(), ["A", "A"]), Worker("B", Clock(), [])]
+    interrupted[0].error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        interleave(cases, 1)
-    assert [case.closed for case in cases] == [1, 1]
+        interleave(interrupted, 1)
+    assert [case.closed for case in interrupted] == [1, 1], "all are closed however it ends"
 
 
 def test_only_the_last_time_of_a_case_waits_for_the_device() -> None:

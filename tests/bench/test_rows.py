@@ -75,32 +75,22 @@ def test_a_write_is_timed_with_its_flush(tmp_path: Path, monkeypatch: pytest.Mon
     assert "only 5 of 6 bytes" in too_little.failure
 
 
-def test_the_disk_ceiling_writes_whole_pages_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, flags = os.open, []
-    monkeypatch.setattr(ceiling.os, "open", lambda path, how: flags.append(how) or real(path, how & ~os.O_DIRECT))
-    raw_write(5000)(tmp_path)
-    assert (tmp_path / "bytes").stat().st_size == 8192
-    assert flags[0] & os.O_DIRECT
-
-
-def test_the_memory_ceiling_copies_every_byte() -> None:
+def test_ceilings_move_every_byte_and_pass_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = memmove(4097)
     copy().zero_()
     assert bool((copy() == 1).all())
+    real, flags = os.open, []
+    monkeypatch.setattr(ceiling.os, "open", lambda path, how: flags.append(how) or real(path, how & ~os.O_DIRECT))
+    raw_write(5000)(tmp_path)
+    assert (tmp_path / "bytes").stat().st_size == 8192, "whole pages"
+    assert flags[0] & os.O_DIRECT
 
 
 def test_lost_is_a_segment_less_the_one_without_a_checkpoint() -> None:
-    none, mine, theirs = stall.group(
-        "1",
-        "title",
-        [
-            Series("none:blocked", [0.0, 0.0, 0.0]),
-            Series("none", [4.0, 8.0, 4.0]),
-            Series("mine:blocked", [0.1, 0.2, 0.3]),
-            Series("mine", [5.0, 10.0, 4.5]),
-            Series("theirs", failure="no process"),
-        ],
-    ).lines
+    taken = {"none:blocked": [0.0, 0.0, 0.0], "none": [4.0, 8.0, 4.0]}
+    taken |= {"mine:blocked": [0.1, 0.2, 0.3], "mine": [5.0, 10.0, 4.5]}
+    series = [*(Series(row, samples) for row, samples in taken.items()), Series("theirs", failure="no process")]
+    none, mine, theirs = stall.group("1", "title", series).lines
     assert mine.samples == {"lost": [1.0, 2.0, 0.5], "blocked": [0.1, 0.2, 0.3], "segment": [5.0, 10.0, 4.5]}
     assert mine.figures == {"step": 1.0}  # the median segment without a checkpoint has four steps
     assert [cell.strip() for cell in mine.cells] == ["200.00", "1000.00", "750.00 -  1500.00", "1.00"]

@@ -108,20 +108,6 @@ def test_a_first_save_that_is_slow_does_not_count_for_long() -> None:
     assert rank.schedule.every == pytest.approx(rank.best, rel=0.02)
 
 
-def test_a_plan_goes_at_most_ten_times_as_far_as_was_measured() -> None:
-    rank = Training(step_s=1e-3, stall_s=1.0, write_s=1.0)
-    assert interval.best(1.0, MTBF_S) / 1e-3 > 200_000
-    assert rank.steps(1, 2500) == [10, 10 + 90, 100 + 990]  # the first step has no beginning
-
-
-def test_steps_that_are_slower_beside_a_write_count_as_cost() -> None:
-    alike, slower = Training(0.5, 0.2, 10.0), Training(0.5, 0.2, 10.0, slower=1.5)
-    for rank in (alike, slower):
-        rank.steps(1, 2000)
-    assert slower.schedule.every == pytest.approx(slower.best, rel=0.02)
-    assert slower.schedule.every > 2 * alike.schedule.every
-
-
 def test_the_plan_follows_a_disk_that_becomes_slow() -> None:
     rank = Training(step_s=1.0, stall_s=0.2, write_s=2.0)
     rank.steps(1, 500)

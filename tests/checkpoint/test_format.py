@@ -9,13 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from stagereg import Checkpointer
 from stagereg.registry import build
-from stagereg.testing import run_ranks
 
 pytest.importorskip("numpy")
 
@@ -60,18 +56,3 @@ def test_another_program_reads_what_was_saved(tmp_path: Path, storage: str) -> N
     for name, value in state.items():
         saved = value.state_dict() if hasattr(value, "state_dict") else value
         assert plain(reader.entry(name)) == plain(dict(saved) if isinstance(saved, dict) else saved), name
-
-
-def save_shards(rank: int, world_size: int, root: str) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
-    rows, columns = (distribute_tensor(torch.arange(35).view(5, 7), mesh, [Shard(i)]) for i in (0, 1))
-    with Checkpointer(root) as checkpointer:
-        checkpointer.save(1, {"x": {"rows": rows, "columns": columns, "whole": torch.full((2,), rank)}})
-    dist.barrier()
-
-
-def test_another_program_puts_shards_together(tmp_path: Path) -> None:
-    run_ranks(save_shards, nproc=2, args=(str(tmp_path),))
-    found = FormatReader(tmp_path / "step-00000001").entry("x")
-    expected = torch.arange(35).view(5, 7).tolist()
-    assert plain(found) == {"rows": expected, "columns": expected, "whole": [0, 0]}

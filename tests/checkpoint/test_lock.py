@@ -20,7 +20,7 @@ import pytest
 import stagereg.checkpoint.lock as lock
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.lock import DirectoryLock, holder
-from stagereg.checkpoint.store.local_store import LocalStore
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError
@@ -187,10 +187,10 @@ def test_a_garbage_collected_checkpointer_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_a_checkpointer_that_cannot_begin_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(store: LocalStore) -> None:
+    def fails(store: CheckpointStore) -> None:
         raise OSError(errno.EIO, "bad disk")
 
-    monkeypatch.setattr(LocalStore, "sweep", fails)
+    monkeypatch.setattr(CheckpointStore, "sweep", fails)
     with pytest.raises(CheckpointError, match="bad disk"):
         Checkpointer(str(tmp_path))
     DirectoryLock(tmp_path, patience=0).release()

@@ -56,23 +56,6 @@ def write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Write]:
     shutdown._forget()  # no failure of a test must reach the exit status of the tests
 
 
-def test_waits_end_with_the_time_out_which_is_reported_once(write: Write, caplog: pytest.LogCaptureFixture) -> None:
-    background = write.background(0.0)
-    save = write.submitted(background)
-    assert not background.finish()
-    with pytest.raises(CheckpointError, match=r"longer than 0 s \(it is at: waiting for its turn\)"):
-        background.raise_failure()
-    assert background.hanging
-    with pytest.raises(CheckpointError, match="Step 2 was not saved: an earlier save hangs"):
-        background.admit(PendingSave(2, write.target))
-    background.raise_failure()
-    write.go.set()
-    assert save.over.wait(30)
-    assert background.finish()
-    background.raise_failure()
-    assert "step 1 is saved after all" in caplog.text
-
-
 def test_a_third_save_waits_and_writes_never_overlap(write: Write) -> None:
     background = write.background()
     for step in (1, 2):

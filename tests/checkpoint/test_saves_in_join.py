@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.algorithms.join import Join as TorchJoin
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
@@ -115,33 +114,6 @@ def test_a_save_of_any_rank_holds_the_state_of_that_step(tmp_path: Path, runs: A
             assert difference(results[i], expected(PLAIN)) < EXACT, f"{run}, rank {rank}"
         for step in ASKED:
             assert difference(restored(tmp_path / str(i), step), at(step)) < EXACT, f"{run}, step {step}"
-
-
-def resumed(rank: int, world_size: int, root: str, kind: str) -> Any:
-    """Go on from step 5, on other ranks, with what would have been the batches of rank 2."""
-    run = Run(PLAIN, kind, root, resume=f"{root}/step-00000005")
-    for param in run.training.module.parameters():  # moments that are sharded as the parameters are
-        param.grad = torch.zeros_like(param)
-    run.training.optimizer.step()
-    with run.checkpointer:
-        step = run.checkpointer.restore(run.state)
-        run.training.zero("start")
-        # The mean over three ranks of which two have no data.
-        (run.model(batch(2, 0, 5)).sum() / 3).backward()
-        run.training.finish()
-        return step, run.state["taken"], run.training.outcome()
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_another_number_of_ranks_resumes_and_plain_torch_reads(tmp_path: Path, kind: str) -> None:
-    run_ranks(many, 3, args=(str(tmp_path), [(kind, None, False)]), timeout_s=60)
-    dcp_to_torch_save(tmp_path / "0" / "latest", tmp_path / "whole.pt")
-    read = torch.load(tmp_path / "whole.pt", weights_only=False)
-    assert read["taken"] == 6
-    assert difference(list(read["model"].values()), list(at(6)["params"].values())) < EXACT
-    for step, taken, outcome in run_ranks(resumed, 2, args=(str(tmp_path / "0"), kind), timeout_s=60):
-        assert (step, taken) == (5, 5)
-        assert difference(outcome, expected(PLAIN)) < EXACT
 
 
 class Counts:

@@ -404,17 +404,6 @@ def test_an_archive_that_would_grow_is_refused_before_it_does() -> None:
         pickled.load("x", claims)
 
 
-def test_any_bad_manifest_is_refused_in_a_short_text() -> None:
-    long = "x" * (1 << 20)
-    name = '{"format": 2, "step": 1, "storage": "x", "world_size": 1, "serial": 1, "files": {"%s": {"bytes": 1}}}'
-    texts = [f'{{"format": "{long}"}}', name % long, name % f"/{long}", f'{{"format": 2, "storage": "{long}"}}']
-    for depth in range(900, 1010):
-        texts.append('{"format": 2, "crc32": 1, "x": ' + "[" * depth + "]" * depth + "}")
-    for text in texts:
-        with pytest.raises(ValueError, match=r"(?s)\A.{1,300}\Z"):
-            Manifest.loads(text)
-
-
 def test_a_huge_rank_count_in_a_manifest_takes_no_time(forged: Path) -> None:
     path = forged / MANIFEST
     path.write_text(replace(Manifest.loads(path.read_text()), world_size=10**12).dumps())
@@ -436,32 +425,14 @@ class Marked(torch.Tensor):
     pass
 
 
-@pytest.mark.parametrize(
-    ("value", "name", "kind"),
-    [
-        ({"a": [1, {"when": datetime.timedelta(1)}]}, r"x\.a\.1\.when", "datetime.timedelta"),
-        ({"a": (Colour.RED,)}, r"x\.a", "test_untrusted.Colour"),
-        ({"a": torch.ones(2).as_subclass(Marked)}, r"x\.a", "test_untrusted.Marked"),
-        ({"a": random.Random(1)}, r"x\.a", "random.Random"),
-    ],
-)
-def test_save_refuses_what_would_not_load_back(tmp_path: Path, value: Any, name: str, kind: str) -> None:
-    with Checkpointer(str(tmp_path), stager=build("stager", "blocking")) as saving:
-        saving.save(1, {"x": 1})
-        saving.save(2, {"x": value})
-        with pytest.raises(CheckpointError, match=rf"(?s)'{name}' would not load back.*{kind}.*add_safe_globals"):
-            saving.wait()
-        saving.save(3, {"x": 3})
-        saving.wait()
-        state = {"x": 0}
-        assert saving.restore(state) == 3
-        assert state == {"x": 3}
-
-
 @pytest.mark.parametrize("storage", ["dcp", "torch_dcp"])
 @pytest.mark.parametrize(
     ("make", "seen"),
     [
+        (lambda: [1, {"f": datetime.timedelta(1)}], "would not load back.*datetime.timedelta.*add_safe_globals"),
+        (lambda: (Colour.RED,), "would not load back.*test_untrusted.Colour"),
+        (lambda: torch.ones(2).as_subclass(Marked), "would not load back.*test_untrusted.Marked"),
+        (lambda: random.Random(1), "would not load back.*random.Random"),
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 2, torch.qint8), "it is quantized"),
         (lambda: torch.eye(2).to_sparse(), "it is torch.sparse_coo, not dense"),
         (lambda: torch.eye(2).to_sparse_csr(), "it is torch.sparse_csr, not dense"),
@@ -472,15 +443,17 @@ def test_save_refuses_what_would_not_load_back(tmp_path: Path, value: Any, name:
     ],
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*quantize")
-def test_other_tensors_keys_and_values_are_refused_by_save(
+def test_save_refuses_what_would_not_load_back(
     tmp_path: Path, storage: str, make: Callable[[], Any], seen: str
 ) -> None:
     with Checkpointer(str(tmp_path), storage=build("storage", storage), stager=build("stager", "blocking")) as saving:
         saving.save(1, {"x": {"a": torch.ones(1)}})
         saving.save(2, {"x": {"a": make()}})
-        with pytest.raises(CheckpointError, match=rf"'x\.a(\.f)?' .*{seen}"):
+        with pytest.raises(CheckpointError, match=rf"(?s)'x\.a(\.1)?(\.f)?' .*{seen}"):
             saving.wait()
-        assert saving.restore({"x": None}) == 1
+        saving.save(3, {"x": 3})
+        saving.wait()
+        assert saving.restore({"x": None}) == 3
 
 
 def test_a_type_that_the_program_allows_is_saved_and_read(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -19,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg.checkpoint.zero_shards as zero_shards
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
 from stagereg.stagers.blocking import BlockingAsyncStager
@@ -252,22 +253,7 @@ def deal_otherwise(rank: int, world_size: int, root: str) -> dict[str, Any]:
         if rank == 0:
             shown["replica"], shown["restored"] = run.optimizer.state_dict(), other.optimizer.state_dict()
 
-    # Where the parameters are dealt as they were, a rank looks into its own shard alone.
-    asked: list[str] = []
-    structure: Any = CheckpointFiles.structure
-
-    def listing(files: CheckpointFiles, name: str) -> Any:
-        asked.append(name)
-        return structure(files, name)
-
-    with keep("same") as keeper:
-        keeper.save(1, other.state)
-        keeper.wait()
-        CheckpointFiles.structure = listing  # type: ignore[method-assign]
-        keeper.restore(fresh().state)
-        CheckpointFiles.structure = structure  # type: ignore[method-assign]
-    shown["asked"] = [name for name in asked if name.startswith("optimizer")]
-    with keep("same") as keeper:
+    with keep("replicas") as keeper:
         fewer = ZeroRedundancyOptimizer(network(1)[0].parameters(), torch.optim.AdamW)
         shown["fewer"] = message(lambda: keeper.restore({"optimizer": fewer}))
         shown["no optimizer"] = message(lambda: keeper.restore({"optimizer": {}}))
@@ -288,32 +274,46 @@ def test_shards_are_distinguished_by_their_content(tmp_path: Path) -> None:
     assert exact(restore_in_one_process(tmp_path / "replicas")["optimizer"]["state"]) == exact(
         first["replica"]["state"]
     )
-    for rank, shown in enumerate(results):
-        assert shown["asked"] == [f"optimizer.rank{rank}"]
+    for shown in results:
         assert "groups of [5, 5] parameters, the optimizer here has [2]" in shown["fewer"]
         assert "restore it into an optimizer" in shown["no optimizer"]
         assert "no optimizer's state" in shown["no state"]
         assert "overlap_with_ddp=True has no state that can be saved" in shown["overlap"]
 
 
-class Several(torch.optim.SGD):
-    """An optimizer whose state dict has a form of its own."""
+@st.composite
+def deals(draw: st.DrawFn) -> tuple[list[int], dict[int, dict[str, int]], dict[str, dict[str, Any]]]:
+    """Sizes of groups, the state of every parameter (some have none), and the shards of some ranks."""
+    sizes = draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
+    total, ranks = sum(sizes), draw(st.integers(1, 5))
+    owners = draw(st.lists(st.integers(0, ranks - 1), min_size=total, max_size=total))
+    state = {number: {"step": number} if draw(st.booleans()) else {} for number in range(total)}
+    shards = {}
+    for rank in range(ranks):
+        own = [number for number in range(total) if owners[number] == rank]
+        groups, begin = [], 0
+        for size in sizes:
+            groups.append({"lr": rank, "params": [number for number in own if begin <= number < begin + size]})
+            begin += size
+        shards[f"x.rank{rank}"] = {
+            "state": {number: state[number] for number in own},
+            "param_groups": groups,
+            "group_sizes": sizes,
+        }
+    return sizes, state, shards
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"first": super().state_dict(), "count": 1}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict["first"])
-
-
-def test_an_optimizer_may_have_a_state_dict_of_another_form(tmp_path: Path) -> None:
-    model = network(1)
-    optimizer = Several(model.parameters(), lr=0.5, momentum=0.9)
-    model(torch.randn(4, 5)).sum().backward()
-    optimizer.step()
-    with Checkpointer(str(tmp_path), stager=BlockingAsyncStager()) as keeper:
-        keeper.save(1, {"optimizer": optimizer})
-        keeper.wait()
-        other = Several(model.parameters(), lr=0.1)
-        keeper.restore({"optimizer": other})
-    assert exact(other.state_dict()) == exact(optimizer.state_dict())
+@settings(max_examples=60)
+@given(deals(), st.data())
+def test_the_state_of_a_rank_is_put_together_from_any_shards(deal: Any, data: st.DataObject) -> None:
+    sizes, state, shards = deal
+    wanted = data.draw(st.sets(st.sampled_from(sorted(state)))) if state else set()
+    lost = data.draw(st.sampled_from([None, *sorted(shards)[1:]]))
+    gone = set() if lost is None else shards[lost]["state"].keys()
+    whole, missing = zero_shards.whole([shards[name] for name in shards if name != lost], wanted)
+    assert missing == wanted & gone
+    assert whole["state"] == {number: state[number] for number in sorted(wanted - gone) if state[number]}
+    assert list(whole["state"]) == sorted(whole["state"])
+    assert [len(group["params"]) for group in whole["param_groups"]] == sizes
+    assert [number for group in whole["param_groups"] for number in group["params"]] == list(range(sum(sizes)))
+    assert {group["lr"] for group in whole["param_groups"]} == {0}

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagereg.sweep.figures import figures
+from stagereg.sweep.figures import figures, saved
 from stagereg.sweep.metric import METRICS
 from stagereg.sweep.run import RankRecord, Run, Span
 
@@ -62,10 +62,13 @@ def test_a_save_is_as_slow_as_its_slowest_rank_as_large_as_all() -> None:
     assert found["state_bytes"] == 2 * GIB
 
 
-def test_a_step_that_is_saved_twice_is_two_checkpoints() -> None:
-    twice = (Span(4, 0, 1.0), Span(4, 5, 3.0))
-    found = figures(run_of(RankRecord(0, stalls=twice, writes=twice), RankRecord(1, stalls=twice)))
-    assert (found["stall_ms"], found["checkpoints"]) == (2000, 2)
+def test_a_step_saved_twice_is_two_checkpoints_a_lost_one_is_none() -> None:
+    twice, lost = (Span(4, 0, 1.0), Span(4, 5, 3.0)), ((9, "disk full"),)
+    run = run_of(RankRecord(0, stalls=twice, writes=twice, lost=lost), RankRecord(1, stalls=twice, lost=lost))
+    found = figures(run)
+    assert (found["stall_ms"], found["checkpoints"], found["lost_checkpoints"]) == (2000, 2, 1)
+    seen = sorted((one.step, one.stall_s or 0, one.state, one.error) for one in saved(run))
+    assert seen == [(4, 1.0, "complete", ""), (4, 3.0, "complete", ""), (9, 0, "lost", "disk full")]
 
 
 def test_memory_is_known_where_all_ranks_recorded_it() -> None:
@@ -76,20 +79,10 @@ def test_memory_is_known_where_all_ranks_recorded_it() -> None:
     assert figures(run_of(first)) == {}
 
 
-def test_a_copy_of_no_time_or_no_bytes_has_no_rate() -> None:
-    found = figures(run_of(RankRecord(0, stages=(Span(1, 0, 0.0, GIB),), writes=(Span(1, 0, 1.0),))))
-    assert not found.keys() & {"staged_gib_per_s", "write_gib_per_s"}
-
-
 class TestLostTime:
     def test_nothing_is_lost_to_checkpoints_in_a_run_without_any(self) -> None:
         found = figures(run_of(RankRecord(0, steps=steps(1, 1, 1))))
         assert found == {"steps": 4, "train_s": 3, "step_s": 1}
-
-    def test_a_stall_counts_after_the_last_step_not_before_the_first(self) -> None:
-        record = RankRecord(0, steps=steps(1, 1, 1, 1), stalls=(Span(0, -9, 2.0), Span(5, 4.0, 1.0)))
-        found = figures(run_of(record))
-        assert (found["train_s"], found["lost_s"], found["lost_percent"]) == (5, 1, 20)
 
     def test_work_of_other_ranks_disturbs_on_the_same_machine_only(self) -> None:
         here, there = {"host": "a"}, {"host": "b"}
@@ -173,13 +166,9 @@ def test_returned_numbers_are_figures_also_without_a_run() -> None:
     assert figures(None) == {}
 
 
-def test_a_save_that_failed_is_counted_once_and_not_by_each_rank() -> None:
-    lost = ((3, "disk"),)
-    found = figures(run_of(RankRecord(0, lost=lost, stalls=(Span(3, 0, 1.0),)), RankRecord(1, lost=lost)))
-    assert (found["checkpoints"], found["lost_checkpoints"]) == (0, 1)
-
-
-def test_steps_of_no_time_have_no_rate() -> None:
+def test_what_took_no_time_or_has_no_bytes_has_no_rate() -> None:
+    found = figures(run_of(RankRecord(0, stages=(Span(1, 0, 0.0, GIB),), writes=(Span(1, 0, 1.0),))))
+    assert not found.keys() & {"staged_gib_per_s", "write_gib_per_s"}
     record = RankRecord(0, steps=((1, 5.0), (2, 5.0)), stalls=(Span(1, 4.0, 0.5),), join={"samples": 4})
     assert figures(run_of(record)) == {"stall_ms": 500, "checkpoints": 0, "steps": 2, "shadowed_steps": 0}
     assert figures(run_of(RankRecord(0, steps=((1, 5.0),)))) == {"steps": 1}

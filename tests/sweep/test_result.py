@@ -17,20 +17,15 @@ from .samples import BEGAN, VERSIONS, Sample, rank_file, result, sweep, write_ev
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
-    seen = result(
-        tmp_path / "3",
-        3,
-        status="failed",
-        error="two\nlines",
-        overrides=("a=1", "+b='x y'"),
-        repeat=2,
-        again=True,
-        returned={"loss": 1.5, "names": ["a"]},
-        figures={"stall_ms": 1.25},
-    )
+    facts = {"status": "failed", "error": "two\nlines", "repeat": 2, "again": True}
+    facts |= {
+        "overrides": ("a=1", "+b='x y'"),
+        "returned": {"loss": 1.5, "names": ["a"]},
+        "figures": {"stall_ms": 1.25},
+    }
+    seen = result(tmp_path / "3", 3, **facts)
     assert seen.write() == tmp_path / "3" / RESULT
-    assert JobResult.read(tmp_path / "3") == seen
-    assert JobResult.of_directory(tmp_path / "3") == seen
+    assert JobResult.read(tmp_path / "3") == JobResult.of_directory(tmp_path / "3") == seen
 
 
 def test_a_result_is_strict_json_of_this_format(tmp_path: Path) -> None:
@@ -108,7 +103,11 @@ class TestWithoutResult:
             if events:
                 write_events(tmp_path / "metrics.jsonl", events)
             (job,) = results(tmp_path)
-            assert (job.status, error in (job.error or "")) == ("unfinished", True)
+            assert (job.status, error in (job.error or ""), job.overrides) == ("unfinished", True, ("a=1",))
+        (tmp_path / ".hydra" / "overrides.yaml").write_text("- 'a=")  # torn
+        (tmp_path / ".hydra" / "hydra.yaml").write_text("hydra: {job: ")
+        job = JobResult.of_directory(tmp_path)
+        assert (job.overrides, job.job) == ((), {})
 
     def test_a_run_that_reports_its_end_has_ended_that_way(self, tmp_path: Path) -> None:
         assert JobResult.of_directory(write_run(tmp_path / "a")).status == "completed"
@@ -123,13 +122,6 @@ class TestWithoutResult:
             write_events(rank_file(tmp_path / name, 1), [*Sample(killed=True).events(1), {**end, "error": error}])
             job = JobResult.of_directory(tmp_path / name)
             assert (job.status, job.error) == (status, f"rank 1: {error}")
-
-    def test_torn_files_of_hydra_are_ignored(self, tmp_path: Path) -> None:
-        write_hydra(tmp_path, ["a=1"], 0)
-        (tmp_path / ".hydra" / "overrides.yaml").write_text("- 'a=")
-        (tmp_path / ".hydra" / "hydra.yaml").write_text("hydra: {job: ")
-        job = JobResult.of_directory(tmp_path)
-        assert (job.overrides, job.job) == ((), {})
 
 
 class TestResults:

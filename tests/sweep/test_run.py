@@ -110,14 +110,10 @@ def test_damaged_lines_are_left_out_and_counted(garbage: list[bytes], at: int) -
     ]
 
 
-def test_events_of_later_versions_are_passed_over(tmp_path: Path) -> None:
-    run = lines(tmp_path, START, {"event": "thermals", "t": 6.0, "celsius": 90}, {**END, "more": [1]})
-    assert (run.damaged, run.finished) == (0, True)
-
-
 def test_only_events_after_the_last_start_count(tmp_path: Path) -> None:
     before = (START, {"event": "step", "t": 6, "step": 1}, END, "torn")
-    run = lines(tmp_path, *before, {**START, "t": 20}, {"event": "step", "t": 21, "step": 7})
+    later = {"event": "thermals", "t": 22, "celsius": 90}  # of a later version, is passed over
+    run = lines(tmp_path, *before, {**START, "t": 20, "more": [1]}, {"event": "step", "t": 21, "step": 7}, later)
     (seen,) = run.ranks
     assert (seen.steps, seen.end) == (((7, 21.0),), None)
     assert (run.began, run.damaged) == (20, 0)
@@ -137,10 +133,8 @@ def test_steps_come_from_logs_without_a_checkpointer(tmp_path: Path) -> None:
 
 
 def test_joins_that_were_left_one_after_the_other_are_summed(tmp_path: Path) -> None:
-    joins = [
-        {"event": "join", "t": 6, "steps": 5, "shadowed": 1, "samples": 10},
-        {"event": "join", "t": 7, "steps": 3, "shadowed": 0},
-    ]
+    first, second = {"steps": 5, "shadowed": 1, "samples": 10}, {"steps": 3, "shadowed": 0}
+    joins = [{"event": "join", "t": 6, **first}, {"event": "join", "t": 7, **second}]
     assert lines(tmp_path, START, *joins).ranks[0].join == {"steps": 8, "shadowed": 1, "samples": 10}
     assert lines(tmp_path, START).ranks[0].join is None
 

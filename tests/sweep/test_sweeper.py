@@ -73,20 +73,14 @@ def test_a_wrong_number_of_repeats_is_refused_first(repeats: object) -> None:
     assert issubclass(SweepError, ConfigError)
 
 
-@pytest.mark.parametrize(
-    "override", ["sweep.repeats=1,2", "++sweep.metric=loss,stall_ms", "sweep.again=choice(true,false)"]
-)
-def test_settings_of_the_whole_sweep_cannot_be_swept_over(override: str) -> None:
-    overrides = OverridesParser.create().parse_overrides(["a=1,2", override])
-    with pytest.raises(SweepError, match="goes for the whole sweep and takes one value"):
-        InterleavedSweeper(repeats=1).split_arguments(overrides, None)
-
-
-def test_batches_are_as_large_as_the_basic_sweepers() -> None:
-    overrides = OverridesParser.create().parse_overrides(["a=1,2,3"])
-    batches = InterleavedSweeper(repeats=2).split_arguments(overrides, 3)
+def test_the_whole_sweeps_settings_are_not_swept_batches_are_hydras() -> None:
+    parse = OverridesParser.create().parse_overrides
+    for override in ("sweep.repeats=1,2", "++sweep.metric=loss,stall_ms", "sweep.again=choice(true,false)"):
+        with pytest.raises(SweepError, match="goes for the whole sweep and takes one value"):
+            InterleavedSweeper(repeats=1).split_arguments(parse(["a=1,2", override]), None)
+    batches = InterleavedSweeper(repeats=2).split_arguments(parse(["a=1,2,3"]), 3)
     assert [len(batch) for batch in batches] == [3, 3, 1]
-    assert InterleavedSweeper(repeats=1).split_arguments(overrides, 2) == [[["a=1"], ["a=2"]], [["a=3"]]]
+    assert InterleavedSweeper(repeats=1).split_arguments(parse(["a=1,2,3"]), 2) == [[["a=1"], ["a=2"]], [["a=3"]]]
 
 
 def test_jobs_run_in_rounds_and_know_which_repeat_they_are(app: App) -> None:
@@ -108,13 +102,10 @@ def test_a_wrong_number_of_repeats_is_one_line_and_no_job_runs(app: App) -> None
     assert not (app.folder / "multirun").exists()
 
 
-@pytest.mark.parametrize(("code", "ends"), [(0, 0), pytest.param(3, 1, marks=pytest.mark.slow)])
-def test_a_job_that_leaves_by_itself_lets_the_others_run(code: int, ends: int, app: App) -> None:
+@pytest.mark.parametrize(
+    ("code", "ends", "ran"), [(0, 0, [1, 2]), pytest.param(3, 1, [1, 2], marks=pytest.mark.slow), (130, 130, [1])]
+)
+def test_a_job_may_leave_by_itself_but_a_signal_stops_the_sweep(code: int, ends: int, ran: list[int], app: App) -> None:
     jobs, ended = sweep(app, "a=1,2", f"exit=[{code}]")
-    assert (ended.returncode, [job["a"] for job in jobs]) == (ends, [1, 2])
+    assert (ended.returncode, [job["a"] for job in jobs]) == (ends, ran)
     assert ("left by sys.exit(3)" in ended.stderr) == (code == 3)
-
-
-def test_a_job_that_a_signal_has_stopped_stops_the_sweep(app: App) -> None:
-    jobs, ended = sweep(app, "a=1,2", "exit=[130]")
-    assert (ended.returncode, [job["a"] for job in jobs]) == (130, [1])

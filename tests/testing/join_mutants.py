@@ -241,20 +241,6 @@ class Picky(Sum):
         return SumHook(self)
 
 
-# -- where it is
-
-
-@breaks("1, 3 batches", "uneven_inputs")
-class Apart(Sum):
-    """Returns a group in which each rank is alone."""
-
-    join_process_group = property(lambda self: self.own)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own, _ = dist.new_subgroups(1)
-
-
 # -- no hang
 
 
@@ -303,22 +289,6 @@ class Late(Sum):
         self.total += 0.5
         super().add(value)
         self.total -= 0.5
-
-
-@breaks("of a single process", "throw")
-class Eager(Sum):
-    """Changes something when a join is entered, and takes it back at its regular end."""
-
-    added = 0.0
-
-    class hook_kind(SumHook):
-        def post_hook(self, is_last_joiner: bool) -> None:
-            self.joinable.total.sub_(self.joinable.added)
-
-    def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool:
-        self.added = 1.0
-        self.total += self.added
-        return super().needs_active_ranks(divide_by_initial_world_size)
 
 
 @breaks("that was the last one", "throw")
@@ -388,33 +358,17 @@ class SetsWarnings(Sum):
         return SumHook(self)
 
 
-@breaks("now also 'extra_repr'", "leaves_no_trace")
+@breaks("now also 'extra_repr'", "leaves_no_trace", keeps=("cache",))
 class Patching(Sum):
-    """Replaces a method of a module."""
+    """Leaves what it says, and a method of a module replaced."""
 
     def join_hook(self, **kwargs: Any) -> Any:
+        self.cache = True
         self.module.extra_repr = lambda: "joined"
         return SumHook(self)
 
 
-@breaks("now also 'leak'", "leaves_no_trace", keeps=("cache",))
-class LeavesMore(Sum):
-    """Leaves more than it says."""
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        self.cache = self.leak = True
-        return SumHook(self)
-
-
 # -- alone
-
-
-@breaks("Is there a distributed collective mismatch", "uneven_inputs", timeout_s=4.0)
-class Mismatched(SumHook):
-    """Sends another dtype than the active ranks: gloo ends the process."""
-
-    def main_hook(self) -> None:
-        dist.all_reduce(torch.zeros((), dtype=torch.float32))
 
 
 @breaks("rank 0: died of SIGABRT", "uneven_inputs", timeout_s=4.0)

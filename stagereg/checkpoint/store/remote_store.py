@@ -44,7 +44,8 @@ class RemoteStore(CheckpointStore):
     """
 
     def __init__(self, root: str) -> None:
-        super().__init__(root.rstrip("/"))
+        super().__init__("")
+        self.root = root.rstrip("/")
         self.objects = ObjectStore(root)
         self._committed = ""
 
@@ -85,6 +86,10 @@ class RemoteStore(CheckpointStore):
 
     def temporary(self, step: int, token: str) -> str:
         return f"{self.root}/{step_name(step)}.{token}"
+
+    def mark(self, written: str, name: str) -> FileMark:
+        """See :class:`.CheckpointStore`. What was written is safely stored already."""
+        return self._mark(f"{written}/{name}")
 
     def discard(self, path: str) -> None:
         """See :class:`.CheckpointStore`. The manifest goes first.

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from hydra import compose, initialize_config_dir
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -23,14 +25,17 @@ from torch.utils._pytree import tree_flatten
 
 import stagereg
 import stagereg.checkpoint.manifest as manifest
-import stagereg.checkpoint.store.local_store as local
+import stagereg.checkpoint.store.checkpoint_store as local
+from stagereg import registry
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.storage.lookup import name_of
-from stagereg.checkpoint.store.local_store import LocalStore, mark_file
+from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.storage.lookup import name_of, named
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore, mark_file
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 
 from ...support.faulty_storage import FaultyStorage
+from ...support.format_reader import FormatReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -161,19 +166,19 @@ def test_files_are_flushed_before_the_commit_and_not_read_for_it(
     tmp_path: Path, storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: set[str] = set()
-    real, publish = os.fsync, LocalStore.publish
+    real, publish = os.fsync, CheckpointStore.publish
 
     def fsync(descriptor: int) -> None:
         real(descriptor)
         flushed.add(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).removesuffix(".tmp"))
 
-    def check(store: LocalStore, written: str, *more: Any) -> str:
+    def check(store: CheckpointStore, written: str, *more: Any) -> str:
         assert set(os.listdir(written)) <= flushed
         return publish(store, written, *more)
 
     monkeypatch.setattr(local, "mark_file", lambda path: pytest.fail(f"{path} was read"))
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(LocalStore, "publish", check)
+    monkeypatch.setattr(CheckpointStore, "publish", check)
     with checkpointer(tmp_path, storage) as saving:
         saving.save(1, values())
 
@@ -263,12 +268,15 @@ def test_two_ranks_write_their_shards_and_read_them_back(tmp_path: Path) -> None
         latest = tmp_path / storage / "latest"
         written = manifest.Manifest.loads((latest / manifest.MANIFEST).read_text())
         assert set(written.files) == set(names) - {manifest.MANIFEST}
-        if storage == "safetensors":
-            continue
-        template = {"sharded": {name: torch.zeros(50, 70) for name in PLACEMENTS}}
-        dcp.load(template, checkpoint_id=latest, no_dist=True)
+        full = torch.arange(3500.0).view(50, 70)
+        # Read by torch's own readers, and by another program.
+        reader = dcp.FileSystemReader if storage == "dcp" else HuggingFaceStorageReader
+        template = {f"sharded.{name}": torch.zeros(50, 70) for name in PLACEMENTS}
+        dcp.load(template, storage_reader=reader(str(latest)), no_dist=True)
+        found = FormatReader(latest).entry("sharded")
         for name in PLACEMENTS:
-            assert torch.equal(template["sharded"][name], torch.arange(3500.0).view(50, 70)), storage
+            assert torch.equal(template[f"sharded.{name}"], full), storage
+            assert found[name].tolist() == full.tolist(), storage
 
 
 class Foreign(FileSystemWriter):
@@ -313,3 +321,33 @@ def test_storage_is_a_group_with_dcp_as_its_default(tmp_path: Path) -> None:
             saving.save(1, {"x": 1})
         chosen.append(json.loads((tmp_path / "latest" / manifest.MANIFEST).read_text())["storage"])
     assert chosen == ["dcp", "torch_dcp", "safetensors", "dcp"]
+
+
+@pytest.fixture
+def claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Another package announces a storage ``dcp``."""
+    info = tmp_path / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[stagereg.plugins]\nstorage.dcp = theirs:Storage\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry.REGISTRY.refresh()
+    yield
+    monkeypatch.undo()
+    registry.REGISTRY.refresh()
+
+
+@pytest.mark.usefixtures("claimed")
+def test_a_storage_keeps_its_name_when_another_package_claims_it(recwarn: pytest.WarningsRecorder) -> None:
+    assert "dcp@hydra-stagereg" in stagereg.names("storage")
+    own = stagereg.build("storage", "torch_dcp")
+    assert name_of(DcpStorage()) == "dcp"
+    assert named("torch_dcp", own) is own
+    for name in ("dcp", "direct"):  # the former name is in older manifests
+        assert type(named(name, own)) is DcpStorage
+    assert not recwarn
+
+
+def test_an_unknown_storage_is_reported_with_the_list() -> None:
+    with pytest.raises(CheckpointError, match=r"(?s)storage 'gone', which cannot be built.*There is: dcp, direct"):
+        named("gone", DcpStorage())

@@ -8,35 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.safetensors import SafetensorsStorage
 from stagereg.errors import ConfigError
-from stagereg.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 safetensors = pytest.importorskip("safetensors.torch")
-
-
-def save_shards(rank: int, world_size: int, root: str) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
-    x = distribute_tensor(torch.arange(35.0).view(5, 7), mesh, [Shard(0)])
-    with Checkpointer(root, storage=SafetensorsStorage()) as saving:
-        saving.save(1, {"x": x})
-
-
-def test_torchs_reader_puts_shards_together_without_this_project(tmp_path: Path) -> None:
-    run_ranks(save_shards, nproc=2, args=(str(tmp_path),))
-    template = {"x": torch.zeros(5, 7)}
-    dcp.load(template, storage_reader=HuggingFaceStorageReader(str(tmp_path / "latest")), no_dist=True)
-    assert torch.equal(template["x"], torch.arange(35.0).view(5, 7))
-    parts = [safetensors.load_file(file)["x"] for file in sorted((tmp_path / "latest").glob("shard-*.safetensors"))]
-    assert torch.equal(torch.cat(parts), torch.arange(35.0).view(5, 7))
 
 
 def test_without_the_package_the_error_shows_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import pickle
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -61,17 +59,6 @@ def test_torch_writes_and_reads_a_url_through_a_storage(url: str, staged: bool) 
     assert template["n"] == 1
     assert loaded(url, storage_reader=storage.reader(url))
     assert loaded(url, storage_reader=FsspecReader(url))
-
-
-def test_one_storage_writes_to_paths_and_urls_in_turn(url: str, tmp_path: Path) -> None:
-    storage = DcpStorage()
-    for where in (str(tmp_path / "a"), url, tmp_path / "b"):
-        dcp.save(STATE, checkpoint_id=where, storage_writer=pickle.loads(pickle.dumps(storage)), no_dist=True)
-        dcp.save(STATE, checkpoint_id=where, storage_writer=storage, no_dist=True)
-        assert loaded(str(where), storage_reader=storage.reader(where))
-    assert [sorted(path.name for path in tmp_path.glob(f"{name}/*")) for name in "ab"] == [
-        [".metadata", "__0_0.distcp"]
-    ] * 2
 
 
 class Fails:
