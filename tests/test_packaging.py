@@ -154,7 +154,9 @@ def test_a_foreign_stagereg_in_the_folder_is_an_error(wheel: Path, tmp_path: Pat
 
 PUBLIC = """
 import pickle, stagereg, sys
-assert "torch" not in sys.modules
+assert stagereg.ByteSize("1KiB") == 1024
+assert stagereg.names("stager")
+assert not {"torch", "hydra", "omegaconf", "numpy"} & set(sys.modules)
 for name in stagereg.__all__:
     assert getattr(getattr(stagereg, name), "__name__", name).rpartition(".")[2] == name
 assert pickle.loads(pickle.dumps(stagereg.build)) == stagereg.build

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg
-from stagereg import registry, spec
+from stagereg import registry
 from stagereg.errors import ConfigError, RegistryError, UnknownNameError
 
 
@@ -33,19 +33,7 @@ class Stager:
 
 
 class Hook:
-    def main_hook(self) -> None: ...
-
-    def post_hook(self, is_last_joiner: bool) -> None: ...
-
-
-class Joinable:
-    join_device = join_process_group = None
-
-    def join_hook(self, **kwargs: Any) -> Hook:
-        return Hook()
-
-
-GOOD = {"stager": Stager, "join_hook": Hook, "joinable": Joinable}
+    """It is no stager."""
 
 
 pytestmark = pytest.mark.usefixtures("registry_as_before")
@@ -53,14 +41,16 @@ pytestmark = pytest.mark.usefixtures("registry_as_before")
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Install a package made of one module; its entry points are given as ``"kind.name"`` to the object's name."""
+    """Install a package made of one module; its entry points are given as ``"kind.name"`` to ``module:Name``."""
 
-    def install(name: str, source: str, **points: str) -> None:
+    def install(name: str, source: str, requires: str = "hydra", **points: str) -> None:
         (tmp_path / f"{name}.py").write_text(source)
         info = tmp_path / f"{name}-1.2.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
-        lines = "".join(f"{point} = {name}:{target}\n" for point, target in points.items())
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\nRequires-Dist: torch\nRequires-Dist: {requires}\n"
+        )
+        lines = "".join(f"{point} = {target}\n" for point, target in points.items())
         (info / "entry_points.txt").write_text(f"[stagereg.plugins]\n{lines}")
         registry.REGISTRY.refresh()
 
@@ -74,26 +64,13 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     registry.REGISTRY.refresh()
 
 
-def edit(file: Path, old: str, new: str) -> None:
-    text = file.read_text()
-    assert old in text
-    file.write_text(text.replace(old, new))
-    registry.REGISTRY.refresh()
-
-
 def _make() -> int:
     return 7
 
 
-@pytest.mark.parametrize("kind", GOOD)
-def test_register_returns_its_argument_and_makes_it_buildable(kind: str) -> None:
-    assert stagereg.register(kind, "mine")(GOOD[kind]) is GOOD[kind]
-    assert "mine" in stagereg.names(kind)
-    assert isinstance(stagereg.build(kind, "mine"), GOOD[kind])
-
-
-def test_build_passes_its_arguments_and_refuses_others() -> None:
-    stagereg.register("stager", "mine")(Stager)
+def test_register_returns_its_argument_and_build_makes_it() -> None:
+    assert stagereg.register("stager", "mine")(Stager) is Stager
+    assert "mine" in stagereg.names("stager")
     assert stagereg.build("stager", "mine", slots=5).slots == 5
     with pytest.raises(ConfigError, match=r"stager/mine takes no 'slot'\. Did you mean 'slots'\? It takes: slots"):
         stagereg.build("stager", "mine", slot=5)
@@ -101,51 +78,10 @@ def test_build_passes_its_arguments_and_refuses_others() -> None:
     assert stagereg.build("join", "named", kind="k", name="n") == ("k", "n")
 
 
-@pytest.mark.parametrize(("kind", "line"), [(kind, line) for kind in GOOD for line in spec.REQUIRED[kind]])
-def test_a_missing_member_is_refused_with_the_line_to_write(kind: str, line: str) -> None:
-    missing = re.findall(r"(\w+)[(:]", line)[0]
-    members = {name: value for name, value in vars(GOOD[kind]).items() if name != missing and name[:2] != "__"}
-    with pytest.raises(RegistryError, match=f"{missing!r} is missing(.|\n)*{re.escape(line)}"):
-        stagereg.register(kind, "mine")(type("Lacking", (), members))
-    assert "mine" not in stagereg.names(kind)
-
-
-@pytest.mark.parametrize(
-    ("kind", "member", "given", "fits"),
-    [
-        ("stager", "stage", lambda self: None, False),
-        ("stager", "stage", lambda self, state_dict, more: None, False),
-        ("stager", "stage", lambda self, state_dict, *, extra=None: None, True),
-        ("stager", "stage", staticmethod(lambda state_dict: None), True),
-        ("stager", "close", lambda self, force: None, False),
-        ("join_hook", "post_hook", lambda self: None, False),
-        ("join_hook", "main_hook", staticmethod(lambda joinables: None), False),
-        ("joinable", "join_hook", lambda self: None, False),
-        ("joinable", "join_hook", lambda self, divide: None, False),
-    ],
-)
-def test_a_method_has_to_take_the_call(kind: str, member: str, given: Any, fits: bool) -> None:
-    subject = type("Mine", (GOOD[kind],), {member: given})
-    if fits:
-        stagereg.register(kind, "mine")(subject)
-        return
-    with pytest.raises(RegistryError, match=f"method {member}.* does not fit"):
-        stagereg.register(kind, "mine")(subject)
-
-
-def test_an_attribute_may_be_a_property_or_an_annotation() -> None:
-    attribute = "should_synchronize_after_execute"
-    members = {name: value for name, value in vars(Stager).items() if name != attribute}
-    stagereg.register("stager", "one")(type("P", (), {**members, attribute: property(lambda self: 1 / 0)}))
-    stagereg.register("stager", "two")(type("A", (), {**members, "__annotations__": {attribute: bool}}))
-
-
 def test_a_factory_is_held_to_what_it_promises_or_returns() -> None:
-    def lacking() -> Hook:
-        return Hook()
+    def lacking() -> Hook: ...
 
-    def fine() -> Stager:
-        return Stager()
+    def fine() -> Stager: ...
 
     with pytest.raises(RegistryError, match="Hook cannot be the stager 'mine'"):
         stagereg.register("stager", "mine")(lacking)
@@ -205,12 +141,6 @@ def test_only_classes_and_functions_can_be_registered(thing: Any) -> None:
         stagereg.names(thing)
 
 
-def test_a_stager_that_only_inherits_stage_is_refused() -> None:
-    empty = type("Empty", (stagereg.AsyncStager,), {"__module__": "some.module"})
-    with pytest.raises(RegistryError, match="method 'stage' is missing"):
-        stagereg.register("stager", "empty")(empty)
-
-
 SELF_REGISTERED = """
 import stagereg
 @stagereg.register("join", "both")
@@ -220,7 +150,7 @@ def make():
 
 
 def test_entries_are_all_components_and_import_none(package: Any) -> None:
-    package("theirs", "raise RuntimeError('imported')", **{"join.theirs": "make"})
+    package("theirs", "raise RuntimeError('imported')", **{"join.theirs": "theirs:make"})
     stagereg.register("join", "mine")(_make)
     listed = {(entry.kind, entry.name): entry for entry in registry.entries()}
     assert set(registry.REGISTRY.built_in) | {("join", "theirs"), ("join", "mine")} <= set(listed)
@@ -235,7 +165,7 @@ def test_entries_are_all_components_and_import_none(package: Any) -> None:
 
 def test_a_component_is_found_where_announced_and_where_defined(package: Any) -> None:
     package("inner", SELF_REGISTERED)
-    package("outer", "from inner import make", **{"join.both": "make"})
+    package("outer", "from inner import make", **{"join.both": "outer:make"})
     announced = registry.find("join", "both")
     component = announced.load()
     assert stagereg.names("join").count("both") == 1
@@ -252,9 +182,13 @@ def test_a_component_is_found_where_announced_and_where_defined(package: Any) ->
     [("shared", ["hydra-other", "theirs"]), ("default", ["hydra-stagereg", "theirs"])],
 )
 def test_one_name_of_two_packages_is_two_qualified_names(package: Any, name: str, rivals: list[str]) -> None:
-    package("theirs", SELF_REGISTERED.replace("both", name), **{f"join.{name}": "make"})
+    package("theirs", SELF_REGISTERED.replace("both", name), **{f"join.{name}": "theirs:make"})
     if name == "shared":
-        package("Hydra_other", SELF_REGISTERED.replace("both", name).replace("7", "8"), **{"join.shared": "make"})
+        package(
+            "Hydra_other",
+            SELF_REGISTERED.replace("both", name).replace("7", "8"),
+            **{"join.shared": "Hydra_other:make"},
+        )
     choices = [f"{name}@{rival}" for rival in rivals]
     assert [each for each in stagereg.names("join") if name in each] == choices
     listed = re.escape(f"provide join/{name}; say which: {' or '.join(choices)}")
@@ -269,7 +203,7 @@ def test_one_name_of_two_packages_is_two_qualified_names(package: Any, name: str
 
 
 def test_a_qualified_name_is_taken_where_nothing_is_ambiguous(package: Any) -> None:
-    package("theirs", "def make(): return 1", **{"join.both": "make"})
+    package("theirs", "def make(): return 1", **{"join.both": "theirs:make"})
     assert registry.find("join", "both@Theirs") == registry.find("join", "both")
     assert registry.find("stager", "blocking@hydra-stagereg") == registry.find("stager", "blocking")
     for name in ("both@other", "both@", "both@a@b", "default@theirs"):
@@ -295,10 +229,7 @@ def test_a_qualified_name_is_taken_where_nothing_is_ambiguous(package: Any) -> N
     ],
 )
 def test_a_package_for_another_version_is_not_imported(package: Any, requires: str, refused: str) -> None:
-    package("newer", "def make(): return 7", **{"join.newer": "make"})
-    with (package.folder / "newer-1.2.dist-info/METADATA").open("a") as metadata:
-        metadata.write(f"Requires-Dist: torch\nRequires-Dist: {requires}\n")
-    registry.REGISTRY.refresh()
+    package("newer", "def make(): return 7", requires, **{"join.newer": "newer:make"})
     if not refused:
         assert stagereg.build("join", "newer") == 7
         return
@@ -310,9 +241,8 @@ def test_a_package_for_another_version_is_not_imported(package: Any, requires: s
 
 
 def test_two_packages_with_the_same_component_are_no_conflict(package: Any) -> None:
-    package("one", "def make(): return 1", **{"join.shared": "make"})
-    package("two", "", **{"join.shared": "make"})
-    edit(package.folder / "two-1.2.dist-info/entry_points.txt", "two:make", "one:make")
+    package("one", "def make(): return 1", **{"join.shared": "one:make"})
+    package("two", "", **{"join.shared": "one:make"})
     assert stagereg.build("join", "shared") == stagereg.build("join", "shared@two") == 1
 
 
@@ -334,7 +264,7 @@ RUDE = "import stagereg\n@stagereg.register('stager', 'rude')\nclass Cls: ...\n"
     ],
 )
 def test_a_component_that_does_not_load_is_named_with_its_cause(package: Any, source: str, causes: list[str]) -> None:
-    package("broken", source, **{"stager.broken": "Cls"})
+    package("broken", source, **{"stager.broken": "broken:Cls"})
     assert stagereg.build("stager", "blocking"), "it fails only when chosen"
     with pytest.raises(RegistryError) as caught:
         stagereg.build("stager", "broken")
@@ -346,7 +276,7 @@ def test_a_component_that_does_not_load_is_named_with_its_cause(package: Any, so
 
 
 def test_the_registrations_of_a_failed_import_are_undone(package: Any) -> None:
-    package("broken", SELF_REGISTERED + "\n1 / 0", **{"join.both": "make"})
+    package("broken", SELF_REGISTERED + "\n1 / 0", **{"join.both": "broken:make"})
     for _ in range(2):
         with pytest.raises(RegistryError, match="division by zero"):
             stagereg.build("join", "both")
@@ -355,10 +285,8 @@ def test_the_registrations_of_a_failed_import_are_undone(package: Any) -> None:
 
 @pytest.mark.parametrize("value", ["theirs", "theirs:", "theirs make", "", "theirs:make:again", "a/b:c"])
 def test_an_entry_point_that_names_no_component_is_an_error(package: Any, value: str) -> None:
-    package("theirs", "def make(): return 7", **{"join.theirs": "make", "join.fine": "make"})
-    points = package.folder / "theirs-1.2.dist-info/entry_points.txt"
-    edit(points, "join.theirs = theirs:make", f"join.theirs = {value}")
-    edit(points, "join.fine = theirs:make", "join.fine = theirs : make [extra, more]")
+    points = {"join.theirs": value, "join.fine": "theirs : make [extra, more]"}
+    package("theirs", "def make(): return 7", **points)
     assert {"theirs", "fine"} <= set(stagereg.names("join"))
     with pytest.raises(RegistryError, match=r"names no component\.\n.*join\.theirs = \"package\.module:Name\""):
         stagereg.build("join", "theirs")
@@ -377,9 +305,9 @@ def test_an_entry_point_that_names_no_component_is_an_error(package: Any, value:
     ],
 )
 def test_broken_metadata_of_one_package_hides_no_other(package: Any, file: str, content: bytes, message: str) -> None:
-    package("broken", "", **{"join.broken": "make"})
+    package("broken", "", **{"join.broken": "broken:make"})
     (package.folder / "broken-1.2.dist-info" / file).write_bytes(content)
-    package("fine", "def make(): return 7", **{"join.fine": "make"})
+    package("fine", "def make(): return 7", **{"join.fine": "fine:make"})
     assert stagereg.build("join", "fine") == 7
     assert "broken" not in stagereg.names("join")
     ((who, why),) = registry.unreadable()
@@ -390,7 +318,7 @@ def test_broken_metadata_of_one_package_hides_no_other(package: Any, file: str, 
 
 
 def test_announcements_of_no_use_are_left_out_and_reported(package: Any) -> None:
-    package("odd", "", **{"stagger.x": "One", "join.1st": "Two", "bare": "Three", "join.fine": "Four"})
+    package("odd", "", **{"stagger.x": "odd:One", "join.1st": "odd:Two", "bare": "odd:Three", "join.fine": "odd:Four"})
     assert "fine" in stagereg.names("join")
     assert "1st" not in stagereg.names("join")
     assert [registry.find_target(f"odd.{name}") for name in ("One", "Two", "Three")] == [None] * 3
@@ -403,7 +331,7 @@ def test_announcements_of_no_use_are_left_out_and_reported(package: Any) -> None
 def test_of_two_distributions_of_one_name_the_first_counts(
     package: Any, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package("theirs", "def make(): return 7", **{"join.old": "make"})
+    package("theirs", "def make(): return 7", **{"join.old": "theirs:make"})
     first = tmp_path_factory.mktemp("first") / "theirs-2.0.dist-info"
     first.mkdir()
     (first / "METADATA").write_text("Metadata-Version: 2.1\nName: Theirs\nVersion: 2.0\n")
@@ -438,10 +366,3 @@ def test_every_built_in_loads_and_is_registered_under_its_name(kind: str, name: 
     component = registry.find(kind, name).load()
     target = registry.REGISTRY.built_in[kind, name]
     assert [each.component for each in registry.REGISTRY.decorated if each.target == target] == [component]
-
-
-def test_importing_and_listing_imports_neither_torch_nor_hydra() -> None:
-    code = "import sys, stagereg as s; print(s.ByteSize(1), *map(s.names, s.registry.kinds()), *sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout.split()
-    assert "stagereg.registry" in loaded
-    assert not {"torch", "hydra", "omegaconf", "numpy"} & set(loaded)

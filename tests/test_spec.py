@@ -1,4 +1,4 @@
-"""Optional members of a component: checked when present, and a misspelt one is an error."""
+"""Members of a component: required ones have to be there, all have to fit, and a misspelt one is an error."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ class Joinable(stagereg.Joinable):
 
 
 KINDS = {"stager": Stager, "join_hook": Hook, "joinable": Joinable}
+REQUIRED = [(kind, line) for kind in KINDS for line in spec.REQUIRED[kind]]
 OPTIONAL = [(kind, line) for kind in KINDS for line in spec.OPTIONAL[kind]]
 
 
@@ -57,8 +58,16 @@ def refused(kind: str, message: str, *bases: type, **members: Any) -> None:
         spec.check(kind, "mine", subject)
 
 
-@pytest.mark.parametrize(("kind", "line"), [*OPTIONAL, ("stager", "should_synchronize_after_execute: bool")])
-def test_an_optional_member_has_to_fit_and_be_spelt_right(kind: str, line: str) -> None:
+@pytest.mark.parametrize(("kind", "line"), REQUIRED)
+def test_a_missing_member_is_refused_with_the_line_to_write(kind: str, line: str) -> None:
+    members = {name: value for name, value in vars(KINDS[kind]).items() if name != member(line) and name[:2] != "__"}
+    with pytest.raises(RegistryError, match=f"{member(line)!r} is missing(.|\n)*{re.escape(line)}"):
+        stagereg.register(kind, "mine")(type("Lacking", (), members))
+    assert "mine" not in stagereg.names(kind)
+
+
+@pytest.mark.parametrize(("kind", "line"), REQUIRED + OPTIONAL)
+def test_a_member_has_to_fit_and_be_spelt_right(kind: str, line: str) -> None:
     spec.check(kind, "mine", KINDS[kind])
     name = member(line)
     if line.startswith("def "):
@@ -68,6 +77,33 @@ def test_an_optional_member_has_to_fit_and_be_spelt_right(kind: str, line: str) 
         refused(kind, f"attribute '{name}' is a method", **{name: nothing})
     for slip in (name[:-1], f"{name}s") if (kind, line) in OPTIONAL else ():
         refused(kind, f"'{slip}' is no member of a {kind}. Did you mean '{name}'", **{slip: nothing})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "given"),
+    [
+        ("stager", "stage", nothing),
+        ("joinable", "join_hook", nothing),
+        ("joinable", "join_hook", lambda self, divide: None),
+        ("join_hook", "main_hook", staticmethod(nothing)),
+    ],
+)
+def test_a_method_has_to_take_the_call(kind: str, name: str, given: Any) -> None:
+    refused(kind, f"method {name}.* does not fit", **{name: given})
+
+
+def test_a_method_may_take_more_and_an_attribute_be_a_property() -> None:
+    for given in (lambda self, state_dict, *, extra=None: None, staticmethod(nothing)):
+        spec.check("stager", "mine", type("Mine", (Stager,), {"stage": given}))
+    attribute = "should_synchronize_after_execute"
+    members = {name: value for name, value in vars(Stager).items() if name != attribute}
+    spec.check("stager", "one", type("P", (), {**members, attribute: property(lambda self: 1 / 0)}))
+    spec.check("stager", "two", type("A", (), {**members, "__annotations__": {attribute: bool}}))
+
+
+def test_a_stager_that_only_inherits_stage_is_refused() -> None:
+    with pytest.raises(RegistryError, match="method 'stage' is missing"):
+        spec.check("stager", "empty", type("Empty", (stagereg.AsyncStager,), {"__module__": "some.module"}))
 
 
 @pytest.mark.parametrize(
