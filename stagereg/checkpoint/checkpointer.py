@@ -243,16 +243,13 @@ class Checkpointer:
         """Save, or leave, as ranks in a loop do that this rank has left. Called by a join, between two steps."""
         while not self._closed and (entry := self._requests.take()) is not None:
             what, _, step = entry.partition(" ")
-            if what == SIGNALLED and self.preemption is not None:
-                self.preemption.follow()
-            elif self._state is None:
-                raise CheckpointError(
-                    f"Step {step} was not saved: this rank has left the loop, or never had data, and knows no state to "
-                    "save. Call restore(state) before the loop, or loop over join.iterate(loader)."
-                )
-            elif what == LEAVE:
+            if self.preemption is not None:
+                self.preemption.follow(begins=what == SIGNALLED)
+            if what == SIGNALLED:
+                continue
+            if what == LEAVE:
                 self._leave(int(step), self._state, follows=True)
-            elif what == SAVE:
+            else:
                 self._save(int(step), self._state, follows=True)
 
     def loop_ended(self) -> None:
@@ -260,7 +257,7 @@ class Checkpointer:
         if self.preemption is not None:
             self.preemption.loop_ended()
 
-    def _save(self, step: int, state: MutableMapping[str, Any], follows: bool = False) -> None:
+    def _save(self, step: int, state: MutableMapping[str, Any] | None, follows: bool = False) -> None:
         """Stage and submit."""
         save = PendingSave(_a_step(step), self._target, follows=follows, taken=self._steps_taken())
         self._saved = step
@@ -336,6 +333,9 @@ class Checkpointer:
         """
         if self._closed:
             return
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            while (entry := self._requests.take()) is not None:
+                self._answer(entry)
         ended = self._background.finish()
         self._closed = True
         if self.preemption is not None:
@@ -396,14 +396,18 @@ class Checkpointer:
     def _look_for_missed(self) -> None:
         """Answer what other ranks wait for, where this one has passed over it; on the background thread."""
         with contextlib.suppress(RuntimeError):  # the store is gone
-            what, _, step = (self._requests.missed() or "").partition(" ")
-            if what == SIGNALLED and self.preemption is not None:
-                self.preemption.follow()
-            elif step:
-                self._background.submit(PendingSave(int(step), self._target, missed=True))
-                self._schedule.held(int(step), 0.0)
+            self._answer(self._requests.missed() or "")
 
-    def _leave(self, step: int, state: MutableMapping[str, Any], follows: bool = False) -> NoReturn:
+    def _answer(self, entry: str) -> None:
+        """Have other ranks know that this one does not do what they do."""
+        what, _, step = entry.partition(" ")
+        if what == SIGNALLED and self.preemption is not None:
+            self.preemption.follow(begins=True)
+        elif step:
+            self._background.submit(PendingSave(int(step), self._target, missed=True))
+            self._schedule.held(int(step), 0.0)
+
+    def _leave(self, step: int, state: MutableMapping[str, Any] | None, follows: bool = False) -> NoReturn:
         """Save ``step``, unless that is done, and leave; on all ranks, which have agreed to."""
         assert self.preemption is not None
         self._leaving = True
@@ -448,7 +452,12 @@ class Checkpointer:
                 "neither save nor restore through it."
             )
 
-    def _stage(self, save: PendingSave, state: MutableMapping[str, Any]) -> None:
+    def _stage(self, save: PendingSave, state: MutableMapping[str, Any] | None) -> None:
+        if state is None:
+            raise CheckpointError(
+                f"Step {save.step} was not saved: this rank never had data, and knows no state to save. Call "
+                "restore(state) before the loop, or loop over join.iterate(loader)."
+            )
         try:
             self._ranks.check_still_all()
             captured = entries.capture(state, save.step, self._ranks.rank, self._ranks.size)

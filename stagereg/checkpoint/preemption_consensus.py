@@ -112,17 +112,20 @@ class PreemptionConsensus:
             _log.warning("stagereg: %s", exception)
         raise exception from failure
 
-    def follow(self) -> None:
-        """Take part in an exchange that ranks in the loop have begun; on a rank that has left it."""
-        self._begin()
-        self._take_up()
+    def follow(self, begins: bool) -> None:
+        """Take up what was exchanged; and if ranks in the loop have begun to exchange again, on one that has left it,
+        take part."""
+        try:
+            self._take_up()
+            if begins:
+                self._begin()
+                self._take_up()
+        except (CheckpointError, RuntimeError) as error:
+            self._give_up(error)
 
     def loop_ended(self) -> None:
         """Count the calls anew, which only ranks in the loop have made. On all ranks."""
-        try:
-            self._take_up()
-        except (CheckpointError, RuntimeError) as error:
-            self._give_up(error)
+        self.follow(begins=False)
         self._calls, self._since = 0, record.now()
 
     def close(self) -> None:

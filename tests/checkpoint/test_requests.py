@@ -1,0 +1,193 @@
+"""What ranks do together: a rank that has left its loop saves with the others, and one that passes over it is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import stagereg
+from stagereg import Checkpointer
+from stagereg.errors import Preempted, StageregError
+from stagereg.testing import run_ranks
+
+LENGTHS = (6, 3, 5)
+EVERY = 2
+
+
+class Run:
+    """A model, its optimizer and schedule, and a loop that ranks leave when they run out of data."""
+
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(0)
+        self.model = DistributedDataParallel(torch.nn.Linear(8, 4))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.state: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "taken": 0,
+        }
+        self.batches = [torch.full((4, 8), float(rank + step)) for step in range(LENGTHS[rank])]
+
+    def join(self, mode: str | None, *others: Any) -> Any:
+        joinables = [self.model, *(others or (self.optimizer, self.schedule))]
+        return stagereg.Join(joinables, timeout=20, mode=mode, loader=self.batches if mode == "planned" else None)
+
+    def step(self, x: torch.Tensor) -> None:
+        self.model(x).square().sum().backward()
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self.state["taken"] += 1
+
+    def weights(self) -> list[float]:
+        """What a save of this moment has to bring back, in one list."""
+        moments = [self.optimizer.state[p]["exp_avg"] for p in self.model.parameters()]
+        every = [*self.model.parameters(), *moments, torch.tensor(self.schedule.last_epoch)]
+        return torch.cat([x.detach().double().flatten() for x in every]).tolist()
+
+
+def followed(rank: int, root: str, mode: str | None, waits: bool) -> tuple[dict[int, list[float]], list[Any]]:
+    run = Run(rank)
+    seen = {}
+    with Checkpointer(root, every=EVERY, keep=9) as checkpointer:
+        checkpointer.restore(run.state)
+        with run.join(mode):
+            for step, x in enumerate(run.batches, 1):
+                run.step(x)
+                seen[step] = run.weights()
+                checkpointer.maybe_save(step, run.state)
+                if waits:
+                    checkpointer.wait()
+    found = []
+    for path in sorted(Path(root).glob("step-*")):
+        with Checkpointer(root, resume=str(path)) as checkpointer:
+            step = checkpointer.restore(run.state)
+            found.append((step, run.weights(), run.state["taken"]))
+    return seen, found
+
+
+def follow(rank: int, world_size: int, root: str) -> dict[Any, Any]:
+    cases = [(None, False), ("torch", True), ("counted", True), ("planned", False), ("planned", True)]
+    return {case: followed(rank, f"{root}/{case[0]}-{case[1]}", *case) for case in cases}
+
+
+def test_ranks_that_left_the_loop_save_with_those_in_it(tmp_path: Path) -> None:
+    ranks = run_ranks(follow, 3, args=(str(tmp_path),), timeout_s=120)
+    for case, (seen, _) in ranks[0].items():  # the rank that goes on longest
+        for found in (each[case][1] for each in ranks):
+            assert [(step, taken) for step, _, taken in found] == [(2, 2), (4, 4), (6, 6)], case
+            for step, weights, _ in found:
+                assert weights == seen[step], (case, step)
+
+
+def preempted(rank: int, world_size: int, root: str, mode: str | None) -> tuple[int, float]:
+    run = Run(rank)
+    began = time.monotonic()
+    try:
+        with Checkpointer(root, every=1000) as checkpointer:
+            checkpointer.restore(run.state)
+            with run.join(mode):
+                for step, x in enumerate(run.batches, 1):
+                    if rank == 0 and step == LENGTHS[1] + 1:  # rank 1 has left
+                        time.sleep(0.5)
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    if rank == 0:
+                        time.sleep(0.2)
+                    run.step(x)
+                    checkpointer.maybe_save(step, run.state)
+    except Preempted as error:
+        return error.step, time.monotonic() - began
+    return -1, 0.0
+
+
+@pytest.mark.parametrize("mode", ["torch", "counted"])
+def test_ranks_that_left_the_loop_leave_with_the_others(tmp_path: Path, mode: str) -> None:
+    ranks = run_ranks(preempted, 3, args=(str(tmp_path), mode), timeout_s=60)
+    steps = {step for step, _ in ranks}
+    assert len(steps) == 1
+    assert steps <= {4, 5, 6}
+    assert Path(tmp_path / f"step-{steps.pop():08d}").is_dir()
+
+
+def raised(act: Any) -> tuple[str, float]:
+    began = time.monotonic()
+    try:
+        act()
+    except StageregError as error:
+        return str(error), time.monotonic() - began
+    return "", 0.0
+
+
+def by_rank_0_alone(root: str, rank: int, joined: bool) -> None:
+    run = Run(0)
+    with Checkpointer(root) as checkpointer, run.join(None) if joined else torch.enable_grad():
+        for step in range(1, 400):
+            run.step(torch.ones(4, 8))
+            time.sleep(0.02)
+            if rank == 0 and step % 10 == 0:
+                checkpointer.save(step, run.state)
+
+
+def alone(rank: int, world_size: int, root: str, joined: bool) -> tuple[str, float]:
+    return raised(lambda: by_rank_0_alone(root, rank, joined))
+
+
+def test_a_save_by_rank_0_alone_is_named_in_seconds(tmp_path: Path) -> None:
+    ranks = run_ranks(alone, 3, args=(str(tmp_path), True), timeout_s=60)
+    for text, seconds in ranks:
+        assert (
+            "Step 10 was not saved: rank 0 called save(step 10), ranks 1, 2 did not: call save and maybe_save on all "
+            "ranks, and not under `if rank == 0`. " in text
+        )
+        assert seconds < 20  # in which a join, or the process group, would have given up
+
+
+def stale(rank: int, world_size: int, root: str) -> tuple[str, float]:
+    run = Run(rank)
+
+    def act() -> None:
+        with Checkpointer(root, every=EVERY) as checkpointer:
+            checkpointer.restore(run.state)
+            with run.join(None, torch.optim.SGD(run.model.parameters(), 0.0)):
+                for step, x in enumerate(run.batches, 1):
+                    run.step(x)
+                    checkpointer.maybe_save(step, run.state)
+                    checkpointer.wait()
+
+    return raised(act)
+
+
+def test_stale_values_of_a_rank_that_left_are_refused(tmp_path: Path) -> None:
+    for text, _ in run_ranks(stale, 3, args=(str(tmp_path),), timeout_s=60):
+        assert "Step 4 was not saved: 'optimizer' is not the same on all ranks: it has taken 4 on rank 0, 3" in text
+        assert (
+            "list the optimizer, the schedule or the function that steps them, as in Join([model, optimizer])" in text
+        )
+
+
+def unknown(rank: int, world_size: int, root: str) -> tuple[str, float]:
+    run = Run(rank)
+    batches = [] if rank == 1 else run.batches
+
+    def act() -> None:
+        with Checkpointer(root, every=EVERY) as checkpointer, run.join(None):
+            for step, x in enumerate(batches, 1):
+                run.step(x)
+                checkpointer.maybe_save(step, run.state)
+
+    return raised(act)
+
+
+def test_a_rank_without_data_or_state_says_what_to_do(tmp_path: Path) -> None:
+    for text, seconds in run_ranks(unknown, 3, args=(str(tmp_path),), timeout_s=60):
+        assert "Call restore(state) before the loop, or loop over join.iterate(loader)." in text
+        assert seconds < 15
