@@ -171,11 +171,7 @@ class Training(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 2), unread=st.booleans())
     def let_go(self, which: int, unread: bool) -> None:
-        each = self.held.pop(which % len(self.held))
-        if not unread:
-            self.finish(each)
-        elif each.writer is not None:
-            self.join(each)
+        self.finish(self.held.pop(which % len(self.held)), unread)
 
     @rule()
     def close(self) -> None:
@@ -198,17 +194,13 @@ class Training(RuleBasedStateMachine):
         assert disturbed, "nothing was written past the optimizers"
         assert self.kind == "overlapped", "only a copy made later can miss its source"
 
-    def join(self, each: Held) -> None:
-        assert each.writer is not None
+    def finish(self, each: Held, unread: bool = False) -> None:
         try:
-            each.writer.result(timeout=PATIENCE_S)
+            if each.writer is not None:
+                each.writer.result(timeout=PATIENCE_S)
         except StagingError:
             self.assert_may_fail(each.disturbed)
-
-    def finish(self, each: Held) -> None:
-        if each.writer is not None:
-            self.join(each)
-        staged = self.outcome(each)
+        staged = None if unread else self.outcome(each)
         if staged is not None:
             assert_whole(staged, each.expected)
 
