@@ -6,10 +6,12 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
@@ -74,39 +75,35 @@ def test_an_abort_ends_every_wait_for_the_failed_rank() -> None:
         assert all(each < SOON_S for each in seconds)
 
 
-def await_statuses(group: dist.ProcessGroup, name: str, ranks: tuple[int, ...], step: int) -> None:
-    """Return when all ``ranks`` have published which step they are in, since others are not suspected."""
-    store = dist.PrefixStore(name, group.get_group_store())
-    deadline = time.monotonic() + 20
-    for rank in ranks:
-        while (status := status_of(store, rank)) is None or status.step != step:
-            assert time.monotonic() < deadline, f"rank {rank} publishes nothing"
-    dist.barrier(group)
-
-
 def status_of(store: dist.Store, rank: int) -> RankStatus | None:
     return pickle.loads(store.get(str(rank))) if store.check([str(rank)]) else None
 
 
-def killed(rank: int, world_size: int, folder: Path, timeout_s: float, own_store: bool) -> None:
-    """Rank 0 is killed, and with it the store of the process group if it is its ``own``."""
-    if own_store:
-        ports: list[Any] = [None]
-        if rank == 0:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            ports = [store.port]
-        dist.broadcast_object_list(ports, 0)
-        if rank != 0:
-            store = dist.TCPStore("127.0.0.1", ports[0], is_master=False)
-        dist.barrier()
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+def await_true(holds: Callable[[], bool], limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline
+
+
+def bereft(rank: int, world_size: int) -> list[Any]:
+    """Rank 0 is killed, and with it the store of the process group."""
+    ports: list[Any] = [None]
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ports = [store.port]
+    dist.broadcast_object_list(ports, 0)
+    if rank != 0:
+        store = dist.TCPStore("127.0.0.1", ports[0], is_master=False)
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     group = dist.group.WORLD
     assert group is not None
-    detector = FailureDetector(group, timeout_s, "killed", lambda: 7)
+    detector = FailureDetector(group, 4.0, "bereft")
     detector.start()
-    await_statuses(group, "killed", tuple(range(world_size)), 7)
-    assert detector.explain(RuntimeError("DataLoader timed out after 5 seconds")) is None
+    statuses = dist.PrefixStore("bereft", group.get_group_store())
+    await_true(lambda: all(status_of(statuses, each) for each in range(world_size)))
+    dist.barrier()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
@@ -115,112 +112,21 @@ def killed(rank: int, world_size: int, folder: Path, timeout_s: float, own_store
     error = detector.explain(raised.value)
     seconds = time.monotonic() - start
     detector.stop()
-    (folder / f"{rank}.json").write_text(json.dumps([seconds, time.monotonic() - start - seconds, str(error)]))
-    raise LookupError("all is reported; the harness would wait for the rank that is gone")
-
-
-DEATHS = {
-    False: ("rank 0 did not answer for at least ", "it was last in step 7"),
-    True: ("the job's store is gone (it says ", "hosts it, rank 0 or the launcher, was killed or frozen"),
-}
+    raise LookupError(json.dumps([seconds, time.monotonic() - start - seconds, str(error)]))
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("own_store", [False, True])
-def test_a_killed_rank_or_its_store_is_named(tmp_path: Path, own_store: bool) -> None:
+def test_a_killed_rank_that_hosted_the_store_is_named() -> None:
     with pytest.raises(RankFailure) as failure:
-        run_ranks(killed, 3, args=(tmp_path, 4.0, own_store), timeout_s=60)
+        run_ranks(bereft, 3, timeout_s=60)
     assert "SIGKILL" in failure.value.failed[0]
     for rank in (1, 2):
-        assert "all is reported" in failure.value.failed[rank], failure.value
-        seconds, stopping, text = json.loads((tmp_path / f"{rank}.json").read_text())
+        (found,) = re.findall(r"LookupError: (\[.*\])", failure.value.failed[rank])
+        seconds, stopping, text = json.loads(found)
         assert seconds < SOON_S
         assert stopping < 2.0
-        assert all(part in text for part in DEATHS[own_store]), text
-
-
-def many(rank: int, world_size: int) -> Any:
-    group = dist.group.WORLD
-    assert group is not None
-    backend = group._get_backend(torch.device("cpu"))
-    store = group.get_group_store()
-    before = backend.options._timeout, threading.active_count()
-    dist.barrier()
-    keys = store.num_keys()
-    dist.barrier()
-    limits = set()
-    for epoch in range(60):
-        detector = FailureDetector(group, 30, f"epoch {epoch}")
-        detector.start()
-        detector.start()
-        limits.add(backend.options._timeout)
-        dist.all_reduce(torch.ones(1))
-        detector.check()
-        if epoch % 2 == rank:
-            dist.barrier()
-        detector.stop()
-        detector.stop()
-        if epoch % 2 != rank:
-            dist.barrier()
-        detector.check()
-        detector.report(ValueError("after its end"))
-        assert detector.explain(RuntimeError("after its end")) is None
-    idle = threading.Event()
-    resources_of(group).heartbeat.submit(idle.set)
-    assert idle.wait(20)
-    dist.barrier()
-    keys = store.num_keys() - keys
-    dist.barrier()
-    return limits, backend.options._timeout == before[0], threading.active_count() - before[1], keys
-
-
-def test_joins_in_a_row_share_a_thread_and_leave_no_key() -> None:
-    assert run_ranks(many, 2, timeout_s=60) == [({timedelta(seconds=30)}, True, 1, 0)] * 2
-
-
-KINDS = ("none", "left", "crossed")
-
-
-def unexplained(rank: int, world_size: int) -> Any:
-    """Three groups of three ranks, side by side, as they all wait. All ranks are well, but in the first group the last
-    rank has no detector, in the second it has left, and in the third all wait for each other."""
-    texts: list[Any] = []
-    number, kind, is_last = rank // 3, KINDS[rank // 3], rank % 3 == 2
-    members = [tuple(range(first, first + 3)) for first in range(0, world_size, 3)]
-    group = [dist.new_group(list(each)) for each in members][number]
-    detector = FailureDetector(group, 2.0, kind, lambda: 3)
-    if not is_last or kind != "none":
-        detector.start()
-        await_statuses(group, kind, members[number][:2] if kind == "none" else members[number], 3)
-    else:
-        dist.barrier(group)
-    if is_last and kind == "left":
-        detector.stop()
-    if rank == 0:
-        texts.append(detector.explain(RuntimeError("[gloo/pair.cc] sizes do not match")))
-    if not is_last or kind == "crossed":
-        never = threading.Event()
-        with pytest.raises(PeerFailedError) as error:
-            detector.wait(never.wait, f"the end of {rank}" if kind == "crossed" else "the end")
-        texts.append((error.value.rank, str(error.value)))
-    dist.barrier()
-    detector.stop()
-    dist.barrier()
-    return texts
-
-
-def test_a_rank_outside_the_join_is_named_only_when_waited_for() -> None:
-    outcomes = run_ranks(unexplained, 3 * len(KINDS), timeout_s=60)
-    assert outcomes[0].pop(0) is None
-    absent = (
-        "is not in this join, or no more, and did not come to the end within 2 s. "
-        "All ranks have to enter the same joins in the same order, and none may leave by itself."
-    )
-    assert outcomes[:6] == [[(2, f"rank 2 {absent}")]] * 2 + [[]] + [[(5, f"rank 5 {absent}")]] * 2 + [[]]
-    crossed = {text for ((_, text),) in outcomes[6:]}
-    for text in crossed:
-        assert text.startswith("all ranks are alive and wait for each other, this one for the end of ")
-        assert text.endswith("; it was last in step 3. They do not make the same calls in the same order.")
+        assert "the job's store is gone (it says " in text
+        assert "hosts it, rank 0 or the launcher, was killed or frozen" in text
 
 
 class Member:
@@ -255,10 +161,10 @@ def simulated_abort(monkeypatch: pytest.MonkeyPatch) -> None:
 class Detecting(FailureDetector):
     """The detector of a rank among others in one process."""
 
-    def __init__(self, member: Any, timeout_s: float, name: str = "join") -> None:
+    def __init__(self, member: Any, timeout_s: float, step: int | None = None) -> None:
         self.member, self.acted = member, member.aborted
         with mock.patch.object(dist, "get_process_group_ranks", lambda group: list(range(group.size()))):
-            super().__init__(member, timeout_s, name)
+            super().__init__(member, timeout_s, "join", lambda: step)
 
     def leave(self) -> None:
         """Return when the thread is idle."""
@@ -270,18 +176,14 @@ class Detecting(FailureDetector):
         thread.close()
 
 
-def await_true(holds: Callable[[], bool], limit_s: float = 10.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline
-
-
 @pytest.mark.usefixtures("simulated_abort")
 def test_a_rank_that_comes_during_a_poll_is_not_suspected() -> None:
     shared = dist.HashStore()
     store = dist.PrefixStore("join", shared)
     detector = Detecting(Member(shared, 0, 2), 60)
     detector.start()
+    detector.start()
+    assert detector.explain(RuntimeError("DataLoader timed out after 5 seconds")) is None
 
     def beat() -> int:
         status = status_of(store, 0)
@@ -297,6 +199,45 @@ def test_a_rank_that_comes_during_a_poll_is_not_suspected() -> None:
     assert detector.failure is None
     detector.leave()
     assert not store.check(["0"])
+    detector.stop()
+    detector.report(ValueError("after its end"))
+    assert detector.explain(RuntimeError("gloo: after its end")) is None
+    detector.check()
+
+
+@pytest.mark.usefixtures("simulated_abort")
+@pytest.mark.parametrize("kind", ["never came", "left", "all wait"])
+def test_a_rank_outside_the_join_is_named_only_when_waited_for(kind: str) -> None:
+    shared = dist.HashStore()
+    store = dist.PrefixStore("join", shared)
+    started = [Detecting(Member(shared, rank, 3), 2.0, step=3) for rank in range(2 if kind == "never came" else 3)]
+    for each in started:
+        each.start()
+    await_true(lambda: all(status_of(store, rank) for rank in range(len(started))))
+    waiting = started
+    if kind != "all wait":
+        waiting = started[:2]
+        for each in started[2:]:
+            each.leave()
+        assert started[0].explain(RuntimeError("[gloo/pair.cc] sizes do not match")) is None
+
+    def wait(detector: Detecting) -> PeerFailedError:
+        with pytest.raises(PeerFailedError) as error:
+            detector.wait(threading.Event().wait, f"the end of {detector.member.rank()}")
+        return error.value
+
+    with ThreadPoolExecutor(3) as threads:
+        errors = list(threads.map(wait, waiting))
+    for error in errors:
+        if kind == "all wait":
+            assert str(error).startswith("all ranks are alive and wait for each other, this one for the end of ")
+            assert str(error).endswith("; it was last in step 3. They do not make the same calls in the same order.")
+        else:
+            assert error.rank == 2
+            assert "rank 2 is not in this join, or no more, and did not come to the end of " in str(error)
+            assert "All ranks have to enter the same joins in the same order" in str(error)
+    for each in waiting:
+        each.leave()
 
 
 @pytest.mark.usefixtures("simulated_abort")
@@ -430,10 +371,18 @@ def test_ranks_that_all_leave_by_the_same_exception_can_go_on() -> None:
     assert run_ranks(going_on, 3, timeout_s=60) == [[3.0] * 3 * len(WAYS)] * 3
 
 
-def dying(rank: int, world_size: int, way: str, number: int, folder: str) -> None:
+def lost(rank: int, world_size: int, way: str, number: int | None, folder: str) -> None:
+    """Rank 1 gets a signal in a step, or takes no part in it until the others have raised."""
+
+    def done() -> int:
+        return len(list(Path(folder).glob("[0-9]")))
+
     def trouble(step: int) -> None:
-        if rank == 1 and step == 3:
+        if rank == 1 and step == 3 and number is not None:
+            time.sleep(1.0)  # in which it publishes the step
             os.kill(os.getpid(), number)
+        while rank == 1 and step == 3 and done() < 2:
+            time.sleep(0.05)
 
     pids: list[Any] = [None] * world_size
     dist.all_gather_object(pids, os.getpid())
@@ -441,49 +390,30 @@ def dying(rank: int, world_size: int, way: str, number: int, folder: str) -> Non
     seen = outcome(lambda: trains(rank, way, LENGTHS[rank], trouble))
     Path(folder, f"{rank}.part").write_text("\n".join(map(str, [seen[0], seen[2], seen[1]])))
     Path(folder, f"{rank}.part").rename(Path(folder, str(rank)))
-    if len(list(Path(folder).glob("[0-9]"))) == 2:
+    if done() == 2:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pids[1], signal.SIGKILL)
     raise RuntimeError("this rank is done; the harness would wait for the one that is gone")
 
 
+LOST = {
+    signal.SIGKILL: r"rank 1 did not answer for at least .*; it was last in step \d.*killed or frozen",
+    signal.SIGSTOP: r"rank 1 did not answer for at least .*; it was last in step \d.*killed or frozen",
+    None: r"rank 1 is alive, but did not come to .* within 3 s; it was last in step \d.*join\.timeout",
+}
+
+
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", LOST)
 @pytest.mark.parametrize("way", slow_but("iterate"))
-def test_a_rank_that_is_killed_or_frozen_is_named_by_all_others(way: str, number: int, tmp_path: Path) -> None:
+def test_a_rank_that_is_lost_is_named_by_all_others_in_time(way: str, number: int | None, tmp_path: Path) -> None:
     with pytest.raises(RankFailure):
-        run_ranks(dying, 3, args=(way, number, str(tmp_path)), timeout_s=60)
+        run_ranks(lost, 3, args=(way, number, str(tmp_path)), timeout_s=60)
     for rank in (0, 2):
         kind, seconds, *text = (tmp_path / str(rank)).read_text().splitlines()
         assert kind == "PeerFailedError", text
-        assert "rank 1" in text[0]
-        assert float(seconds) < TIMEOUT_S + SLACK_S
-
-
-def stuck(rank: int, world_size: int, way: str) -> tuple[str, str, float]:
-    """Rank 1 takes no part until the others have raised."""
-    store = dist.distributed_c10d._get_default_store()
-
-    def trouble(step: int) -> None:
-        deadline = time.monotonic() + TIMEOUT_S + SLACK_S
-        while (
-            rank == 1 and step == 3 and time.monotonic() < deadline and not store.check(["raised on 0", "raised on 2"])
-        ):
-            threading.Event().wait(0.05)  # a wait in the store would keep this rank's own thread from it
-
-    seen = outcome(lambda: trains(rank, way, LENGTHS[rank], trouble))
-    store.set(f"raised on {rank}", "")
-    return seen
-
-
-@pytest.mark.parametrize("way", slow_but("iterate"))
-def test_a_live_rank_that_does_not_come_is_named_in_time(way: str) -> None:
-    joined, _, active = run_ranks(stuck, 3, args=(way,), timeout_s=60)
-    for kind, text, seconds in (joined, active):
-        assert kind == "PeerFailedError"
-        assert "rank 1" in text
-        assert "join.timeout" in text
-        assert TIMEOUT_S * 0.5 < seconds < TIMEOUT_S + SLACK_S
+        assert re.search(LOST[number], text[0])
+        assert (0.0 if number else TIMEOUT_S * 0.5) < float(seconds) < TIMEOUT_S + SLACK_S
 
 
 class NeverNotifies(stagereg.Joinable):
@@ -566,11 +496,6 @@ def misuse(rank: int, what: str) -> tuple[str, str, float]:
             with stagereg.Join([fixed], timeout=TIMEOUT_S):
                 for _ in range(2 * rank):
                     fixed(x).sum().backward()
-        elif what == "some ranks reduce and others do not":
-            with stagereg.Join([one], mode="counted", timeout=TIMEOUT_S):
-                for step in range(4):
-                    one.require_backward_grad_sync = rank == 0 or step % 2 == 1
-                    one(x).sum().backward()
         elif what == "a loop inside a loop":
             joined = stagereg.Join([one], timeout=TIMEOUT_S)
             with joined:
@@ -588,16 +513,6 @@ def misuse(rank: int, what: str) -> tuple[str, str, float]:
             with stagereg.Join([reduces], mode="counted" if "counted" in what else None, timeout=TIMEOUT_S):
                 for _ in range(2 + 2 * rank):
                     reduces()
-        elif what == "a module left alone":
-            whole = nn.Linear(4, 1).double()
-            joined = stagereg.Join([stagereg.build("joinable", "module", module=whole)], timeout=TIMEOUT_S)
-            with joined:
-                for step, b in enumerate(joined.iterate([x] * 4)):
-                    loss = whole(b).sum()
-                    loss.backward()
-                    dist.all_reduce(whole.weight.grad)
-                    if rank == 1 and step == 1:
-                        break
 
     return outcome(act)
 
@@ -611,18 +526,14 @@ MESSAGES = {
     "another order than listed": "in the order in which the loop uses them",
     "a forward without a backward": "a forward without a backward",
     "static graph, a rank without batches": "static_graph",
-    "some ranks reduce and others do not": "Decide by the number of the step",
     "never announced": "never announced",
     "never announced, counted": "never announced",
-    "a module left alone": "left the loop while others go on",
 }
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_what_cannot_be_joined_is_an_error_on_all_ranks(size: int) -> None:
-    what = [each for each in MESSAGES if ("module left" in each) == (size == 3)]
-    for outcomes in run_ranks(misused, size, args=(what,), timeout_s=100):
-        for each, (kind, text, seconds) in zip(what, outcomes, strict=True):
+def test_what_cannot_be_joined_is_an_error_on_all_ranks() -> None:
+    for outcomes in run_ranks(misused, 2, args=(list(MESSAGES),), timeout_s=100):
+        for each, (kind, text, seconds) in zip(MESSAGES, outcomes, strict=True):
             assert kind in ("JoinError", "PeerFailedError"), (each, outcomes)
             assert MESSAGES[each] in text
             assert seconds < TIMEOUT_S + SLACK_S, each

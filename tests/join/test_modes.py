@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -61,28 +62,35 @@ def test_a_planned_step_sends_nothing_and_a_counted_one_a_sum() -> None:
             assert found == [each + (mode == "counted") for each in without], (mode, throw, way)
 
 
-def epochs(rank: int, world_size: int) -> list[int]:
-    """The number of keys in the store after each of some planned joins over uneven inputs."""
+def epochs(rank: int, world_size: int) -> tuple[list[tuple[int, int]], set[Any], bool]:
+    """The keys in the store and the threads after each of some planned joins over uneven inputs, and time limits."""
     ddp = DistributedDataParallel(mlp().double())
     group: Any = dist.group.WORLD
-    counts = []
-    for epoch in range(6):
+    options = group._get_backend(torch.device("cpu")).options
+    limit = options._timeout
+    counts, limits = [], set()
+    for epoch in range(8):
         data = [batch(rank, epoch, step) for step in range(10 + rank)]
-        with stagereg.Join([ddp], mode="planned", loader=data):
+        with stagereg.Join([ddp], mode="planned", loader=data, timeout=30):
+            limits.add(options._timeout)
             for x in data:
                 ddp(x).sum().backward()
         idle = threading.Event()
         control_channel(group, "membership").thread.submit(idle.set)  # after what deletes the keys of the join before
         idle.wait(20)
         dist.barrier()
-        counts.append(group.get_group_store().num_keys())
+        counts.append((group.get_group_store().num_keys(), threading.active_count()))
         dist.barrier()
-    return counts
+    return counts[1:], limits, options._timeout == limit
 
 
-def test_planned_joins_leave_only_the_keys_of_the_last_one() -> None:
-    for counts in run_ranks(epochs, 2, timeout_s=60):
-        assert max(counts[1:]) - min(counts[1:]) < 10, counts
+def test_joins_in_a_row_share_threads_and_leave_the_last_ones_keys() -> None:
+    for counts, limits, is_put_back in run_ranks(epochs, 2, timeout_s=60):
+        keys, threads = zip(*counts, strict=True)
+        assert max(keys) - min(keys) < 10, counts
+        assert len(set(threads)) == 1
+        assert limits == {timedelta(seconds=30)}
+        assert is_put_back
 
 
 def ahead(rank: int, world_size: int, mode: str) -> int:
