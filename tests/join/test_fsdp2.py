@@ -17,15 +17,14 @@ from torch.distributed.fsdp import fully_shard
 import stagereg
 from stagereg.testing import run_ranks
 
-from .parallel import full
-from .reference import EXACT, Case, batch, descend, difference, join_of, named
+from .reference import EXACT, Case, batch, difference
 from .test_numbers import CASES, wrong
 
 NAMES = (
     *("adam", "sgd with momentum", "a rank without batches", "a schedule", "a function", "divided by the active ranks"),
     *("gradients never zeroed", "zeroed in place at the end", "zeroed between forward and backward"),
     *("a rank that never sees a second step", "out of data inside an accumulation"),
-    "out of data inside an accumulation, active ranks",
+    *("out of data inside an accumulation, active ranks", "keywords, nested outputs, two forwards"),
 )
 LIBRARIES = ("ours", "torch", "counted", "planned")
 
@@ -51,59 +50,6 @@ def test_every_rank_has_the_numbers_of_a_single_process() -> None:
 @pytest.mark.parametrize(("library", "reshard"), WAYS)
 def test_every_way_has_the_numbers_of_a_single_process(library: str, reshard: bool) -> None:
     assert wrong({name: (sharded(name, reshard), library) for name in NAMES}) == {}
-
-
-class Pair(nn.Module):
-    """Takes a keyword, gives nested outputs of which only some have gradients, and may run twice a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.second = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, Any]:
-        hidden = torch.tanh(self.first(x)) * scale
-        parts = [hidden.mean() if len(x) else hidden.sum(), (self.second(hidden),)]
-        return {"rank": x.argmax() if len(x) else None, "parts": parts}
-
-
-def pairs(rank: int, world_size: int, lengths: tuple[int, ...]) -> list[Any]:
-    return [trained_pair(rank, lengths, library) for library in LIBRARIES]
-
-
-def trained_pair(rank: int, lengths: tuple[int, ...], library: str) -> Any:
-    torch.manual_seed(0)
-    module: Any = Pair().double()
-    for part in (module.first, module.second, module):
-        fully_shard(part)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    kind, options = join_of(library, range(lengths[rank]))
-    with kind(named([module, optimizer]), **options):
-        for i in range(lengths[rank]):
-            optimizer.zero_grad()
-            pair_loss(module, rank, i).backward()
-            optimizer.step()
-    return [full(param).detach() for param in module.parameters()]
-
-
-def pair_loss(module: Any, rank: int, i: int) -> torch.Tensor:
-    loss = torch.zeros((), dtype=torch.float64)
-    for j in range(2):
-        parts = module(batch(rank, j, i), scale=torch.tensor(2.0))["parts"]
-        loss = loss + parts[0] + parts[1][0].sum()
-    return loss
-
-
-def test_two_forwards_a_step_with_keywords_and_nested_outputs() -> None:
-    lengths = (2, 3)
-    torch.manual_seed(0)
-    module = Pair().double()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    descend(lengths, [(optimizer, lambda rank, step: pair_loss(module, rank, step))])
-    right = [param.detach() for param in module.parameters()]
-    for outcomes in run_ranks(pairs, 2, args=(lengths,), timeout_s=60):
-        for library, params in zip(LIBRARIES, outcomes, strict=True):
-            assert difference(params, right) < EXACT, library
 
 
 def single(dtype: torch.dtype, root: nn.Module | None = None) -> Any:
