@@ -23,7 +23,7 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.manifest import Manifest
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.safetensors import DTYPES
-from stagereg.checkpoint.store.local_store import LocalStore
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 
@@ -213,23 +213,23 @@ def test_a_checkpoint_deleted_while_it_is_read_is_no_damage(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, out = save(tmp_path / "run", {"x": torch.zeros(9)}, {"x": torch.ones(9)}), tmp_path / "x.pt"
-    newer, read = (root / "step-00000002").rename(tmp_path / "newer"), LocalStore.contents
+    newer, read = (root / "step-00000002").rename(tmp_path / "newer"), CheckpointStore.contents
 
-    def contents(store: LocalStore, path: str, names: Any) -> Any:
+    def contents(store: CheckpointStore, path: str, names: Any) -> Any:
         if newer.exists():
             newer.rename(root / "step-00000002")
             shutil.rmtree(root / "step-00000001")
         return read(store, path, names)
 
-    def gone(store: LocalStore, path: str, names: Any) -> Any:
+    def gone(store: CheckpointStore, path: str, names: Any) -> Any:
         found = read(store, path, names)
         shutil.rmtree(path)
         return found
 
-    monkeypatch.setattr(LocalStore, "contents", contents)
+    monkeypatch.setattr(CheckpointStore, "contents", contents)
     assert "Passing over" not in command("convert", root, out).err
     assert torch.load(out)["x"].sum() == 9
-    monkeypatch.setattr(LocalStore, "contents", gone)
+    monkeypatch.setattr(CheckpointStore, "contents", gone)
     shown = command("convert", root, out, "--force", code=2).err
     assert "If a run has just deleted it, there is a newer one: try again." in shown
 
