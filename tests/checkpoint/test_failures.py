@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 import stagereg.checkpoint.failpoints as failpoints
+from stagereg.checkpoint.advice import advice, causes
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
-from stagereg.checkpoint.store.local_store import LocalStore
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError, StagingError
 from stagereg.registry import build
 from stagereg.stagers.async_stager import AsyncStager
@@ -163,13 +165,13 @@ def test_the_copy_is_released_when_it_is_written_or_lost(
     fail_writing(error)
     stager = Tracked()
     at_commit: list[Any] = []
-    publish = LocalStore.publish
+    publish = CheckpointStore.publish
 
     def publish_and_look(*args: Any) -> str:
         at_commit.extend(copy() for copy in stager.copies)
         return publish(*args)
 
-    monkeypatch.setattr(LocalStore, "publish", publish_and_look)
+    monkeypatch.setattr(CheckpointStore, "publish", publish_and_look)
     checkpointer = Checkpointer(str(tmp_path), stager=stager)
     checkpointer.save(1, {"x": torch.ones(10), "nested": {"l": [{"a": 1}]}})
     checkpointer._background.finish()
@@ -242,3 +244,13 @@ def test_a_failure_that_was_not_raised_reaches_the_exit_status(tmp_path: Path, h
     assert "Traceback" not in done.stderr
     if how != "is_interrupted":
         assert ((tmp_path / "step-00000001").exists()) == (how == "works")
+
+
+def test_an_error_wrapped_by_torch_is_found_behind_other_errors() -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    wrapped = CheckpointException("write", {0: (ValueError("odd"), None), 1: (full, None)})  # type: ignore[dict-item]
+    error = RuntimeError("the save failed")
+    error.__cause__ = wrapped
+    wrapped.__context__ = error  # and no circle is walked twice
+    assert [type(each) for each in causes(error)] == [RuntimeError, CheckpointException, ValueError, OSError]
+    assert "full" in advice(error, "runs/gpt")

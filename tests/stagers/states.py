@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 import stagereg
@@ -115,24 +112,3 @@ def assert_whole(staged: Any, expected: list[Piece]) -> None:
     assert len(found) == len(expected)
     for mine, theirs in zip(found, expected, strict=True):
         assert same(mine, theirs), mine[0]
-
-
-class GatedWriter(dcp.FileSystemWriter):
-    """A slow disk: waits for an event before it reads any tensor, or before it writes the index."""
-
-    def __init__(self, path: Path, gate: threading.Event | None = None, before: str = "data") -> None:
-        super().__init__(path)
-        self.before, self.open, self.reached = before, gate or threading.Event(), threading.Event()
-
-    def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        self._wait("data")
-        return super().write_data(*args, **kwargs)
-
-    def finish(self, *args: Any, **kwargs: Any) -> None:
-        self._wait("index")
-        super().finish(*args, **kwargs)
-
-    def _wait(self, where: str) -> None:
-        if where == self.before:
-            self.reached.set()
-            assert self.open.wait(PATIENCE_S)

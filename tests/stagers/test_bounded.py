@@ -157,6 +157,5 @@ def test_a_reader_without_release_gets_memory_beyond_the_bound(caplog: pytest.Lo
     for name in expected:
         source[name].fill_(-1)
     assert_equal(copy, expected)
-    assert copy["tied"].untyped_storage().data_ptr() == copy["0"].untyped_storage().data_ptr()
     assert sum("do not fit into host_memory_gb" in r.getMessage() for r in caplog.records) == 1
     stager.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 import warnings
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,7 +19,7 @@ from stagereg import AsyncStager, BlockingAsyncStager, Checkpointer
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 
-from .states import GatedWriter, build
+from .states import build
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -77,25 +76,6 @@ def test_a_stager_without_stage_is_an_error_that_names_it() -> None:
 
     with pytest.raises(NotImplementedError, match=r"Nothing must implement stage\(state_dict\)"):
         Nothing().stage({})
-
-
-def test_overlapping_saves_hold_their_own_step(stager: AsyncStager, tmp_path: Path) -> None:
-    w, folded, gate, saves = torch.empty(300_000), torch.arange(12.0).view(3, 4), threading.Event(), []
-    state = {"w": w, "t": folded.t(), "n": torch.tensor(3)}
-    for step in range(2):
-        w.fill_(step)
-        writer = GatedWriter(tmp_path / str(step), gate)
-        saves.append(dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True))
-    w.fill_(-1)
-    folded.fill_(-1)
-    assert not any(save.done() for save in saves)
-    gate.set()
-    for step, save in enumerate(saves):
-        save.result(timeout=30)
-        got = loaded(tmp_path / str(step), **state)
-        assert got["w"].eq(step).all()
-        assert torch.equal(got["t"], torch.arange(12.0).view(3, 4).t())
-        assert got["n"] == 3
 
 
 def test_a_users_stager_with_only_stage(tmp_path: Path) -> None:

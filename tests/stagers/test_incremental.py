@@ -50,30 +50,17 @@ class TestDeclared:
             assert torch.equal(source, copies[3]["model"]["base"][name])
         assert [int(copy["model"]["adapter"]["w"].mean()) for copy in copies] == [0, 1, 2, 3]
 
-    @pytest.mark.parametrize(
-        "other",
-        [
-            lambda x: x.clone(),
-            lambda x: x[:300],
-            lambda x: x.t(),
-            lambda x: x.view(torch.int32),
-            lambda x: x.double(),
-            lambda x: x[1:],
-        ],
-        ids=["address", "shape", "stride", "dtype", "both", "start"],
-    )
-    def test_a_replaced_tensor_is_copied_and_the_others_are_shared(self, other: Any) -> None:
+    def test_a_replaced_tensor_is_copied_and_the_others_are_shared(self) -> None:
         state, stager = adapted(), build(frozen=["model.base.*"])
         base = state["model"]["base"]
-        before = stager.stage(state)["model"]["base"]
-        kept, base["w"] = base["w"], other(base["w"])
-        after = stager.stage(state)["model"]["base"]
-        assert at(after["w"]) != at(before["w"])
-        assert torch.equal(after["w"], base["w"])
-        assert after["w"].dtype == base["w"].dtype
-        assert torch.equal(before["w"], kept)
-        assert at(after["b"]) == at(before["b"])
-        assert at(after["n"]) == at(before["n"])
+        for other in (torch.clone, lambda x: x[:300], torch.t, lambda x: x.view(torch.int32), lambda x: x[1:]):
+            before = stager.stage(state)["model"]["base"]
+            kept, base["w"] = base["w"], other(base["w"])
+            after = stager.stage(state)["model"]["base"]
+            assert at(after["w"]) != at(before["w"])
+            assert (after["w"].dtype, torch.equal(after["w"], base["w"])) == (base["w"].dtype, True)
+            assert torch.equal(before["w"], kept)
+            assert (at(after["b"]), at(after["n"])) == (at(before["b"]), at(before["n"]))
 
     @pytest.mark.parametrize(
         ("frozen", "before", "after", "moved"), [("a", "ax by", "bx ay", "b"), ("b", "ax by cx", "ax bx cy", "c")]
@@ -109,14 +96,6 @@ class TestDeclared:
     def test_wrong_options_are_refused(self, wrong: dict[str, Any], message: str) -> None:
         with pytest.raises(StagingError, match=message):
             IncrementalStager(**wrong)
-
-    def test_a_declaration_holds_until_forget(self) -> None:
-        state, stager = {"w": torch.zeros(9)}, build(frozen=["w"])
-        stager.stage(state)
-        state["w"].fill_(1)
-        assert stager.stage(state)["w"].eq(0).all()
-        stager.forget()
-        assert stager.stage(state)["w"].eq(1).all()
 
     def test_padding_is_only_where_memory_is_not_shared(self) -> None:
         stager = build(frozen=["model.base.*"])
@@ -168,7 +147,13 @@ class TestVerify:
     def test_a_wrong_declaration_is_named_and_the_stager_stays_usable(self, caplog: Any) -> None:
         state, stager = adapted(), build(frozen=["model.base.*"], verify=True, max_in_flight=1)
         base = state["model"]["base"]
-        first = at(stager.stage(state)["model"]["base"]["b"])
+        copy = stager.stage(state)["model"]["base"]["b"]
+        first = at(copy)
+        copy[4] += 1
+        with pytest.raises(StagingError, match="a reader wrote into its copy"):
+            stager.stage(state)
+        copy[4] -= 1
+        del copy
         base["b"].data[4] += 1
         for _ in range(2):
             with pytest.raises(
@@ -193,12 +178,6 @@ class TestVerify:
                 stager.stage({"w": w})
             w[i] = 0
         stager.stage({"w": w})
-
-    def test_a_reader_that_wrote_into_its_copy_is_found(self) -> None:
-        state, stager = {"w": torch.zeros(10)}, build(frozen=["w"], verify=True)
-        stager.stage(state)["w"].fill_(1)
-        with pytest.raises(StagingError, match="a reader wrote into its copy"):
-            stager.stage(state)
 
 
 class TestContent:

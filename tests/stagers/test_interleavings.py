@@ -35,20 +35,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclass
 class Held:
-    """A copy that a reader holds.
-
-    Attributes:
-        staged: the copy, or its future.
-        expected: what it has to be.
-        read: pieces read so far.
-        disturbed: the source was written past the optimizers since ``stage``.
-        writer: a reader on another thread.
-    """
+    """A copy that a reader holds, or its future; the reader may be a writer on another thread."""
 
     staged: Any
     expected: list[Piece]
     read: int = 0
-    disturbed: bool = False
+    disturbed: bool = False  # the source was written past the optimizers since ``stage``
     writer: Future[None] | None = None
     pieces: list[Piece] = field(default_factory=list)
 

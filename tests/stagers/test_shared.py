@@ -327,19 +327,6 @@ class TestMemory:
         stager.close()
         assert all(now - then < 50 * 1024 for now, then in zip(shared_kib(), before, strict=True))
 
-    def test_fifty_saves_leave_no_descriptor_and_no_memory(self, stager, reader) -> None:
-        pids = (os.getpid(), reader.process.pid)
-
-        def used(saves: int) -> list[tuple[int, int]]:
-            for step in range(saves):
-                reader.do(RECEIVE + "; state = None", sent(stager.stage(state(step, n=2**18 + step % 3))))
-            pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
-            return [(descriptors(pid), each * 4) for pid, each in zip(pids, pages, strict=True)]
-
-        for (fds, kib), (more_fds, more_kib) in zip(used(5), used(50), strict=True):
-            assert more_fds <= fds
-            assert more_kib - kib < 10 * 1024
-
     def test_more_than_the_machine_has_is_an_error(self) -> None:
         with pytest.raises(StagingError, match="shared memory"):
             SharedBlock(2**60, pin=False)

@@ -26,15 +26,12 @@ def test_an_unknown_metric_is_reported_with_the_nearest() -> None:
         metric("returned.")
 
 
-def test_a_returned_value_is_a_metric_and_lower_is_better() -> None:
-    assert metric("returned.valid.error").head == "valid.error"
-    assert directed("returned.accuracy").better == "lower"
-    assert directed("returned.accuracy", "maximize").better == "higher"
-
-
 def test_a_direction_may_be_turned_but_must_be_one() -> None:
-    assert directed("samples_per_s").better == "higher"
-    assert directed("samples_per_s", "minimize").better == "lower"
+    assert metric("returned.valid.error").head == "valid.error"
+    for name, better in (("returned.accuracy", "lower"), ("samples_per_s", "higher")):
+        assert directed(name).better == better
+        assert directed(name, "maximize").better == "higher"
+        assert directed(name, "minimize").better == "lower"
     with pytest.raises(ConfigError, match=r"not 'minimise'\. Did you mean 'minimize'\?"):
         directed("loss", "minimise")
     with pytest.raises(ConfigError, match=r"Neither .*shadowed_steps.*sweep\.direction=minimize"):
@@ -54,19 +51,15 @@ def test_numbers_are_shown_in_three_digits(value: float) -> None:
     assert shown(-value) == f"-{text}"
 
 
-def test_numbers_come_with_their_unit() -> None:
+def test_figures_come_in_order_with_their_units() -> None:
     seen = [metric(name).text(value) for name, value in [("stall_ms", 1.204), ("lost_percent", 0), ("loss", 2.5)]]
     assert [*seen, shown(12345.6)] == ["1.2 ms", "0%", "2.5", "12,346"]
-
-
-def test_a_list_of_figures_begins_with_metrics_and_has_units() -> None:
     ordered = ["stall_ms", "loss", "returned.a", "returned.b", "state_bytes", "steps", "zeal"]
     assert in_order(sorted(ordered)) == ordered
     assert labelled("state_bytes", 3 * 2**20) == ("state_bytes", 3.0, "MiB")
-    assert labelled("lost_percent", 0.5) == ("lost_percent", 0.5, "%")
-    assert labelled("train_s", 2.0) == ("train_s", 2.0, "s")
-    for name in ("returned.tokens_per_s", "returned.bytes_per_token"):  # whose unit only the task knows
-        assert labelled(name, 3.5) == (name, 3.5, "")
+    own = ("returned.tokens_per_s", "returned.bytes_per_token")  # whose unit only the task knows
+    for name, unit in [("lost_percent", "%"), ("train_s", "s"), *((name, "") for name in own)]:
+        assert labelled(name, 0.5) == (name, 0.5, unit)
 
 
 def test_the_default_ranking_is_by_stall_and_otherwise_by_loss() -> None:

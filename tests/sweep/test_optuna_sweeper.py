@@ -136,12 +136,6 @@ def test_a_search_goes_on_where_it_was_stopped(search: Search) -> None:
     assert "RUNNING" not in [trial.state.name for trial in search.study().trials]
 
 
-def test_a_search_that_goes_on_draws_anew(search: Search) -> None:
-    for n_trials in (3, 6):
-        search(lambda job: 1.0, "rate=interval(0.0,1.0)", n_trials=n_trials)
-    assert [trial.state.name for trial in search.study().trials] == ["COMPLETE"] * 6
-
-
 def test_a_job_that_fails_or_has_no_number_ends_its_trial_alone(search: Search) -> None:
     def value(job: Job) -> Any:
         if job["lr"] == "1":
@@ -184,12 +178,9 @@ def test_the_direction_is_that_of_the_metric(settings: dict[str, Any], best: str
 
 def test_another_search_is_not_mixed_into_a_study(search: Search) -> None:
     search(lr, "lr=1,2", "nproc=1")
-    for overrides, settings in (
-        (("lr=1,2", "nproc=2"), {}),
-        (("lr=1,3", "nproc=1"), {}),
-        (("lr=1,2", "nproc=1"), {"direction": "maximize"}),
-        (("lr=1,2", "nproc=1"), {"metric": "loss"}),
-    ):
+    same = ("lr=1,2", "nproc=1")
+    others = [(("lr=1,2", "nproc=2"), {}), (("lr=1,3", "nproc=1"), {})]
+    for overrides, settings in (*others, (same, {"direction": "maximize"}), (same, {"metric": "loss"})):
         with pytest.raises(SweepError, match="has another search, whose values cannot be mixed"):
             search(lr, *overrides, **settings)
     assert len(search.jobs) == 2

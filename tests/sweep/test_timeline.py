@@ -128,18 +128,3 @@ def test_the_usual_window_has_the_first_save_and_few_steps(run: Run) -> None:
         assert saved(run)[0].end <= end + 1e-9
     elif max(len(rank.steps) for rank in run.ranks) > 120:
         assert sum(start <= t - run.began <= end for _, t in run.ranks[0].steps) <= 122
-
-
-@settings(max_examples=50)
-@given(runs())
-def test_steps_and_stalls_never_overlap_and_leave_no_gap(run: Run) -> None:
-    for rank in run.ranks:
-        steps = rank.step_spans()
-        assert [step.step for step in steps] == [step for step, _ in rank.steps]
-        assert all(step.seconds >= 0 for step in steps)
-        if steps:
-            held = sum(span.seconds for span in rank.stalls if span.start < steps[-1].end)
-            whole = steps[-1].end - rank.start["t"]
-            assert sum(step.seconds for step in steps) + held == pytest.approx(
-                whole, rel=1e-6, abs=1e-6 * (1 + len(steps))
-            )

@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 import stagereg
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.storage.envelope import _asked
 from stagereg.checkpoint.storage.protocol import Storage, TensorResult
-from stagereg.checkpoint.store.local_store import mark_file
+from stagereg.checkpoint.store.checkpoint_store import mark_file
 from stagereg.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -276,3 +277,20 @@ def test_torch_is_asked_once_for_each_kind_of_tensor(tmp_path: Path, monkeypatch
     for step in range(2):
         save({name: torch.full((17, 19, 23), step) for name in "ab"}, tmp_path / str(step), WRITER)
     assert asked == [torch.Size((17, 19, 23))]
+
+
+def test_a_tensor_beyond_4_gib_has_an_envelope_too(tmp_path: Path) -> None:
+    shape = torch.Size((5, 1 << 30))
+    around = _asked(torch.uint8, shape, (1 << 30, 1))
+    assert around is not None
+    with (tmp_path / "sparse").open("wb") as file:  # a file with a hole costs no disk
+        file.write(around.head)
+        file.seek(shape.numel() - 1, io.SEEK_CUR)
+        file.write(b"\7" + around.tail)
+    loaded = torch.load(tmp_path / "sparse", weights_only=True, mmap=True)
+    assert loaded.shape == shape
+    assert loaded[-1, -1] == 7
+
+
+def test_memory_for_the_tensor_is_not_taken() -> None:
+    assert _asked(torch.float64, torch.Size((1 << 36,)), (1,)) is not None  # 512 GiB

@@ -72,15 +72,14 @@ def usual(comparison: Comparison) -> str:
     return page.compare_page(comparison, [page.Picture("stall", SVG, caption="All runs.")])
 
 
-def test_the_page_makes_no_request_and_logs_no_error(opened: Opener, usual: str) -> None:
-    one = opened(usual)
+def test_the_answer_and_the_table_come_first_nothing_is_asked(
+    opened: Opener, usual: str, comparison: Comparison
+) -> None:
+    one = opened(usual, viewport={"width": 1280, "height": 800})
     assert [url for url in one.asked if not url.startswith(("file://", "data:"))] == []
     assert one.complaints == []
-    assert one.view.locator("figure img").evaluate("(one) => one.naturalWidth") > 0, "its picture is inside"
-
-
-def test_the_answer_and_the_table_are_on_the_first_screen(opened: Opener, usual: str, comparison: Comparison) -> None:
-    view = opened(usual, viewport={"width": 1280, "height": 800}).view
+    view = one.view
+    assert view.locator("figure img").evaluate("(one) => one.naturalWidth") > 0, "its picture is inside"
     assert view.locator("h1").inner_text() == answer(comparison)
     assert "The machine was busy." in view.locator(".warnings").inner_text()
     assert view.locator("header pre").inner_text() == "python train.py stager=overlapped join.mode=counted"
