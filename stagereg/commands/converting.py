@@ -76,7 +76,7 @@ def run(asked: argparse.Namespace) -> int:
         except OSError as error:
             text = f"{path} was not read: {error}. If a run has just deleted it, there is a newer one: try again."
             raise CheckpointError(text) from error
-        parts = entries.parts(files, chosen.manifest.world_size)
+        parts = entries.parts(files)
     output.progress(f"writing {out}")
     try:
         with files:

@@ -199,20 +199,17 @@ def test_a_structured_config_may_name_modules(composed: Composed) -> None:
         assert composed({"conf/app.yaml": text}).stager._target_ == "one.Mine"
 
 
+NO_LIST = "it is a list of modules: plugins=[my_module]"
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (
-            "[no_such_module]",
-            "The config 'app' names the plugin 'no_such_module', which cannot be imported. Modules",
-        ),
+        ("[no_such_module]", "The config 'app' names the plugin 'no_such_module', which cannot be imported. Modules"),
         ("[twoo]", "cannot be imported. Did you mean 'two'?"),
         ("[3]", "the plugin '3', which cannot be imported."),
-        ("two", "The config 'app' has plugins=two; it is a list of modules: plugins=[my_module]"),
-        (
-            "${nowhere}",
-            "has plugins=(Interpolation key 'nowhere' not found); it is a list of modules: plugins=[my_module]",
-        ),
+        ("two", f"The config 'app' has plugins=two; {NO_LIST}"),
+        ("${nowhere}", f"has plugins=(Interpolation key 'nowhere' not found); {NO_LIST}"),
         ("[broken]", "ZeroDivisionError: division by zero ("),
         ("[leaves]", "SystemExit: 3 ("),
     ],

@@ -35,7 +35,7 @@ from pathlib import Path
 from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.damage import Condition, Found, Unclear, differences, of_error
 from stagereg.checkpoint.failpoints import failpoint
-from stagereg.checkpoint.lock import DirectoryLock, Owner, StoreLock, holder
+from stagereg.checkpoint.lock import Owner, StoreLock, holder
 from stagereg.checkpoint.manifest import (
     LATEST,
     MANIFEST,
@@ -63,7 +63,7 @@ class CheckpointStore:
     """A directory of checkpoints in a file system, shared ones included; :class:`.RemoteStore` is one in a store.
 
     Args:
-        root: its path, see :func:`local_path`.
+        root: its full path, see :func:`local_path`.
 
     Attributes:
         root: its full path or URL, as messages name it; without a slash at its end.
@@ -72,7 +72,7 @@ class CheckpointStore:
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.root = str(local_path(root))
+        self.root = os.fspath(root)
         self.distrusted: set[str] = set()
         self._hold: StoreLock | None = None
 
@@ -154,7 +154,7 @@ class CheckpointStore:
             CheckpointError: another run holds it, which the message names. ``OSError``: nothing can be written there.
         """
         os.makedirs(self.root, exist_ok=True)
-        self._hold = DirectoryLock(self.root)
+        self._hold = StoreLock(self.root)
         return self._hold
 
     def sweep(self) -> None:
@@ -228,13 +228,11 @@ class CheckpointStore:
                 for old in self._too_old(before, path, step, keep):
                     self._delete(old)
         except Exception as error:
-            _log.warning(
+            text = (
                 "stagereg: step %d is saved in %s, but not all that follows is done (moving `latest`, deleting old "
-                "checkpoints); the next save makes up for it: %s",
-                step,
-                path,
-                error,
+                "checkpoints); the next save makes up for it: %s"
             )
+            _log.warning(text, step, path, error)
         failpoint("retained")
         return path
 

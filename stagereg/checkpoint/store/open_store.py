@@ -27,7 +27,7 @@ def open_store(dir: str | os.PathLike[str]) -> CheckpointStore:
         from stagereg.checkpoint.store.remote_store import RemoteStore
 
         return RemoteStore(dir)
-    return CheckpointStore(dir)
+    return CheckpointStore(local_path(dir))
 
 
 def open_parent_store(checkpoint: str | os.PathLike[str]) -> CheckpointStore:

@@ -1,13 +1,5 @@
 """A prefix of an object store: a checkpoint is committed by its manifest, the object that is written last.
 
-::
-
-    s3://bucket/runs/gpt/
-        step-00000100.<token>/         one save; all ranks write straight into it
-            .metadata  __0_0.distcp …
-            manifest.json              there, written by one request: the checkpoint is complete
-        latest                         an object with the name of the directory that was committed last
-
 A store cannot rename, so nothing is written under another name than its last. A directory without a manifest is being
 written, or is what a killed run left; readers pass it by. A checkpoint that is deleted loses its manifest first.
 
@@ -44,8 +36,7 @@ class RemoteStore(CheckpointStore):
     """
 
     def __init__(self, root: str) -> None:
-        super().__init__("")
-        self.root = root.rstrip("/")
+        super().__init__(root.rstrip("/"))
         self.objects = ObjectStore(root)
         self._committed = ""
 
