@@ -21,7 +21,6 @@ __all__ = ["Condition", "Found", "Unclear", "differences", "of_error"]
 
 _SHOWN = 8
 """Files that a message names, of one checkpoint."""
-_LOST = frozenset({errno.ENOENT, errno.ENOTDIR})
 _BROKEN = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, errno.EILSEQ})
 """Errors of a file system for a file whose bytes it has lost, as against one that cannot be reached now."""
 
@@ -83,7 +82,7 @@ def differences(manifest: Manifest, found: Mapping[str, Found]) -> dict[str, str
 
 def of_error(error: OSError) -> str:
     """Return what an error on the way to a file means for the file."""
-    if isinstance(error, FileNotFoundError) or error.errno in _LOST:
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return "missing"
     text = f"cannot be read ({error.strerror or error})"
     return text if error.errno in _BROKEN else Unclear(text)

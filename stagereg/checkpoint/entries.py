@@ -10,8 +10,8 @@ caller's entries, those under ``stagereg.`` hold the step, the number of ranks a
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -90,18 +90,22 @@ def find(files: CheckpointFiles, state: Mapping[str, Any], saved_size: int, rank
     return {**found, own: files.structure(own)} if saved_size == size else found
 
 
-def parts(files: CheckpointFiles, saved_size: int) -> dict[str, Any]:
+def parts(files: CheckpointFiles) -> dict[str, Any]:
     """Return the structures of all there is, by the names that the caller's state had.
 
     The shards of a ``ZeroRedundancyOptimizer`` are the state dict of the optimizer inside.
     """
-    names = [name for name in files.index.state if name.split(".")[0] != _RESERVED]
-    found = {name: files.structure(name) for name in names}
-    sharded = {name.rpartition(".rank")[0] for name, structure in found.items() if zero_shards.is_shard(structure)}
-    for name in sharded:
-        mine = [entry for entry in _shards(name, found, saved_size) if zero_shards.is_shard(found[entry])]
-        shards = [found.pop(entry) for entry in mine]
-        found[name], _ = zero_shards.whole(shards, {number for shard in shards for number in shard["state"]})
+    found: dict[str, Any] = {}
+    shards: dict[str, list[Any]] = defaultdict(list)
+    for name in sorted(files.index.state):
+        if name.split(".")[0] != _RESERVED:
+            structure = files.structure(name)
+            if zero_shards.is_shard(structure):
+                shards[name.rpartition(".rank")[0] or name].append(structure)
+            else:
+                found[name] = structure
+    for name, each in shards.items():
+        found[name], _ = zero_shards.whole(each, {number for shard in each for number in shard["state"]})
     return dict(sorted(found.items()))
 
 
@@ -114,25 +118,15 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(shown) or "an empty state"
 
 
-def _shards(name: str, there: Collection[str], saved_size: int) -> list[str]:
-    """The entries that ranks have of their own under a name, in the order of the ranks."""
-    # Each rank has an entry at least, so a manifest that claims more ranks than that is no reason to count them all.
-    most = min(saved_size, len(there))
-    return [entry for rank in range(most) if (entry := _rank_name(name, rank)) in there]
-
-
 def _found(files: CheckpointFiles, name: str, value: Any, saved_size: int, rank: int) -> Any:
     there, is_zero = files.index.state, isinstance(value, ZeroRedundancyOptimizer)
-    shards = _shards(name, there, saved_size)
+    # Each rank has an entry at least, so a manifest that claims more ranks than that is no reason to count them all.
+    ranks = sorted(range(min(saved_size, len(there))), key=lambda each: each != rank)
+    shards = [entry for each in ranks if (entry := _rank_name(name, each)) in there]
     if shards and (is_zero or (isinstance(value, Optimizer) and name not in there)):
-        return _from_shards(files, name, value, sorted(shards, key=lambda entry: entry != _rank_name(name, rank)))
+        return _from_shards(files, name, value, shards)
     if name in there:
-        structure = files.structure(name)
-        if not is_zero:
-            return structure
-        if not zero_shards.is_whole(structure):
-            raise CheckpointError(f"{name!r} is a ZeroRedundancyOptimizer, and what was saved is no optimizer's state.")
-        return zero_shards.cut(structure, zero_shards.numbers(value))
+        return _from_shards(files, name, value, [name]) if is_zero else files.structure(name)
     if shards:
         raise CheckpointError(
             f"{name!r} was saved by each rank for itself. Ask for {shards[0]!r} and so on; or, if it is of a "
@@ -143,19 +137,22 @@ def _found(files: CheckpointFiles, name: str, value: Any, saved_size: int, rank:
 
 
 def _from_shards(files: CheckpointFiles, name: str, value: Optimizer, shards: Sequence[str]) -> dict[str, Any]:
-    """Return what an optimizer takes of shards; no further one is looked into once its parameters are complete."""
+    """Return what an optimizer takes of shards; no further one is looked into once its parameters are complete.
+
+    The state dict of a whole optimizer, under ``name`` itself, is one that need not have the state of each.
+    """
 
     def structures() -> Iterator[Any]:
         for shard in shards:
             structure = files.structure(shard)
-            if not zero_shards.is_shard(structure):
-                raise CheckpointError(f"{name!r} is an optimizer, and what was saved by each rank is no part of one.")
+            if not (zero_shards.is_whole if shard == name else zero_shards.is_shard)(structure):
+                raise CheckpointError(f"{name!r} is an optimizer, and {shard!r} in it is no optimizer's state.")
             yield structure
 
     every = range(len(_parameters(value)))
     own = zero_shards.numbers(value) if isinstance(value, ZeroRedundancyOptimizer) else every
     found, missing = zero_shards.whole(structures(), own)
-    if missing:
+    if missing and name not in shards:
         raise CheckpointError(
             f"{name!r}: of {len(own)} parameters {len(missing)} are in no rank's part, the first being number "
             f"{min(missing)}; was it an optimizer of as many parameters?"
@@ -190,7 +187,7 @@ def _pair(structure: Any, live: Any, in_place: bool) -> None:
     if isinstance(structure, Leaf):
         if isinstance(live, torch.Tensor):
             structure.live = live
-            structure.in_place = in_place and _is_plain(_local(live)) and _fits(live, structure.stored)
+            structure.in_place = in_place and _fits(live, structure.stored)
     elif isinstance(structure, Mapping) and isinstance(live, Mapping):
         for key, item in structure.items():
             if key in live:
@@ -208,12 +205,11 @@ def _memory(x: Any) -> int:
     return _local(x).untyped_storage().data_ptr()
 
 
-def _is_plain(x: torch.Tensor) -> bool:
-    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.is_contiguous() and not x.is_inference()
-
-
 def _fits(live: torch.Tensor, stored: Stored) -> bool:
-    return stored.chunks is not None and (live.shape, live.dtype) == (stored.shape, stored.dtype)
+    """Whether bytes can go straight into the memory of a tensor."""
+    x, alike = _local(live), (live.shape, live.dtype) == (stored.shape, stored.dtype)
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.is_contiguous() and not x.is_inference()
+    return plain and alike and stored.chunks is not None
 
 
 def _is_torchs_own(value: Any) -> bool:

@@ -7,8 +7,8 @@ which the package filelock uses, locks within one machine only on some of these,
 
 Such a lock knows processes only, and a process loses it as soon as it closes the file a second time; so what this
 process holds is kept here, and nothing else may open ``.lock``. An object store has another kind of lock
-(:mod:`stagereg.checkpoint.store.lease`). The file may be deleted with its directory under a run
-that goes on: :meth:`StoreLock.check` notices. Reading checkpoints needs no lock.
+(:mod:`stagereg.checkpoint.store.lease`). The file may be deleted with its directory under a run that goes on:
+:meth:`StoreLock.check` notices. Reading checkpoints needs no lock.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ import os
 import socket
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from stagereg.errors import CheckpointError
 
-__all__ = ["LOCK", "DirectoryLock", "Owner", "StoreLock", "holder"]
+__all__ = ["LOCK", "PATIENCE_S", "Owner", "StoreLock", "holder"]
 
 LOCK = ".lock"
-
 PATIENCE_S = 3.0
 """Seconds to wait for an owner that is just ending."""
 
@@ -85,14 +83,15 @@ class Owner:
         return owner
 
 
-class StoreLock(ABC):
+class StoreLock:
     """Holds a directory of checkpoints, from its construction on, for one object of this process to write there.
 
     A context manager, which releases it. Garbage collection releases it too; the end of the interpreter does not, as
-    the last save may end after that.
+    the last save may end after that. Where the file system has no locks, one warning is logged, and only checkpointers
+    of this process are kept out.
 
     Args:
-        root: the directory, as messages name it.
+        root: the directory, as messages name it, which must be there.
         patience: seconds to wait for it.
 
     Raises:
@@ -103,8 +102,9 @@ class StoreLock(ABC):
     _process = 0
     """Who holds it; a forked child has the object too, and holds nothing."""
 
-    def __init__(self, root: str, patience: float) -> None:
-        self.root, self._key, mine = root, _key(root), Owner.ourselves()
+    def __init__(self, root: str | os.PathLike[str], patience: float = PATIENCE_S) -> None:
+        self.root, self._key, mine = os.fspath(root), _key(root), Owner.ourselves()
+        self._path, self._descriptor = f"{self.root}/{LOCK}", -1
         if _held.setdefault(self._key, mine) is not mine:
             gc.collect()  # an unreachable Checkpointer releases its lock
         if _held.setdefault(self._key, mine) is not mine:
@@ -133,7 +133,7 @@ class StoreLock(ABC):
         if not self._make():
             raise CheckpointError(
                 f"{self.root} was taken over while this run had it, by {self._other()}: {LOCK} in it was deleted, or "
-                " not renewed in time. Two runs must not write there; end one of them."
+                "not renewed in time. Two runs must not write there; end one of them."
             )
         _log.warning("stagereg: %s/%s was deleted while this run held it; it is held again.", self.root, LOCK)
 
@@ -160,39 +160,8 @@ class StoreLock(ABC):
         """Take it if that can be done now; ``waited`` so many seconds. Raises if there is no use in waiting on."""
         return self._make()
 
-    @abstractmethod
     def _make(self) -> bool:
-        """Take it unless there is one, be its owner alive or not."""
-
-    @abstractmethod
-    def _is_ours(self) -> bool: ...
-
-    @abstractmethod
-    def _other(self) -> Owner:
-        """Return who has it in place of this process."""
-
-    @abstractmethod
-    def _release(self) -> None: ...
-
-    def _refused(self, owner: Owner) -> CheckpointError:
-        return CheckpointError(
-            f"{self.root} is in use: another run writes checkpoints there, {owner}. Wait for its end, or give this run "
-            "a directory of its own: checkpoint.dir=PATH."
-        )
-
-
-class DirectoryLock(StoreLock):
-    """The lock of a directory of a file system, which must be there; the end of the process releases it.
-
-    Where the file system has no locks, one warning is logged, and only checkpointers of this process are kept out.
-    """
-
-    def __init__(self, root: str | os.PathLike[str], patience: float = PATIENCE_S) -> None:
-        self._path, self._descriptor = os.path.join(root, LOCK), -1
-        super().__init__(os.fspath(root), patience)
-
-    def _make(self) -> bool:
-        """Open and lock the file, unless another process has it, or has just deleted it."""
+        """Take it, unless another process has it, or has just deleted it."""
         self._close()
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
         ours = False
@@ -222,6 +191,7 @@ class DirectoryLock(StoreLock):
         return _is_at(self._descriptor, self._path)
 
     def _other(self) -> Owner:
+        """Return who has it in place of this process."""
         return _other(self._path) or Owner()
 
     def _release(self) -> None:
@@ -235,6 +205,12 @@ class DirectoryLock(StoreLock):
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1  # another file may get the number
+
+    def _refused(self, owner: Owner) -> CheckpointError:
+        return CheckpointError(
+            f"{self.root} is in use: another run writes checkpoints there, {owner}. Wait for its end, or give this run "
+            "a directory of its own: checkpoint.dir=PATH."
+        )
 
 
 def holder(root: str | os.PathLike[str]) -> Owner | None:

@@ -22,7 +22,6 @@ from stagereg.checkpoint.checksum import crc32
 __all__ = [
     "LATEST",
     "MANIFEST",
-    "MANIFEST_BYTES",
     "MOST",
     "Checkpoint",
     "FileMark",
@@ -36,8 +35,6 @@ __all__ = [
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
-MANIFEST_BYTES = 1 << 28
-"""What is longer is not read: with some hundred bytes for each file, that is far more than any run writes."""
 _FORMAT = 2
 _STEP_NAME = re.compile(r"step-(?P<step>\d+)(\.[0-9a-f]+)?", re.ASCII)  # a token, where a step has several
 _BLOCK_BYTES = 1 << 20

@@ -17,14 +17,14 @@ import shlex
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.rng as rng
 import stagereg.record as record
 from stagereg.checkpoint.damage import Condition, Found, Unclear, differences
 from stagereg.checkpoint.encoding import fill
-from stagereg.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
+from stagereg.checkpoint.manifest import MANIFEST, Checkpoint
 from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.protocol import Storage
@@ -35,14 +35,6 @@ from stagereg.errors import CheckpointError
 __all__ = ["restore"]
 
 _log = logging.getLogger(__name__)
-
-
-class _Choice(NamedTuple):
-    """What there is to go on from, in the order in which it is tried or reported."""
-
-    candidates: Sequence[Checkpoint]  # complete by manifest and sizes
-    damaged: Sequence[Condition] = ()  # step directories that would come before or between the candidates
-    latest: Manifest | None = None  # of what ``latest`` points to, if that is complete
 
 
 def restore(
@@ -71,56 +63,59 @@ def restore(
             the check, and an object has changed in part.
     """
     failing = f"Nothing was restored from {store.root}"
-    listed = ranks.run_on_all(failing, lambda: _choice(store, resume) if ranks.rank == 0 else _Choice(()))[0]
-    damaged: list[Condition] = []
+    listed = ranks.run_on_all(failing, lambda: _choice(store, resume) if ranks.rank == 0 else [])[0]
     if resume == "auto":
-        _warn(listed.damaged, ranks)
-    for candidate in listed.candidates:
-        where = store if resume in ("auto", "latest") else open_parent_store(candidate.path)
-        with ExitStack() as opened:
-            condition, assign = _prepare(where, candidate, verify, state, own, ranks, opened)
+        _warn([each for each in listed if each.damages], ranks)
+    passed: list[Condition] = []
+    for condition in listed:
+        candidate = condition.checkpoint
+        if candidate is not None:
+            where = store if resume in ("auto", "latest") else open_parent_store(candidate.path)
+            condition = _restored(where, candidate, verify, state, own, ranks)
             if not condition.damages:
-                ranks.run_on_all(f"{candidate.path} could not be restored", assign)
-                older = [each for each in listed.damaged if _is_newer(each, candidate, listed.latest)]
-                _log_fallback(candidate, [*damaged, *older], ranks)
+                _log_fallback(candidate, passed, ranks)
                 return candidate
-        where.distrusted.add(candidate.path)
-        damaged.append(condition)
-        if resume == "auto":
-            _warn([condition], ranks)
-    damaged = [*listed.damaged, *damaged]
-    if not damaged:
+            where.distrusted.add(candidate.path)
+            if resume == "auto":
+                _warn([condition], ranks)
+        passed.append(condition)
+    if not passed:
         return None
-    raise CheckpointError(_nothing_good(store, damaged) if resume == "auto" else _not_that_one(resume, damaged[0]))
+    raise CheckpointError(_nothing_good(store, passed) if resume == "auto" else _not_that_one(resume, passed[0]))
 
 
 # -- which checkpoint
 
 
-def _choice(store: CheckpointStore, resume: str) -> _Choice:
-    """List what ``resume`` stands for. Raises: ``CheckpointError`` if there is none, or one could not be looked at."""
+def _choice(store: CheckpointStore, resume: str) -> list[Condition]:
+    """Return what there is to go on from by manifests and sizes, in the order in which it is tried or reported.
+
+    Raises:
+        CheckpointError: there is none, or one could not be looked at.
+    """
     if resume not in ("auto", "latest"):
         condition = open_parent_store(resume).condition(resume)
         _expect_certain(condition)
-        return _Choice((), [condition]) if condition.checkpoint is None else _Choice([condition.checkpoint])
+        return [condition]
     complete, damaged = store.checkpoints()
+    pointed = store.latest()
+    found = [Condition(each.path, each.manifest) for each in complete]
     for each in damaged:
         _expect_certain(each)
-    pointed = store.latest()
-    latest = None if pointed is None else pointed.manifest
+        older = (at for at, other in enumerate(found) if _is_newer(each, other.checkpoint, pointed))
+        found.insert(next(older, len(found)), each)
     if resume == "auto":
-        return _Choice(complete, damaged, latest)
-    if not complete and not damaged:
+        return found
+    if not found:
         raise CheckpointError(
             f"resume=latest, but there is no complete checkpoint in {store.root}; resume=auto starts from scratch."
         )
-    newer = [each for each in damaged if not complete or _is_newer(each, complete[0], latest)]
-    return _Choice((), newer) if newer else _Choice(complete[:1])
+    return found[:1]
 
 
-def _is_newer(damaged: Condition, than: Checkpoint, latest: Manifest | None) -> bool:
-    """Whether it was committed after a checkpoint, as far as is known."""
-    if than.manifest == latest:
+def _is_newer(damaged: Condition, than: Checkpoint | None, latest: Checkpoint | None) -> bool:
+    """Whether it was committed after a complete checkpoint, as far as is known."""
+    if than is None or (latest is not None and than.manifest == latest.manifest):
         return False
     if damaged.manifest is not None:
         return (damaged.manifest.serial, damaged.manifest.step) > (than.manifest.serial, than.manifest.step)
@@ -164,45 +159,37 @@ def _compared(store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup) -> C
 # -- reading it
 
 
-def _prepare(
+def _restored(
     store: CheckpointStore,
     chosen: Checkpoint,
     verify: str,
     state: MutableMapping[str, Any],
     own: Storage,
     ranks: RankGroup,
-    opened: ExitStack,
-) -> tuple[Condition, Callable[[], None]]:
-    """Read what this rank needs, and return what is wrong with the files; if that is nothing, call the second.
+) -> Condition:
+    """Restore a checkpoint, or return what is wrong with its files, and nothing has changed. Collective.
 
     Raises:
         CheckpointError: on all ranks, if some rank cannot read it although its files are what was written.
     """
-
-    def nothing() -> None:
-        """Where there is damage."""
-
     good = Condition(chosen.path, chosen.manifest)
     condition = _compared(store, chosen, ranks) if verify == "full" else good
     if condition.damages:
-        return condition, nothing
-    assign, failure = nothing, None
-    try:
-        files = opened.enter_context(CheckpointFiles.of(chosen, own))
-        assign = _load(chosen, state, files, ranks.rank, ranks.size)
-    except Exception as error:
-        failure = error
-    # What was just found to be good need not be read again for an error about what is, or is not, in it.
-    in_it = isinstance(failure, CheckpointError) and failure.__cause__ is None
-    failing = f"{chosen.path} could not be restored"
-    failed = ranks.run_on_all(failing, lambda: None if failure is None else not in_it)
-    if any(each is not None for each in failed):
-        if verify != "full" or True in failed:
+        return condition
+    failing, failure = f"{chosen.path} could not be restored", None
+    with ExitStack() as opened:
+        try:
+            files = opened.enter_context(CheckpointFiles.of(chosen, own))
+            assign = _load(chosen, state, files, ranks.rank, ranks.size)
+        except Exception as error:
+            failure = error
+        if any(ranks.run_on_all(failing, lambda: failure is not None)):
             condition = _compared(store, chosen, ranks)
             if condition.damages:
-                return condition, nothing
-        ranks.run_on_all(failing, partial(_raise, failure))
-    return good, assign
+                return condition
+            ranks.run_on_all(failing, partial(_raise, failure))
+        ranks.run_on_all(failing, assign)
+    return good
 
 
 def _raise(failure: Exception | None) -> None:

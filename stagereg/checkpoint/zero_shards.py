@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from stagereg.errors import CheckpointError
 
-__all__ = ["cut", "is_shard", "is_whole", "load", "numbers", "shard", "whole"]
+__all__ = ["is_shard", "is_whole", "load", "numbers", "shard", "whole"]
 
 _STATE, _GROUPS, _PARAMS, _SIZES = "state", "param_groups", "params", "group_sizes"
 _OF_THE_PARAMETERS = (_PARAMS, "param_names")
@@ -84,17 +84,12 @@ def is_shard(saved: Any) -> bool:
     return is_whole(saved) and _SIZES in saved
 
 
-def cut(saved: Mapping[str, Any], wanted: Collection[int]) -> dict[str, Any]:
-    """Return a shard, or a whole state dict, or the structure of one, without the state of all other parameters."""
-    return {**saved, _STATE: {number: part for number, part in saved[_STATE].items() if number in wanted}}
-
-
 def whole(shards: Iterable[Mapping[str, Any]], wanted: Collection[int]) -> tuple[dict[str, Any], set[int]]:
     """Return the state dict of the whole optimizer, and which of the parameters ``wanted`` are in no shard.
 
     Args:
-        shards: of one optimizer, or their structures; no more are asked for than are needed. The state of a parameter
-            is taken from the first that has it, and the groups from the first of all.
+        shards: of one optimizer, or its whole state dict, or the structures of these; no more are asked for than are
+            needed. The state of a parameter is taken from the first that has it, and the groups from the first of all.
         wanted: the numbers of the parameters whose state is to be in it.
     """
     missing = set(wanted)
@@ -102,10 +97,10 @@ def whole(shards: Iterable[Mapping[str, Any]], wanted: Collection[int]) -> tuple
     state: dict[int, Any] = {}
     for part in shards:
         if not groups:
-            ends = itertools.accumulate(part[_SIZES])
+            sizes = part[_SIZES] if _SIZES in part else _sizes(part[_GROUPS])
             groups = [
                 {**_hyperparameters(group), _PARAMS: list(range(end - size, end))}
-                for group, size, end in zip(part[_GROUPS], part[_SIZES], ends, strict=True)
+                for group, size, end in zip(part[_GROUPS], sizes, itertools.accumulate(sizes), strict=True)
             ]
         state |= {number: part[_STATE][number] for number in missing & part[_STATE].keys()}
         missing -= part[_STATE].keys()

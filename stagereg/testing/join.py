@@ -4,12 +4,13 @@ An author inherits one, says how to make the thing, what a training step with it
 single process; the contract runs training loops with it on ranks (``scenario``) and compares what it observed with each
 promise. All promises share the processes of their scenarios, so a plugin that keeps them takes a few seconds for all.
 
-The promises are those of "Contract of a join" in the project's design; ``docs/contracts.md`` lists them.
+The promises are those of "Contract of a join" in the project's design; ``docs/contracts.md`` lists them, and has a
+whole example that runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from stagereg.join.joinable import BuiltInJoinable, notify
 from stagereg.testing.contract import Contract
 from stagereg.testing.scenario import Observation, Scenario, ScenarioResult, played, steps_of
 
-__all__ = ["JoinHookContract", "JoinableContract", "MinimalJoinable"]
+__all__ = ["JoinHookContract", "JoinableContract"]
 
 _NEVER_TRAINED = ("hooks on", "attributes of", "join of", "Python's warning filters")
 
@@ -42,21 +43,6 @@ class JoinableContract(Contract):
         timeout_s: seconds that a scenario may take; what lasts for longer counts as hung. In stagereg's ``Join`` ranks
             that wait for each other in vain give up after half of it.
         together: whether the first promise tried runs all scenarios; False runs only what a promise needs.
-
-    Example::
-
-        class TestSum(stagereg.testing.JoinableContract):
-            def build(self):
-                return Sum()
-
-            def step(self, sum_joinable, value):
-                sum_joinable.add(torch.tensor(value))          # announces, and adds up over the ranks
-
-            def state(self, sum_joinable):
-                return {"total": sum_joinable.total}
-
-            def expected(self, steps, world_size):
-                return {"total": sum(map(sum, steps))}
     """
 
     world_size: ClassVar[int] = 2
@@ -298,15 +284,7 @@ class JoinableContract(Contract):
 
 
 class MinimalJoinable(BuiltInJoinable):
-    """The least of a joinable, to carry a hook that is to be tried: it announces, and has no collectives itself.
-
-    Args:
-        make: makes the hook for one join.
-    """
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        super().__init__(device="cpu")
-        self.own_hook = lambda joinable: make()
+    """The least of a joinable, to carry a hook that is to be tried: it announces, and has no collectives itself."""
 
 
 class JoinHookContract(JoinableContract):
@@ -323,7 +301,9 @@ class JoinHookContract(JoinableContract):
 
     def joinables(self, subject: Any) -> Sequence[Any]:
         """Return a minimal joinable around :meth:`hook`."""
-        return [MinimalJoinable(lambda: self.hook(subject))]
+        joinable = MinimalJoinable()
+        joinable.own_hook = lambda joinable: self.hook(subject)
+        return [joinable]
 
     def announce(self, joinables: Sequence[Any]) -> None:
         """Announce this rank, if the joinable is the minimal one."""

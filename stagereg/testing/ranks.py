@@ -8,8 +8,8 @@ library's forkserver) that has imported torch and the project's components and d
 autograd, no collective has ever run in it, so what it forks is as good as new. A hung rank dumps its Python stack by
 ``faulthandler``, which needs no cooperation of the thread that hangs.
 
-What is left to others: the function's way to the ranks (``transport``), what a rank does (``worker``), which contract
-to test, and starting training jobs (``stagereg.main``).
+What is left to others: the function's way to the ranks and what a rank does (``worker``), which contract to test, and
+starting training jobs (``stagereg.main``).
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ import stagereg.registry as registry
 from stagereg.crash_report import signal_name
 from stagereg.errors import StageregError
 from stagereg.installed import DISTRIBUTION
-from stagereg.testing.transport import pack
-from stagereg.testing.worker import Assignment, work
+from stagereg.testing.worker import Assignment, pack, work
 
 __all__ = ["RankFailure", "run_ranks"]
 
@@ -213,16 +212,16 @@ def _results(ranks: Sequence[_Rank], hung: Sequence[_Rank], timeout_s: float) ->
     returned = {rank: pickle.loads(file.read_bytes()) for rank, file in files.items() if file.exists()}
     stacks = {each.job.rank: "\n".join(each.lines("stacks")) or "it did not answer" for each in hung}
     failed = {each.job.rank: why for each in sorted(ranks, key=_Rank.when_failed) if (why := each.failure())}
+    if not stacks and not failed:
+        return list(returned.values())
     if stacks:
         others = [str(each.job.rank) for each in ranks if each not in hung]
         ended = f"; ended in time: rank {', '.join(others)}" if others else ""
-        head = f"rank {', '.join(map(str, stacks))} hung: still running after {timeout_s:g} s{ended}"
-        parts, failed = [f"--- rank {rank}, stacks:\n{text}" for rank, text in stacks.items()], {}
-    elif failed:
-        head = f"{len(failed)} of {len(ranks)} ranks failed: rank {', then '.join(map(str, failed))}"
-        parts = [f"--- rank {rank}: {why}" for rank, why in failed.items()]
+        head, failed = f"rank {', '.join(map(str, stacks))} hung: still running after {timeout_s:g} s{ended}", {}
     else:
-        return list(returned.values())
+        head = f"{len(failed)} of {len(ranks)} ranks failed: rank {', then '.join(map(str, failed))}"
+    parts = [f"--- rank {rank}, stacks:\n{text}" for rank, text in stacks.items()]
+    parts += [f"--- rank {rank}: {why}" for rank, why in failed.items()]
     failure = RankFailure("\n".join([head, *parts]), failed, stacks)
     failure.returned = returned
     raise failure

@@ -4,6 +4,11 @@ A scenario says how many batches each rank has, which ``Join`` each runs, how, a
 scenarios of a contract share the processes of one ``run_ranks`` call, each in a process group of its own; so a plugin
 that keeps its promises costs about as much as its slowest promise. If a rank hangs or dies in that call, each scenario
 that is asked for is run by itself. What is to be seen is the contracts' business (``join``).
+
+What a join could leave behind is found by a walk from the joinables through their attributes, a few levels deep. Of
+modules and optimizers it lists which attributes they have of their own and how many hooks; of other objects also the
+values of simple attributes, since a flag that stays set is a side effect too. What training itself changes is found by
+a walk before and after training without a join.
 """
 
 from __future__ import annotations
@@ -11,21 +16,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import types
+import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.distributed_c10d import _world
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from stagereg.crash_report import innermost_frame, summarize, summarize_exception
 from stagereg.errors import PeerFailedError, UnevenInputsError
 from stagereg.join.context import Join
 from stagereg.kernel.channel import resources_of
 from stagereg.testing.ranks import RankFailure, run_ranks
-from stagereg.testing.side_effects import changed, side_effects
 from stagereg.testing.worker import limited, new_group
 
 __all__ = ["Observation", "Scenario", "ScenarioResult", "played", "steps_of"]
@@ -33,6 +42,11 @@ __all__ = ["Observation", "Scenario", "ScenarioResult", "played", "steps_of"]
 _OURS_ALONE = ("mode", "loader", "timeout", "average", "process_group")
 """Options of stagereg's ``Join`` that torch's does not know."""
 _STARTING_S = 30.0
+_DEPTH = 4
+_MANY = 64
+_SIMPLE = (type(None), bool, int, float, complex, str, bytes)
+_SETS_ITSELF = {"_authoritative_rank"}
+"""What torch sets on a module before each use of it, and never looks at before."""
 
 
 @dataclass(frozen=True)
@@ -153,18 +167,17 @@ def run_scenarios(rank: int, world_size: int, contract: Any, todo: Sequence[Scen
             with limited(2 * contract.timeout_s):  # others may still be at the last one
                 new_group()
         with limited(contract.timeout_s):
-            seen.append(_Play(contract(), each, rank, world_size).run())
+            seen.append(_Play(contract(), each, rank).run())
     return seen
 
 
 class _Play:
     """One scenario on one rank."""
 
-    def __init__(self, contract: Any, scenario: Scenario, rank: int, world_size: int) -> None:
+    def __init__(self, contract: Any, scenario: Scenario, rank: int) -> None:
         self._contract = contract
         self._what = scenario
         self._rank = rank
-        self._world_size = world_size
         self._seen = Observation()
         self._in_join = False
         self._taken = 0
@@ -196,7 +209,9 @@ class _Play:
             self._note_state(subject)
 
     def _note_state(self, subject: Any) -> None:
-        self._seen.states.append(_plain(self._contract.state(subject)))
+        """Note a state as it is now, in tensors of the CPU and numbers."""
+        state = dict(self._contract.state(subject))
+        self._seen.states.append(tree_map_only(torch.Tensor, lambda x: x.detach().cpu().clone(), state))
 
     def _watched_joins(self, subject: Any, joinables: list[Any], roots: Sequence[tuple[str, Any]]) -> None:
         """Train without a join, which shows what that changes; then in joins, and observe what else has changed."""
@@ -242,8 +257,8 @@ class _Play:
         what = self._what
         options = {**self._contract.options, "colour": "red"}  # as if there were another joinable that takes it
         if what.torchs[self._rank % 2]:
-            options = {key: value for key, value in options.items() if key not in _OURS_ALONE}
-            return TorchJoin(joinables, what.enable, what.throw, **options)
+            theirs = {key: value for key, value in options.items() if key not in _OURS_ALONE}
+            return TorchJoin(joinables, what.enable, what.throw, **theirs)
         options.setdefault("timeout", self._contract.timeout_s / 2)
         if what.mode != "own":
             options["mode"] = what.mode
@@ -266,15 +281,6 @@ class _Play:
         return counted
 
 
-def _plain(state: Any) -> Any:
-    """A state as it is now, in tensors of the CPU and numbers."""
-    if isinstance(state, Mapping):
-        return {key: _plain(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return [_plain(value) for value in state]
-    return state.detach().cpu().clone() if isinstance(state, torch.Tensor) else state
-
-
 def _begun_collectives() -> int:
     """How many collectives this process has begun, in all its process groups and their control channels."""
     groups = list(_world.pg_map)
@@ -283,3 +289,76 @@ def _begun_collectives() -> int:
         with contextlib.suppress(RuntimeError, AttributeError):
             begun += int(each._get_sequence_number_for_group())
     return begun
+
+
+# -- what is left behind
+
+
+def side_effects(roots: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """List what there is to compare, by where it was seen, in values that are comparable by ``==``.
+
+    Args:
+        roots: objects, each with what to call it.
+    """
+    found: dict[str, Any] = {"Python's warning filters": list(warnings.filters)}
+    known: dict[int, Any] = {}  # an id is one only while its object lives
+    for name, thing in roots:
+        _visit(name, thing, _DEPTH, found, known)
+    return found
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
+    """Return what is not as it was: a text by where it was seen."""
+    # What is reached on one side only was made or dropped; what leads to it has changed, and is listed.
+    differ = [(place, was, after[place]) for place, was in before.items() if after.get(place, was) != was]
+    return {place: f"{place}: {_text(was, now)}" for place, was, now in differ}
+
+
+def _text(was: Any, now: Any) -> str:
+    if isinstance(was, frozenset):
+        came, went = sorted(now - was), sorted(was - now)
+        return ", ".join([*(f"now also {name!r}" for name in came), *(f"no longer {name!r}" for name in went)])
+    return "changed" if isinstance(was, list) else f"was {was}, is {now}"
+
+
+def _visit(name: str, thing: Any, depth: int, found: dict[str, Any], known: dict[int, Any]) -> None:
+    if depth == 0 or id(thing) in known:
+        return
+    known[id(thing)] = thing
+    if isinstance(thing, nn.Module):
+        for path, part in thing.named_modules(prefix=name):
+            known[id(part)] = part
+            found |= _own(path, part)
+    elif isinstance(thing, Optimizer):
+        found |= _own(name, thing)
+    elif isinstance(thing, (list, tuple, Mapping)):
+        members = list(thing.items() if isinstance(thing, Mapping) else enumerate(thing))
+        for key, each in members[:_MANY]:
+            _visit(f"{name}[{key!r}]", each, depth - 1, found, known)
+    elif isinstance(thing, types.MethodType):
+        _visit(name, thing.__self__, depth, found, known)
+    elif _is_followed(thing):
+        found |= _own(name, thing)
+        for attribute, value in vars(thing).items():
+            if attribute != "_join_config":
+                simple = isinstance(value, _SIMPLE)
+                found[f"{name}.{attribute}"] = value if simple else f"a {type(value).__name__}"
+                _visit(f"{name}.{attribute}", value, depth - 1, found, known)
+
+
+def _own(name: str, thing: Any) -> dict[str, Any]:
+    """Which attributes an object has of its own, how many hooks in which of them, and whether it is in a join."""
+    own = vars(thing)
+    kept = {key: value for key, value in own.items() if key.endswith("hooks") and isinstance(value, (Mapping, list))}
+    config = own.get("_join_config")
+    return {
+        f"attributes of {name}": frozenset(own) - _SETS_ITSELF,
+        f"hooks on {name}": {key.strip("_").replace("_", " "): len(value) for key, value in kept.items() if value},
+        f"join of {name}": "switched on" if config is not None and config.enable else "switched off",
+    }
+
+
+def _is_followed(thing: Any) -> bool:
+    """Whether an object is neither one of torch's or Python's, which lead to all the world, nor a class or module."""
+    foreign = type(thing).__module__.partition(".")[0] in ("torch", "builtins")
+    return hasattr(thing, "__dict__") and not foreign

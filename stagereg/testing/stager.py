@@ -32,13 +32,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.utils._pytree import tree_map
 
 from stagereg.errors import RegistryError, StageregError
 from stagereg.kernel.memory import padding_around
 from stagereg.spec import check
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesPadding, StateDict, WatchesOptimizers
-from stagereg.testing.snapshot import difference
-from stagereg.testing.stager_trial import StagerTrial, on_a_rank
+from stagereg.testing.stager_trial import StagerTrial, difference, on_a_rank
 
 __all__ = ["StagerContract"]
 
@@ -213,17 +213,13 @@ class StagerContract(StagerTrial):
         settings, value = SimpleNamespace(steps=[1]), CustomValue([1])
         state: StateDict = {"list": [1], "dict": {"k": 1}, "set": {1}, "bytes": bytearray(b"ab")}
         state |= {"object": settings, "dataclass": value}
-        wanted = self.noted(state)
-        copied = self.settled(self.opened(), state)
-        state["list"].append(2)
-        state["dict"]["l"] = 2
-        state["set"].add(2)
-        state["bytes"][0] = 0
-        settings.steps.append(2)
-        value.steps.append(2)
-        for kind, value in wanted.items():
-            if copied[kind] != value:
-                self.broken(f"after a change to the source's {kind}, the copy's is {copied[kind]!r}, not {value!r}")
+        with self.kept(self.opened(), state, "after changes to the source's values"):
+            state["list"].append(2)
+            state["dict"]["l"] = 2
+            state["set"].add(2)
+            state["bytes"][0] = 0
+            settings.steps.append(2)
+            value.steps.append(2)
 
     def test_the_source_is_left_as_it_is(self) -> None:
         """Staging changes nothing in the source (keys, values, places), nor torch's grad mode and random state."""
@@ -236,7 +232,7 @@ class StagerContract(StagerTrial):
             self.broken(f"staging left torch.is_grad_enabled() {not grad}, and it was {grad}")
         if not torch.equal(torch.random.get_rng_state(), drawn):
             self.broken("staging drew from torch's random numbers: a run that saves trains on others than one without")
-        if self.device == "cpu" and (problem := difference(state, noted, where="the source")):
+        if self.device == "cpu" and (problem := difference(state, noted, where="source")):
             self.broken(f"after staging, {problem}")
         if state["z"] is not w or w.data_ptr() != address or state["a"] is not values:
             self.broken("after staging, the source's values lie elsewhere")
@@ -309,7 +305,8 @@ class StagerContract(StagerTrial):
 
     def test_memory_is_given_back(self) -> None:
         """The memory of dropped copies is freed or used again; after close() only that of held copies is kept."""
-        stager, source = self.opened(), {"w": self._large()}
+        itemsize = self.expected(self.ones(1)).element_size()  # of the copy, whatever the stager makes of the dtype
+        stager, source = self.opened(), {"w": self.ones(_LARGE // itemsize)}
 
         def stage_often() -> None:
             for step in range(6):
@@ -429,39 +426,36 @@ class StagerContract(StagerTrial):
 
     def test_torchs_async_save_writes_what_was_staged(self) -> None:
         """What stage() returns is complete, or a future is; torch's async_save writes it late and load() reads it."""
-        stager = self.opened()
-        sources = {"w": self.counted(1000), "x": self.counted(12)}
-        state: StateDict = {"w": sources["w"], "nested": {"x": sources["x"]}}
-        wanted = {name: self.expected(x).clone() for name, x in sources.items()}
-        got = {name: torch.zeros_like(x) for name, x in wanted.items()}
+        stager, w, x = self.opened(), self.counted(1000), self.counted(12)
+        state: StateDict = {"w": w, "nested": {"x": x}}
+        wanted = {"w": self.expected(w).cpu().clone(), "nested": {"x": self.expected(x).cpu().clone()}}
+        got = tree_map(torch.zeros_like, wanted)
         noted, staged = self.noted(state), stager.stage(state)
         if isinstance(staged, Future):
             staged.result()
         else:
             self.agree(staged, noted, "when stage() had returned, and torch's writer may read")
-        if stager.should_synchronize_after_execute:
-            stager.synchronize_staging()
         overwritten, limit_s = threading.Event(), self.timeout_s
+        if stager.should_synchronize_after_execute:  # it may wait for the writer, who cannot be late then
+            stager.synchronize_staging()
+            overwritten.set()
 
         class Late(FileSystemWriter):
             def write_data(self, *args: Any, **kwargs: Any) -> Any:
                 overwritten.wait(limit_s)
                 return super().write_data(*args, **kwargs)
 
-        if stager.should_synchronize_after_execute:  # it may wait for the writer, who cannot be later then
-            overwritten.set()
         with tempfile.TemporaryDirectory(prefix="stagereg-contract-", ignore_cleanup_errors=True) as folder:
             saved: Any = async_save(state, storage_writer=Late(folder), async_stager=stager, no_dist=True)
             if hasattr(saved, "staging_completion"):
                 saved.staging_completion.result(limit_s)
-            for x in sources.values():
-                x.fill_(-1)
+            for tensor in (w, x):
+                tensor.fill_(-1)
             overwritten.set()
             getattr(saved, "upload_completion", saved).result(limit_s)
-            load({"w": got["w"], "nested": {"x": got["x"]}}, checkpoint_id=folder, no_dist=True)
-        for name, x in wanted.items():
-            if not torch.equal(got[name], x):
-                self.broken(f"a checkpoint whose writer came late holds other values of {name}")
+            load(got, checkpoint_id=folder, no_dist=True)
+        if problem := difference(got, wanted, where="saved"):
+            self.broken(f"of a checkpoint whose writer came late, {problem}")
 
     # What the promises have in common
 
@@ -476,10 +470,6 @@ class StagerContract(StagerTrial):
         self.agree({"x": part(copied)}, noted, f"of a {type(source).__name__}")
         return copied
 
-    def _large(self) -> Tensor:
-        """A tensor whose copy has ``_LARGE`` bytes, whatever the stager makes of its dtype."""
-        return self.ones(_LARGE // self.expected(self.ones(1)).element_size())
-
     def _error_of(self, stager: AsyncStager, state: StateDict) -> Exception | None:
         """What staging ``state`` raises: at once, in its future, when it is waited for, or later."""
         try:
@@ -491,17 +481,16 @@ class StagerContract(StagerTrial):
 
     def _grows_at_most(self, limit: int, use: Callable[[], None], what: str) -> None:
         """Measure the process, and what is too much once more: a stager takes it again, and the others do not."""
-        grown = []
         for _ in range(2):
             self.settled(self.opened(), {"w": self.ones(10)})
             gc.collect()
             before = _resident()
             use()
             gc.collect()
-            grown.append(_resident() - before)
-            if grown[-1] <= limit:
+            grown = _resident() - before
+            if grown <= limit:
                 return
-        self.broken(f"after {what}, the process has {grown[-1] >> 20} MiB more")
+        self.broken(f"after {what}, the process has {grown >> 20} MiB more")
 
 
 def _resident() -> int:

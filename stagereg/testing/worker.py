@@ -4,6 +4,10 @@ It runs in a process of its own, forked from a server that has only imported thi
 traceback, its output and its stacks into files of the run's folder, so a rank that dies leaves what it had written.
 This module assumes nothing about the function it runs, not even that it returns.
 
+The call comes pickled, which names functions and classes by module and attribute; a test module that pytest imported by
+file path has a name under which no other process finds it. So the files of the caller's own modules travel along, and
+the rank imports them from the same files under the same names, each when it is first needed.
+
 A function that tries several things one after the other has two means against what one of them does to the next:
 :func:`new_group` and :func:`limited`.
 """
@@ -13,23 +17,61 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import importlib.util
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
+import sysconfig
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO
 
 from stagereg.errors import StageregError
-from stagereg.testing.transport import Shipment, unpack
 
-__all__ = ["Assignment", "await_all", "is_rank", "limited", "new_group", "work"]
+__all__ = ["Assignment", "Shipment", "await_all", "is_rank", "limited", "new_group", "pack", "work"]
+
+
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+"""Where modules lie that an ordinary import finds."""
+
+
+@dataclass(frozen=True)
+class Shipment(MetaPathFinder):
+    """A call in bytes, and for each of the caller's modules its file and, of a package, its folders."""
+
+    call: bytes
+    modules: dict[str, tuple[str | None, list[str] | None]]
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Find a module of the caller's in its file."""
+        file, folders = self.modules.get(name, (None, None))
+        if file is not None:
+            return importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
+        if folders is None:
+            return None
+        spec = ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = folders
+        return spec
+
+
+def pack(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shipment:
+    """Describe the call ``fn(*args, **kwargs)``; ``ValueError`` when it cannot be pickled."""
+    wrong = f"{fn!r} is not in other processes: define it with `def` at the top of a module"
+    try:
+        pickle.dumps(fn)
+        wrong = f"the arguments for {fn!r} cannot be sent to other processes"
+        return Shipment(pickle.dumps((fn, args, kwargs)), _own_modules())
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ValueError(f"{wrong}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -131,7 +173,8 @@ def _call(job: Assignment, stacks: BinaryIO) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     torch.set_num_threads(1)
-    fn, args, kwargs = unpack(job.shipment)
+    sys.meta_path.insert(0, job.shipment)
+    fn, args, kwargs = pickle.loads(job.shipment.call)
     store = TCPStore("127.0.0.1", job.store_port, is_master=False, timeout=timedelta(seconds=job.pg_timeout_s))
     _running = _Running(job, store, stacks)
     _begin_group(_running)
@@ -183,3 +226,20 @@ def _redirect(file: Path) -> None:
     # The server was started under whatever stdout the caller had; a file is not a terminal.
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def _own_modules() -> dict[str, tuple[str | None, list[str] | None]]:
+    """The loaded modules that are not installed. ``__main__`` is multiprocessing's own affair."""
+    found: dict[str, tuple[str | None, list[str] | None]] = {}
+    for name, module in list(sys.modules.items()):
+        facts = vars(module) if isinstance(module, ModuleType) else {}
+        file, folders = facts.get("__file__"), facts.get("__path__")
+        lies_in = str(file or next(iter(folders or ()), ""))
+        if os.path.isabs(lies_in) and not lies_in.startswith(_INSTALLED) and name not in ("__main__", "__mp_main__"):
+            found[name] = file, None if folders is None else list(folders)
+    for name in list(found):
+        above = name.rpartition(".")[0]
+        while above and above not in found and not hasattr(sys.modules.get(above), "__path__"):
+            found[above] = None, []  # made up by pytest, for a folder that is no package
+            above = above.rpartition(".")[0]
+    return found

@@ -1,20 +1,17 @@
 """What a run does when its storage fails: real runs of a small program, one for each fault, and a table of them.
 
 ``python tests/checkpoint/faults.py`` prints the table (as root, for what needs a mount), or that of the faults whose
-names are behind it. Torch is imported once, and each run is forked before it has run any thread; it ends
-as any program does, with its own exit status. What can be loaded afterwards is looked at in a process of its own.
+names are behind it. Each run is a process, which ends as any program does, with its own exit status.
 """
 
 from __future__ import annotations
 
 import datetime
-import io
 import json
 import os
 import re
-import select
+import secrets  # noqa: F401  here, since a user who may not read the interpreter's folder cannot import it later on
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +21,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint
+
+import stagereg
+import stagereg.checkpoint.checkpointer
+import stagereg.errors
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.support.faulty_storage import FaultyStorage
 
 STEPS = 6
 BREAKS = 3
@@ -41,31 +48,17 @@ def nothing(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """One run.
+    """One run."""
 
-    Attributes:
-        name: in the table.
-        on_error: as the checkpointer's.
-        wreck: breaks its directory before the save of step 3.
-        mend: repairs it before the save of step 5.
-        storage: arguments of a ``FaultyStorage``; ``release`` is added where the run ends what hangs.
-        stager: which copies.
-        timeout_s: of a save.
-        mount_bytes: size of a file system of its own, 0 for none.
-        user: the id of the user that runs it.
-        released: whether what hangs goes on at step 5.
-    """
-
-    name: str
+    name: str  # in the table
     on_error: str = "raise"
-    wreck: Callable[[Path], None] = nothing
-    mend: Callable[[Path], None] = nothing
-    storage: dict[str, Any] = field(default_factory=dict)
-    stager: str = "blocking"
+    wreck: Callable[[Path], None] = nothing  # breaks its directory before the save of step 3
+    mend: Callable[[Path], None] = nothing  # repairs it before the save of step 5
+    storage: dict[str, Any] = field(default_factory=dict)  # arguments of a FaultyStorage
     timeout_s: float = 60.0
-    mount_bytes: int = 0
-    user: int = 0
-    released: bool = False
+    mount_bytes: int = 0  # size of a file system of its own
+    user: int = 0  # the id of the user that runs it
+    released: bool = False  # whether what hangs goes on at step 5
 
 
 @dataclass(frozen=True)
@@ -135,15 +128,12 @@ FAULTS = {
 
 def train(fault: Fault, folder: Path, release: Path) -> None:
     """The program."""
-    import stagereg
-    from tests.support.faulty_storage import FaultyStorage
-
     storage = FaultyStorage(**fault.storage, release=str(release)) if fault.storage else None
     with stagereg.Checkpointer(
         str(folder),
         every=1,
         keep=9,
-        stager=stagereg.build("stager", fault.stager),
+        stager=stagereg.build("stager", "blocking"),
         storage=storage,
         on_error=fault.on_error,  # type: ignore[arg-type]
         timeout=datetime.timedelta(seconds=fault.timeout_s),
@@ -162,14 +152,11 @@ def train(fault: Fault, folder: Path, release: Path) -> None:
 
 
 def _state(step: int) -> dict[str, Any]:
-    import torch
-
     return {"weights": torch.full((2000,), float(step)), "step": step}
 
 
 def look(folder: Path) -> tuple[list[int], int | None]:
     """Return which steps load as they were saved, and from which one a run resumes."""
-    import stagereg
 
     def restored(resume: str) -> int | None:
         state = _state(0)
@@ -185,80 +172,41 @@ def look(folder: Path) -> tuple[list[int], int | None]:
 # -- all runs
 
 
-def run(fault: Fault) -> Result:
-    """Run the program in a fork of this process, and look at what it has left."""
+def run(name: str) -> Result:
+    """Run the program in a process of its own, and look at what it has left."""
+    fault = FAULTS[name]
     with _home(fault) as home:
-        folder, release = home / "run", home / "release"
+        folder = home / "run"
         folder.mkdir()
         if fault.user:
             for path in (home, folder):
                 os.chown(path, fault.user, fault.user)
-        status, saw = _forked(lambda: train(fault, folder, release), home, fault.user)
+        command = [sys.executable, __file__, "--train", name, str(home)]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False)
         if fault.wreck is make_read_only:
             subprocess.run(["umount", folder], check=True)
         if fault.user and folder.exists():
             folder.chmod(0o700)
-        ended, shown = _forked(lambda: print(json.dumps(look(folder)), file=sys.stderr), home)
-        assert ended == 0, shown
-        loads, resumes = json.loads(shown.splitlines()[-1])
-        return Result(status, _plain(saw, home), loads, resumes)
+        return Result(done.returncode, _plain(done.stderr, home), *look(folder))
 
 
 @contextmanager
 def _home(fault: Fault) -> Iterator[Path]:
-    home, owner = Path(tempfile.mkdtemp(prefix="stagereg-faults-")), os.getpid()
+    home = Path(tempfile.mkdtemp(prefix="stagereg-faults-"))
     if fault.mount_bytes:
         size = f"size={fault.mount_bytes}"
         subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", home], check=True, capture_output=True)
     try:
         yield home
     finally:
-        if os.getpid() == owner:  # a fork leaves through here too
-            if fault.mount_bytes:
-                subprocess.run(["umount", "-l", home], check=True)
-            shutil.rmtree(home)
-
-
-def _forked(act: Callable[[], None], home: Path, user: int = 0) -> tuple[int, str]:
-    """Do something in a fork, which ends as a program does; return its exit status and standard error."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reading)
-        _become(act, writing, home, user)
-    os.close(writing)
-    captured = io.BytesIO()
-    deadline = time.monotonic() + LIMIT_S
-    while select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        if not (part := os.read(reading, 1 << 16)):
-            break
-        captured.write(part)
-    else:
-        os.kill(pid, signal.SIGKILL)
-        captured.write(b"\nkilled: it did not end")
-    os.close(reading)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), captured.getvalue().decode()
-
-
-def _become(act: Callable[[], None], errors: int, home: Path, user: int) -> NoReturn:
-    os.dup2(errors, 2)
-    os.close(errors)
-    os.chdir(home)
-    if user:
-        os.setuid(user)
-    sys.excepthook = _one_line
-    raise _Become(act)
-
-
-class _Become(BaseException):
-    """Carries what a fork is to do to the end of the script, so that it ends as any program does."""
+        if fault.mount_bytes:
+            subprocess.run(["umount", "-l", home], check=True)
+        shutil.rmtree(home)
 
 
 def _one_line(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """As ``stagereg.main`` does with errors of the project."""
-    from stagereg.errors import StageregError
-
-    if isinstance(error, StageregError):
+    if isinstance(error, stagereg.errors.StageregError):
         print(f"stagereg: {error}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
@@ -274,31 +222,22 @@ def _plain(saw: str, home: Path) -> str:
 
 
 def main() -> None:
-    """Print the table, or the results of some as JSON (``--json``)."""
-    # What is imported later on, a user who may not read the interpreter's folder cannot.
-    import secrets  # noqa: F401
-
-    import torch.distributed.checkpoint  # noqa: F401
-
-    import stagereg.checkpoint.checkpointer  # noqa: F401
-
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    import tests.support.faulty_storage  # noqa: F401
-
+    """Print the table, or the results of some as JSON (``--json``); with ``--train``: be the program."""
+    if sys.argv[1:2] == ["--train"]:
+        name, home = sys.argv[2], Path(sys.argv[3])
+        os.chdir(home)
+        if FAULTS[name].user:
+            os.setuid(FAULTS[name].user)
+        sys.excepthook = _one_line
+        train(FAULTS[name], home / "run", home / "release")
+        return
     for name in [name for name in sys.argv[1:] if not name.startswith("-")] or list(FAULTS):
-        fault = FAULTS[name]
-        result = run(fault)
-        block = result.block(fault)
+        result = run(name)
+        block = result.block(FAULTS[name])
         if "--json" in sys.argv:
-            block = json.dumps([name, {**vars(result), "on_error": fault.on_error, "block": block}])
+            block = json.dumps([name, {**vars(result), "on_error": FAULTS[name].on_error, "block": block}])
         print(block, flush=True)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except _Become as become:
-        act = become.args[0]
-    else:
-        sys.exit()
-    act()
+    main()

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import format_utils
 
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
-from stagereg.checkpoint.store.local_store import LocalStore
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.stagers.async_stager import AsyncStager
 
@@ -216,7 +216,7 @@ def test_a_checkpoint_is_found_by_any_path_to_it(tmp_path: Path, monkeypatch: py
     (tmp_path / "link").symlink_to(tmp_path / "run")
     with Checkpointer(str(tmp_path / "run")) as checkpointer:
         checkpointer.save(1, {"x": 1})
-    monkeypatch.setattr(LocalStore, "publish", lambda *_: 1 // 0)
+    monkeypatch.setattr(CheckpointStore, "publish", lambda *_: 1 // 0)
     own, other = "newest good checkpoint is step 1", f"no complete checkpoint in {tmp_path}/new yet"
     for named, used, newest in (("link", "run", own), ("run", "link", own), ("run", "new", other)):
         path = str(tmp_path / named / "step-00000001")

@@ -15,12 +15,12 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-import stagereg.checkpoint.store.local_store as local
+import stagereg.checkpoint.store.checkpoint_store as local
 from stagereg import record
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.index import INDEX
 from stagereg.checkpoint.reading import CheckpointFiles
-from stagereg.checkpoint.store.local_store import LocalStore
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 from stagereg.testing.ranks import run_ranks
 
@@ -119,7 +119,7 @@ def test_a_fast_check_reads_the_index_and_no_other_content(
     root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(LocalStore, "contents", lambda *_: pytest.fail("it was read"))
+        patch.setattr(CheckpointStore, "contents", lambda *_: pytest.fail("it was read"))
         assert restore(root, verify="fast")[0] == 200
     index = path_of(root, 200) / INDEX
     index.write_bytes(b"\0" * index.stat().st_size)
@@ -132,14 +132,14 @@ def test_damage_found_while_reading_changes_no_object(
     root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file disappears between the check and the read."""
-    real = LocalStore.contents
+    real = CheckpointStore.contents
 
-    def contents(self: LocalStore, path: str, names: Any) -> Any:
+    def contents(self: CheckpointStore, path: str, names: Any) -> Any:
         found = real(self, path, names)
         (path_of(root, 200) / DATA).unlink(missing_ok=True)
         return found
 
-    monkeypatch.setattr(LocalStore, "contents", contents)
+    monkeypatch.setattr(CheckpointStore, "contents", contents)
     assert restore(root)[0] == 100
     assert f"{DATA}: missing" in seen(caplog)[0]
 
@@ -289,11 +289,11 @@ def restore_on_two_ranks(rank: int, world_size: int, root: str) -> tuple[list[tu
             checkpointer._ranks.run_on_all("", int)
 
         again()
-        real = LocalStore.contents
+        real = CheckpointStore.contents
         if rank == 1:
-            LocalStore.contents = lambda self, path, names: dict.fromkeys(names, "missing")  # type: ignore
+            CheckpointStore.contents = lambda self, path, names: dict.fromkeys(names, "missing")  # type: ignore
         again()
-        LocalStore.contents = real  # type: ignore[method-assign]
+        CheckpointStore.contents = real  # type: ignore[method-assign]
         if rank == 0:
             flip(path_of(Path(root), 2) / "__1_0.distcp")
         checkpointer._ranks.run_on_all("", int)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -16,11 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
+import stagereg
 import stagereg.checkpoint.failpoints as failpoints
+from stagereg.checkpoint.advice import advice, causes
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
-from stagereg.checkpoint.store.local_store import LocalStore
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError, StagingError
 from stagereg.registry import build
 from stagereg.stagers.async_stager import AsyncStager
@@ -63,12 +67,7 @@ def test_a_failed_write_is_raised_by_the_next_call(tmp_path: Path, fail_writing:
     arguments = {"save": (3, {}), "maybe_save": (3, {}), "restore": ({},)}.get(call, ())
     with pytest.raises(CheckpointError, match=r"(?s)No space left on device") as caught:
         getattr(checkpointer, call)(*arguments)
-    chain = []
-    error: BaseException | None = caught.value
-    while error is not None:
-        chain.append(error)
-        error = error.__cause__
-    assert FULL in chain
+    assert FULL in list(causes(caught.value))
     checkpointer.close()
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
 
@@ -163,13 +162,13 @@ def test_the_copy_is_released_when_it_is_written_or_lost(
     fail_writing(error)
     stager = Tracked()
     at_commit: list[Any] = []
-    publish = LocalStore.publish
+    publish = CheckpointStore.publish
 
     def publish_and_look(*args: Any) -> str:
         at_commit.extend(copy() for copy in stager.copies)
         return publish(*args)
 
-    monkeypatch.setattr(LocalStore, "publish", publish_and_look)
+    monkeypatch.setattr(CheckpointStore, "publish", publish_and_look)
     checkpointer = Checkpointer(str(tmp_path), stager=stager)
     checkpointer.save(1, {"x": torch.ones(10), "nested": {"l": [{"a": 1}]}})
     checkpointer._background.finish()
@@ -242,3 +241,40 @@ def test_a_failure_that_was_not_raised_reaches_the_exit_status(tmp_path: Path, h
     assert "Traceback" not in done.stderr
     if how != "is_interrupted":
         assert ((tmp_path / "step-00000001").exists()) == (how == "works")
+
+
+def test_an_error_wrapped_by_torch_is_found_behind_other_errors() -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    wrapped = CheckpointException("write", {0: (ValueError("odd"), None), 1: (full, None)})  # type: ignore[dict-item]
+    error = RuntimeError("the save failed")
+    error.__cause__ = wrapped
+    wrapped.__context__ = error  # and no circle is walked twice
+    assert [type(each) for each in causes(error)] == [RuntimeError, CheckpointException, ValueError, OSError]
+    assert "full" in advice(error, "runs/gpt")
+
+
+CALL = re.compile(r"\bfailpoint\(\"(\w+)\"\)")
+
+
+def test_the_named_failpoints_are_exactly_those_in_the_code() -> None:
+    sources = Path(stagereg.__file__).parent.rglob("*.py")
+    reached = {name for source in sources for name in CALL.findall(source.read_text())}
+    assert reached == set(failpoints.POINTS)
+
+
+def test_a_save_reaches_its_failpoints_in_their_listed_order(tmp_path: Path) -> None:
+    seen: list[str] = []
+    before = failpoints.watch(seen.append)
+    try:
+        with Checkpointer(str(tmp_path), keep=1) as checkpointer:
+            checkpointer.save(1, {"x": 1})
+            checkpointer.wait()
+            first = list(dict.fromkeys(seen))
+            seen.clear()
+            checkpointer.save(2, {"x": 2})
+            checkpointer.wait()
+        assert failpoints.watch(before) == seen.append
+    finally:
+        failpoints.watch(before)
+    assert first == [name for name in failpoints.POINTS if name != "hidden"]
+    assert list(dict.fromkeys(seen)) == [name for name in failpoints.POINTS if name not in ("locked", "swept")]

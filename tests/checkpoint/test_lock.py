@@ -19,8 +19,8 @@ import pytest
 
 import stagereg.checkpoint.lock as lock
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.lock import DirectoryLock, holder
-from stagereg.checkpoint.store.local_store import LocalStore
+from stagereg.checkpoint.lock import StoreLock, holder
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError
@@ -111,7 +111,7 @@ def test_a_released_lock_may_not_commit(root: str) -> None:
 def test_a_second_run_is_refused_and_the_first_one_named(
     tmp_path: Path, other: Other, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DirectoryLock.__init__, "__defaults__", (0.1,))
+    monkeypatch.setattr(StoreLock.__init__, "__defaults__", (0.1,))
     being_written = tmp_path / ".step-00000002.abc.tmp"
     being_written.mkdir()
     with pytest.raises(CheckpointError, match=rf"in use.*process {other.pid} on .*own: checkpoint.dir") as refusal:
@@ -136,7 +136,7 @@ def test_a_run_that_starts_while_the_owner_ends_waits(
         other.process.wait()  # without a limit, or else it would sleep as well
 
     monkeypatch.setattr(lock.time, "sleep", end_meanwhile)
-    mine = DirectoryLock(tmp_path)
+    mine = StoreLock(tmp_path)
     owner = holder(tmp_path)
     assert owner is not None
     assert owner.pid == os.getpid()
@@ -149,7 +149,7 @@ def test_a_forked_child_does_not_hold_its_parents_lock(tmp_path: Path) -> None:
     parent = Other(tmp_path, "fork", str(gate))
     parent.release()
     assert parent.line() == "released"
-    DirectoryLock(tmp_path, patience=0).release()  # the child still lives
+    StoreLock(tmp_path, patience=0).release()  # the child still lives
     gate.open("w").close()
     assert parent.line() == "forked child has ended"
     parent.end()
@@ -170,8 +170,8 @@ def test_only_one_of_many_processes_holds_the_lock_at_a_time(tmp_path: Path) -> 
 def test_a_link_to_a_held_directory_is_that_directory(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "same").symlink_to(tmp_path / "run")
-    with DirectoryLock(tmp_path / "run"), pytest.raises(CheckpointError, match="this process"):
-        DirectoryLock(tmp_path / "same")
+    with StoreLock(tmp_path / "run"), pytest.raises(CheckpointError, match="this process"):
+        StoreLock(tmp_path / "same")
     assert holder(tmp_path / "run") is holder(tmp_path / "nowhere") is None
 
 
@@ -187,17 +187,17 @@ def test_a_garbage_collected_checkpointer_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_a_checkpointer_that_cannot_begin_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(store: LocalStore) -> None:
+    def fails(store: CheckpointStore) -> None:
         raise OSError(errno.EIO, "bad disk")
 
-    monkeypatch.setattr(LocalStore, "sweep", fails)
+    monkeypatch.setattr(CheckpointStore, "sweep", fails)
     with pytest.raises(CheckpointError, match="bad disk"):
         Checkpointer(str(tmp_path))
-    DirectoryLock(tmp_path, patience=0).release()
+    StoreLock(tmp_path, patience=0).release()
 
 
 def test_a_lock_lost_by_closing_the_file_is_taken_again(tmp_path: Path) -> None:
-    with DirectoryLock(tmp_path) as held:
+    with StoreLock(tmp_path) as held:
         (tmp_path / lock.LOCK).open().close()
         held.check()
         command = [sys.executable, str(PROGRAM), "hold", str(tmp_path), "0"]
@@ -209,9 +209,10 @@ def test_a_save_fails_after_another_run_has_taken_over(tmp_path: Path) -> None:
     checkpointer = Checkpointer(str(tmp_path))
     delete_lock(str(tmp_path))
     other = Other(tmp_path)
-    checkpointer.save(1, {"x": 1})
-    with pytest.raises(CheckpointError, match=f"taken over while this run had it, by process {other.pid}"):
-        checkpointer.close()
+    for step, end in ((1, checkpointer.wait), (2, checkpointer.close)):
+        checkpointer.save(step, {"x": 1})
+        with pytest.raises(CheckpointError, match=f"taken over while this run had it, by process {other.pid}"):
+            end()
     assert os.listdir(tmp_path) == [".lock"]
     owner = holder(tmp_path)
     assert owner is not None
@@ -234,7 +235,7 @@ OWNER = {"pid": 1, "host": "h", "since": 0, "command": "c"}
     ],
 )
 def test_what_an_owner_wrote_is_fit_to_be_printed(tmp_path: Path, content: str, shown: str) -> None:
-    with DirectoryLock(tmp_path) as held:
+    with StoreLock(tmp_path) as held:
         os.truncate(tmp_path / lock.LOCK, 0)
         os.pwrite(held._descriptor, content.encode(), 0)
         owner = lock._read_owner(held._descriptor)
@@ -252,7 +253,7 @@ def test_a_link_or_pipe_is_neither_followed_nor_waited_for(tmp_path: Path) -> No
     assert notes.read_text() == "mine"
     path.unlink()
     os.mkfifo(path)
-    with DirectoryLock(tmp_path) as held:
+    with StoreLock(tmp_path) as held:
         assert str(lock._read_owner(held._descriptor)) == "another process"
 
 
@@ -264,8 +265,8 @@ def test_a_file_system_without_locks_is_warned_of_once(
 
     monkeypatch.setattr(fcntl, "lockf", lockf)
     for _ in range(2):
-        with DirectoryLock(tmp_path), pytest.raises(CheckpointError, match="this process"):
-            DirectoryLock(tmp_path)
+        with StoreLock(tmp_path), pytest.raises(CheckpointError, match="this process"):
+            StoreLock(tmp_path)
     seen = [record.getMessage() for record in caplog.records]
     assert len(seen) == 1
     assert f"the file system of {tmp_path} has no locks" in seen[0]

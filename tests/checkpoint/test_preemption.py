@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import stagereg
 import stagereg.checkpoint.preemption_consensus as preemption_consensus
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.store.local_store import LocalStore
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import Preempted, Stopped
 from stagereg.launch.preemption import PreemptionHandler
 from stagereg.testing import run_ranks
@@ -139,14 +139,14 @@ def everything(rank: int, world: int, root: str) -> dict[str, Any]:
 def while_a_save_is_under_way(rank: int, directory: str) -> Any:
     """The signal comes while an earlier save is being committed."""
     signalled = threading.Event()
-    publish = LocalStore.publish
+    publish = CheckpointStore.publish
 
-    def late(self: LocalStore, *given: Any) -> str:
+    def late(self: CheckpointStore, *given: Any) -> str:
         assert signalled.wait(LIMIT_S)
         return publish(self, *given)
 
     state = {"x": torch.zeros(3)}
-    with mock.patch.object(LocalStore, "publish", late):
+    with mock.patch.object(CheckpointStore, "publish", late):
         try:
             with Checkpointer(directory, every=5) as checkpointer:
                 for step in range(1, STEPS):
@@ -235,11 +235,11 @@ import ctypes, datetime, faulthandler, json, os, signal, sys, threading, time
 import torch
 import stagereg.launch.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.store.local_store import LocalStore
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
-publish = LocalStore.publish
+publish = CheckpointStore.publish
 mutex = ctypes.create_string_buffer(256)
 
 def hang():
@@ -269,7 +269,7 @@ def train(case, grace_s=0.3, every=5, **options):
         if step == 7 and case in ("save fails, warned", "first save fails"):
             raise OSError("no cheese")
         return publish(self, written, step, *rest)
-    LocalStore.publish = broken
+    CheckpointStore.publish = broken
     with opened(case, grace_s, every=every, **options) as checkpointer:
         for step in range(1, 100):
             if step == 7:
@@ -339,7 +339,7 @@ def worker():
         begun.set()
         go.wait()
         return publish(*given)
-    LocalStore.publish = slow
+    CheckpointStore.publish = slow
     with opened("worker", every=1) as checkpointer:
         checkpointer.maybe_save(1, {"x": 1})
         begun.wait()

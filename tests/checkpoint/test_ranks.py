@@ -20,7 +20,7 @@ import stagereg.checkpoint.rank_group as rank_group
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.checkpoint.storage.dcp import DcpStorage
-from stagereg.checkpoint.store.local_store import LocalStore
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError, StagingError
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
@@ -94,7 +94,7 @@ def failing(storage: Raises, stager: Any, where: str, error: BaseException) -> I
 
     before = failpoints.watch(reach)
     storage.given = where, error
-    patched = {"stage": stager, "mark": LocalStore, "publish": LocalStore}
+    patched = {"stage": stager, "mark": CheckpointStore, "publish": CheckpointStore}
     with mock.patch.object(patched[where], where, side_effect=error) if where in patched else mock.MagicMock():
         yield
     storage.given = None
@@ -130,7 +130,7 @@ def each_fault(rank: int, root: str) -> list[tuple[str, str, int | None]]:
 def see_a_failure_at_different_calls(rank: int, root: str) -> tuple[str, int | None]:
     with Checkpointer(root, stager=BlockingAsyncStager()) as checkpointer:
         background = checkpointer._background
-        with mock.patch.object(LocalStore, "publish", side_effect=ZeroDivisionError):
+        with mock.patch.object(CheckpointStore, "publish", side_effect=ZeroDivisionError):
             checkpointer.save(1, {"x": 1})
             background.finish()
         # As if the failure had not reached rank 1 yet at its second call.

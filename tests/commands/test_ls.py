@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stagereg.checkpoint.lock import DirectoryLock
+from stagereg.checkpoint.lock import StoreLock
 
 from .checkpoint_directories import contents, path_of, save
 from .conftest import Command
@@ -56,13 +56,13 @@ def test_a_person_gets_a_line_for_each(tmp_path: Path, command: Command) -> None
 def test_the_holder_is_named_and_an_unfinished_save_is_theirs(tmp_path: Path, command: Command) -> None:
     save(tmp_path, 100)
     (tmp_path / UNFINISHED).mkdir()
-    with DirectoryLock(tmp_path):
+    with StoreLock(tmp_path):
         seen = command("ls", tmp_path, "--json").json
         assert seen["held_by"]["pid"] == os.getpid()
         assert [each["state"] for each in seen["checkpoints"]] == ["complete", "being written"]
         assert f"Held by process {os.getpid()} on " in command("ls", tmp_path).out
         with pytest.raises(Exception, match="in use"):  # looking has not taken the lock away
-            DirectoryLock(tmp_path, patience=0)
+            StoreLock(tmp_path, patience=0)
 
 
 def test_one_checkpoint_is_listed_alone_also_behind_a_link(tmp_path: Path, command: Command) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import stagereg.checkpoint.manifest as layout
-from stagereg.checkpoint.store.local_store import LocalStore
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.remote_store import RemoteStore
 
 from .checkpoint_directories import contents, path_of, save
@@ -119,14 +119,14 @@ def test_a_checkpoint_deleted_meanwhile_is_not_damaged(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
     save(tmp_path, 100)
-    read = LocalStore.contents
+    read = CheckpointStore.contents
 
-    def contents(store: LocalStore, path: str, names: Any) -> Any:
+    def contents(store: CheckpointStore, path: str, names: Any) -> Any:
         if (gone := path_of(tmp_path, 100)).is_dir():
             gone.rename(tmp_path / f".step-00000100.{layout.new_token()}.tmp")
         return read(store, path, names)
 
-    monkeypatch.setattr(LocalStore, "contents", contents)
+    monkeypatch.setattr(CheckpointStore, "contents", contents)
     seen = command("verify", tmp_path / asked, code=2).err
     assert "a run replaced all of them by newer ones meanwhile. Look again." in seen
     if not asked:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import sys
 
-from stagereg.checkpoint.lock import DirectoryLock
+from stagereg.checkpoint.lock import StoreLock
 
 
 def hold(root: str, patience: str = "60") -> None:
     """Hold it until the end of the standard input."""
-    with DirectoryLock(root, float(patience)):
+    with StoreLock(root, float(patience)):
         print("held", flush=True)
         sys.stdin.read()
 
 
 def fork(root: str, gate: str) -> None:
     """Release it while a forked child lives; end when somebody opens ``gate``, and the child after that."""
-    held = DirectoryLock(root)
+    held = StoreLock(root)
     inside, outside = os.pipe()
     if os.fork() == 0:
         os.close(outside)
@@ -36,7 +36,7 @@ def fork(root: str, gate: str) -> None:
 def contest(root: str, times: str) -> None:
     """Hold it many times, and fail if another process does so at the same time."""
     for _ in range(int(times)):
-        with DirectoryLock(root, patience=60):
+        with StoreLock(root, patience=60):
             os.close(os.open(f"{root}/inside", os.O_CREAT | os.O_EXCL))
             os.unlink(f"{root}/inside")
 

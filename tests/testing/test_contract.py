@@ -14,7 +14,7 @@ import torch
 import stagereg.testing
 from stagereg.errors import BrokenPromiseError
 from stagereg.testing import Contract, Outcome
-from stagereg.testing.snapshot import difference
+from stagereg.testing.stager_trial import difference
 
 
 class Small(Contract):

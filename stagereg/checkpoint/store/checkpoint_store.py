@@ -1,4 +1,4 @@
-"""A checkpoint store: a directory of checkpoints, local or remote.
+"""A checkpoint store: a directory of checkpoints, and how one is committed there; docs/checkpoints.md shows its files.
 
 Two kinds of calls. *Reading*: any process, any rank, at any time, and no lock is needed; what another process writes
 meanwhile is either seen complete or not at all. *Writing*: the run that holds the lock, and of that rank 0 alone,
@@ -11,43 +11,68 @@ The order of calls of one run: :meth:`CheckpointStore.lock` and :meth:`Checkpoin
 something has failed.
 
 The order within :meth:`CheckpointStore.publish` makes every moment safe to be killed in: the sizes of the written files
-are looked at; one step makes a checkpoint of them; ``latest`` moves by another one; and only then are old checkpoints
-deleted. Nothing is overwritten: a step that is saved again gets a directory with another name, and the old one goes
-after the commit. What follows the commit is made up for by the next save, or the next start, where it fails.
+are looked at; the manifest is written beside them; one step, the renaming of the directory, makes a checkpoint of them;
+``latest`` moves by another one; and only then are old checkpoints deleted. Nothing is overwritten: a step that is saved
+again gets a directory with another name, and the old one goes after the commit. What follows the commit is made up for
+by the next save, or the next start, where it fails.
 
+Reading follows no link: a file of a checkpoint is a regular file inside its directory, or there is no checkpoint.
 Paths are full paths, or URLs, as text. Errors of the file system are ``OSError`` unless said otherwise.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import re
+import shutil
+import stat
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.damage import Condition, Found, Unclear, differences, of_error
 from stagereg.checkpoint.failpoints import failpoint
-from stagereg.checkpoint.lock import Owner, StoreLock
-from stagereg.checkpoint.manifest import LATEST, MANIFEST, MANIFEST_BYTES, Checkpoint, FileMark, Manifest, step_of
-from stagereg.errors import CheckpointError
+from stagereg.checkpoint.lock import Owner, StoreLock, holder
+from stagereg.checkpoint.manifest import (
+    LATEST,
+    MANIFEST,
+    Checkpoint,
+    FileMark,
+    Manifest,
+    file_mark,
+    new_token,
+    step_name,
+    step_of,
+)
+from stagereg.errors import CheckpointError, ConfigError
 
-__all__ = ["CheckpointStore"]
+__all__ = ["FILE_URL", "CheckpointStore", "local_path", "mark_file"]
+
+FILE_URL = "file://"
+_LEFTOVER = re.compile(r"\.step-\d+\.[0-9a-f]+\.tmp")
+_MANIFEST_BYTES = 1 << 28
+"""What is longer is not read: with some hundred bytes for each file, that is far more than any run writes."""
 
 _log = logging.getLogger(__name__)
 
 
-class CheckpointStore(ABC):
-    """A directory of checkpoints.
+class CheckpointStore:
+    """A directory of checkpoints in a file system, shared ones included; :class:`.RemoteStore` is one in a store.
+
+    Args:
+        root: its full path, see :func:`local_path`.
 
     Attributes:
-        root: its path or URL, as messages name it; without a slash at its end.
+        root: its full path or URL, as messages name it; without a slash at its end.
         distrusted: full paths of checkpoints that look complete and were found to be damaged, which retention neither
             counts nor deletes; whoever reads content adds them.
     """
 
-    def __init__(self, root: str) -> None:
-        self.root = root
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = os.fspath(root)
         self.distrusted: set[str] = set()
         self._hold: StoreLock | None = None
 
@@ -73,7 +98,7 @@ class CheckpointStore(ABC):
         try:
             return _settled(lambda: [self._look(self._resolve(path))])[0]
         except OSError as error:
-            return Condition(path, None, {MANIFEST: _unseen(error)})
+            return Condition(path, None, {MANIFEST: Unclear(f"cannot be looked at ({error})")})
 
     def contents(self, path: str, names: Iterable[str]) -> dict[str, Found]:
         """Read files of the checkpoint in the directory ``path`` to their ends, and return what they are, by name.
@@ -110,17 +135,16 @@ class CheckpointStore(ABC):
         """Return what ``latest`` points to; ``None`` if that is nothing, or not complete."""
         return self.condition(f"{self.root}/{LATEST}").checkpoint
 
-    @abstractmethod
     def holder(self) -> Owner | None:
         """Return who writes here at this moment, or ``None``; neither waits nor locks."""
+        return holder(self.root)
 
-    @abstractmethod
     def leftovers(self) -> list[str]:
         """Return the full paths of what is half-written, be it of a dead run or of one that is writing now."""
+        return sorted(f"{self.root}/{name}" for name in self._listing(self.root) if _LEFTOVER.fullmatch(name))
 
     # -- writing
 
-    @abstractmethod
     def lock(self) -> StoreLock:
         """Lock the store, which is made if it is not there, until the lock is released; before :meth:`sweep`.
 
@@ -129,6 +153,9 @@ class CheckpointStore(ABC):
         Raises:
             CheckpointError: another run holds it, which the message names. ``OSError``: nothing can be written there.
         """
+        os.makedirs(self.root, exist_ok=True)
+        self._hold = StoreLock(self.root)
+        return self._hold
 
     def sweep(self) -> None:
         """Delete what killed runs left half-written, and bring to its end what one of them had begun."""
@@ -139,7 +166,6 @@ class CheckpointStore(ABC):
         if complete and self._pointed() not in [complete[0].name, *(each.name for each in damaged)]:
             self._point(complete[0].name)  # its run was killed right after the commit
 
-    @abstractmethod
     def temporary(self, step: int, token: str) -> str:
         """Return the full path of the directory in which all ranks write one save; makes nothing.
 
@@ -147,6 +173,7 @@ class CheckpointStore(ABC):
             step: the training step.
             token: distinguishes this save from all others (:func:`.manifest.new_token`); the same on all ranks.
         """
+        return f"{self.root}/.{step_name(step)}.{token}.tmp"
 
     def files(self, written: str) -> list[str]:
         """Return the names of the files in the directory ``written``, in no order. Any rank."""
@@ -159,6 +186,7 @@ class CheckpointStore(ABC):
 
     def mark(self, written: str, name: str) -> FileMark:
         """Have one file in the directory ``written`` safely stored, read it back, and return its mark. Any rank."""
+        _sync(Path(written) / name)
         return self._mark(f"{written}/{name}")
 
     def publish(
@@ -200,53 +228,80 @@ class CheckpointStore(ABC):
                 for old in self._too_old(before, path, step, keep):
                     self._delete(old)
         except Exception as error:
-            _log.warning(
+            text = (
                 "stagereg: step %d is saved in %s, but not all that follows is done (moving `latest`, deleting old "
-                "checkpoints); the next save makes up for it: %s",
-                step,
-                path,
-                error,
+                "checkpoints); the next save makes up for it: %s"
             )
+            _log.warning(text, step, path, error)
         failpoint("retained")
         return path
 
-    @abstractmethod
     def discard(self, path: str) -> None:
         """Delete a directory or file of the store; what cannot be deleted stays and does no harm."""
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
-    # -- what kinds of stores differ in
+    # -- what is otherwise in an object store
 
-    @abstractmethod
-    def _resolve(self, path: str) -> str:
-        """Return the directory that a path means, which may be that of ``latest``."""
-
-    @abstractmethod
     def _listing(self, path: str) -> dict[str, int | str | None]:
         """Return what is in a directory: sizes of files, or what is wrong with one; None of directories."""
+        try:
+            with os.scandir(path) as entries:
+                return {entry.name: _size(entry) for entry in entries}
+        except (FileNotFoundError, NotADirectoryError):  # anything else must not look like an empty store
+            return {}
 
-    @abstractmethod
+    def _resolve(self, path: str) -> str:
+        """Return the directory that a path means, which may be that of ``latest``."""
+        return os.path.realpath(local_path(path))
+
     def _read(self, path: str) -> bytes:
         """Read a small file."""
+        return Path(path).read_bytes()
 
-    @abstractmethod
     def _mark(self, path: str) -> FileMark:
         """Read a file to its end."""
+        return mark_file(Path(path))
 
-    @abstractmethod
     def _write(self, path: str, data: bytes) -> None:
         """Write a small file, and have it safely stored."""
+        Path(path).write_bytes(data)
+        _sync(Path(path))
 
-    @abstractmethod
     def _commit(self, written: str, step: int) -> str:
         """Make a checkpoint of ``written``, which has its manifest, in one step; return its path."""
+        _sync(Path(written))
+        failpoint("described")
+        final = f"{self.root}/{step_name(step)}"
+        if os.path.lexists(final):
+            final = f"{self.root}/{os.path.basename(written)[1:].removesuffix('.tmp')}"
+        os.rename(written, final)
+        failpoint("renamed")
+        try:
+            _sync(Path(self.root))
+        except OSError:
+            with contextlib.suppress(OSError):  # as far as it can be undone where the disk fails
+                os.rename(final, written)
+            raise
+        return final
 
-    @abstractmethod
     def _point(self, name: str) -> None:
         """Let ``latest`` point to a directory, in one step."""
+        link = Path(self._hidden(name))
+        link.symlink_to(name)
+        link.replace(f"{self.root}/{LATEST}")
+        _sync(Path(self.root))
 
-    @abstractmethod
     def _delete(self, path: str) -> None:
         """Delete a checkpoint, in such an order that half of one is never a complete one."""
+        # Out of sight first: a deletion that is interrupted must not leave half a checkpoint under its name.
+        hidden = self._hidden(os.path.basename(path))
+        os.rename(path, hidden)
+        failpoint("hidden")
+        self.discard(hidden)
 
     # -- common to them
 
@@ -273,7 +328,7 @@ class CheckpointStore(ABC):
         try:
             sizes = self._sizes(path)
         except OSError as error:
-            sizes = {MANIFEST: _unseen(error)}
+            sizes = {MANIFEST: Unclear(f"cannot be looked at ({error})")}
         found = self._manifest(path, sizes.get(MANIFEST, "missing"))
         if isinstance(found, str):
             return Condition(path, None, {MANIFEST: found})
@@ -283,7 +338,7 @@ class CheckpointStore(ABC):
         """Return the manifest in a directory, of which a listing says ``there``, or what is wrong with it."""
         if isinstance(there, str):
             return there
-        if there > MANIFEST_BYTES:
+        if there > _MANIFEST_BYTES:
             return f"damaged (it has {there:,} bytes)"
         try:
             manifest = Manifest.loads(self._read(f"{path}/{MANIFEST}"))
@@ -293,6 +348,10 @@ class CheckpointStore(ABC):
             return f"damaged ({error})"
         named = step_of(path.rpartition("/")[2])
         return manifest if named in (None, manifest.step) else f"of step {manifest.step}, not of this one"
+
+    def _hidden(self, name: str) -> str:
+        """Return a name that the next start deletes."""
+        return f"{self.root}/.{name.partition('.')[0]}.{new_token()}.tmp"
 
     def _too_old(self, before: list[Condition], path: str, step: int, keep: int) -> list[str]:
         """Return what of ``before`` the commit of ``path`` replaces, and what is not to be kept."""
@@ -307,6 +366,26 @@ class CheckpointStore(ABC):
         return [old for old in (*counted[keep - 1 :], *sorted(replaced)) if old not in (path, pointed)]
 
 
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path that a path or a ``file://`` URL means; ``~`` is the user's.
+
+    Raises:
+        ConfigError: the URL names another machine, or the path the home of a user who is not known.
+    """
+    if isinstance(path, str) and path.startswith(FILE_URL) and not path.startswith(f"{FILE_URL}/"):
+        raise ConfigError(f"{path} names another machine; a directory of this one has three slashes: file:///runs.")
+    expanded = os.path.expanduser(os.fspath(path).removeprefix(FILE_URL))
+    if expanded.startswith("~"):
+        raise ConfigError(f"{path} begins with the home of a user who is not known here; ./{path} is a name.")
+    return Path(expanded).absolute()
+
+
+def mark_file(path: Path) -> FileMark:
+    """Read a file once and return its size and checksum."""
+    with path.open("rb") as file:
+        return file_mark(file)
+
+
 def _settled(look: Callable[[], list[Condition]]) -> list[Condition]:
     """Look until what is damaged stays so: a run may have deleted it meanwhile, or moved ``latest``."""
     found = look()
@@ -315,11 +394,25 @@ def _settled(look: Callable[[], list[Condition]]) -> list[Condition]:
     return found
 
 
-def _unseen(error: OSError) -> Unclear:
-    return Unclear(f"cannot be looked at ({error})")
-
-
 def _complete(found: list[Condition]) -> list[Checkpoint]:
     """Return those that are complete, the one committed last first."""
     complete = [each.checkpoint for each in found if each.checkpoint is not None]
     return sorted(complete, key=lambda each: (each.manifest.serial, each.manifest.step), reverse=True)
+
+
+def _size(entry: os.DirEntry[str]) -> int | str | None:
+    try:
+        if entry.is_dir():  # mostly known without another look
+            return None
+        found = entry.stat(follow_symlinks=False)
+    except OSError as error:
+        return of_error(error)
+    return found.st_size if stat.S_ISREG(found.st_mode) else "no regular file"
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -54,20 +54,19 @@ class StoreLease(StoreLock):
     _look_s = 0.5
 
     def __init__(self, objects: ObjectStore, root: str) -> None:
-        self._objects, self._url = objects, f"{root}/{LOCK}"
+        self._objects = objects
         self._owner, self._token = Owner.ourselves(), uuid.uuid4().hex
         self._first: _Note | None = None  # what was there at the first look
         self._ended = threading.Event()
         self._busy = threading.Lock()  # the thread that renews must not write after the one that deletes
         super().__init__(root, LEASE_S)
-        threading.Thread(
-            target=_keep, args=(weakref.ref(self), self._ended), name="stagereg-lease", daemon=True
-        ).start()
+        keep = weakref.ref(self), self._ended
+        threading.Thread(target=_keep, args=keep, name="stagereg-lease", daemon=True).start()
 
     def _take(self, waited: float) -> bool:
         if self._make():
             return True
-        there = _read(self._objects, self._url)
+        there = _read(self._objects, self._path)
         if there is None:
             return False
         if self._first is None:
@@ -82,38 +81,38 @@ class StoreLease(StoreLock):
 
     def _make(self) -> bool:
         try:
-            made = retrying("writing", self._url, lambda: self._objects.create(self._url, self._text()))
+            made = retrying("writing", self._path, lambda: self._objects.create(self._path, self._text()))
         except NotImplementedError:
-            return _read(self._objects, self._url) is None and self._replace()
+            return _read(self._objects, self._path) is None and self._replace()
         return made or self._is_ours()  # the answer to an earlier try was lost
 
     def _replace(self) -> bool:
         """Write the object; whether it is still ours after another one that did the same has had its time."""
-        self._objects.put(self._url, self._text())
+        self._objects.put(self._path, self._text())
         time.sleep(_SETTLE_S)
         return self._is_ours()
 
     def _is_ours(self) -> bool:
-        there = _read(self._objects, self._url)
+        there = _read(self._objects, self._path)
         return there is not None and there.token == self._token
 
     def _other(self) -> Owner:
-        there = _read(self._objects, self._url)
+        there = _read(self._objects, self._path)
         if there is None:
-            raise CheckpointError(f"{self._url} can neither be made nor read: look at the rights for that name.")
+            raise CheckpointError(f"{self._path} can neither be made nor read: look at the rights for that name.")
         return there.owner
 
     def _release(self) -> None:
         self._ended.set()
         with contextlib.suppress(Exception), self._busy, within(_REQUEST_S):  # it is free in a minute
             if self._is_ours():
-                self._objects.delete(self._url)
+                self._objects.delete(self._path)
 
     def renew(self) -> None:
         """Renew it, if it is ours; if not, :meth:`check` will raise."""
         with self._busy, within(_REQUEST_S):
             if self._is_ours() and not self._ended.is_set():
-                self._objects.put(self._url, self._text())
+                self._objects.put(self._path, self._text())
 
     def _text(self) -> bytes:
         note = {"owner": asdict(self._owner), "token": self._token, "machine": _machine(), "renewed": time.time()}
@@ -160,9 +159,8 @@ def _read(objects: ObjectStore, url: str) -> _Note | None:
         return None
     try:
         read = json.loads(data)
-        note = _Note(
-            Owner.parse(read["owner"]), str(read["token"]), str(read.get("machine", "")), float(read["renewed"])
-        )
+        owner, machine = Owner.parse(read["owner"]), str(read.get("machine", ""))
+        note = _Note(owner, str(read["token"]), machine, float(read["renewed"]))
     except Exception:
         return _Note()
     return note if math.isfinite(note.renewed) else _Note()

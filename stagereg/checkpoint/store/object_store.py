@@ -70,11 +70,8 @@ class ObjectStore:
             except (FileNotFoundError, NotADirectoryError):
                 return {}
             found = {entry["name"].rstrip("/").removeprefix(path).lstrip("/"): entry for entry in entries}
-            return {
-                name: None if entry["type"] == "directory" else int(entry["size"])
-                for name, entry in found.items()
-                if name  # else ``url`` itself
-            }
+            found.pop("", None)  # ``url`` itself
+            return {name: None if each["type"] == "directory" else int(each["size"]) for name, each in found.items()}
 
         return retrying("listing", url, act)
 

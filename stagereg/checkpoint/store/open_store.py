@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.local_store import FILE_URL, LocalStore, local_path
+from stagereg.checkpoint.store.checkpoint_store import FILE_URL, CheckpointStore, local_path
 
 __all__ = ["is_url", "open_parent_store", "open_store", "path_or_url"]
 
@@ -28,7 +27,7 @@ def open_store(dir: str | os.PathLike[str]) -> CheckpointStore:
         from stagereg.checkpoint.store.remote_store import RemoteStore
 
         return RemoteStore(dir)
-    return LocalStore(dir)
+    return CheckpointStore(local_path(dir))
 
 
 def open_parent_store(checkpoint: str | os.PathLike[str]) -> CheckpointStore:
@@ -36,7 +35,7 @@ def open_parent_store(checkpoint: str | os.PathLike[str]) -> CheckpointStore:
     if isinstance(checkpoint, str) and is_url(checkpoint):
         above = checkpoint.rstrip("/").rpartition("/")[0]
         return open_store(above if above.partition("://")[2].strip("/") else checkpoint)
-    return LocalStore(local_path(checkpoint).parent)
+    return CheckpointStore(local_path(checkpoint).parent)
 
 
 def path_or_url(path: str) -> Path | str:

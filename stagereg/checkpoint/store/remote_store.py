@@ -1,13 +1,5 @@
 """A prefix of an object store: a checkpoint is committed by its manifest, the object that is written last.
 
-::
-
-    s3://bucket/runs/gpt/
-        step-00000100.<token>/         one save; all ranks write straight into it
-            .metadata  __0_0.distcp …
-            manifest.json              there, written by one request: the checkpoint is complete
-        latest                         an object with the name of the directory that was committed last
-
 A store cannot rename, so nothing is written under another name than its last. A directory without a manifest is being
 written, or is what a killed run left; readers pass it by. A checkpoint that is deleted loses its manifest first.
 
@@ -85,6 +77,10 @@ class RemoteStore(CheckpointStore):
 
     def temporary(self, step: int, token: str) -> str:
         return f"{self.root}/{step_name(step)}.{token}"
+
+    def mark(self, written: str, name: str) -> FileMark:
+        """See :class:`.CheckpointStore`. What was written is safely stored already."""
+        return self._mark(f"{written}/{name}")
 
     def discard(self, path: str) -> None:
         """See :class:`.CheckpointStore`. The manifest goes first.

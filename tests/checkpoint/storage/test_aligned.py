@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import sys
 import threading
 import zlib
 from mmap import mmap
@@ -18,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg.checkpoint.storage.aligned as aligned
+from stagereg.checkpoint import checksum
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, DiskFile
-from stagereg.checkpoint.store.local_store import mark_file
+from stagereg.checkpoint.store.checkpoint_store import mark_file
 
 BUFFER = 2 * PAGE
 SIZES = st.one_of(st.integers(0, 5 * PAGE), st.sampled_from([PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 4 * PAGE]))
@@ -147,3 +149,21 @@ def test_a_failed_write_is_the_systems_error_with_the_path(
             file.finish()
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "file"))
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (len(before[0]), before[1])
+
+
+LIBRARIES = ("isal.isal_zlib", "zlib_ng.zlib_ng", "zlib")
+DATA = os.urandom(1 << 20)
+
+
+@pytest.mark.parametrize("first", range(len(LIBRARIES)))
+def test_every_library_computes_the_checksum_of_zlib(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LIBRARIES[:first]:
+        monkeypatch.setitem(sys.modules, name, None)
+    crc32 = checksum._fastest()
+    if crc32 is not sys.modules[LIBRARIES[first]].crc32:
+        pytest.skip(f"{LIBRARIES[first]} is not installed")
+    assert crc32(b"", 0) == zlib.crc32(b"")
+    for size in (1, 63, 5000, len(DATA)):
+        begin = crc32(memoryview(DATA)[:size], 0)
+        assert begin == zlib.crc32(DATA[:size])
+        assert crc32(bytearray(DATA[size:]), begin) == zlib.crc32(DATA)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import json
+import math
 import os
 import pickle
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,14 @@ from torch.utils._pytree import tree_flatten
 
 import stagereg
 import stagereg.checkpoint.manifest as manifest
-import stagereg.checkpoint.store.local_store as local
+import stagereg.checkpoint.store.checkpoint_store as local
+from stagereg import registry
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.storage.lookup import name_of
-from stagereg.checkpoint.store.local_store import LocalStore, mark_file
+from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.storage.lookup import name_of, named
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore, mark_file
 from stagereg.errors import CheckpointError
+from stagereg.registry import build
 from stagereg.testing import run_ranks
 
 from ...support.faulty_storage import FaultyStorage
@@ -163,19 +169,19 @@ def test_files_are_flushed_before_the_commit_and_not_read_for_it(
     tmp_path: Path, storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: set[str] = set()
-    real, publish = os.fsync, LocalStore.publish
+    real, publish = os.fsync, CheckpointStore.publish
 
     def fsync(descriptor: int) -> None:
         real(descriptor)
         flushed.add(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).removesuffix(".tmp"))
 
-    def check(store: LocalStore, written: str, *more: Any) -> str:
+    def check(store: CheckpointStore, written: str, *more: Any) -> str:
         assert set(os.listdir(written)) <= flushed
         return publish(store, written, *more)
 
     monkeypatch.setattr(local, "mark_file", lambda path: pytest.fail(f"{path} was read"))
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(LocalStore, "publish", check)
+    monkeypatch.setattr(CheckpointStore, "publish", check)
     with checkpointer(tmp_path, storage) as saving:
         saving.save(1, values())
 
@@ -318,3 +324,72 @@ def test_storage_is_a_group_with_dcp_as_its_default(tmp_path: Path) -> None:
             saving.save(1, {"x": 1})
         chosen.append(json.loads((tmp_path / "latest" / manifest.MANIFEST).read_text())["storage"])
     assert chosen == ["dcp", "torch_dcp", "safetensors", "dcp"]
+
+
+@pytest.fixture
+def claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Another package announces a storage ``dcp``."""
+    info = tmp_path / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[stagereg.plugins]\nstorage.dcp = theirs:Storage\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry.REGISTRY.refresh()
+    yield
+    monkeypatch.undo()
+    registry.REGISTRY.refresh()
+
+
+@pytest.mark.usefixtures("claimed")
+def test_a_storage_keeps_its_name_when_another_package_claims_it(recwarn: pytest.WarningsRecorder) -> None:
+    assert "dcp@hydra-stagereg" in stagereg.names("storage")
+    own = stagereg.build("storage", "torch_dcp")
+    assert name_of(DcpStorage()) == "dcp"
+    assert named("torch_dcp", own) is own
+    for name in ("dcp", "direct"):  # the former name is in older manifests
+        assert type(named(name, own)) is DcpStorage
+    assert not recwarn
+
+
+def test_an_unknown_storage_is_reported_with_the_list() -> None:
+    with pytest.raises(CheckpointError, match=r"(?s)storage 'gone', which cannot be built.*There is: dcp, direct"):
+        named("gone", DcpStorage())
+
+
+def listed(value: Any) -> Any:
+    """A value with each tensor, of torch or numpy, replaced by its elements."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: listed(item) for key, item in value.items()}
+    return [listed(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("storage", ["dcp", "safetensors"])
+def test_another_program_reads_what_was_saved(tmp_path: Path, storage: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    tied = torch.arange(6.0).reshape(2, 3)
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "values": {
+            1: (2, 3),
+            "text": "ü\ud800",
+            "inf": math.inf,
+            "list": [1, None],
+            "count": collections.Counter("aab"),
+            "bytes": b"x",
+        },
+        "tensors": [tied, tied, tied.t(), tied[:, 1], torch.empty(0, 3), torch.tensor(True), torch.tensor(7)],
+    }
+    with Checkpointer(str(tmp_path), storage=build("storage", storage)) as checkpointer:
+        checkpointer.save(3, state)
+    reader = FormatReader(tmp_path / "step-00000003")
+    assert reader.entry("stagereg.step") == reader.manifest["step"] == 3
+    assert reader.entry("stagereg.rng.rank0")["torch"] == torch.get_rng_state().numpy().tobytes()
+    for name, value in state.items():
+        saved = value.state_dict() if hasattr(value, "state_dict") else value
+        assert listed(reader.entry(name)) == listed(dict(saved) if isinstance(saved, dict) else saved), name

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-import stagereg.checkpoint.store.local_store as local
+import stagereg.checkpoint.store.checkpoint_store as local
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.manifest import Checkpoint
-from stagereg.checkpoint.store.local_store import LocalStore
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 
 
@@ -53,7 +53,7 @@ def test_what_is_not_a_file_of_this_checkpoint_is_refused(
     root: Path, name: str, change: Callable[[Path], None], why: str
 ) -> None:
     change(root / "step-00000002" / name)
-    complete, others = LocalStore(root).checkpoints()
+    complete, others = CheckpointStore(root).checkpoints()
     assert [checkpoint.manifest.step for checkpoint in complete] == [1]
     assert [each.path for each in others] == [str(root / "step-00000002")]
     assert why in str(others[0])
@@ -61,7 +61,7 @@ def test_what_is_not_a_file_of_this_checkpoint_is_refused(
 
 def test_a_checkpoint_may_be_copied_to_a_name_of_its_own(root: Path) -> None:
     shutil.copytree(root / "step-00000001", root / "best")
-    found = LocalStore(root).condition(str(root / "best")).checkpoint
+    found = CheckpointStore(root).condition(str(root / "best")).checkpoint
     assert isinstance(found, Checkpoint)
     assert (found.manifest.step, found.path, found.name) == (1, str(root / "best"), "best")
     assert found.manifest.time is not None
@@ -69,13 +69,13 @@ def test_a_checkpoint_may_be_copied_to_a_name_of_its_own(root: Path) -> None:
 
 
 def test_an_unfinished_save_is_listed_and_deleted(root: Path) -> None:
-    store = LocalStore(root)
+    store = CheckpointStore(root)
     Path(store.temporary(3, "ab12")).mkdir()
     assert store.leftovers() == [str(root / ".step-00000003.ab12.tmp")]
     store.sweep()
     assert store.leftovers() == []
     assert len(store.checkpoints()[0]) == 2
-    nowhere = LocalStore(root / "nowhere")
+    nowhere = CheckpointStore(root / "nowhere")
     assert (nowhere.checkpoints(), nowhere.leftovers(), nowhere.latest()) == (([], []), [], None)
 
 
@@ -88,7 +88,7 @@ def test_a_directory_that_may_not_be_entered_is_reported(root: Path, monkeypatch
         return real(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    complete, refused = LocalStore(root).checkpoints()
+    complete, refused = CheckpointStore(root).checkpoints()
     assert complete == []
     assert ["Permission denied" in str(each) for each in refused] == [True, True]
 
@@ -97,9 +97,9 @@ def test_a_file_is_flushed_to_be_marked_and_not_to_be_verified(root: Path, monke
     flushed: list[Path] = []
     monkeypatch.setattr(local, "_sync", flushed.append)
     path, name = root / "step-00000002", "__0_0.distcp"
-    assert LocalStore(root).contents(str(path), [name]) == {name: local.mark_file(path / name)}
+    assert CheckpointStore(root).contents(str(path), [name]) == {name: local.mark_file(path / name)}
     assert flushed == []
-    assert LocalStore(root).mark(str(path), name) == local.mark_file(path / name)
+    assert CheckpointStore(root).mark(str(path), name) == local.mark_file(path / name)
     assert flushed == [path / name]
 
 
@@ -128,20 +128,20 @@ def test_a_reader_sees_the_new_one_where_one_is_replaced(
     root: Path, monkeypatch: pytest.MonkeyPatch, step: int, keep: int, seen: list[int]
 ) -> None:
     meanwhile(monkeypatch, "step-00000002", lambda: save(root, step, keep=keep, text="longer than before" * 100))
-    complete, refused = LocalStore(root).checkpoints()
+    complete, refused = CheckpointStore(root).checkpoints()
     assert ([one.manifest.serial for one in complete], refused) == (seen, [])
 
 
 def test_latest_is_there_also_while_it_is_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meanwhile(monkeypatch, "step-00000002", lambda: save(root, 3, keep=1))
-    latest = LocalStore(root).latest()
+    latest = CheckpointStore(root).latest()
     assert latest is not None
     assert latest.manifest.step == 3
 
 
 @pytest.mark.parametrize("new", [2, 3])
 def test_what_is_deleted_while_it_is_read_is_missing(root: Path, monkeypatch: pytest.MonkeyPatch, new: int) -> None:
-    store = LocalStore(root)
+    store = CheckpointStore(root)
     read = store.contents
 
     def contents(path: str, names: Any) -> Any:
@@ -161,7 +161,7 @@ def test_what_is_in_the_way_of_a_checkpoint_is_named_and_kept(root: Path) -> Non
     shutil.copytree(root / "step-00000002", root / "latest")
     with pytest.raises(CheckpointError, match=r"latest"):
         save(root, 4)
-    assert [one.manifest.step for one in LocalStore(root).checkpoints()[0]] == [3, 2]
+    assert [one.manifest.step for one in CheckpointStore(root).checkpoints()[0]] == [3, 2]
 
 
 @pytest.mark.parametrize(("linked", "left"), [(False, []), (True, ["latest", "step-00000002"])])
@@ -174,7 +174,7 @@ def test_old_checkpoints_are_deleted_also_without_links(
     if not linked:
         (root / "latest").unlink()
     monkeypatch.setattr(Path, "symlink_to", symlink_to)
-    monkeypatch.setattr(LocalStore, "sweep", lambda store: None)
+    monkeypatch.setattr(CheckpointStore, "sweep", lambda store: None)
     save(root, 3, 4, keep=1)
     assert sorted(os.listdir(root)) == [*left, "step-00000004"]
     assert "step 4 is saved" in caplog.text
@@ -193,6 +193,6 @@ def test_a_rename_that_cannot_be_flushed_is_undone(root: Path, monkeypatch: pyte
         patch.setattr(local, "_sync", fails)
         with pytest.raises(CheckpointError, match=f"Step {step} was not saved"):
             save(root, step)
-    complete, refused = LocalStore(root).checkpoints()
+    complete, refused = CheckpointStore(root).checkpoints()
     assert ([one.manifest.serial for one in complete], refused) == ([2, 1], [])
     assert sorted(os.listdir(root)) == ["latest", "step-00000001", "step-00000002"]
