@@ -167,18 +167,17 @@ def run_scenarios(rank: int, world_size: int, contract: Any, todo: Sequence[Scen
             with limited(2 * contract.timeout_s):  # others may still be at the last one
                 new_group()
         with limited(contract.timeout_s):
-            seen.append(_Play(contract(), each, rank, world_size).run())
+            seen.append(_Play(contract(), each, rank).run())
     return seen
 
 
 class _Play:
     """One scenario on one rank."""
 
-    def __init__(self, contract: Any, scenario: Scenario, rank: int, world_size: int) -> None:
+    def __init__(self, contract: Any, scenario: Scenario, rank: int) -> None:
         self._contract = contract
         self._what = scenario
         self._rank = rank
-        self._world_size = world_size
         self._seen = Observation()
         self._in_join = False
         self._taken = 0

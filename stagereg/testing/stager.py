@@ -305,7 +305,8 @@ class StagerContract(StagerTrial):
 
     def test_memory_is_given_back(self) -> None:
         """The memory of dropped copies is freed or used again; after close() only that of held copies is kept."""
-        stager, source = self.opened(), {"w": self._large()}
+        itemsize = self.expected(self.ones(1)).element_size()  # of the copy, whatever the stager makes of the dtype
+        stager, source = self.opened(), {"w": self.ones(_LARGE // itemsize)}
 
         def stage_often() -> None:
             for step in range(6):
@@ -469,10 +470,6 @@ class StagerContract(StagerTrial):
         self.agree({"x": part(copied)}, noted, f"of a {type(source).__name__}")
         return copied
 
-    def _large(self) -> Tensor:
-        """A tensor whose copy has ``_LARGE`` bytes, whatever the stager makes of its dtype."""
-        return self.ones(_LARGE // self.expected(self.ones(1)).element_size())
-
     def _error_of(self, stager: AsyncStager, state: StateDict) -> Exception | None:
         """What staging ``state`` raises: at once, in its future, when it is waited for, or later."""
         try:
@@ -484,17 +481,16 @@ class StagerContract(StagerTrial):
 
     def _grows_at_most(self, limit: int, use: Callable[[], None], what: str) -> None:
         """Measure the process, and what is too much once more: a stager takes it again, and the others do not."""
-        grown = []
         for _ in range(2):
             self.settled(self.opened(), {"w": self.ones(10)})
             gc.collect()
             before = _resident()
             use()
             gc.collect()
-            grown.append(_resident() - before)
-            if grown[-1] <= limit:
+            grown = _resident() - before
+            if grown <= limit:
                 return
-        self.broken(f"after {what}, the process has {grown[-1] >> 20} MiB more")
+        self.broken(f"after {what}, the process has {grown >> 20} MiB more")
 
 
 def _resident() -> int:

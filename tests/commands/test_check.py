@@ -76,6 +76,7 @@ class Mine(HostStager):
         return staged if self.lend else state_dict
 """
 
+EXIT = "import os; os._exit(7)"
 JOINABLE = """
 import stagereg
 
@@ -180,15 +181,12 @@ def test_errors_in_the_metadata_of_a_package_are_reported(install: Install, chec
     assert found["loads"][0] == "broken"
 
 
-@pytest.mark.parametrize(
-    ("source", "seen"), [("raise SystemExit('no licence')", "no licence"), ("import os; os._exit(7)", "exit code 7")]
-)
-def test_a_package_that_cannot_be_imported_is_one_row(source: str, seen: str, install: Install, check: Check) -> None:
-    install("leaving", source, {"stager.leaving": "Mine"})
-    found = rows(check("leaving", code=1))
-    assert list(found) == ["metadata", "loads"]
-    assert found["loads"][0] == "broken"
-    assert seen in found["loads"][1]
+def test_a_package_that_cannot_be_imported_is_one_row(install: Install, check: Check) -> None:
+    for name, source, seen in (("leaving", "raise SystemExit('no licence')", "no licence"), ("dying", EXIT, "code 7")):
+        install(name, source, {f"stager.{name}": "Mine"})
+        found = rows(check(name, code=1))
+        assert (list(found), found["loads"][0]) == (["metadata", "loads"], "broken")
+        assert seen in found["loads"][1]
 
 
 def test_without_pytest_its_extra_is_named(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

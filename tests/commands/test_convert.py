@@ -80,9 +80,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Sharded:
     return root, run_ranks(save_sharded, nproc=3, args=(str(root),))[0]
 
 
-def test_torch_loads_the_file_of_a_zero_run_into_model_and_adam(
-    sharded: Sharded, tmp_path: Path, command: Command
-) -> None:
+def test_torch_loads_the_file_of_a_zero_run(sharded: Sharded, tmp_path: Path, command: Command) -> None:
     root, whole = sharded
     assert "step 2" in command("convert", root / "zero", tmp_path / "all.pt").out
     found = torch.load(tmp_path / "all.pt", weights_only=True)
@@ -142,11 +140,9 @@ def test_the_library_reads_tensors_of_every_kind(tmp_path: Path, command: Comman
 def test_tensors_that_safetensors_cannot_hold_are_named(tmp_path: Path, command: Command) -> None:
     state = {"x": {"wide": torch.ones(2, dtype=torch.complex128)}, "y": {"__metadata__": torch.ones(2)}, "z": 3}
     root = save(tmp_path / "run", state)
-    for name, message in (
-        ("x", "cannot hold 'wide', which is torch.complex128; write a .pt"),
-        ("y", "cannot hold '__metadata__', which is torch.float32; write a .pt"),
-    ):
-        assert message in command("convert", root, tmp_path / "x.safetensors", "--only", name, code=2).err
+    for name, tensor in (("x", "'wide', which is torch.complex128"), ("y", "'__metadata__', which is torch.float32")):
+        wrong = command("convert", root, tmp_path / "x.safetensors", "--only", name, code=2).err
+        assert f"cannot hold {tensor}; write a .pt" in wrong
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     shown = command("convert", root, tmp_path / "z.safetensors", "--only", "z").out
     assert shown.splitlines()[1:] == ["In it: nothing", "Not in it, being no tensors: z"]

@@ -112,9 +112,7 @@ def test_the_error_of_a_run_is_reported_once_in_a_line(here: Path, report: Comma
     assert page.partition("<details")[0].count("the loss is not finite") == 1
 
 
-def test_missing_and_damaged_records_and_a_fallback_are_reported(
-    here: Path, report: Command, no_matplotlib: None
-) -> None:
+def test_missing_records_and_fallbacks_are_reported(here: Path, report: Command, no_matplotlib: None) -> None:
     write_run(here / "run", Sample(ranks=3))
     rank_file(here / "run", 1).unlink()
     file = rank_file(here / "run", 0)

@@ -62,17 +62,6 @@ class Route:
     budget: ByteSize = ByteSize("1MiB")  # noqa: RUF009
 
 
-@dataclasses.dataclass
-class Plain:
-    sizes: tuple[int, ...] = (1,)
-    port: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    port: int = 1
-
-
 class Opaque: ...
 
 
@@ -157,10 +146,8 @@ CASES: dict[str, tuple[Any, Any, Any, Any]] = {
     "dtype": (torch.dtype, torch.bfloat16, "torch.float8_e4m3fn", torch.float8_e4m3fn),
     "device": (torch.device, torch.device("cpu"), "cuda:1", torch.device("cuda:1")),
     "wait": (timedelta, timedelta(hours=1.5), 30, timedelta(seconds=30)),
-    "maybe": (torch.dtype | None, None, "half", torch.float16),
-    "old": (Optional[ByteSize], None, 4096, ByteSize("4KiB")),  # noqa: UP045
+    "maybe": (Optional[torch.dtype], None, "half", torch.float16),  # noqa: UP045
     "auto": (Literal["auto"] | ByteSize, "auto", "1KB", ByteSize(1000)),
-    "seconds": (float | timedelta, 1.5, 3, 3.0),
     "text": (str | timedelta, "later", "2 days", timedelta(2)),
     "waits": (list[timedelta], [timedelta(1)], ["1s", 2], [timedelta(seconds=1), timedelta(seconds=2)]),
     "pair": (
@@ -179,12 +166,10 @@ CASES: dict[str, tuple[Any, Any, Any, Any]] = {
     "net": (Net, Net("h"), {"wait": "1m", "kinds": []}, Net("h", timedelta(minutes=1), ())),
     "nets": (Sequence[Net], [], [{"host": "x", "mode": "slow"}], [Net("x", mode="slow")]),
     "route": (Route | None, None, {"nets": [{"host": "x"}]}, Route([Net("x")])),
-    "plain": (Plain, Plain(), {"sizes": [2, 3]}, Plain((2, 3))),
-    "frozen": (Frozen, Frozen(), {"port": 2}, Frozen(2)),
+    "dollars": (str | Net, "", {"host": r"\${oc.env:HOME}"}, Net("${oc.env:HOME}")),
     "either": (str | Net, "here", {"host": "x", "wait": "1s"}, Net("x", timedelta(seconds=1))),
     "parts": (str | Sequence[Opaque], "all", "none", "none"),
     "mark": (Mark, Mark.BLUE, "RED", Mark.RED),
-    "marks": (list[Mark], [Mark.RED], ["BLUE"], [Mark.BLUE]),
     "trip": (Trip, Trip(), {"stop": {"name": "x"}, "stops": [{}]}, Trip(Stop("x"), stops=[Stop()])),
     "late": (
         Trip | None, None,
@@ -193,7 +178,6 @@ CASES: dict[str, tuple[Any, Any, Any, Any]] = {
     "limits": (dict[str, int] | None, None, {"a": "1"}, {"a": 1}),
     "names_or_one": (str | list[str], "x", 3, "3"),
     "table": (list[list[int]], [], [["1"], []], [[1], []]),
-    "sloppy": (torch.dtype, None, "half", torch.float16),
     "choice": (Literal["a", "b"], None, "b", "b"),
     "pairs": (tuple[int, ...], None, [1, "2"], (1, 2)),
     "stop": (Stop, None, {"name": "x"}, Stop("x")),
@@ -268,15 +252,11 @@ def test_an_annotation_is_read_in_the_module_that_wrote_it(tmp_path: Path, monke
         @elsewhere.logged  # type: ignore[untyped-decorator]
         def __init__(self, codec: Codec) -> None: ...
 
-    registry.register("join", "child")(Child)
-    registry.register("join", "logged")(Logged)
-    assert {n: o.hint for n, o in schema.options(registry.find("join", "child").load()).items()} == {
-        "mode": Literal["a", "b"],
-        "codec": Codec,
-        "sizes": list[int],
-    }
-    assert schema.options(registry.find("join", "child").load())["sizes"].default == [1]
-    assert schema.options(registry.find("join", "logged").load())["codec"].hint is Codec
+    options = schema.options(Child)
+    expected = {"mode": Literal["a", "b"], "codec": Codec, "sizes": list[int]}
+    assert {name: option.hint for name, option in options.items()} == expected
+    assert options["sizes"].default == [1]
+    assert schema.options(Logged)["codec"].hint is Codec
 
 
 def test_an_option_and_its_field_have_the_docstrings_text() -> None:
@@ -365,20 +345,9 @@ def test_an_option_that_is_none_or_empty_can_be_overridden(key: str, value: Any,
     assert alike(stagereg.instantiate(composed.join)[key.partition(".")[0]], expected)
 
 
-def test_a_component_instead_of_a_value_is_built() -> None:
+def test_objects_of_the_program_and_components_arrive() -> None:
     inner = {"_target_": f"{__name__}.everything", "budget": "1KB"}
     assert stagereg.instantiate(config(either=inner))["either"]["budget"] == ByteSize(1000)
-
-
-def test_texts_with_dollars_are_taken_as_they_are() -> None:
-    cfg = OmegaConf.create({"_target_": f"{__name__}.everything", "either": {"host": r"\${oc.env:HOME}"}})
-    assert stagereg.instantiate(cfg)["either"] == Net("${oc.env:HOME}")
-    cfg.pair = [r"\${oc.env:HOME}", "int8", "ZSTD"]
-    with pytest.raises(ConfigError, match=r"^pair\[0\]: '\$\{oc\.env:HOME\}' is not a whole number"):
-        stagereg.instantiate(cfg)
-
-
-def test_objects_given_by_the_program_arrive() -> None:
     objects = {
         "wait": timedelta(days=-1, microseconds=1),
         "deep": {"a": [(timedelta(3),)]},
@@ -390,40 +359,30 @@ def test_objects_given_by_the_program_arrive() -> None:
     assert {name: made[name] for name in objects} == objects
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"budget": "4GiBB"}, r"^budget: '4GiBB' has no unit of bytes\. Did you mean 'GiB'\? Write a size as 4GiB"),
-        ({"dtype": "flaot16"}, r"^dtype: 'flaot16' is not a dtype\. Did you mean 'float16'\? Write the name"),
-        ({"device": "cuad"}, r"^device: 'cuad' is not a device, such as cpu, cuda"),
-        ({"wait": "3 dayz"}, r"^wait: '3 dayz' has no unit of time after 3\. Did you mean 'day"),
-        (
-            {"auto": "atuo"},
-            r"^auto is 'atuo'\. Did you mean 'auto'\? It is one of: 'auto'\nOr: auto: 'atuo' is not a",
-        ),
-        ({"waits": ["1s", "soon"]}, r"^waits\[1\]: 'soon' is not a duration"),
-        ({"pair": [1, "int8"]}, r"^pair has 2 items, where 3 are needed"),
-        ({"pair": ["x", "int8", "ZSTD"]}, r"^pair\[0\]: 'x' is not a whole number"),
-        ({"pair": [1, "int8", "ZSDT"]}, r"^pair\[2\]: .*ZSTD"),
-        ({"budgets": {"b": "x"}}, r"^budgets\.b: 'x' is not a size"),
-        ({"rates": {"flaot16": 1}}, r"^rates: 'flaot16' is not a dtype\. Did you mean 'float16'"),
-        ({"deep": {"a": [["soon"]]}}, r"^deep\.a\[0\]\[0\]: 'soon'"),
-        ({"mixed": ["1X"]}, r"^mixed.*'1X'"),
-        ({"net": {"mode": "fsat"}}, r"^net\.mode is 'fsat'\. Did you mean 'fast'\? It is one of: 'fast', 'slow'"),
-        ({"nets": [{"host": "x", "wait": "soon"}]}, r"^nets\[0\]\.wait: 'soon'"),
-        (
-            {"nets": [{"wait": "1s"}]},
-            r"^nets\[0\]\.host needs a value: add nets\[0\]\.host=\.\.\. to the command line\.",
-        ),
-        ({"route": {"nets": [{"host": "x", "mode": "fsat"}]}}, r"^route\.nets\[0\]\.mode is 'fsat'"),
-        ({"either": {"hots": "x"}}, r"^either: Net takes no 'hots'\. Did you mean 'host'\? It takes: host, wait"),
-        ({"limits": 3}, r"^limits is 3, where a mapping is needed\.$"),
-        ({"table": [1]}, r"^table\[0\] is 1, where a list is needed\.$"),
-        ({"late": 3}, r"^late is 3, where a mapping of the fields of Trip is needed"),
-        ({"choice": "c"}, r"^choice is 'c'\. It is one of: 'a', 'b'"),
-        ({"either": {}}, r"^either\.host needs a value: add either\.host=\.\.\."),
-    ],
-)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"budget": "4GiBB"}, r"^budget: '4GiBB' has no unit of bytes\. Did you mean 'GiB'\? Write a size as 4GiB"),
+    ({"auto": "atuo"}, r"^auto is 'atuo'\. Did you mean 'auto'\? It is one of: 'auto'\nOr: auto: 'atuo' is not a"),
+    ({"waits": ["1s", "soon"]}, r"^waits\[1\]: 'soon' is not a duration"),
+    ({"pair": [1, "int8"]}, r"^pair has 2 items, where 3 are needed"),
+    ({"pair": ["x", "int8", "ZSTD"]}, r"^pair\[0\]: 'x' is not a whole number"),
+    ({"pair": [r"\${oc.env:HOME}", "int8", "ZSTD"]}, r"^pair\[0\]: '\$\{oc\.env:HOME\}' is not a whole number"),
+    ({"pair": [1, "int8", "ZSDT"]}, r"^pair\[2\]: .*ZSTD"),
+    ({"budgets": {"b": "x"}}, r"^budgets\.b: 'x' is not a size"),
+    ({"rates": {"flaot16": 1}}, r"^rates: 'flaot16' is not a dtype\. Did you mean 'float16'"),
+    ({"deep": {"a": [["soon"]]}}, r"^deep\.a\[0\]\[0\]: 'soon'"),
+    ({"mixed": ["1X"]}, r"^mixed.*'1X'"),
+    ({"nets": [{"wait": "1s"}]}, r"^nets\[0\]\.host needs a value: add nets\[0\]\.host=\.\.\. to the command line\."),
+    ({"route": {"nets": [{"host": "x", "mode": "fsat"}]}}, r"^route\.nets\[0\]\.mode is 'fsat'\. Did you mean 'fast'"),
+    ({"either": {"hots": "x"}}, r"^either: Net takes no 'hots'\. Did you mean 'host'\? It takes: host, wait"),
+    ({"either": {}}, r"^either\.host needs a value: add either\.host=\.\.\."),
+    ({"limits": 3}, r"^limits is 3, where a mapping is needed\.$"),
+    ({"table": [1]}, r"^table\[0\] is 1, where a list is needed\.$"),
+    ({"late": 3}, r"^late is 3, where a mapping of the fields of Trip is needed"),
+    ({"choice": "c"}, r"^choice is 'c'\. It is one of: 'a', 'b'"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED, ids=range(len(REFUSED)))
 def test_a_wrong_text_is_refused_with_its_key_and_the_right_form(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         stagereg.instantiate(config(**given))
@@ -432,11 +391,9 @@ def test_a_wrong_text_is_refused_with_its_key_and_the_right_form(given: dict[str
 @pytest.mark.parametrize(
     ("value", "hint", "message"),
     [
-        ("fsat", Literal["fast"] | None, r"^x is 'fsat'\. Did you mean 'fast'\? It is one of: 'fast'"),
         (["slow", "fsat"], list[Literal["fast", "slow"]] | None, r"^x\[1\] is 'fsat'\. Did you mean 'fast'\?"),
         ({"a": ["fsat"]}, dict[str, list[Literal["fast"]]], r"^x\.a\[0\] is 'fsat'\. Did you mean 'fast'\?"),
         ("atuo", int | Literal["auto"], r"It is one of: 'auto'\nOr: x: 'atuo' is not a whole number\.$"),
-        ("atuo", Literal["auto"] | float, r"\nOr: x: 'atuo' is not a number\.$"),
         ("atuo", Literal["auto"] | bool, r"\nOr: x: 'atuo' is not true or false\.$"),
         (1, Literal[True, "auto"], "^x is 1"),  # which equals the True
         (1.0, Literal[True, "auto"], r"^x is 1\.0"),
@@ -471,30 +428,18 @@ LEAVES: list[tuple[Any, st.SearchStrategy[Any]]] = [
 
 
 def _deeper(hints: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    def listed(inner: Any) -> Any:
-        return list[inner[0]], st.lists(inner[1], max_size=3)
+    def few(of: Any) -> st.SearchStrategy[Any]:
+        return st.lists(of, max_size=3)
 
-    def tupled(inner: Any) -> Any:
-        return tuple[inner[0], ...], st.lists(inner[1], max_size=3).map(tuple)
-
-    def fixed(inner: Any) -> Any:
-        one, other = inner
-        return tuple[one[0], other[0]], st.tuples(one[1], other[1])
-
-    def named(inner: Any) -> Any:
-        return dict[str, inner[0]], st.dictionaries(st.text("abc", min_size=1), inner[1], max_size=3)
-
-    def maybe(inner: Any) -> Any:
-        return inner[0] | None, st.none() | inner[1]
-
-    def both(inner: Any) -> Any:
-        return inner[0] | list[inner[0]], inner[1] | st.lists(inner[1], max_size=3)
-
-    singles = st.sampled_from(LEAVES)
+    keys, singles = st.text("abc", min_size=1), st.sampled_from(LEAVES)
     return st.one_of(
-        hints.map(listed), hints.map(tupled), hints.map(named), hints.map(maybe), singles.map(both),
-        st.tuples(hints, hints).map(fixed),
-    )  # fmt: skip
+        hints.map(lambda one: (list[one[0]], few(one[1]))),
+        hints.map(lambda one: (tuple[one[0], ...], few(one[1]).map(tuple))),
+        hints.map(lambda one: (dict[str, one[0]], st.dictionaries(keys, one[1], max_size=3))),
+        hints.map(lambda one: (one[0] | None, st.none() | one[1])),
+        singles.map(lambda one: (one[0] | list[one[0]], one[1] | few(one[1]))),
+        st.tuples(hints, hints).map(lambda two: (tuple[two[0][0], two[1][0]], st.tuples(two[0][1], two[1][1]))),
+    )
 
 
 @settings(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -129,13 +127,6 @@ def test_a_wrong_type_or_key_is_refused_while_composing(app: App) -> None:
         assert message in app.refusal(done)
 
 
-def test_a_broken_package_is_named_only_when_chosen(app: App) -> None:
-    assert app.prints().startswith("BUILT")
-    message = app.refuses("stager=broken")
-    assert "stager 'broken' cannot be loaded from broken:Stager of theirs 1.2" in message
-    assert "No module named 'nowhere'" in message
-
-
 FULL_ERROR = "\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\n"
 
 # A typed config goes through a pickle, as to the workers of a launcher.
@@ -162,23 +153,3 @@ def test_one_name_of_two_packages_is_two_options(app: App) -> None:
     assert app.refuses("stager=other") == app.refuses("-m", "stager=other,theirs") == message + FULL_ERROR
     app.write("app.py", PICKLED)
     assert app.prints() == "there\n"
-
-
-SHIPPED = """
-import sys
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
-with initialize_config_dir(sys.argv[1], version_base="1.3"):
-    print(OmegaConf.to_yaml(compose("train", sys.argv[2:])))
-    compose("train", ["join.throw=maybe"])
-"""
-
-
-def test_the_shipped_composition_takes_documented_overrides(tmp_path: Path) -> None:
-    (tmp_path / "train.yaml").write_text("defaults: [stagereg, _self_]\n")
-    overrides = ["stager=blocking", "join.throw=true", "checkpoint.every=5", "nproc=2"]
-    command = [sys.executable, "-c", SHIPPED, str(tmp_path), *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    for line in ("stagers.blocking.Bloc", "  throw: true\n", "  every: 5\n", "  stager: ${stager}\n", "nproc: 2\n"):
-        assert line in done.stdout, done.stderr
-    assert "Value 'maybe' is not a valid bool" in done.stderr

@@ -28,12 +28,10 @@ import hydra
 def main(cfg):
     import torch
     staged = hydra.utils.instantiate(cfg.stager).stage({"w": torch.ones(3), "n": torch.tensor(1)})
-    print("STAGED", cfg.stager._target_.rpartition(".")[2], staged["w"].dtype, staged["n"].dtype)
+    print("STAGED", staged["w"].dtype, staged["n"].dtype)
 main()
 """
-CONFIG = (
-    "defaults: [{stager: pinned_cached}, _self_]\nhydra: {output_subdir: null, run: {dir: out}, sweep: {dir: out}}\n"
-)
+CONFIG = "defaults: [{stager: pinned_cached}, _self_]\nhydra: {output_subdir: null, run: {dir: out}}\n"
 
 
 class User:
@@ -115,6 +113,8 @@ def test_listing_and_completion_offer_it_and_import_nothing(user: User) -> None:
     done = user.run(*importing, "bare.py", "-sc", "query=bash", COMP_LINE="python bare.py stager=b")
     assert done.stdout.split() == ["stager=bf16", "stager=blocking"]
     assert "Did you mean 'bf16'" in user.run("bare.py", "stager=bf61", code=1).stderr
+    staged = user.prints("bare.py", "stager=bf16", "stager.max_in_flight=3")
+    assert staged.endswith("STAGED torch.bfloat16 torch.int64\n")
     listed = user.run(*importing, "-m", "stagereg", "list", "--json")
     for each in (done, listed):
         imported = {line.rpartition("|")[2].strip() for line in each.stderr.splitlines()}
@@ -123,16 +123,6 @@ def test_listing_and_completion_offer_it_and_import_nothing(user: User) -> None:
     mine = {(e["kind"], e["name"]): e for e in json.loads(listed.stdout)["components"] if e["version"] == "1.0.0"}
     assert set(mine) == {("stager", "bf16"), ("joinable", "ema"), ("join_hook", "ema"), ("join_hook", "ddp_timed")}
     assert {e["distribution"] for e in mine.values()} == {"lean-export"}
-
-
-@pytest.mark.slow
-def test_an_app_that_never_imports_stagereg_sweeps_over_it(user: User) -> None:
-    sweep = ["bare.py", "-m", "stager=bf16,blocking", "stager.max_in_flight=3", "hydra/launcher=joblib"]
-    lines = [line for line in user.prints(*sweep).splitlines() if line.startswith("STAGED")]
-    assert sorted(lines) == [
-        "STAGED Bf16Stager torch.bfloat16 torch.int64",
-        "STAGED BlockingStager torch.float32 torch.int64",
-    ]
 
 
 @pytest.mark.slow
@@ -172,14 +162,6 @@ def test_a_run_resumes_from_its_checkpoint_to_the_same_average(user: User) -> No
         [],
         ["2.running_mean"],
     )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_the_command_finds_every_promise_kept(user: User) -> None:
-    found = json.loads(user.prints("-m", "stagereg", "check", "lean-export", "--json"))
-    assert found["kept"]
-    assert found["counts"]["kept"] > 60
 
 
 @pytest.mark.slow

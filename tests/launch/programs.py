@@ -44,9 +44,9 @@ class Program:
         return sorted(path.parent for path in self.folder.rglob(".hydra"))
 
 
-def run(command: list[str], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], cwd: Path, given: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
     plain = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | variables
-    return subprocess.run(command, cwd=cwd, env=plain, capture_output=True, text=True, timeout=LIMIT_S)
+    return subprocess.run(command, cwd=cwd, env=plain, input=given, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 def await_job(programs: Iterable[subprocess.Popen[str]], ranks: int) -> None:

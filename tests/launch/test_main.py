@@ -75,7 +75,7 @@ def train(cfg):
 if __name__ == "__main__":
     train()
     from torch.distributed import is_initialized
-    print("end of the script, a group is left:", is_initialized())
+    print(f"end of the script in {os.getpid()}, a group is left: {is_initialized()}")
 """
 
 CONFIG = """
@@ -101,27 +101,15 @@ class WriteReturnValue(Callback):
 """
 
 
-CALLS = """
-import json, os, sys
-from many_calls import call
-
-sys.path[0] = ""
-with open("lines.json") as file:
-    lines = json.load(file)
-ended = {}
-for name, line in lines.items():
-    _, code, out, err = call("train.py", line)
-    ended[name] = {"returncode": code, "stdout": out, "stderr": err, "pid": os.getpid()}
-
+CALL = """
+import os, sys
 from omegaconf import OmegaConf
 from train import train
 
 sys.argv = ["train.py", "--no-such-flag"]
 os.mkdir("in the call")
 cfg = OmegaConf.create(dict(lr=3, what="work", text="", stamp="", answers="in the call"))
-ended["a config in the call"] = {"values": [train(cfg), train(cfg)]}
-with open("ended.json", "w") as file:
-    json.dump(ended, file)
+print([train(cfg), train(cfg)])
 """
 
 
@@ -143,20 +131,21 @@ LINES = {
 
 @pytest.fixture(scope="module")
 def called(tmp_path_factory):
-    """How each of these command lines ended, all in one process: exit code, output, and the answers of its rank."""
+    """How each of these command lines ended, all in one process, with the answers of its rank."""
     app = Program(tmp_path_factory.mktemp("called"), SCRIPT, CONFIG)
-    answers = {name: app.answers / str(number) for number, name in enumerate(LINES)}
-    for folder in answers.values():
-        folder.mkdir()
-    own = {name: [f"answers={folder}", f"hydra.run.dir=runs/{folder.name}"] for name, folder in answers.items()}
-    (app.folder / "lines.json").write_text(json.dumps({name: line + own[name] for name, line in LINES.items()}))
-    (app.folder / "calls.py").write_text(CALLS)
-    ended = run([sys.executable, "calls.py"], app.folder, PYTHONPATH=str(Path(__file__).parents[1] / "support"))
-    assert ended.returncode == 0, ended.stderr
-    results = json.loads((app.folder / "ended.json").read_text())
-    for name, folder in answers.items():
-        results[name]["answers"] = {file.stem: json.loads(file.read_text()) for file in folder.iterdir()}
-        results[name]["run folders"] = len(list((app.folder / "runs" / folder.name).rglob(".hydra")))
+    (app.folder / "call.py").write_text(CALL)
+    calls = []
+    for number, line in enumerate(LINES.values()):
+        (app.answers / str(number)).mkdir()
+        calls.append(["train.py", [*line, f"answers={app.answers}/{number}", f"hydra.run.dir=runs/{number}"]])
+    many = str(Path(__file__).parents[1] / "support" / "many_calls.py")
+    done = run([sys.executable, many], app.folder, given=json.dumps([*calls, ["call.py", []]]))
+    assert done.returncode == 0, done.stderr
+    results = {}
+    for number, (name, (_, code, out, err)) in enumerate(zip([*LINES, "a call"], json.loads(done.stdout), strict=True)):
+        answers = {file.stem: json.loads(file.read_text()) for file in (app.answers / str(number)).glob("*")}
+        folders = list((app.folder / "runs" / str(number)).rglob(".hydra"))
+        results[name] = {"returncode": code, "stdout": out, "stderr": err, "answers": answers, "folders": folders}
     return results
 
 
@@ -164,39 +153,40 @@ def test_plain_python_starts_ranks_that_share_folder_and_log(app):
     # Ranks above 0 have no logging whose level could be overridden; what only the parent uses does not reach them.
     of_parent = ["hydra/launcher=joblib", "hydra.sweep.dir=x"]
     ended = app.run("text='a $$ {b} ${lr}'", "lr=2", "hydra.job_logging.root.level=DEBUG", *of_parent)
-    assert ended.returncode == 0, ended.stderr
+    folder = of_one_run(app, ended)
     first, second = app.answer(0), app.answer(1)
-    assert first["sum"] == second["sum"] == 3
     assert first["pid"] != second["pid"]
-    assert first["stamp"] == second["stamp"]
     assert first["threads"] == second["threads"] == "1"
     assert first["libc"] == second["libc"] == tunables({}).get("GLIBC_TUNABLES")
     assert first["text"] == second["text"] == "a $$ {b} 2"
-    (folder,) = app.run_folders()
     assert "lr=2" in (folder / ".hydra" / "overrides.yaml").read_text()
+    assert ended.stderr == ""
+
+
+def of_one_run(app, ended):
+    """The folder of a run of two ranks that has ended well."""
+    assert ended.returncode == 0, ended.stderr
+    first, second = app.answer(0), app.answer(1)
+    assert first["sum"] == second["sum"] == 3
+    assert first["stamp"] == second["stamp"]
+    (folder,) = app.run_folders()
     (log,) = app.folder.rglob("*.log")
     assert re.findall("rank (.*) sees 3", log.read_text()) == ["0 of 2"]
-    assert ended.stderr == ""
+    return folder
 
 
 def test_one_rank_runs_in_the_process_itself(called):
     ended = called["one rank"]
     assert ended["returncode"] == 0, ended["stderr"]
-    assert ended["answers"]["0"]["pid"] == ended["pid"]
     assert ended["answers"]["0"]["sum"] == 1
     assert ended["answers"]["0"]["threads"] is None
-    assert "end of the script, a group is left: False" in ended["stdout"]
-    assert ended["run folders"] == 1
+    pid = ended["answers"]["0"]["pid"]
+    assert f"end of the script in {pid}, a group is left: False" in ended["stdout"]
+    assert len(ended["folders"]) == 1
 
 
 def test_ranks_of_torchrun_share_folder_and_log(app):
-    ended = app.run("nproc=7", start=TORCHRUN)
-    assert ended.returncode == 0, ended.stderr
-    assert app.answer(0)["sum"] == app.answer(1)["sum"] == 3
-    assert app.answer(0)["stamp"] == app.answer(1)["stamp"]
-    assert len(app.run_folders()) == 1
-    (log,) = app.folder.rglob("*.log")
-    assert re.findall("rank (.*) sees 3", log.read_text()) == ["0 of 2"]
+    of_one_run(app, app.run("nproc=7", start=TORCHRUN))
 
 
 def test_jobs_of_a_sweep_get_fresh_ranks_and_return_once(app):
@@ -286,23 +276,18 @@ def test_folders_and_configs_are_found_from_anywhere(app, tmp_path_factory):
     assert ended.returncode == 0, ended.stderr
     (folder,) = (path.parent for path in elsewhere.rglob(".hydra"))
     assert app.answer(0)["cwd"] == app.answer(1)["cwd"] == str(folder)
-
-
-@pytest.mark.slow
-def test_a_module_of_a_package_can_be_started_with_m(app):
-    package = app.folder / "pkg"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (app.folder / "conf").rename(package / "conf")
-    (app.folder / "train.py").rename(package / "train.py")
-    (package / "conf" / "__init__.py").touch()
+    for file in ("pkg/__init__.py", "pkg/conf/__init__.py"):  # a module of a package
+        (app.folder / file).parent.mkdir(parents=True)
+        (app.folder / file).touch()
+    (app.folder / "conf" / "app.yaml").rename(app.folder / "pkg" / "conf" / "app.yaml")
+    (app.folder / "train.py").rename(app.folder / "pkg" / "train.py")
     ended = run([sys.executable, "-m", "pkg.train", f"answers={app.answers}"], app.folder)
     assert ended.returncode == 0, ended.stderr
-    assert app.answer(1)["sum"] == 3
+    assert len(app.answers_of(1)) == 2
 
 
 def test_a_config_in_the_call_skips_the_command_line(called):
-    assert called["a config in the call"]["values"] == [{"score": 3.0}] * 2
+    assert called["a call"]["stdout"].splitlines()[-1] == str([{"score": 3.0}] * 2), called["a call"]
 
 
 @pytest.mark.parametrize(
