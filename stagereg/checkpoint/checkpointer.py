@@ -35,7 +35,7 @@ from stagereg.checkpoint.manifest import MOST, new_token
 from stagereg.checkpoint.pending_save import Background, CheckpointStats, PendingSave, SaveTarget
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.rank_group import RankGroup, reason
-from stagereg.checkpoint.requests import LEAVE, SAVE, SIGNALLED, Requests
+from stagereg.checkpoint.requests import Requests
 from stagereg.checkpoint.schedule import Automatic, Schedule
 from stagereg.checkpoint.storage.lookup import expect_fit, name_of
 from stagereg.checkpoint.storage.protocol import Storage
@@ -50,6 +50,8 @@ from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesP
 __all__ = ["CheckpointStats", "Checkpointer"]
 
 _log = logging.getLogger(__name__)
+
+_SAVE, _LEAVE = "save", "leave"  # what a request begins with: to save a step, or to save it and exit
 
 
 @register("checkpoint", "default")
@@ -178,13 +180,14 @@ class Checkpointer:
         self.stats: CheckpointStats = self._background.stats
         self.preemption: PreemptionConsensus | None = None
         training = None if self._ranks.group is None else process_group or dist.group.WORLD
-        self._requests = Requests(training, f"checkpoint/{opened[0]}")
+        self._requests = Requests(training, f"checkpoint/{opened[0]}/saves")
         self._state: MutableMapping[str, Any] | None = None  # as it was given last, where a rank may have to follow
         self._taken: Counter[str] = Counter()  # steps of each optimizer in it
         if grace is not None:
             newest = self._background.describe_newest
+            exchanges = Requests(training, f"checkpoint/{opened[0]}/signals")
             ranks = RankGroup(process_group)
-            self.preemption = PreemptionConsensus(ranks, grace.total_seconds(), newest, self._requests)
+            self.preemption = PreemptionConsensus(ranks, grace.total_seconds(), newest, exchanges)
         if training is not None:
             self._background.look_out(self._look_for_missed)
             followers.add(self)
@@ -233,21 +236,19 @@ class Checkpointer:
         self._check_open()
         self._remember(state)
         if self.preemption is not None and self.preemption.agreed_before_save(step) and not self._leaving:
-            self._requests.post(f"{LEAVE} {_a_step(step)}")
+            self._requests.post(f"{_LEAVE} {_a_step(step)}")
             self._leave(step, state)
         if not self._leaving:
-            self._requests.post(f"{SAVE} {_a_step(step)}")
+            self._requests.post(f"{_SAVE} {_a_step(step)}")
         self._save(step, state)
 
     def follow(self) -> None:
         """Save, or leave, as ranks in a loop do that this rank has left. Called by a join, between two steps."""
+        if self.preemption is not None:
+            self.preemption.follow()
         while not self._closed and (entry := self._requests.take()) is not None:
             what, _, step = entry.partition(" ")
-            if self.preemption is not None:
-                self.preemption.follow(begins=what == SIGNALLED)
-            if what == SIGNALLED:
-                continue
-            if what == LEAVE:
+            if what == _LEAVE:
                 self._leave(int(step), self._state, follows=True)
             else:
                 self._save(int(step), self._state, follows=True)
@@ -396,16 +397,16 @@ class Checkpointer:
     def _look_for_missed(self) -> None:
         """Answer what other ranks wait for, where this one has passed over it; on the background thread."""
         with contextlib.suppress(RuntimeError):  # the store is gone
-            self._answer(self._requests.missed() or "")
+            if self.preemption is not None:
+                self.preemption.look_for_missed()
+            self._answer(self._requests.missed())
 
-    def _answer(self, entry: str) -> None:
-        """Have other ranks know that this one does not do what they do."""
-        what, _, step = entry.partition(" ")
-        if what == SIGNALLED and self.preemption is not None:
-            self.preemption.follow(begins=True)
-        elif step:
-            self._background.submit(PendingSave(int(step), self._target, missed=True))
-            self._schedule.held(int(step), 0.0)
+    def _answer(self, entry: str | None) -> None:
+        """Have other ranks know that this one does not save what they do."""
+        if entry is not None:
+            step = int(entry.partition(" ")[2])
+            self._background.submit(PendingSave(step, self._target, missed=True))
+            self._schedule.held(step, 0.0)
 
     def _leave(self, step: int, state: MutableMapping[str, Any] | None, follows: bool = False) -> NoReturn:
         """Save ``step``, unless that is done, and leave; on all ranks, which have agreed to."""

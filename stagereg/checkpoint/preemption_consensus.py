@@ -24,7 +24,7 @@ from typing import NoReturn
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.rank_group import RankGroup, reason
-from stagereg.checkpoint.requests import SIGNALLED, Requests
+from stagereg.checkpoint.requests import Requests
 from stagereg.errors import RESUME_CODE, CheckpointError, Preempted, Stopped
 from stagereg.launch.preemption import SIGNALS, PreemptionHandler
 
@@ -112,12 +112,13 @@ class PreemptionConsensus:
             _log.warning("stagereg: %s", exception)
         raise exception from failure
 
-    def follow(self, begins: bool) -> None:
-        """Take up what was exchanged; and if ranks in the loop have begun to exchange again, on one that has left it,
-        take part."""
+    def follow(self) -> None:
+        """Take part in the exchanges that ranks in the loop have begun; on a rank that has left it."""
+        if self.agreed is not None or not self._exchanging:
+            return
         try:
             self._take_up()
-            if begins:
+            while self._requests.take() is not None:
                 self._begin()
                 self._take_up()
         except (CheckpointError, RuntimeError) as error:
@@ -125,8 +126,13 @@ class PreemptionConsensus:
 
     def loop_ended(self) -> None:
         """Count the calls anew, which only ranks in the loop have made. On all ranks."""
-        self.follow(begins=False)
+        self.follow()
         self._calls, self._since = 0, record.now()
+
+    def look_for_missed(self) -> None:
+        """Take part in an exchange that this rank has passed over, or others would wait. On the background thread."""
+        if self._requests.missed() is not None:
+            self._begin()
 
     def close(self) -> None:
         """This rank calls no more, and handles no signals. Twice is harmless."""
@@ -138,7 +144,7 @@ class PreemptionConsensus:
         try:
             self._take_up()
             if self.agreed is None and self._calls >= self._next:
-                self._requests.post(SIGNALLED)
+                self._requests.post()
                 self._begin()
         except (CheckpointError, RuntimeError) as error:
             self._give_up(error)

@@ -13,10 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-__all__ = ["LEAVE", "SAVE", "SIGNALLED", "Requests"]
-
-SAVE, LEAVE, SIGNALLED = "save", "leave", "signalled"
-"""What an entry begins with: to save a step, to save it and exit, to exchange whether a rank was signalled."""
+__all__ = ["Requests"]
 
 
 class Requests:
@@ -34,7 +31,7 @@ class Requests:
         self._number = 0  # of entries that this rank has met
         self._suspected = 0
 
-    def post(self, what: str) -> None:
+    def post(self, what: str = "") -> None:
         """This rank does ``what`` now; all others are to. On the training thread."""
         with self._lock:
             self._number += 1

@@ -446,7 +446,7 @@ def test_a_preempted_process_has_ended_when_its_grace_is_over(tmp_path: Path) ->
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_alone_with_the_signal_reports_else_rank_0_does(rank: int) -> None:
     with mock.patch.object(preemption_consensus, "PreemptionHandler") as handler:
-        consensus = preemption_consensus.PreemptionConsensus(mock.Mock(rank=rank, size=2), 1.0, str)
+        consensus = preemption_consensus.PreemptionConsensus(mock.Mock(rank=rank, size=2), 1.0, str, mock.Mock())
         handler.return_value.reports = PreemptionHandler(1.0, str).reports
         assert handler.return_value.reports
         consensus.update([1.0, 0.0])
