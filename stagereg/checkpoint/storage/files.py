@@ -27,8 +27,7 @@ from stagereg.checkpoint.encoding import without_gc
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.storage.aligned import AlignedFile, DiskFile, Upload
-from stagereg.checkpoint.storage.lookup import expect_fit
-from stagereg.checkpoint.storage.protocol import ArchiveResult, Storage
+from stagereg.checkpoint.storage.protocol import ArchiveResult, Storage, expect_fit
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.checkpoint.store.retry import retrying
