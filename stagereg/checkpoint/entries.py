@@ -187,7 +187,7 @@ def _pair(structure: Any, live: Any, in_place: bool) -> None:
     if isinstance(structure, Leaf):
         if isinstance(live, torch.Tensor):
             structure.live = live
-            structure.in_place = in_place and _is_plain(_local(live)) and _fits(live, structure.stored)
+            structure.in_place = in_place and _fits(live, structure.stored)
     elif isinstance(structure, Mapping) and isinstance(live, Mapping):
         for key, item in structure.items():
             if key in live:
@@ -205,12 +205,11 @@ def _memory(x: Any) -> int:
     return _local(x).untyped_storage().data_ptr()
 
 
-def _is_plain(x: torch.Tensor) -> bool:
-    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.is_contiguous() and not x.is_inference()
-
-
 def _fits(live: torch.Tensor, stored: Stored) -> bool:
-    return stored.chunks is not None and (live.shape, live.dtype) == (stored.shape, stored.dtype)
+    """Whether bytes can go straight into the memory of a tensor."""
+    x, alike = _local(live), (live.shape, live.dtype) == (stored.shape, stored.dtype)
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.is_contiguous() and not x.is_inference()
+    return plain and alike and stored.chunks is not None
 
 
 def _is_torchs_own(value: Any) -> bool:

@@ -92,6 +92,7 @@ class CheckpointFiles(ExitStack):
         except CheckpointError as error:
             raise CheckpointError(f"{path} was refused: {error}") from error
 
+    @without_gc()
     def structure(self, name: str) -> Any:
         """Return the structure of one entry, with a :class:`.Leaf` for each tensor and object.
 
@@ -243,7 +244,7 @@ class Transfer:
         for chunk in stored.chunks or ():
             file = self._file(chunk.file)
             if plain and chunk.layout is None and chunk.start == start and chunk.shape == part.shape:
-                self._moves[file].append(_Move(chunk.offset, chunk.length, part.data_ptr()))
+                self._move(file, chunk.offset, part)
                 continue
             low = [max(a, b) for a, b in zip(chunk.start, start, strict=True)]
             high = [min(a + n, b + m) for a, n, b, m in zip(chunk.start, chunk.shape, start, part.shape, strict=True)]
@@ -252,10 +253,14 @@ class Transfer:
             to, box = part[_slices(low, high, start)], _slices(low, high, chunk.start)
             there = torch.empty(chunk.shape, dtype=stored.dtype, device="meta")[box]
             if plain and chunk.layout is None and to.is_contiguous() and there.is_contiguous():
-                offset = chunk.offset + int(there.storage_offset()) * there.itemsize
-                self._moves[file].append(_Move(offset, to.nbytes, to.data_ptr()))
+                self._move(file, chunk.offset + int(there.storage_offset()) * there.itemsize, to)
             else:
                 self._others.append(partial(_copy, file, chunk, box, to, name))
+
+    def _move(self, file: _File, offset: int, to: torch.Tensor) -> None:
+        for at in range(0, to.nbytes, _PIECE_BYTES):
+            length = min(_PIECE_BYTES, to.nbytes - at)
+            self._moves[file].append(_Move(offset + at, length, to.data_ptr() + at))
 
     def add_object(self, leaf: Leaf) -> None:
         """Have an object loaded. Opens its file."""
@@ -298,17 +303,15 @@ def _slices(low: list[int], high: list[int], start: Sequence[int]) -> tuple[slic
 
 
 def _jobs(moves: list[_Move]) -> Iterator[list[_Move]]:
-    """Group moves, in the order of the file, into what is read at once; a long one is cut into pieces."""
+    """Group moves, in the order of the file, into what is read at once: a long one, or short ones close together."""
     run: list[_Move] = []
     for move in moves:
-        if run and (move.length > _SMALL_BYTES or move.offset + move.length - run[0].offset > _RUN_BYTES):
-            yield run
-            run = []
-        if move.length <= _SMALL_BYTES:
-            run.append(move)
-            continue
-        for at in range(0, move.length, _PIECE_BYTES):
-            yield [_Move(move.offset + at, min(_PIECE_BYTES, move.length - at), move.address + at)]
+        if run:
+            is_long = max(move.length, run[-1].length) > _SMALL_BYTES
+            if is_long or move.offset + move.length - run[0].offset > _RUN_BYTES:
+                yield run
+                run = []
+        run.append(move)
     if run:
         yield run
 

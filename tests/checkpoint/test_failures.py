@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+import stagereg
 import stagereg.checkpoint.failpoints as failpoints
 from stagereg.checkpoint.advice import advice, causes
 from stagereg.checkpoint.checkpointer import Checkpointer
@@ -65,12 +67,7 @@ def test_a_failed_write_is_raised_by_the_next_call(tmp_path: Path, fail_writing:
     arguments = {"save": (3, {}), "maybe_save": (3, {}), "restore": ({},)}.get(call, ())
     with pytest.raises(CheckpointError, match=r"(?s)No space left on device") as caught:
         getattr(checkpointer, call)(*arguments)
-    chain = []
-    error: BaseException | None = caught.value
-    while error is not None:
-        chain.append(error)
-        error = error.__cause__
-    assert FULL in chain
+    assert FULL in list(causes(caught.value))
     checkpointer.close()
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
 
@@ -254,3 +251,30 @@ def test_an_error_wrapped_by_torch_is_found_behind_other_errors() -> None:
     wrapped.__context__ = error  # and no circle is walked twice
     assert [type(each) for each in causes(error)] == [RuntimeError, CheckpointException, ValueError, OSError]
     assert "full" in advice(error, "runs/gpt")
+
+
+CALL = re.compile(r"\bfailpoint\(\"(\w+)\"\)")
+
+
+def test_the_named_failpoints_are_exactly_those_in_the_code() -> None:
+    sources = Path(stagereg.__file__).parent.rglob("*.py")
+    reached = {name for source in sources for name in CALL.findall(source.read_text())}
+    assert reached == set(failpoints.POINTS)
+
+
+def test_a_save_reaches_its_failpoints_in_their_listed_order(tmp_path: Path) -> None:
+    seen: list[str] = []
+    before = failpoints.watch(seen.append)
+    try:
+        with Checkpointer(str(tmp_path), keep=1) as checkpointer:
+            checkpointer.save(1, {"x": 1})
+            checkpointer.wait()
+            first = list(dict.fromkeys(seen))
+            seen.clear()
+            checkpointer.save(2, {"x": 2})
+            checkpointer.wait()
+        assert failpoints.watch(before) == seen.append
+    finally:
+        failpoints.watch(before)
+    assert first == [name for name in failpoints.POINTS if name != "hidden"]
+    assert list(dict.fromkeys(seen)) == [name for name in failpoints.POINTS if name not in ("locked", "swept")]

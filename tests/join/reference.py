@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 import stagereg
 
@@ -77,6 +78,19 @@ class Wrapping(nn.Module):
         return Output(self.inner(x).sum())
 
 
+class Nested(nn.Module):
+    """Takes a keyword, and gives nested outputs of which only some have gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, Any]:
+        hidden = torch.tanh(self.first(x)) * scale
+        return {"samples": torch.tensor(len(x)), "none": None, "parts": [hidden.sum(), (self.second(hidden),)]}
+
+
 class Hiding(nn.Module):
     """Returns an object of which nobody can tell the tensors."""
 
@@ -100,12 +114,12 @@ NETS = {
     "branches": Branches,
     "dataclass": Wrapping,
     "hiding": Hiding,
+    "nested": Nested,
 }
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
     "adam": (torch.optim.Adam, {"lr": 0.05}),
     "fused": (torch.optim.AdamW, {"lr": 0.05, "fused": True}),
-    "foreach": (torch.optim.AdamW, {"lr": 0.05, "foreach": True}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
 }
 
@@ -201,10 +215,15 @@ def train_step(training: Training, model: Any, step: int, x: torch.Tensor) -> No
 
 def loss_of(case: Case, model: Any, x: torch.Tensor) -> torch.Tensor:
     """What a step makes smaller."""
-    if case.forwards > 1:
+    more = {"scale": torch.tensor(2.0)} if case.net == "nested" else {}
+    if case.forwards > 1 and case.column != "fsdp2":  # whose forwards are collectives, also those
         with torch.no_grad():
-            model(x)
-    return sum((model(x * (i + 1)).sum() for i in range(case.forwards)), torch.zeros((), dtype=x.dtype))
+            model(x, **more)
+    total = torch.zeros((), dtype=x.dtype)
+    for i in range(case.forwards):
+        outputs = pytree.tree_leaves(model(x * (i + 1), **more))
+        total = total + sum(output.sum() for output in outputs if output is not None)
+    return total
 
 
 def wrapped(case: Case) -> Any:

@@ -6,7 +6,7 @@ import collections
 import copy
 import dataclasses
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,22 +60,6 @@ class Opaque:
 
     def __len__(self) -> int:
         return self.length
-
-
-class View(Mapping[str, Any]):
-    """A mapping that is made of something else than a dict."""
-
-    def __init__(self, one: Any, two: Any) -> None:
-        self.items_by_name = {"one": one, "two": two}
-
-    def __getitem__(self, key: str) -> Any:
-        return self.items_by_name[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.items_by_name)
-
-    def __len__(self) -> int:
-        return 2
 
 
 class Sealed(list[Any]):
@@ -184,7 +168,6 @@ def test_items_without_tensors_are_dropped_with_their_list() -> None:
         ([torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)], "sharded, nested"),
         (Pair(torch.ones(2), {"a": Opaque(2)}), r"batch\[1\]\['a'\], a Opaque, .*no tensor, array, dict"),
         (Slotted((torch.ones(1), Opaque(2))), r"batch\['tokens'\]\[1\], a Opaque, .*no tensor, array, dict"),
-        ([torch.ones(1), View(torch.ones(2), 3)], r"batch\[1\], a View, .*no tensor, array, dict"),
         (Sealed(torch.ones(2), 1), r"batch, a Sealed, cannot.*TypeError"),
         (Opaque(3), r"batch, a Opaque, cannot.*no tensor, array"),
         (object(), r"batch, a object, cannot.*no tensor, array"),

@@ -152,23 +152,3 @@ def test_an_undeclared_collective_is_refused_before_sending() -> None:
     assert "got torch.float64 of shape (2,)" in dtype
     assert number == "1 collectives are declared but 2 tensors were given"
     assert [total] == other == ["[2.0, 2.0]"]
-
-
-def all_iterating(rank: int, world_size: int) -> list[list[float]]:
-    return [iterating(rank, mode) for mode in (None, "counted", "auto")]
-
-
-def iterating(rank: int, mode: str | None) -> list[float]:
-    """A join whose only joinable is no model: its call is the step, on an empty batch too."""
-    total_over_ranks = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce", "shape": [1]}])
-    join = stagereg.Join([total_over_ranks], mode=mode)
-    with join:
-        sums = [total_over_ranks(x.sum().reshape(1))[0].item() for x in join.iterate([torch.ones(2)] * (1 + rank))]
-    with join:
-        for _ in range(1 + rank):
-            total_over_ranks(torch.ones(1))
-    return sums
-
-
-def test_it_announces_the_steps_of_iterate_too() -> None:
-    assert run_ranks(all_iterating, 3, timeout_s=60) == [[[6.0, 4.0, 2.0]] * 3] * 3

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 import stagereg.testing.ranks as ranks
-from stagereg.errors import JoinError, PeerFailedError
+from stagereg.errors import JoinError, PeerFailedError, UnevenInputsError
 from stagereg.join.failure import FailureDetector, RankStatus, abort, is_broken_operation, is_timeout
 from stagereg.kernel.channel import resources_of
 from stagereg.testing import RankFailure, run_ranks
@@ -259,11 +259,12 @@ def test_a_failure_reaches_64_ranks_and_only_the_first_one_does() -> None:
             each.leave()
 
 
-def test_a_peer_failure_is_a_runtime_error_and_can_be_pickled() -> None:
-    error = pickle.loads(pickle.dumps(PeerFailedError("rank 1 failed: x", 1, "x")))
-    assert isinstance(error, JoinError)
-    assert isinstance(error, RuntimeError)
-    assert (str(error), error.rank, error.message) == ("rank 1 failed: x", 1, "x")
+@pytest.mark.parametrize("error", [PeerFailedError("rank 1 failed", 1, "x"), UnevenInputsError("Rank 1 ...", 1)])
+def test_the_errors_of_a_join_are_torchs_and_survive_pickling(error: RuntimeError) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert isinstance(again, RuntimeError)
+    assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
+    assert again.rank == 1
 
 
 @pytest.mark.parametrize(

@@ -70,23 +70,6 @@ def test_means_are_exact_and_over_the_samples_of_all_ranks() -> None:
             assert after == [end, end], (rank, i)
 
 
-def iterated(rank: int, world_size: int) -> list[Any]:
-    ddp = DistributedDataParallel(net(Case()))
-    metrics = stagereg.build("joinable", "metrics")
-    seen = []
-    with stagereg.Join([ddp, metrics]) as join:
-        for step, x in enumerate(join.iterate([batch(rank, 0, step) for step in range(LENGTHS[rank])])):
-            ddp(x).sum().backward()
-            metrics.add(loss=part(rank, step) if len(x) else (0.0, 0))
-            seen.append(metrics.compute())
-    return [*seen, metrics.compute()]
-
-
-def test_ranks_that_run_the_body_without_data_compute_like_all() -> None:
-    wanted = [pytest.approx(expected(0, step + 1), rel=1e-15) for step in range(max(LENGTHS))]
-    assert run_ranks(iterated, 3, timeout_s=30) == [[*wanted, wanted[-1]]] * 3
-
-
 def odd(rank: int, world_size: int) -> list[Any]:
     metrics = stagereg.build("joinable", "metrics")
     results = [metrics.compute()]

@@ -61,14 +61,16 @@ def test_a_communication_hook_keeps_replicas_equal() -> None:
         assert difference([params, momentum], list(other[hook, zeroing])) == 0.0, (hook, zeroing)
 
 
-def pairs_of_models(rank: int, world_size: int, lengths: tuple[int, ...]) -> list[list[torch.Tensor]]:
-    return [two_models(rank, lengths, divide) for divide in (True, False)]
+def in_a_part(rank: int, world_size: int, lengths: tuple[int, ...]) -> list[list[torch.Tensor]]:
+    """All ranks but the first train."""
+    group = dist.new_group(list(range(1, world_size)))
+    return [two_models(rank - 1, lengths, divide, group) for divide in (True, False)] if rank else []
 
 
-def two_models(rank: int, lengths: tuple[int, ...], divide: bool) -> list[torch.Tensor]:
-    one, two = DistributedDataParallel(seeded()), DistributedDataParallel(seeded())
+def two_models(rank: int, lengths: tuple[int, ...], divide: bool, group: Any) -> list[torch.Tensor]:
+    one, two = (DistributedDataParallel(seeded(), process_group=group) for _ in range(2))
     first = torch.optim.Adam(one.parameters(), lr=0.05)
-    second = ZeroRedundancyOptimizer(two.parameters(), torch.optim.Adam, lr=0.05)
+    second = ZeroRedundancyOptimizer(two.parameters(), torch.optim.Adam, process_group=group, lr=0.05)
     with stagereg.Join([one, first, two, second], divide_by_initial_world_size=divide):
         for step in range(lengths[rank]):
             first.zero_grad()
@@ -80,10 +82,10 @@ def two_models(rank: int, lengths: tuple[int, ...], divide: bool) -> list[torch.
     return values(one, two)
 
 
-def test_two_models_in_the_order_of_the_loop() -> None:
+def test_two_models_of_a_part_of_the_world_in_the_loops_order() -> None:
     lengths = (1, 4, 2)
     right = [in_one_process(lengths, divide) for divide in (True, False)]
-    for outcomes in run_ranks(pairs_of_models, 3, args=(lengths,), timeout_s=30):
+    for outcomes in run_ranks(in_a_part, 4, args=(lengths,), timeout_s=30)[1:]:
         assert difference(outcomes, right) < EXACT
 
 
@@ -96,26 +98,3 @@ def in_one_process(lengths: tuple[int, ...], divide: bool) -> list[torch.Tensor]
     ]
     descend(lengths, losses, divide)
     return values(one, two)
-
-
-def subgroup(rank: int, world_size: int, lengths: tuple[int, ...]) -> list[torch.Tensor]:
-    group = dist.new_group([1, 2])
-    if rank == 0:
-        return []
-    ddp = DistributedDataParallel(seeded(), process_group=group)
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, process_group=group, lr=0.05)
-    with stagereg.Join([ddp, zero]):
-        for step in range(lengths[rank - 1]):
-            zero.zero_grad()
-            ddp(batch(rank - 1, 0, step)).sum().backward()
-            zero.step()
-    return values(ddp)
-
-
-def test_a_join_in_a_part_of_the_world() -> None:
-    lengths = (1, 4)
-    module = seeded()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-    descend(lengths, [(optimizer, lambda rank, step: module(batch(rank, 0, step)).sum())])
-    for outcome in run_ranks(subgroup, 3, args=(lengths,), timeout_s=30)[1:]:
-        assert difference(outcome, values(module)) < EXACT

@@ -37,12 +37,9 @@ def recordings(rank: int, world_size: int, folder: str) -> dict[str, list[dict[s
         directory = Path(folder) / name.replace(" ", "-")
         with record.recording(directory, rank, world_size):
             work()
-        lines = map(json.loads, (directory / record.file_name(rank)).read_text().splitlines())
-        found[name] = [
-            {key: value for key, value in line.items() if key not in ("event", "t")}
-            for line in lines
-            if line["event"] == "join"
-        ]
+        events = [json.loads(line) for line in (directory / record.file_name(rank)).read_text().splitlines()]
+        joins = [event for event in events if event["event"] == "join"]
+        found[name] = [{key: join[key] for key in join.keys() - {"event", "t"}} for join in joins]
 
     def train(join: Any, model: Any, optimizer: Any, batches: Any) -> None:
         with join:
@@ -58,12 +55,10 @@ def recordings(rank: int, world_size: int, folder: str) -> dict[str, list[dict[s
         join = stagereg.Join([model, optimizer], mode=mode, **kwargs)
         train(join, model, optimizer, join.iterate(data) if looped else data)
 
-    for mode in MODES:
-        for looped in (False, True):
-            record_case(f"ddp {mode} {looped}", lambda mode=mode, looped=looped: case("ddp", mode, looped))
-    record_case("zero torch False", lambda: case("zero", "torch", False))
-    record_case("fsdp2 torch False", lambda: case("fsdp2", "torch", False))
-    record_case("fsdp2 planned True", lambda: case("fsdp2", "planned", True))
+    cases = [("ddp", mode, looped) for mode in MODES for looped in (False, True)]
+    cases += [("zero", "torch", False), ("fsdp2", "torch", False), ("fsdp2", "planned", True)]
+    for each in cases:
+        record_case(" ".join(map(str, each)), lambda each=each: case(*each))
 
     def twice() -> None:
         model, optimizer = wrapped("ddp")

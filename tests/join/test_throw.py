@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -64,12 +63,6 @@ def test_all_ranks_stop_at_one_step_and_name_who_ran_out() -> None:
             assert right[here][2] == rank, case
             ours = type(None) if len(set(case[0])) == 1 else stagereg.UnevenInputsError
             assert kind == (RuntimeError if case[2] == "mixed" and here == 0 else ours), case
-
-
-def test_the_error_is_torchs_type_too_and_survives_pickling() -> None:
-    error = pickle.loads(pickle.dumps(stagereg.UnevenInputsError("Rank 1 exhausted all inputs.", rank=1)))
-    assert isinstance(error, RuntimeError)
-    assert (str(error), error.rank) == ("Rank 1 exhausted all inputs.", 1)
 
 
 def other_error(rank: int, world_size: int) -> str:

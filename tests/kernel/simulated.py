@@ -154,21 +154,32 @@ class Simulation:
 _here = threading.local()
 
 
-class _Round:
-    """One call of all ranks on a channel."""
+class SimulatedCall:
+    """One call of all ranks on a channel; a ``stagereg.kernel.channel.PendingSum``."""
 
-    def __init__(self, kind: tuple[Any, ...], caller: int, size: int) -> None:
-        self.kind, self.caller, self.size = kind, caller, size
+    def __init__(self, state: _ChannelState, kind: tuple[Any, ...], caller: int) -> None:
+        self.kind, self.caller = kind, caller
         self.things: dict[int, Any] = {}
+        self._state = state
         self._sums: list[float] = []
 
     @property
     def full(self) -> bool:
-        return len(self.things) == self.size
+        return len(self.things) == self._state.simulation.size
 
-    def sums(self) -> list[float]:
+    def ready(self, seconds: float) -> bool:
+        if seconds:
+            self.await_all()  # if it takes longer, it takes forever
+        return self.full
+
+    def wait(self) -> list[float]:
+        self.await_all()
         self._sums = self._sums or [sum(column) for column in zip(*self.things.values(), strict=True)]
         return list(self._sums)
+
+    def await_all(self) -> None:
+        if not self.full:
+            self._state.simulation.wait(lambda: self.full, f"{self.kind} for {self._state.purpose}")
 
 
 class _ChannelState:
@@ -177,14 +188,14 @@ class _ChannelState:
     def __init__(self, simulation: Simulation, purpose: str) -> None:
         self.simulation, self.purpose = simulation, purpose
         self.calls = [0] * simulation.size
-        self._rounds: list[_Round] = []
+        self._rounds: list[SimulatedCall] = []
 
-    def enter(self, rank: int, kind: tuple[Any, ...], thing: Any) -> _Round:
+    def enter(self, rank: int, kind: tuple[Any, ...], thing: Any) -> SimulatedCall:
         self.simulation.pause()
         number = self.calls[rank]
         self.calls[rank] += 1
         if number == len(self._rounds):
-            self._rounds.append(_Round(kind, rank, self.simulation.size))
+            self._rounds.append(SimulatedCall(self, kind, rank))
         found = self._rounds[number]
         if found.kind != kind:
             raise self.simulation.stick(
@@ -206,12 +217,12 @@ class SimulatedChannel:
         self.rank, self.size = rank, state.simulation.size
         self._state = state
 
-    def add(self, values: Sequence[float]) -> SimulatedSum:
-        return SimulatedSum(self._state, self._state.enter(self.rank, ("sum", len(values)), list(values)))
+    def add(self, values: Sequence[float]) -> SimulatedCall:
+        return self._state.enter(self.rank, ("sum", len(values)), list(values))
 
     def gather(self, thing: Any) -> list[Any]:
         call = self._state.enter(self.rank, ("gather",), thing)
-        self._state.simulation.wait(lambda: call.full, f"a gather for {self._state.purpose}")
+        call.await_all()
         return [call.things[rank] for rank in range(self.size)]
 
     @property
@@ -224,28 +235,7 @@ class SimulatedChannel:
 
     def meet(self, label: object, value: float) -> float:
         """Sum one number under a label that must be equal on all ranks: a collective of the training step."""
-        call = self._state.enter(self.rank, ("sum", label), [value])
-        return SimulatedSum(self._state, call).wait()[0]
-
-
-class SimulatedSum:
-    """A ``stagereg.kernel.channel.PendingSum``."""
-
-    def __init__(self, state: _ChannelState, call: _Round) -> None:
-        self._state, self._call = state, call
-
-    def ready(self, seconds: float) -> bool:
-        if seconds and not self._call.full:
-            self._wait()  # if it takes longer, it takes forever
-        return self._call.full
-
-    def wait(self) -> list[float]:
-        if not self._call.full:
-            self._wait()
-        return self._call.sums()
-
-    def _wait(self) -> None:
-        self._state.simulation.wait(lambda: self._call.full, f"{self._call.kind} for {self._state.purpose}")
+        return self._state.enter(self.rank, ("sum", label), [value]).wait()[0]
 
 
 class _Store(dist.Store):

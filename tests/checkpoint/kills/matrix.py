@@ -12,23 +12,23 @@ The program imports torch once and forks the ranks before torch has run any thre
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import faulthandler
 import hashlib
 import json
+import multiprocessing
 import os
 import random
-import select
 import shutil
 import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ from stagereg.registry import find
 RANKS, STEPS, EVERY, WIDTH = 2, 10, 2, 256
 LIMIT_S = 300.0  # of one run; nothing here takes a tenth of it on an idle machine
 LINGER_S = 2.0  # for the other rank to notice, which is no promise; a launcher would end it as well
+FORKED = multiprocessing.get_context("fork")
 ATTEMPTS = 4
 CHAIN = 5
 ONE, ALL = "one rank", "all ranks"
@@ -92,6 +93,7 @@ class Observer:
     kill: Kill | None
     rank: int
     folder: Path
+    pids: list[int]
     seen: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, name: str) -> None:
@@ -99,7 +101,8 @@ class Observer:
         append_line(self.folder, self.rank, point=name)
         kill = self.kill
         if kill is not None and (kill.when, kill.rank, kill.nth) == (name, self.rank, self.seen[name]):
-            os.kill(os.getpid() if kill.victim == ONE else 0, signal.SIGKILL)
+            for pid in sorted(self.pids if kill.victim == ALL else [os.getpid()], key=os.getpid().__eq__):
+                os.kill(pid, signal.SIGKILL)  # itself last
 
 
 def append_line(folder: Path, rank: int, **what: Any) -> None:
@@ -114,6 +117,8 @@ def train(setup: Setup, rank: int, root: Path, folder: Path, kill: Kill | None) 
     store = f"file://{folder / 'rendezvous'}"
     limit = datetime.timedelta(seconds=LIMIT_S)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=limit)
+    pids = [0] * RANKS
+    dist.all_gather_object(pids, os.getpid())
     torch.manual_seed(rank)
     random.seed(rank)
     model: torch.nn.Module = torch.nn.Sequential(
@@ -127,7 +132,7 @@ def train(setup: Setup, rank: int, root: Path, folder: Path, kill: Kill | None) 
     own = f"drawn.rank{rank}"
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, own: 0.0}
     stager, storage = stagereg.build("stager", setup.stager), stagereg.build("storage", setup.storage)
-    failpoints.watch(Observer(kill, rank, folder))
+    failpoints.watch(Observer(kill, rank, folder, pids))
     with Checkpointer(str(root), EVERY, 2, "auto", stager, storage) as checkpointer:
         start = checkpointer.restore(state) or 0
         append_line(folder, rank, state=(start, digest(state)))
@@ -205,73 +210,43 @@ def run(setup: Setup, root: Path, folder: Path, kill: Kill | None = None, full: 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     began = time.monotonic()
-    pids: list[int] = []
-    for rank in range(RANKS):
-        pids.append(_forked(rank, pids, folder, lambda rank=rank: train(setup, rank, root, folder, kill)))
-    pidfds = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids)}
+    ranks = [FORKED.Process(target=_rank, args=(setup, rank, root, folder, kill)) for rank in range(RANKS)]
+    for rank in ranks:
+        rank.start()
     try:
-        if kill is not None and kill.when == RANDOM and not _ended(pidfds, began + kill.moment * full):
-            if kill.victim == ONE:
-                os.kill(pids[kill.rank], signal.SIGKILL)
-            else:
-                os.killpg(pids[0], signal.SIGKILL)
+        if kill is not None and kill.when == RANDOM and not _ended(ranks, began + kill.moment * full):
+            for rank in ranks if kill.victim == ALL else [ranks[kill.rank]]:
+                rank.kill()
         deadline = began + LIMIT_S
-        while left := set(pidfds) - set(_ended(pidfds)):
-            if not _ended(left, deadline):
-                break
+        while (left := [rank for rank in ranks if rank.is_alive()]) and _ended(left, deadline):
             deadline = min(deadline, time.monotonic() + LINGER_S)
-        late = [pidfds[descriptor] for descriptor in left]
-        for descriptor in left:
-            signal.pidfd_send_signal(descriptor, signal.SIGUSR2)  # print its stacks into the output
+        for rank in left:
+            os.kill(rank.pid or 0, signal.SIGUSR2)  # print its stacks into the output
         _ended(left, time.monotonic() + 0.5)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pids[0], signal.SIGKILL)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        for descriptor in pidfds:
-            os.close(descriptor)
-    dead = sum(code == -signal.SIGKILL for rank, code in enumerate(codes) if rank not in late)
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    codes = [rank.exitcode or 0 for rank in ranks]
+    dead = sum(rank.exitcode == -signal.SIGKILL for rank in ranks if rank not in left)
     return RunResult(folder, codes, time.monotonic() - began, dead)
 
 
-def _forked(rank: int, before: Sequence[int], folder: Path, act: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid:
-        os.setpgid(pid, before[0] if before else pid)
-        return pid
-    code = 1
-    try:
-        with contextlib.suppress(PermissionError):
-            os.setpgid(0, before[0] if before else 0)
-        output = os.open(folder / f"rank{rank}.out", os.O_WRONLY | os.O_CREAT)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
-        torch.set_num_threads(1)
-        act()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def _rank(setup: Setup, rank: int, root: Path, folder: Path, kill: Kill | None) -> None:
+    output = os.open(folder / f"rank{rank}.out", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
+    torch.set_num_threads(1)
+    train(setup, rank, root, folder, kill)
 
 
-def _ended(pidfds: Iterable[int], deadline: float = 0) -> list[int]:
-    """Return which have ended; wait for the first one, until the deadline."""
-    return select.select(list(pidfds), [], [], max(0.0, deadline - time.monotonic()))[0]
+def _ended(ranks: Sequence[BaseProcess], deadline: float) -> bool:
+    """Wait until the first of them has ended, until the deadline; return whether one has."""
+    return bool(wait([rank.sentinel for rank in ranks], max(0.0, deadline - time.monotonic())))
 
 
 # -- chains
-
-
-@dataclass(frozen=True)
-class KillResult:
-    """What one kill left."""
-
-    kill: Kill
-    newest: int
 
 
 class Matrix:
@@ -279,7 +254,7 @@ class Matrix:
 
     def __init__(self, folder: Path) -> None:
         self.root, self.folder = folder / "root", folder / "shown"
-        self.results: list[KillResult] = []
+        self.results: list[tuple[Kill, int]] = []  # each kill, and the newest step that it left
         self.runs = 1
         for setup in SETUPS:  # import here what the ranks would import, each for itself
             find("storage", setup.storage).load()
@@ -319,7 +294,7 @@ class Matrix:
                 raise Broken(f"ranks ended with {shown.codes}")
         except Broken as broken:
             raise Broken(f"{setup}, {kill}: {broken}\n{shown.output()}") from None
-        self.results.append(KillResult(kill, newest(self.root)))
+        self.results.append((kill, newest(self.root)))
         return True
 
     def _check_resumed(self, shown: RunResult, before: int) -> None:
@@ -391,13 +366,13 @@ def plan(draw: random.Random, count: int, few: bool) -> list[tuple[Setup, list[K
 # -- the results
 
 
-def counts(results: Sequence[KillResult]) -> list[list[str]]:
+def counts(results: Sequence[tuple[Kill, int]]) -> list[list[str]]:
     """Rows of the table: each point, all random moments, all kills."""
     rows = []
     for when in (*NAMED, RANDOM, "all"):
-        these = [result for result in results if when in (result.kill.when, "all")]
-        victims = [sum(result.kill.victim == victim for result in these) for victim in (ONE, ALL)]
-        nothing = sum(result.newest == 0 for result in these)
+        these = [(kill.victim, left) for kill, left in results if when in (kill.when, "all")]
+        victims = [sum(killed == victim for killed, _ in these) for victim in (ONE, ALL)]
+        nothing = sum(left == 0 for _, left in these)
         rows.append([when, *map(str, [*victims, len(these), len(these) - nothing, nothing])])
     return rows
 

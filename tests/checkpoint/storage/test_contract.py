@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import json
+import math
 import os
 import pickle
 from collections import Counter, OrderedDict
@@ -32,6 +34,7 @@ from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.protocol import name_of, named
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore, mark_file
 from stagereg.errors import CheckpointError
+from stagereg.registry import build
 from stagereg.testing import run_ranks
 
 from ...support.faulty_storage import FaultyStorage
@@ -351,3 +354,42 @@ def test_a_storage_keeps_its_name_when_another_package_claims_it(recwarn: pytest
 def test_an_unknown_storage_is_reported_with_the_list() -> None:
     with pytest.raises(CheckpointError, match=r"(?s)storage 'gone', which cannot be built.*There is: dcp, direct"):
         named("gone", DcpStorage())
+
+
+def listed(value: Any) -> Any:
+    """A value with each tensor, of torch or numpy, replaced by its elements."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: listed(item) for key, item in value.items()}
+    return [listed(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("storage", ["dcp", "safetensors"])
+def test_another_program_reads_what_was_saved(tmp_path: Path, storage: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    tied = torch.arange(6.0).reshape(2, 3)
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "values": {
+            1: (2, 3),
+            "text": "ü\ud800",
+            "inf": math.inf,
+            "list": [1, None],
+            "count": collections.Counter("aab"),
+            "bytes": b"x",
+        },
+        "tensors": [tied, tied, tied.t(), tied[:, 1], torch.empty(0, 3), torch.tensor(True), torch.tensor(7)],
+    }
+    with Checkpointer(str(tmp_path), storage=build("storage", storage)) as checkpointer:
+        checkpointer.save(3, state)
+    reader = FormatReader(tmp_path / "step-00000003")
+    assert reader.entry("stagereg.step") == reader.manifest["step"] == 3
+    assert reader.entry("stagereg.rng.rank0")["torch"] == torch.get_rng_state().numpy().tobytes()
+    for name, value in state.items():
+        saved = value.state_dict() if hasattr(value, "state_dict") else value
+        assert listed(reader.entry(name)) == listed(dict(saved) if isinstance(saved, dict) else saved), name

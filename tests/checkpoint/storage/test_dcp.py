@@ -244,26 +244,6 @@ def test_the_former_name_is_deprecated_and_writes_the_same(tmp_path: Path) -> No
     assert '"storage": "dcp"' in (tmp_path / "latest" / "manifest.json").read_text()
 
 
-@pytest.mark.parametrize("x", [torch.ones(1 << 22), torch.ones(1 << 20).to_sparse()], ids=["dense", "by torch"])
-def test_a_full_disk_is_the_operating_systems_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, x: torch.Tensor
-) -> None:
-    def full(*args: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    writer = DcpStorage()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
-        with pytest.raises(dcp.api.CheckpointException) as caught:
-            save({"x": x}, tmp_path / "one", writer)
-    ((error, _),) = caught.value.failures.values()
-    assert isinstance(error, OSError)
-    assert error.errno == errno.ENOSPC
-    assert writer.marks == {}
-    save({"x": torch.full((1000,), 2)}, tmp_path / "two", writer)
-    assert entries(tmp_path / "two") == {"x": form(torch.full((1000,), 2))}
-
-
 @pytest.mark.parametrize("given", [{"buffer_mb": 0}, {"buffer_mb": True}, {"buffer_mb": 1.5}, {"direct": "always"}])
 def test_an_option_without_sense_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(given))):
