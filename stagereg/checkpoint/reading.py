@@ -38,8 +38,7 @@ from stagereg.checkpoint.manifest import Checkpoint
 from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.storage.dcp import TorchDcpStorage
 from stagereg.checkpoint.storage.files import FileStorage
-from stagereg.checkpoint.storage.lookup import named
-from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.storage.protocol import Storage, named
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import CheckpointError
