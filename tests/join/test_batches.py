@@ -155,11 +155,6 @@ def test_any_batch_keeps_all_but_its_samples(batch: Any) -> None:
         assert torch.as_tensor(mine).numel() == 0 or torch.as_tensor(mine).data_ptr() not in theirs
 
 
-def test_items_without_tensors_are_dropped_with_their_list() -> None:
-    empty = emptied({"x": torch.ones(3), "things": [Opaque(2), Opaque(3)], "texts": [["a"], ["b", "c"]]})
-    assert (empty["things"], empty["texts"]) == ([], [])
-
-
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -184,7 +179,9 @@ def test_what_cannot_be_emptied_is_named_with_a_remedy(batch: Any, message: str)
     assert "already empty one" in str(caught.value)
 
 
-def test_an_already_empty_example_keeps_all_that_it_has() -> None:
+def test_items_go_with_their_samples_and_stay_in_an_example() -> None:
+    empty = emptied({"x": torch.ones(3), "things": [Opaque(2), Opaque(3)], "texts": [["a"], ["b", "c"]]})
+    assert (empty["things"], empty["texts"]) == ([], [])
     example = {"x": torch.ones(0, 3), "size": (224, 224), "names": ["a"]}
     empty = emptied(example)
     assert form(empty) == form(example)
