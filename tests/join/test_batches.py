@@ -144,6 +144,7 @@ def test_any_batch_keeps_all_but_its_samples(batch: Any) -> None:
     empty = emptied(batch)
     assert form(empty) == form(batch, empty=True)
     assert form(batch) == form(before)
+    assert samples_in(batch) in (None, next(len(tensor) for tensor in tensors_in(batch) if tensor.ndim))
     assert form(emptied(empty)) == form(empty)
     publish(store, "example", empty)
     assert form(fetch(store, "example", CPU)) == form(empty)
