@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["DOCS", "Command", "Page", "fits"]
+from stagereg.testing import Contract
+
+__all__ = ["DOCS", "Command", "Page", "expect_table_of_contracts", "fits"]
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -68,3 +71,15 @@ def _pattern(line: str) -> str:
     number = r"\d+(?:[.,]\d+)*"
     parts = [re.escape(re.sub(number, "\0", part)) for part in line.split()]
     return r"\s*" + r"\s+".join(part.replace(re.escape("..."), ".*").replace("\0", number) for part in parts)
+
+
+def expect_table_of_contracts(name: str, kinds: Mapping[str, type[Contract]]) -> None:
+    """Try contracts; the page has a table of that name: "yes", "**no**", or "-" where a promise could not be tried."""
+    promises = {name: text for kind in kinds.values() for name, text in kind.promises().items()}
+    rows = [["promise", *kinds], ["---"] * (len(kinds) + 1)]
+    for promise, text in promises.items():
+        kept = [kind.outcome(promise).kept for kind in kinds.values()]
+        rows.append([text.rstrip("."), *({None: "-", True: "yes", False: "**no**"}[each] for each in kept)])
+    shown = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- -->", Page("contracts.md").text, re.S)
+    assert shown
+    assert shown[1].splitlines() == [f"| {' | '.join(row)} |" for row in rows]

@@ -90,7 +90,7 @@ def test_the_launcher_of_the_page_is_one_that_submitit_takes(composed: Any) -> N
     assert set(cfg) - {"_target_", "submitit_folder", "max_num_timeout"} <= names, launcher
 
 
-def test_every_torchrun_of_a_page_is_understood() -> None:
+def test_every_torchrun_and_script_of_a_page_is_understood() -> None:
     from torch.distributed.run import get_args_parser
 
     found = [each for each in SLURM.started("torchrun") if "train.py" in each and "-m" not in each]
@@ -99,9 +99,6 @@ def test_every_torchrun_of_a_page_is_understood() -> None:
         assert asked.training_script == "train.py"
         assert (asked.rdzv_backend, asked.nproc_per_node) == ("c10d", "8")
     assert len(found) == 2
-
-
-def test_the_scripts_of_the_page_are_shell() -> None:
     scripts = SLURM.of("bash")
     for script in scripts:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=LIMIT_S)
@@ -124,12 +121,14 @@ def test_every_command_of_stagereg_is_understood(pages: list[Page], names: set[s
     assert {arguments[0] for arguments in given} == names
 
 
-def test_the_tables_of_moments_and_figures_are_the_codes() -> None:
+def test_the_tables_of_moments_figures_and_files_are_the_codes() -> None:
     table = CHECKPOINTS.text.partition("| point |")[2].partition("\n\n")[0]
     moments = re.findall(r"^\| `(\w+)` +\| ([^|]*?) +\|", table, re.M)
     assert moments == [(name, what.replace("``", "`")) for name, what in POINTS.items()]
     figures = re.findall(r"^\| `(\w+)` \| (\w*) *\| (.*) \|$", SWEEPS.text, re.M)
     assert figures == [(each.name, each.better, each.doc) for each in METRICS]
+    (tree,) = (text for text in SWEEPS.of("") if "multirun.yaml" in text)
+    assert [name for name in (*FILES, RESULT, "metrics.jsonl", "metrics.rank1.jsonl") if name not in tree] == []
 
 
 def test_every_option_that_the_page_names_is_the_checkpointers() -> None:
@@ -138,12 +137,6 @@ def test_every_option_that_the_page_names_is_the_checkpointers() -> None:
     named = set(re.findall(r"`checkpoint\.(\w+)", CHECKPOINTS.text))
     assert {"verify", "on_error", "timeout", "grace", "resume", "dir"} <= named
     assert named <= set(inspect.signature(Checkpointer).parameters)
-
-
-def test_the_page_names_every_file_of_a_sweep() -> None:
-    (tree,) = (text for text in SWEEPS.of("") if "multirun.yaml" in text)
-    for name in (*FILES, RESULT, "metrics.jsonl", "metrics.rank1.jsonl"):
-        assert name in tree
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))

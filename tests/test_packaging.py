@@ -107,16 +107,13 @@ def test_the_wheel_has_every_module_and_config_and_nothing_else(wheel: Path) -> 
     assert shipped == expected
 
 
-def test_a_users_train_py_runs_with_the_wheel(installed: Path, app: Path) -> None:
-    out = run(installed, "train.py", "stager=blocking", "join.throw=true", "checkpoint.every=5", cwd=app)
-    assert "STAGED [1.0, 1.0] stagereg.stagers.blocking.BlockingStager True 5" in out
-
-
 @pytest.mark.parametrize("install", ["installed", "editable"])
-def test_an_app_that_never_imports_stagereg_has_the_options(
+def test_programs_run_and_one_without_the_import_has_the_options(
     install: str, app: Path, request: pytest.FixtureRequest
 ) -> None:
     python = request.getfixturevalue(install)
+    out = run(python, "train.py", "stager=blocking", "join.throw=true", "checkpoint.every=5", cwd=app)
+    assert "STAGED [1.0, 1.0] stagereg.stagers.blocking.BlockingStager True 5" in out
     out = run(python, "bare.py", "stager=blocking", cwd=app)
     assert "COMPOSED stagereg.stagers.blocking.BlockingStager" in out
     code = "import importlib.util as u; print([n for n in ('conf', 'tests', 'examples', 'stagereg') if u.find_spec(n)])"

@@ -127,18 +127,15 @@ def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
         stagereg.build("stager", "pinned_cahced")
 
 
-@pytest.mark.parametrize("name", ["", "a.b", "a/b", "a=b", "a,b", "a@b", "1st", "a b", 3, None])
-def test_a_name_that_cannot_be_an_option_is_refused(name: Any) -> None:
-    with pytest.raises(RegistryError, match="is not a name"):
-        stagereg.register("stager", name)
-
-
-@pytest.mark.parametrize("thing", [3, None, object()])
-def test_only_classes_and_functions_can_be_registered(thing: Any) -> None:
-    with pytest.raises(RegistryError, match="register a class or a function"):
-        stagereg.register("stager", "mine")(thing)
-    with pytest.raises(UnknownNameError, match="No kind"):
-        stagereg.names(thing)
+def test_what_cannot_be_an_option_is_refused() -> None:
+    for name in ("", "a.b", "a/b", "a=b", "a,b", "a@b", "1st", "a b", 3, None):
+        with pytest.raises(RegistryError, match="is not a name"):
+            stagereg.register("stager", name)
+    for thing in (3, None, object()):
+        with pytest.raises(RegistryError, match="register a class or a function"):
+            stagereg.register("stager", "mine")(thing)
+        with pytest.raises(UnknownNameError, match="No kind"):
+            stagereg.names(thing)
 
 
 SELF_REGISTERED = """

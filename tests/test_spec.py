@@ -114,9 +114,9 @@ def test_a_misspelt_member_beside_an_inherited_one_is_refused(slip: str, meant: 
     refused("join_hook", expected, stagereg.JoinHook, **{slip: nothing})
 
 
-@pytest.mark.parametrize("members", [{"_main_hok": nothing}, {"main_hok": nothing, "main_hook": nothing}])
-def test_private_names_and_neighbours_are_not_misspelt(members: dict[str, Any]) -> None:
-    spec.check("join_hook", "mine", type("Mine", (stagereg.JoinHook,), {"__module__": "theirs.hooks", **members}))
+def test_private_names_and_neighbours_are_not_misspelt() -> None:
+    for members in ({"_main_hok": nothing}, {"main_hok": nothing, "main_hook": nothing}):
+        spec.check("join_hook", "mine", type("Mine", (stagereg.JoinHook,), {"__module__": "theirs.hooks", **members}))
 
 
 def test_every_optional_member_is_declared_in_a_protocol() -> None:

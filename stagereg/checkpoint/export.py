@@ -30,7 +30,7 @@ from stagereg.checkpoint.storage.safetensors import DTYPES, METADATA, head
 from stagereg.errors import CheckpointError, nearest
 from stagereg.kernel.memory import view_of
 
-__all__ = ["SUFFIXES", "Export"]
+__all__ = ["SUFFIXES", "export"]
 
 SUFFIXES = (".pt", ".pth", ".safetensors")
 """What a file may be called."""
@@ -56,72 +56,64 @@ def _write_file(out: Path, replace: bool, write: Callable[[IO[bytes]], None]) ->
             beside.unlink()
 
 
-class Export:
-    """What is to be written of one checkpoint.
+def export(
+    files: CheckpointFiles, parts: Mapping[str, Any], only: str | None, out: Path, replace: bool, step: int | None
+) -> tuple[list[str], list[str]]:
+    """Write what is in a checkpoint to a file.
 
     Args:
         files: of the checkpoint, whose content has been looked at.
         parts: the structures in it, by the names of the state that was saved.
         only: one of these names; its own names are then the names in the file. ``None`` for all.
+        out: the path of the file; the suffix, one of :data:`SUFFIXES`, is its format.
+        replace: whether it may take the place of a file that is there.
+        step: of the checkpoint, for the head of a ``.safetensors``.
+
+    Returns:
+        Of the names of the state those that are in the file, and the names of what such a file cannot hold.
 
     Raises:
-        CheckpointError: it has no such name.
+        CheckpointError: there is no such name, the file cannot hold a tensor, or it is there already. ``OSError``.
     """
-
-    def __init__(self, files: CheckpointFiles, parts: Mapping[str, Any], only: str | None = None) -> None:
-        if only is not None and only not in parts:
+    if only is not None:
+        if only not in parts:
             known = entries.listed(list(parts))
             raise CheckpointError(f"There is no {only!r} in {files.path}, only {known}.{nearest(only, parts)}")
-        self._files, self._only = files, only
-        self._parts = parts if only is None else {only: parts[only]}
+        parts = {only: parts[only]}
+    if out.suffix != ".safetensors":
+        files.read([leaf for structure in parts.values() for leaf in encoding.marks(structure)])
+        state = {name: encoding.fill(structure) for name, structure in parts.items()}
+        whole = state if only is None else state[only]
+        _write_file(out, replace, lambda file: _write_pt(file, whole))
+        return sorted(state), []
+    tensors: dict[str, Leaf] = {}
+    others: list[str] = []
+    held: set[str] = set()
+    for part, structure in parts.items():
+        for name, leaf in encoding.leaves(structure, part):
+            name = name if only is None else name.removeprefix(f"{only}.")
+            if isinstance(leaf, Leaf) and leaf.stored.dtype is not None:
+                tensors[name] = leaf
+                held.add(part)
+            else:
+                others.append(name)
+    _write_file(out, replace, lambda file: _write_tensors(file, files, tensors, step))
+    return sorted(held), sorted(others)
 
-    def write(self, out: Path, replace: bool, step: int | None = None) -> tuple[list[str], list[str]]:
-        """Write the file.
 
-        Args:
-            out: its path; the suffix, one of :data:`SUFFIXES`, is its format.
-            replace: whether it may take the place of a file that is there.
-            step: of the checkpoint, for the head of a ``.safetensors``.
-
-        Returns:
-            Of the names of the state those that are in the file, and the names of what such a file cannot hold.
-
-        Raises:
-            CheckpointError: such a file cannot hold a tensor, or it is there already. ``OSError``.
-        """
-        if out.suffix != ".safetensors":
-            self._files.read([leaf for structure in self._parts.values() for leaf in encoding.marks(structure)])
-            state = {name: encoding.fill(structure) for name, structure in self._parts.items()}
-            whole = state if self._only is None else state[self._only]
-            _write_file(out, replace, lambda file: _write_pt(file, whole))
-            return sorted(state), []
-        tensors: dict[str, Leaf] = {}
-        others: list[str] = []
-        held: set[str] = set()
-        for part, structure in self._parts.items():
-            for name, leaf in encoding.leaves(structure, part):
-                name = name if self._only is None else name.removeprefix(f"{self._only}.")
-                if isinstance(leaf, Leaf) and leaf.stored.dtype is not None:
-                    tensors[name] = leaf
-                    held.add(part)
-                else:
-                    others.append(name)
-        _write_file(out, replace, lambda file: self._write_tensors(file, tensors, step))
-        return sorted(held), sorted(others)
-
-    def _write_tensors(self, file: IO[bytes], tensors: Mapping[str, Leaf], step: int | None) -> None:
-        kinds = {name: (leaf.stored.dtype, leaf.stored.shape) for name, leaf in tensors.items()}
-        for name, (dtype, _) in kinds.items():
-            if dtype not in DTYPES or name == METADATA:
-                raise CheckpointError(f"safetensors cannot hold {name!r}, which is {dtype}; write a .pt")
-        # As the library does it: by size of the elements, so that every tensor is aligned, and then by name.
-        order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
-        file.write(head({name: kinds[name] for name in order}, {"format": "pt", "step": str(step)}))
-        for leaf in map(tensors.__getitem__, order):
-            self._files.read([leaf])
-            if leaf.value.numel():
-                file.write(view_of(leaf.value.contiguous()))
-            leaf.value = None
+def _write_tensors(file: IO[bytes], files: CheckpointFiles, tensors: Mapping[str, Leaf], step: int | None) -> None:
+    kinds = {name: (leaf.stored.dtype, leaf.stored.shape) for name, leaf in tensors.items()}
+    for name, (dtype, _) in kinds.items():
+        if dtype not in DTYPES or name == METADATA:
+            raise CheckpointError(f"safetensors cannot hold {name!r}, which is {dtype}; write a .pt")
+    # As the library does it: by size of the elements, so that every tensor is aligned, and then by name.
+    order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
+    file.write(head({name: kinds[name] for name in order}, {"format": "pt", "step": str(step)}))
+    for leaf in map(tensors.__getitem__, order):
+        files.read([leaf])
+        if leaf.value.numel():
+            file.write(view_of(leaf.value.contiguous()))
+        leaf.value = None
 
 
 def _write_pt(file: IO[bytes], state: Any) -> None:

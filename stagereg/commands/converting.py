@@ -47,7 +47,7 @@ def run(asked: argparse.Namespace) -> int:
     """
     import stagereg.checkpoint.entries as entries
     import stagereg.registry as registry
-    from stagereg.checkpoint.export import SUFFIXES, Export
+    from stagereg.checkpoint.export import SUFFIXES, export
     from stagereg.checkpoint.plain_dcp import is_plain_dcp, open_plain_dcp
     from stagereg.checkpoint.reading import CheckpointFiles
 
@@ -80,7 +80,7 @@ def run(asked: argparse.Namespace) -> int:
     output.progress(f"writing {out}")
     try:
         with files:
-            names, left_out = Export(files, parts, asked.only).write(out, asked.force, step)
+            names, left_out = export(files, parts, asked.only, out, asked.force, step)
     except OSError as error:
         raise CheckpointError(f"{out} was not written: {error}") from error
     finally:

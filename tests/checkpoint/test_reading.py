@@ -161,7 +161,7 @@ def test_other_shapes_dtypes_and_strides_are_taken_as_before(tmp_path: Path) -> 
 def test_a_file_that_ends_too_early_is_an_error_that_names_it(tmp_path: Path) -> None:
     with saved(tmp_path, {"x": torch.ones(100_000)}) as checkpointer:
         checkpointer.verify = "fast"
-        real = CheckpointFiles.reading
+        real = CheckpointFiles.open
 
         def cut(files: CheckpointFiles, leaves: Any) -> Any:
             found = real(files, leaves)
@@ -169,7 +169,7 @@ def test_a_file_that_ends_too_early_is_an_error_that_names_it(tmp_path: Path) ->
             return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CheckpointFiles, "reading", cut)
+            patch.setattr(CheckpointFiles, "open", cut)
             with pytest.raises(CheckpointError, match=r"'x' has changed in part: .*__0_0.distcp ends at byte"):
                 checkpointer.restore({"x": torch.zeros(100_000)})
 

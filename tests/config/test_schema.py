@@ -166,6 +166,7 @@ CASES: dict[str, tuple[Any, Any, Any, Any]] = {
     "net": (Net, Net("h"), {"wait": "1m", "kinds": []}, Net("h", timedelta(minutes=1), ())),
     "nets": (Sequence[Net], [], [{"host": "x", "mode": "slow"}], [Net("x", mode="slow")]),
     "route": (Route | None, None, {"nets": [{"host": "x"}]}, Route([Net("x")])),
+    "dollars": (str | Net, "", {"host": r"\${oc.env:HOME}"}, Net("${oc.env:HOME}")),
     "either": (str | Net, "here", {"host": "x", "wait": "1s"}, Net("x", timedelta(seconds=1))),
     "parts": (str | Sequence[Opaque], "all", "none", "none"),
     "mark": (Mark, Mark.BLUE, "RED", Mark.RED),
@@ -344,14 +345,6 @@ def test_an_option_that_is_none_or_empty_can_be_overridden(key: str, value: Any,
     assert alike(stagereg.instantiate(composed.join)[key.partition(".")[0]], expected)
 
 
-def test_texts_with_dollars_are_taken_as_they_are() -> None:
-    cfg = OmegaConf.create({"_target_": f"{__name__}.everything", "either": {"host": r"\${oc.env:HOME}"}})
-    assert stagereg.instantiate(cfg)["either"] == Net("${oc.env:HOME}")
-    cfg.pair = [r"\${oc.env:HOME}", "int8", "ZSTD"]
-    with pytest.raises(ConfigError, match=r"^pair\[0\]: '\$\{oc\.env:HOME\}' is not a whole number"):
-        stagereg.instantiate(cfg)
-
-
 def test_objects_of_the_program_and_components_arrive() -> None:
     inner = {"_target_": f"{__name__}.everything", "budget": "1KB"}
     assert stagereg.instantiate(config(either=inner))["either"]["budget"] == ByteSize(1000)
@@ -372,6 +365,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"waits": ["1s", "soon"]}, r"^waits\[1\]: 'soon' is not a duration"),
     ({"pair": [1, "int8"]}, r"^pair has 2 items, where 3 are needed"),
     ({"pair": ["x", "int8", "ZSTD"]}, r"^pair\[0\]: 'x' is not a whole number"),
+    ({"pair": [r"\${oc.env:HOME}", "int8", "ZSTD"]}, r"^pair\[0\]: '\$\{oc\.env:HOME\}' is not a whole number"),
     ({"pair": [1, "int8", "ZSDT"]}, r"^pair\[2\]: .*ZSTD"),
     ({"budgets": {"b": "x"}}, r"^budgets\.b: 'x' is not a size"),
     ({"rates": {"flaot16": 1}}, r"^rates: 'flaot16' is not a dtype\. Did you mean 'float16'"),
@@ -434,30 +428,18 @@ LEAVES: list[tuple[Any, st.SearchStrategy[Any]]] = [
 
 
 def _deeper(hints: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    def listed(inner: Any) -> Any:
-        return list[inner[0]], st.lists(inner[1], max_size=3)
+    def few(of: Any) -> st.SearchStrategy[Any]:
+        return st.lists(of, max_size=3)
 
-    def tupled(inner: Any) -> Any:
-        return tuple[inner[0], ...], st.lists(inner[1], max_size=3).map(tuple)
-
-    def fixed(inner: Any) -> Any:
-        one, other = inner
-        return tuple[one[0], other[0]], st.tuples(one[1], other[1])
-
-    def named(inner: Any) -> Any:
-        return dict[str, inner[0]], st.dictionaries(st.text("abc", min_size=1), inner[1], max_size=3)
-
-    def maybe(inner: Any) -> Any:
-        return inner[0] | None, st.none() | inner[1]
-
-    def both(inner: Any) -> Any:
-        return inner[0] | list[inner[0]], inner[1] | st.lists(inner[1], max_size=3)
-
-    singles = st.sampled_from(LEAVES)
+    keys, singles = st.text("abc", min_size=1), st.sampled_from(LEAVES)
     return st.one_of(
-        hints.map(listed), hints.map(tupled), hints.map(named), hints.map(maybe), singles.map(both),
-        st.tuples(hints, hints).map(fixed),
-    )  # fmt: skip
+        hints.map(lambda one: (list[one[0]], few(one[1]))),
+        hints.map(lambda one: (tuple[one[0], ...], few(one[1]).map(tuple))),
+        hints.map(lambda one: (dict[str, one[0]], st.dictionaries(keys, one[1], max_size=3))),
+        hints.map(lambda one: (one[0] | None, st.none() | one[1])),
+        singles.map(lambda one: (one[0] | list[one[0]], one[1] | few(one[1]))),
+        st.tuples(hints, hints).map(lambda two: (tuple[two[0][0], two[1][0]], st.tuples(two[0][1], two[1][1]))),
+    )
 
 
 @settings(

@@ -71,26 +71,6 @@ def test_readme_command_trains_and_plain_torch_loads_it(tmp_path: Path, ranks: l
     assert len(list(tmp_path.glob("run/*.log"))) == 1
 
 
-def from_the_first(whole: Path, resumed: Path, step: str) -> None:
-    """Begin a directory of checkpoints with one of another directory."""
-    shutil.copytree(whole / step, resumed / step)
-    (resumed / "latest").symlink_to(step)
-
-
-@pytest.mark.slow
-def test_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path) -> None:
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    options = ["train.steps=8", "checkpoint.every=4", f"hydra.run.dir={tmp_path}/run"]
-    assert run(*options, f"checkpoint.dir={whole}", cwd=tmp_path).returncode == 0
-    from_the_first(whole, resumed, "step-00000004")
-    done = run(*options, f"checkpoint.dir={resumed}", "checkpoint.resume=auto", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^  steps +4 in", done.stdout, re.M), done.stdout
-    ends = [saved(folder / "step-00000008", tmp_path) for folder in (whole, resumed)]
-    assert differing(*ends) == []
-    assert differing(ends[0], saved(whole / "step-00000004", tmp_path)) != []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "zero"])
 def test_uneven_ranks_train_to_the_last_batch_of_the_longest(tmp_path: Path, parallel: str) -> None:
@@ -110,10 +90,13 @@ def test_uneven_fsdp2_resumes_where_a_rank_has_no_batch_left(tmp_path: Path) -> 
     steps, shadowed = uneven(done)
     assert shadowed[0] == 0 < steps - 16 < shadowed[1] < steps
     assert "Warning" not in done.stderr
-    from_the_first(whole, resumed, "step-00000016")
-    assert uneven(run(*overrides, f"checkpoint.dir={resumed}", cwd=tmp_path)) == (steps - 16, [0, steps - 16])
+    shutil.copytree(whole / "step-00000016", resumed / "step-00000016")
+    (resumed / "latest").symlink_to("step-00000016")
+    again = run(*overrides, f"checkpoint.dir={resumed}", "checkpoint.resume=auto", cwd=tmp_path)
+    assert uneven(again) == (steps - 16, [0, steps - 16])
     ends = [saved(folder / f"step-{steps:08d}", tmp_path) for folder in (whole, resumed)]
     assert differing(*ends) == []
+    assert differing(ends[0], saved(whole / "step-00000016", tmp_path)) != []
 
 
 UNEVEN = ["data=uneven", "join.throw=true", "data.files=8", "train.steps=60", "checkpoint.every=1000"]

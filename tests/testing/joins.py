@@ -63,6 +63,7 @@ class DdpContract(JoinableContract):
     """``ddp`` and ``step``: a DDP module, and one function for all that follows its backward."""
 
     kind = "ddp"
+    names: tuple[str, ...] = ("weights", "moments", "steps", "lr", "average")
 
     def build(self) -> Any:
         return Training(DistributedDataParallel(net()))
@@ -79,10 +80,10 @@ class DdpContract(JoinableContract):
         return loss
 
     def state(self, subject: Any) -> dict[str, Any]:
-        return subject.state()
+        return {name: value for name, value in subject.state().items() if name in self.names}
 
     def expected(self, steps: list[list[float]], world_size: int) -> dict[str, Any]:
-        return self.single(steps, world_size).state()
+        return DdpContract.state(self, self.single(steps, world_size))
 
     def divisor(self, values: list[float], world_size: int) -> int:
         return world_size
@@ -143,6 +144,8 @@ class Sharded(Training):
 class ZeroContract(DdpContract):
     """``zero``."""
 
+    names = ("weights", "moments")
+
     def build(self) -> Any:
         return Sharded()
 
@@ -154,10 +157,6 @@ class ZeroContract(DdpContract):
         training: Any = Training(net())
         training.advance = training.optimizer.step
         return training
-
-    def expected(self, steps: list[list[float]], world_size: int) -> dict[str, Any]:
-        state = super().expected(steps, world_size)
-        return {name: state[name] for name in ("weights", "moments")}
 
 
 class Totals(list[float]):
@@ -324,15 +323,10 @@ class TorchsDdp(DdpContract):
 
     announces = False
     timeout_s = 12.0
+    names = ("weights",)
 
     def joinables(self, subject: Any) -> list[Any]:
         return [Verbatim(subject.model)]
-
-    def state(self, subject: Any) -> dict[str, Any]:
-        return {"weights": subject.state()["weights"]}
-
-    def expected(self, steps: list[list[float]], world_size: int) -> dict[str, Any]:
-        return {"weights": super().expected(steps, world_size)["weights"]}
 
 
 class TorchsZero(ZeroContract):

@@ -20,9 +20,9 @@ import stagereg
 from stagereg.testing.join import JoinableContract, JoinHookContract
 from stagereg.testing.scenario import Scenario, played
 
+from ..pages import expect_table_of_contracts
 from . import join_mutants as mutants
 from . import joins
-from .torchs import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "contracts.md"
 QUICK = (
@@ -120,6 +120,4 @@ def test_the_pages_example_keeps_it_from_a_file_by_path(author: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page is about torch 2.13")
 def test_torchs_joinables_break_what_the_page_lists() -> None:
-    recorded = re.search(r"<!-- torch's joinables -->\n(.*?)\n<!-- -->", PAGE.read_text(), re.S)
-    assert recorded
-    assert table(joins.TORCHS) == recorded[1]
+    expect_table_of_contracts("torch's joinables", joins.TORCHS)

@@ -30,7 +30,7 @@ import stagereg.checkpoint.store.checkpoint_store as local
 from stagereg import registry
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
-from stagereg.checkpoint.storage.lookup import name_of, named
+from stagereg.checkpoint.storage.protocol import name_of, named
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore, mark_file
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
