@@ -24,7 +24,7 @@ def named(tree: dict[Any, Any], above: str = "") -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "mib", "count"), [("large", 1024, 24), ("gpt", 886, 592), ("small", 49, 20_000), ("lora", 631, 450)]
 )
-def test_a_state_has_its_declared_size_and_changes_but_for_frozen(name: str, mib: int, count: int) -> None:
+def test_a_state_has_its_size_and_changes_but_for_frozen_parts(name: str, mib: int, count: int) -> None:
     whole = STATES[name](1.0, lambda *shape: torch.empty(*shape, device="meta"))
     assert len(tensors(whole.tree)) == count
     assert whole.nbytes / MIB == pytest.approx(mib, rel=0.01)

@@ -209,9 +209,10 @@ def test_a_save_fails_after_another_run_has_taken_over(tmp_path: Path) -> None:
     checkpointer = Checkpointer(str(tmp_path))
     delete_lock(str(tmp_path))
     other = Other(tmp_path)
-    checkpointer.save(1, {"x": 1})
-    with pytest.raises(CheckpointError, match=f"taken over while this run had it, by process {other.pid}"):
-        checkpointer.close()
+    for step, end in ((1, checkpointer.wait), (2, checkpointer.close)):
+        checkpointer.save(step, {"x": 1})
+        with pytest.raises(CheckpointError, match=f"taken over while this run had it, by process {other.pid}"):
+            end()
     assert os.listdir(tmp_path) == [".lock"]
     owner = holder(tmp_path)
     assert owner is not None

@@ -223,7 +223,7 @@ def test_incremental_compares_and_shares_tensors_of_the_device(options: dict[str
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("shared", None), ("blocking", 2**24), ("pinned_cached", 2**24)])
-def test_a_checkpoint_has_the_state_at_the_call_also_beyond_a_bound(
+def test_a_checkpoint_has_the_state_of_the_call_beyond_a_bound(
     kind: str, bound: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []

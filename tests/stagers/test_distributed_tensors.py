@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from stagereg import AsyncStager, BlockingAsyncStager
 from stagereg.testing import run_ranks
 
-from .states import OPTIONS, build, settled
+from .states import OPTIONS, assert_whole, build, kept, settled
 
 STAGERS: list[Callable[[], AsyncStager]] = [
     *(functools.partial(build, kind) for kind in OPTIONS if kind != "incremental"),
@@ -33,18 +33,17 @@ def each_stager() -> Iterator[AsyncStager]:
 
 def check_dtensor(stager: AsyncStager, source: DTensor) -> DTensor:
     """Stage ``source`` and overwrite it; return the copy, which must be what it was."""
-    local = source.to_local().clone()
-    copy = settled(stager.stage({"m": {"x": source}}))["m"]["x"]
+    expected, local = kept({"x": source}), source.to_local()
+    staged = settled(stager.stage({"x": source}))
     with torch.no_grad():
-        source.to_local().fill_(-1)
-    assert type(copy) is DTensor
-    assert copy.placements == source.placements
-    assert copy.device_mesh == source.device_mesh
-    assert (copy.shape, copy.stride(), copy.dtype) == (source.shape, source.stride(), source.dtype)
-    assert copy.requires_grad == source.requires_grad
+        local.fill_(-1)
+    assert_whole(staged, expected)
+    copy = staged["x"]
+    for name in ("device_mesh", "shape", "dtype", "requires_grad"):
+        assert getattr(copy, name) == getattr(source, name), name
+    assert copy.stride() == source.stride()
     assert isinstance(copy, torch.nn.Parameter) == isinstance(source, torch.nn.Parameter)
-    assert torch.equal(copy.to_local(), local)
-    assert not local.numel() or copy.to_local().untyped_storage().nbytes() == local.numel() * local.element_size()
+    assert not local.numel() or copy.to_local().untyped_storage().nbytes() == local.nbytes
     return copy
 
 

@@ -144,7 +144,7 @@ class TestTies:
 
 
 class TestVerify:
-    def test_a_wrong_declaration_is_named_and_the_stager_stays_usable(self, caplog: Any) -> None:
+    def test_a_wrong_declaration_is_named_the_stager_stays_usable(self, caplog: Any) -> None:
         state, stager = adapted(), build(frozen=["model.base.*"], verify=True, max_in_flight=1)
         base = state["model"]["base"]
         copy = stager.stage(state)["model"]["base"]["b"]

@@ -1,6 +1,7 @@
 """``overlapped``: what it copies is the state at the call, whatever writes next; otherwise it raises.
 
-In most tests the background thread is held back, so that nothing is copied in time and the writer must see to it.
+What optimizers write and what is loaded is tried in ``test_interleavings``, in any order. In most tests the background
+thread is held back, so that nothing is copied in time and the writer must see to it.
 """
 
 from __future__ import annotations
@@ -107,71 +108,12 @@ def state_of(net: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> dict[s
     return {"net": net.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
 
 
-def trained(make: Callable[[Any], torch.optim.Optimizer] | None = None) -> tuple[Net, torch.optim.Optimizer]:
+def trained() -> tuple[Net, torch.optim.Optimizer]:
     """A model whose optimizer has state, and has stepped, so that the stager knows it."""
     net = Net()
-    optimizer = (make or OPTIMIZERS["sgd"])(net.parameters())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     train_step(net, optimizer)
     return net, optimizer
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
-    "adam_foreach": lambda p: torch.optim.Adam(p, lr=0.1, foreach=True),
-    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "sgd_fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
-}
-
-
-def step(net: Net, optimizer: torch.optim.Optimizer) -> None:
-    for _ in range(3):
-        train_step(net, optimizer)
-
-
-def load(net: Net, optimizer: torch.optim.Optimizer) -> None:
-    other, others = trained()
-    net.load_state_dict(other.state_dict())
-    optimizer.load_state_dict(others.state_dict())
-    train_step(net, optimizer)
-
-
-def skip_a_step(net: Net, optimizer: torch.optim.Optimizer) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for skipped in (True, False):
-        before = net.inner.weight.detach().clone()
-        scaler.scale(net(torch.randn(8, 64)).sum()).backward()
-        if skipped:
-            net.inner.weight.grad.fill_(float("inf"))
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        assert torch.equal(net.inner.weight, before) is skipped
-
-
-FORESEEN = [*((name, step) for name in OPTIMIZERS), ("sgd", load), ("sgd", skip_a_step)]
-
-
-@pytest.mark.parametrize(("name", "write"), FORESEEN)
-def test_what_an_optimizer_writes_or_loads_does_not_show(
-    name: str, write: Callable[[Net, torch.optim.Optimizer], None], gate, stager
-) -> None:
-    net, optimizer = trained(OPTIMIZERS[name])
-    other = torch.optim.SGD(net.outer.parameters(), lr=0.1)
-    promised: list[tuple[Future[Any], Any]] = []
-    for _ in range(2):
-        state = state_of(net, optimizer, other)
-        promised.append((stager.stage(state), copy.deepcopy(state)))
-        assert not any(future.done() for future, _ in promised)
-        backward(net)
-        other.step()
-        write(net, optimizer)
-    gate.set()
-    for future, expected in promised:
-        assert_same(future.result(WAIT_S), expected)
-        assert not torch.equal(expected["net"]["inner.weight"], net.inner.weight)
 
 
 def test_what_no_known_optimizer_writes_is_copied_in_the_call(gate, stager) -> None:

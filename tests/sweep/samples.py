@@ -207,12 +207,7 @@ def figures(stall_ms: float) -> dict[str, float]:
     return {"stall_ms": stall_ms, "samples_per_s": rate, "loss": 2.5, "shadowed_steps": 3.0, "checkpoints": 4.0}
 
 
-def sweep(
-    directory: Path,
-    stalls: Mapping[str, float] = STALLS,
-    repeats: int = 3,
-    others: bool = True,
-) -> Path:
+def sweep(directory: Path, stalls: Mapping[str, float] = STALLS, repeats: int = 3, others: bool = True) -> Path:
     """Write a sweep to disk as its jobs would, and return its directory.
 
     Stalls are medians; repeats differ by 0.1 ms. With ``others``, there are an A/A job, a combination of which each job
@@ -227,10 +222,8 @@ def sweep(
         overrides = (*CONSTANT, *FAILING.split())
         every += [failed(directory / str(num + at), num + at, overrides, repeat=at) for at in range(repeats)]
     for job in every:
-        number = job.job["num"]
-        write_hydra(
-            job.directory, [*job.overrides, f"++sweep.repeat={job.repeat}", f"++sweep.again={job.again}"], number
-        )
+        marks = [f"++sweep.repeat={job.repeat}", f"++sweep.again={job.again}"]
+        write_hydra(job.directory, [*job.overrides, *marks], job.job["num"])
         job.write()
     if others:
         last = directory / str(len(every))

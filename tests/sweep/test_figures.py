@@ -62,7 +62,7 @@ def test_a_save_is_as_slow_as_its_slowest_rank_as_large_as_all() -> None:
     assert found["state_bytes"] == 2 * GIB
 
 
-def test_a_step_saved_twice_is_two_checkpoints_a_lost_one_is_none() -> None:
+def test_a_step_saved_twice_is_two_checkpoints_a_lost_one_none() -> None:
     twice, lost = (Span(4, 0, 1.0), Span(4, 5, 3.0)), ((9, "disk full"),)
     run = run_of(RankRecord(0, stalls=twice, writes=twice, lost=lost), RankRecord(1, stalls=twice, lost=lost))
     found = figures(run)

@@ -73,7 +73,7 @@ def test_a_wrong_number_of_repeats_is_refused_first(repeats: object) -> None:
     assert issubclass(SweepError, ConfigError)
 
 
-def test_the_whole_sweeps_settings_are_not_swept_batches_are_hydras() -> None:
+def test_settings_of_the_whole_are_not_swept_batches_are_hydras() -> None:
     parse = OverridesParser.create().parse_overrides
     for override in ("sweep.repeats=1,2", "++sweep.metric=loss,stall_ms", "sweep.again=choice(true,false)"):
         with pytest.raises(SweepError, match="goes for the whole sweep and takes one value"):

@@ -98,7 +98,7 @@ class CheckpointStore:
         try:
             return _settled(lambda: [self._look(self._resolve(path))])[0]
         except OSError as error:
-            return Condition(path, None, {MANIFEST: _unseen(error)})
+            return Condition(path, None, {MANIFEST: Unclear(f"cannot be looked at ({error})")})
 
     def contents(self, path: str, names: Iterable[str]) -> dict[str, Found]:
         """Read files of the checkpoint in the directory ``path`` to their ends, and return what they are, by name.
@@ -328,7 +328,7 @@ class CheckpointStore:
         try:
             sizes = self._sizes(path)
         except OSError as error:
-            sizes = {MANIFEST: _unseen(error)}
+            sizes = {MANIFEST: Unclear(f"cannot be looked at ({error})")}
         found = self._manifest(path, sizes.get(MANIFEST, "missing"))
         if isinstance(found, str):
             return Condition(path, None, {MANIFEST: found})
@@ -392,10 +392,6 @@ def _settled(look: Callable[[], list[Condition]]) -> list[Condition]:
     while any(each.damages for each in found) and (again := look()) != found:
         found = again
     return found
-
-
-def _unseen(error: OSError) -> Unclear:
-    return Unclear(f"cannot be looked at ({error})")
 
 
 def _complete(found: list[Condition]) -> list[Checkpoint]:

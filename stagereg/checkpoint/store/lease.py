@@ -60,9 +60,8 @@ class StoreLease(StoreLock):
         self._ended = threading.Event()
         self._busy = threading.Lock()  # the thread that renews must not write after the one that deletes
         super().__init__(root, LEASE_S)
-        threading.Thread(
-            target=_keep, args=(weakref.ref(self), self._ended), name="stagereg-lease", daemon=True
-        ).start()
+        keep = weakref.ref(self), self._ended
+        threading.Thread(target=_keep, args=keep, name="stagereg-lease", daemon=True).start()
 
     def _take(self, waited: float) -> bool:
         if self._make():
@@ -160,9 +159,8 @@ def _read(objects: ObjectStore, url: str) -> _Note | None:
         return None
     try:
         read = json.loads(data)
-        note = _Note(
-            Owner.parse(read["owner"]), str(read["token"]), str(read.get("machine", "")), float(read["renewed"])
-        )
+        owner, machine = Owner.parse(read["owner"]), str(read.get("machine", ""))
+        note = _Note(owner, str(read["token"]), machine, float(read["renewed"]))
     except Exception:
         return _Note()
     return note if math.isfinite(note.renewed) else _Note()
