@@ -37,8 +37,7 @@ from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.requests import Requests
 from stagereg.checkpoint.schedule import Automatic, Schedule
-from stagereg.checkpoint.storage.lookup import expect_fit, name_of
-from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store, path_or_url
 from stagereg.checkpoint.store.retry import answered, within

@@ -54,8 +54,7 @@ from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.rank_group import DisagreementError, RankGroup, name_ranks, reason
 from stagereg.checkpoint.schedule import Schedule
 from stagereg.checkpoint.state_planner import StatePlanner
-from stagereg.checkpoint.storage.lookup import name_of
-from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.storage.protocol import Storage, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.retry import within
 from stagereg.errors import CheckpointError

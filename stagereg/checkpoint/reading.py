@@ -15,7 +15,7 @@ import io
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -38,8 +38,7 @@ from stagereg.checkpoint.manifest import Checkpoint
 from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.storage.dcp import TorchDcpStorage
 from stagereg.checkpoint.storage.files import FileStorage
-from stagereg.checkpoint.storage.lookup import named
-from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.storage.protocol import Storage, named
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import CheckpointError
@@ -107,19 +106,21 @@ class CheckpointFiles(ExitStack):
                 raise CheckpointError(f"{name!r:.100} has {leaf.name!r:.100} by its structure, and it is not stored.")
         return found
 
-    def read(self, leaves: Sequence[Leaf]) -> None:
-        """Read leaves, each into its ``value``; see :meth:`reading`."""
-        self.reading(leaves)()
+    def open(self, leaves: Iterable[Leaf]) -> None:
+        """Open what leaves lie in. Raises: ``CheckpointError`` if a file is no regular one; ``OSError``."""
+        for leaf in leaves:
+            for chunk in leaf.stored.chunks or ():
+                self._file(chunk.file)
 
     @without_gc()
-    def reading(self, leaves: Sequence[Leaf]) -> Callable[[], None]:
-        """Open what leaves lie in, and return what reads them, each into its ``value``.
+    def read(self, leaves: Sequence[Leaf]) -> None:
+        """Read leaves, each into its ``value``.
 
         A tensor is read into ``live`` where it is to be read ``in_place``; else into fresh host memory, or, where
         ``live`` is a ``DTensor`` of the same shape, into one that is sharded alike.
 
         Raises:
-            CheckpointError: a file is no regular one; from what is returned: an object is refused. ``OSError``.
+            CheckpointError: a file is no regular one, or an object is refused. ``OSError``.
         """
         transfer = Transfer(self._file)
         elsewhere: dict[str, Any] = {}
@@ -133,18 +134,11 @@ class CheckpointFiles(ExitStack):
             else:
                 for start, part in _parts(leaf.value):
                     transfer.add(part, start, leaf.stored, leaf.name)
-
-        def read() -> None:
-            torch.autograd.graph.increment_version(
-                [leaf.live for leaf in leaves if leaf.in_place and leaf.live is not None]
-            )
-            transfer.run()
-            if elsewhere:
-                self._read_elsewhere(elsewhere)
-                for leaf in leaves:
-                    leaf.value = elsewhere.get(leaf.name, leaf.value)
-
-        return read
+        transfer.run()
+        if elsewhere:
+            self._read_elsewhere(elsewhere)
+            for leaf in leaves:
+                leaf.value = elsewhere.get(leaf.name, leaf.value)
 
     def _read_elsewhere(self, wanted: dict[str, Any]) -> None:
         """Through the reader of a storage that alone knows where things lie, which is none of the project."""
@@ -205,6 +199,7 @@ class _File:
 def _memory_for(leaf: Leaf) -> torch.Tensor:
     """Return what a tensor is read into."""
     if leaf.in_place and leaf.live is not None:
+        torch.autograd.graph.increment_version(leaf.live)
         return leaf.live
     if isinstance(leaf.live, DTensor) and leaf.live.shape == leaf.stored.shape:
         return torch.empty_like(leaf.live, dtype=leaf.stored.dtype)
@@ -240,7 +235,7 @@ class Transfer:
         self._others: list[Callable[[], None]] = []
 
     def add(self, part: torch.Tensor, start: tuple[int, ...], stored: Stored, name: str) -> None:
-        """Have ``part``, which begins at ``start``, filled from the chunks of a tensor. Opens their files."""
+        """Have ``part``, which begins at ``start``, filled from the chunks of a tensor."""
         plain = part.is_cpu and part.is_contiguous()
         for chunk in stored.chunks or ():
             file = self._file(chunk.file)
@@ -264,7 +259,7 @@ class Transfer:
             self._moves[file].append(_Move(offset + at, length, to.data_ptr() + at))
 
     def add_object(self, leaf: Leaf) -> None:
-        """Have an object loaded. Opens its file."""
+        """Have an object loaded."""
         [chunk] = leaf.stored.chunks
         file = self._file(chunk.file)
 
@@ -273,7 +268,6 @@ class Transfer:
 
         self._others.append(read)
 
-    @without_gc()
     def run(self) -> None:
         """Read all of it."""
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="stagereg-read") as threads:

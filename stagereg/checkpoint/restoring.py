@@ -23,7 +23,7 @@ import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.rng as rng
 import stagereg.record as record
 from stagereg.checkpoint.damage import Condition, Found, Unclear, differences
-from stagereg.checkpoint.encoding import fill
+from stagereg.checkpoint.encoding import Leaf, fill
 from stagereg.checkpoint.manifest import MANIFEST, Checkpoint
 from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.reading import CheckpointFiles
@@ -203,16 +203,17 @@ def _load(
     """Read all that does not go straight into the objects of ``state``; what is returned does the rest."""
     saved_size = chosen.manifest.world_size
     found = entries.find(files, state, saved_size, rank, size)
-    into: dict[str, Callable[[], None]] = {}
+    into: dict[str, list[Leaf]] = {}
     for name, structure in found.items():
         leaves = entries.pair(structure, state.get(name))
-        into[name] = files.reading([leaf for leaf in leaves if leaf.in_place])
+        into[name] = [leaf for leaf in leaves if leaf.in_place]
+        files.open(into[name])
         files.read([leaf for leaf in leaves if not leaf.in_place])
 
     def assign() -> None:
         for name in state:
             try:
-                into[name]()
+                files.read(into[name])
                 entries.assign(state, name, fill(found[name]))
             except OSError as error:
                 raise CheckpointError(f"{name!r} has changed in part: {error}") from error

@@ -75,17 +75,15 @@ class Automatic(Schedule):
         self._ranks = ranks
         self._clock = clock
         self._next: int | None = None
-        self._answer: Callable[[], list[float]] | None = None
+        self._asked: tuple[int, Callable[[], list[float]]] | None = None  # after which step, and the ranks' answer
         self._saves = 0
         self._ended = 0  # on other threads, ``_saves`` on this one, so that neither needs a lock
-        self._saved = 0  # the step of the last save
         self._last: tuple[int, float] | None = None  # the last step seen, and when it ended
         self._quiet = True  # whether no save was under way then
         self._measured = 0  # steps
         self._undisturbed: deque[float] = deque(maxlen=_STEPS)
         self._beside: list[float] = []
-        self._stalls: deque[float] = deque(maxlen=_SAVES)
-        self._slowdowns: deque[float] = deque(maxlen=_SAVES)
+        self._costs: deque[float] = deque(maxlen=_SAVES)
         self._ages: deque[float] = deque(maxlen=_SAVES)
         self._logged = 0
 
@@ -109,16 +107,14 @@ class Automatic(Schedule):
     def held(self, step: int, seconds: float) -> None:
         self._take_answer()
         if self._saves == 1:
-            self._stalls.clear()  # of the first save, which took new memory and planned its files
-        self._stalls.append(seconds)
-        if self._beside and self._undisturbed:
-            usual = median(self._undisturbed)
-            self._slowdowns.append(max(0.0, sum(self._beside) - usual * len(self._beside)))
+            self._costs.clear()  # of the first save, which took new memory and planned its files
+        usual = median(self._undisturbed) if self._undisturbed else 0.0
+        slower = sum(self._beside) - usual * len(self._beside) if usual else 0.0
+        self._costs.append(seconds + max(0.0, slower))
         self._beside.clear()
         self._saves += 1
-        self._saved = step
         self._next = step + self._every
-        self._answer = self._ranks.max_async(self._plan())
+        self._asked = step, self._ranks.max_async(self._plan(usual))
         self._look(step)
 
     def ended(self, age: float | None) -> None:
@@ -136,11 +132,10 @@ class Automatic(Schedule):
         self._last = step, self._clock()
         self._quiet = self._saves == self._ended
 
-    def _plan(self) -> list[float]:
+    def _plan(self, step_s: float) -> list[float]:
         """This rank's interval in steps, 0 if unknown, what it comes from, and how many steps it has seen."""
-        cost = median(self._stalls) + (median(self._slowdowns) if self._slowdowns else 0.0)
+        cost = median(self._costs)
         write = max(self._ages, default=cost)
-        step_s = median(self._undisturbed or self._beside or [0.0])
         steps = 0
         if step_s > 0:
             best = interval.best(cost, self._mtbf_s, write)
@@ -149,13 +144,13 @@ class Automatic(Schedule):
 
     def _take_answer(self) -> None:
         """Take up what the ranks have agreed upon, if they were asked."""
-        if self._answer is None:
+        if self._asked is None:
             return
-        answer, self._answer = self._answer, None
+        (saved, answer), self._asked = self._asked, None
         steps, cost, write, step_s, measured = answer()
         self._every = int(min(steps, _FORESIGHT * max(measured, 1))) or self._every
-        self._next = self._saved + self._every
-        record.emit("plan", step=self._saved, every=self._every, cost=cost, write=write, step_seconds=step_s)
+        self._next = saved + self._every
+        record.emit("plan", step=saved, every=self._every, cost=cost, write=write, step_seconds=step_s)
         if self._ranks.rank == 0 and not 2 / 3 < self._every / (self._logged or 1) < 3 / 2:
             self._logged = self._every
             _log.info(

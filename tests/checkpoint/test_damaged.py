@@ -259,13 +259,13 @@ def test_an_error_of_load_state_dict_is_not_reported_as_damage(root: Path, caplo
     assert seen(caplog) == []
 
 
-reading = CheckpointFiles.reading
+open_files = CheckpointFiles.open
 
 
 def unreadable(files: CheckpointFiles, leaves: Any) -> Any:
     if "step-00000002" in files.path:
         raise OSError(errno.EIO, "Input/output error")
-    return reading(files, leaves)
+    return open_files(files, leaves)
 
 
 def restore_on_two_ranks(rank: int, world_size: int, root: str) -> tuple[list[tuple[int | str, int, float]], list[str]]:
@@ -300,9 +300,9 @@ def restore_on_two_ranks(rank: int, world_size: int, root: str) -> tuple[list[tu
         again()
         checkpointer.verify = "fast"
         if rank == 1:
-            CheckpointFiles.reading = unreadable  # type: ignore[method-assign]
+            CheckpointFiles.open = unreadable  # type: ignore[method-assign]
         again()
-        CheckpointFiles.reading = reading  # type: ignore[method-assign]
+        CheckpointFiles.open = open_files  # type: ignore[method-assign]
     return found, logged
 
 

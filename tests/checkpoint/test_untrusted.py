@@ -297,7 +297,7 @@ def test_what_is_no_regular_file_is_never_waited_for(forged: Path, file: str, ki
 
     def opened() -> None:
         files = CheckpointFiles.of(checkpoint, build("storage", "dcp"))
-        files.reading([files.structure("pair")])
+        files.open([files.structure("pair")])
 
     with pytest.raises(CheckpointError, match="no regular file"):
         opened()

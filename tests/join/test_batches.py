@@ -144,6 +144,7 @@ def test_any_batch_keeps_all_but_its_samples(batch: Any) -> None:
     empty = emptied(batch)
     assert form(empty) == form(batch, empty=True)
     assert form(batch) == form(before)
+    assert samples_in(batch) in (None, next(len(tensor) for tensor in tensors_in(batch) if tensor.ndim))
     assert form(emptied(empty)) == form(empty)
     publish(store, "example", empty)
     assert form(fetch(store, "example", CPU)) == form(empty)
@@ -153,11 +154,6 @@ def test_any_batch_keeps_all_but_its_samples(batch: Any) -> None:
             assert mine.untyped_storage().nbytes() == mine.numel() * mine.element_size()
         assert not mine.size if isinstance(mine, np.ndarray) and mine.ndim else True
         assert torch.as_tensor(mine).numel() == 0 or torch.as_tensor(mine).data_ptr() not in theirs
-
-
-def test_items_without_tensors_are_dropped_with_their_list() -> None:
-    empty = emptied({"x": torch.ones(3), "things": [Opaque(2), Opaque(3)], "texts": [["a"], ["b", "c"]]})
-    assert (empty["things"], empty["texts"]) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -184,7 +180,9 @@ def test_what_cannot_be_emptied_is_named_with_a_remedy(batch: Any, message: str)
     assert "already empty one" in str(caught.value)
 
 
-def test_an_already_empty_example_keeps_all_that_it_has() -> None:
+def test_items_go_with_their_samples_and_stay_in_an_example() -> None:
+    empty = emptied({"x": torch.ones(3), "things": [Opaque(2), Opaque(3)], "texts": [["a"], ["b", "c"]]})
+    assert (empty["things"], empty["texts"]) == ([], [])
     example = {"x": torch.ones(0, 3), "size": (224, 224), "names": ["a"]}
     empty = emptied(example)
     assert form(empty) == form(example)

@@ -6,7 +6,6 @@ import re
 import shlex
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ import stagereg
 from stagereg.join.kinds.ddp import DdpHook
 from stagereg.testing import run_ranks
 
-DOCS = Path(__file__).parents[2] / "docs"
+from ..pages import DOCS, Page
 
 
 class MyHook(DdpHook):
@@ -25,14 +24,10 @@ class MyHook(DdpHook):
 
 def composed(folder: Path, overrides: list[str]) -> Any:
     """The config of the page, with options of its own from the command line."""
-    (config,) = re.findall(r"^```yaml\n(.*?)^```$", (DOCS / "join.md").read_text(), re.M | re.S)
+    (config,) = Page("join.md").of("yaml")
     (folder / "app.yaml").write_text(config)
     with initialize_config_dir(str(folder), version_base="1.3"):
         return compose("app", overrides)
-
-
-def snippets() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", (DOCS / "join.md").read_text(), re.M | re.S)
 
 
 def run_page(rank: int, world: int, blocks: list[str], cfg: Any) -> dict[str, Any]:
@@ -58,7 +53,7 @@ def run_page(rank: int, world: int, blocks: list[str], cfg: Any) -> dict[str, An
 
 
 def test_every_snippet_runs_and_leaves_all_ranks_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = snippets()
+    blocks = Page("join.md").of("python")
     assert len(blocks) >= 8
     monkeypatch.chdir(tmp_path)
     (section,) = (number for number, block in enumerate(blocks) if "cfg.join" in block)
@@ -85,12 +80,12 @@ def test_every_snippet_runs_and_leaves_all_ranks_equal(tmp_path: Path, monkeypat
 @pytest.mark.usefixtures("registry_as_before")
 def test_the_examples_config_takes_the_command_lines(tmp_path: Path) -> None:
     stagereg.register("join_hook", "mine")(MyHook)
-    page = (DOCS / "join.md").read_text()
+    page = Page("join.md")
     example = (DOCS.parent / "examples" / "conf" / "train.yaml").read_text().splitlines()
-    (config,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)
+    (config,) = page.of("yaml")
     assert set(config.splitlines()) <= set(example)
     seen = []
-    for line in re.findall(r"^python train.py (.*)$", page, re.M):
+    for line in re.findall(r"^python train.py (.*)$", page.text, re.M):
         chosen = [override for override in shlex.split(line, comments=True) if "@" in override]
         for choice in chosen[0].partition("=")[2].split(","):
             joinables = composed(tmp_path, [f"{chosen[0].partition('=')[0]}={choice}"]).join.joinables
@@ -98,13 +93,3 @@ def test_the_examples_config_takes_the_command_lines(tmp_path: Path) -> None:
     assert [each and each._target_.rpartition(".")[2] for each in seen] == [
         *("Fsdp2Joinable", None, "MetricsJoinable", None, "auto", "MyHook", "auto", "DdpHook", "auto", "MyHook")
     ]
-
-
-def test_the_drawing_and_the_links_of_the_page_have_targets() -> None:
-    page = (DOCS / "join.md").read_text()
-    (drawing,) = re.findall(r"!\[.*\]\((.*)\)", page)
-    assert ElementTree.parse(DOCS / drawing).getroot().tag.endswith("svg")
-    for target, anchor in re.findall(r"\]\(([\w-]+\.md)#?([\w-]*)\)", page):
-        headings = re.findall(r"^#+ (.*)$", (DOCS / target).read_text(), re.M)
-        there = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-        assert not anchor or anchor in there

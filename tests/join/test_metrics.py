@@ -153,15 +153,11 @@ def test_compute_on_a_rank_without_data_is_an_error() -> None:
     assert not other
 
 
-def test_a_process_alone_has_its_own_metrics() -> None:
-    metrics = stagereg.build("joinable", "metrics")
-    metrics.add(loss=(1.0, 4))
-    assert metrics.compute() == {"loss": 0.25}
-
-
 @pytest.mark.parametrize("given", [1.0, (1.0,), (torch.zeros(2), 2), ("a", 1), (1.0, 2, 3)])
 def test_a_value_that_is_no_sum_and_count_is_refused(given: Any) -> None:
     metrics = stagereg.build("joinable", "metrics")
     with pytest.raises(JoinError, match="takes a sum and a count"):
         metrics.add(loss=given)
     assert metrics.compute() == {}
+    metrics.add(loss=(1.0, 4))
+    assert metrics.compute() == {"loss": 0.25}  # of a process alone

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict, UserDict, namedtuple
-from dataclasses import dataclass
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +114,6 @@ def test_each_rank_records_its_steps_and_samples(tmp_path: Path) -> None:
         }
 
 
-@dataclass
-class Fields:
-    """A batch of a class of the user's."""
-
-    text: str
-    x: torch.Tensor
-
-
-Named = namedtuple("Named", "text x")
 X = torch.zeros(7, 3)
 
 
@@ -134,11 +124,7 @@ X = torch.zeros(7, 3)
         (X, torch.zeros(9)),
         [["a", "b"], {"ids": X}],
         {"step": torch.tensor(3), "text": ["a"] * 10_000, "x": X},
-        OrderedDict(x=X),
         UserDict(x=X),
-        Fields("a", X),
-        Named("a", X),
-        numpy.zeros((7, 2)),
         (numpy.float32(1), numpy.zeros(7)),
         X.to_sparse(),
         pack_sequence([torch.zeros(length) for length in (5, 4, 3, 2, 1, 1, 1)]),

@@ -36,12 +36,9 @@ def test_signatures_are_torchs(name: str) -> None:
     assert [each for each in ours if each[1] != inspect.Parameter.KEYWORD_ONLY] == theirs
 
 
-def test_torchs_joinables_are_joinables_here() -> None:
+def test_a_joinable_is_what_is_one_in_torch() -> None:
     assert issubclass(DistributedDataParallel, stagereg.Joinable)
     assert issubclass(ZeroRedundancyOptimizer, stagereg.Joinable)
-
-
-def test_a_joinable_must_define_what_torchs_must() -> None:
     assert stagereg.Joinable.__abstractmethods__ == torch_join.Joinable.__abstractmethods__
     with pytest.raises(TypeError):
         stagereg.Joinable()  # type: ignore[abstract]

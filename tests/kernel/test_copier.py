@@ -73,21 +73,16 @@ def test_a_failed_copy_ends_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("was_on", [False, True])
-def test_the_garbage_collector_is_left_as_it_was(was_on: bool) -> None:
+def test_the_collector_and_the_grad_mode_are_left_as_they_were(was_on: bool) -> None:
     copier = HostCopier(Pool())
+    w, other = torch.ones(3, requires_grad=True), torch.ones(2, dtype=torch.complex64, requires_grad=True)
     (gc.enable if was_on else gc.disable)()
     try:
-        copier.copy({"w": torch.ones(3)})
+        copy = copier.copy({"w": w, "conj": other.conj()})
         with pytest.raises(StagingError):
             copier.copy({"w": threading.Lock()})
         assert gc.isenabled() is was_on
+        assert torch.is_grad_enabled()
+        assert (copy["w"].grad_fn, copy["conj"].grad_fn) == (None, None)
     finally:
         gc.enable()
-
-
-def test_the_grad_mode_stays_and_no_graph_is_made() -> None:
-    w = torch.ones(3, requires_grad=True)
-    copy = HostCopier(Pool()).copy({"w": w, "conj": torch.ones(2, dtype=torch.complex64, requires_grad=True).conj()})
-    assert torch.is_grad_enabled()
-    assert copy["w"].grad_fn is None
-    assert copy["conj"].grad_fn is None

@@ -3,8 +3,8 @@
 With ``O_DIRECT`` the disk reads memory itself: no copy into the page cache, hardly any processor time, nothing evicted
 that training needs. In return address, offset and length of every write must be multiples of a block. So what is small
 goes through two aligned buffers, one being filled while the other is written, and whole pages of memory go as they are
-where they are to lie on a page of the file too. Writes run on a thread of their own while the CRC-32 of the same bytes
-is taken on the caller's: both let go of the GIL.
+where they are to lie on a page of the file too. What is left of a page at the end goes through the page cache. Writes
+run on a thread of their own while the CRC-32 of the same bytes is taken on the caller's: both let go of the GIL.
 
 Where ``O_DIRECT`` is not asked for, or the file system refuses it (at the opening or at the first write), the same
 writes go through the page cache. To a URL they go to an :class:`.Upload`.
@@ -51,7 +51,7 @@ class DiskFile:
     """
 
     def __init__(self, path: str, direct: bool) -> None:
-        self._path, self.refused = path, False
+        self._path, self._at, self.refused = path, 0, False
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         try:
             self._descriptor = os.open(path, flags | (_O_DIRECT if direct else 0), 0o666)
@@ -59,30 +59,32 @@ class DiskFile:
             self.refused = direct
             self._descriptor = os.open(path, flags, 0o666)
 
-    def write(self, data: memoryview, used: int, at: int) -> None:
-        """Write ``data`` at an offset that is a multiple of a page. Of it, ``used`` bytes belong to the file."""
+    def write(self, data: memoryview) -> None:
+        """Write what comes next: whole pages, but for the last call."""
         while data:
+            if len(data) < PAGE or self._at % PAGE:
+                self._use_cache()  # it is no whole block
             try:
-                written = os.pwrite(self._descriptor, data, at)
+                written = os.pwrite(self._descriptor, data[: len(data) // PAGE * PAGE or None], self._at)
             except OSError as error:
                 if error.errno not in _REFUSALS or not self._use_cache():
-                    raise self._named(error) from None
+                    error.filename = self._path
+                    raise
                 self.refused = True
                 continue
             if written == 0:
                 raise OSError(errno.EIO, "The file takes no more bytes", self._path)
             failpoint("writing")
-            data, at = data[written:], at + written
-            if written % PAGE:
-                self._use_cache()  # what is left of this write starts inside a block
+            data = data[written:]
+            self._at += written
 
-    def end(self, nbytes: int) -> None:
-        """Make the file durable, which has so many bytes."""
+    def end(self) -> None:
+        """Make the file durable, which is whole."""
         try:
-            os.ftruncate(self._descriptor, nbytes)
             os.fsync(self._descriptor)
         except OSError as error:
-            raise self._named(error) from None
+            error.filename = self._path
+            raise
 
     def close(self, whole: bool) -> None:
         """Let go of it; what is not ``whole`` is of no use. Raises nothing."""
@@ -93,9 +95,6 @@ class DiskFile:
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
         return bool(flags & _O_DIRECT)
-
-    def _named(self, error: OSError) -> OSError:
-        return OSError(error.errno, error.strerror, self._path)
 
 
 class Upload:
@@ -111,14 +110,14 @@ class Upload:
         store = ObjectStore(url)
         self._file: Any = store.fs.open(store.path(url), "wb")
 
-    def write(self, data: memoryview, used: int, at: int) -> None:
+    def write(self, data: memoryview) -> None:
         """See :class:`.DiskFile`. Raises: what the store has failed with."""
         # A large tensor whole would be a part of its own size, and as much memory once more.
-        for begin in range(0, used, _PIECE_BYTES):
-            self._file.write(data[begin : min(begin + _PIECE_BYTES, used)])
+        for begin in range(0, len(data), _PIECE_BYTES):
+            self._file.write(data[begin : begin + _PIECE_BYTES])
             failpoint("writing")
 
-    def end(self, nbytes: int) -> None:
+    def end(self) -> None:
         """See :class:`.DiskFile`. Sends what is left."""
         self._file.close()
 
@@ -140,9 +139,6 @@ class AlignedFile:
         target: where it goes.
         buffer_bytes: of each of the two buffers that small writes go through, a multiple of a page.
 
-    Attributes:
-        error: what has gone wrong so far.
-
     Raises:
         OSError: from any method: the error of the operating system or of the store, for this write or an earlier one.
     """
@@ -156,10 +152,10 @@ class AlignedFile:
         self._filled = 0  # bytes in the buffer
         self._begin = 0  # where they go in the file, a multiple of PAGE
         self._crc32 = 0
-        self.error: BaseException | None = None
-        self._given_up = self._whole = False
-        # What to write, how much of it is used, where, and the buffer that is free afterwards.
-        self._writes: queue.Queue[tuple[memoryview, int, int, memoryview | None] | None] = queue.Queue(_MOST_PENDING)
+        self._error: BaseException | None = None  # why nothing more is written
+        self._whole = False
+        # What to write, and the buffer that is free afterwards.
+        self._writes: queue.Queue[tuple[memoryview, memoryview | None] | None] = queue.Queue(_MOST_PENDING)
         # Not an executor's, which the end of the process would wait for, although a disk may never answer.
         self._thread = threading.Thread(target=self._work, name="stagereg-write", daemon=True)
         self._thread.start()
@@ -168,11 +164,11 @@ class AlignedFile:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._given_up = error is not None
+        self._error = self._error or error
         self._writes.put(None)
         self._thread.join()
         self._target.close(self._whole)
-        self.error = None  # or else it and the caller's memory would keep each other
+        self._error = None  # or else it and the caller's memory would keep each other
 
     def tell(self) -> int:
         """Return how many bytes have been written."""
@@ -209,55 +205,50 @@ class AlignedFile:
         the file (:meth:`align`).
         """
         before = -ctypes.addressof(ctypes.c_char.from_buffer(data)) % PAGE if len(data) >= _STRAIGHT_BYTES else 0
-        pages = (len(data) - before) // PAGE * PAGE
-        if pages >= _STRAIGHT_BYTES and (self.tell() + before) % PAGE == 0:
+        end = len(data) - (len(data) - before) % PAGE
+        if end - before >= _STRAIGHT_BYTES and (self.tell() + before) % PAGE == 0:
             self.write(data[:before])
             self._submit_buffer()
-            for at in range(before, before + pages, _CHUNK_BYTES):
-                chunk = data[at : min(at + _CHUNK_BYTES, before + pages)]
-                self._submit(chunk, len(chunk))
-            data = data[before + pages :]
+            for at in range(before, end, _CHUNK_BYTES):
+                self._submit(data[at : min(at + _CHUNK_BYTES, end)])
+            data = data[end:]
         self.write(data)
 
     def finish(self) -> FileMark:
         """Wait until all is written, make it durable and return the mark of the file."""
-        end = self.tell()
         self._submit_buffer()
         self._writes.join()
-        self._raise_error()
-        self._target.end(end)
+        self.raise_error()
+        self._target.end()
         self._whole = True
         failpoint("flushed")
-        return FileMark(end, self._crc32)
+        return FileMark(self._begin, self._crc32)
+
+    def raise_error(self) -> None:
+        """Raise what a write has failed with, if one has."""
+        if self._error is not None:
+            raise self._error from None
 
     def _submit_buffer(self) -> None:
-        if self._filled == 0:
-            return
-        buffer, padded = self._buffer, -(-self._filled // PAGE) * PAGE
-        buffer[self._filled : padded] = bytes(padded - self._filled)
-        self._submit(buffer[:padded], self._filled, buffer)
-        self._filled = 0
-        self._buffer = self._free.get()
+        if self._filled:
+            self._submit(self._buffer[: self._filled], self._buffer)
+            self._buffer, self._filled = self._free.get(), 0
 
-    def _submit(self, data: memoryview, used: int, buffer: memoryview | None = None) -> None:
-        """Write ``data`` in the background; of it, ``used`` bytes belong to the file."""
-        self._raise_error()
-        self._writes.put((data, used, self._begin, buffer))
-        self._crc32 = crc32(data[:used], self._crc32)
-        self._begin += used
-
-    def _raise_error(self) -> None:
-        if self.error is not None:
-            raise self.error
+    def _submit(self, data: memoryview, buffer: memoryview | None = None) -> None:
+        """Write ``data`` in the background."""
+        self.raise_error()
+        self._writes.put((data, buffer))
+        self._crc32 = crc32(data, self._crc32)
+        self._begin += len(data)
 
     def _work(self) -> None:
         while (given := self._writes.get()) is not None:
-            data, used, at, buffer = given
+            data, buffer = given
             try:
-                if self.error is None and not self._given_up:
-                    self._target.write(data, used, at)
+                if self._error is None:
+                    self._target.write(data)
             except BaseException as error:
-                self.error = error.with_traceback(None)
+                self._error = error.with_traceback(None)
             if buffer is not None:
                 self._free.put(buffer)
             del given, data, buffer  # the memory is held no longer than it is needed

@@ -28,7 +28,7 @@ from stagereg.checkpoint.encoding import without_gc
 from stagereg.checkpoint.options import at_least_one, one_of
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.envelope import Envelope, envelope
-from stagereg.checkpoint.storage.files import FileStorage, StrPath, archived, write_object
+from stagereg.checkpoint.storage.files import FileStorage, StrPath, write_archive
 from stagereg.checkpoint.storage.protocol import ArchiveResult, Storage, TensorResult
 from stagereg.kernel.memory import padding_around, view_of
 from stagereg.registry import register
@@ -93,10 +93,10 @@ class TorchDcpStorage(FileSystemWriter, Storage):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write as torch does."""
-        results = super().write_data(plan, planner).wait()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([ArchiveResult(each.index, each.size_in_bytes, each.storage_data) for each in results])
-        return done
+        written = super().write_data(plan, planner)
+        return written.then(
+            lambda done: [ArchiveResult(each.index, each.size_in_bytes, each.storage_data) for each in done.wait()]
+        )
 
     def reader(self, path: StrPath) -> StorageReader:
         """See :class:`.Storage`."""
@@ -146,15 +146,13 @@ def _prepare_in_place(items: list[WriteItem], planner: SavePlanner) -> tuple[lis
 def _write_item(file: AlignedFile, name: str, item: WriteItem, data: Any) -> WriteResult:
     """Write an item that does not lie in memory as it will in the file."""
     if not isinstance(data, torch.Tensor):
-        return write_object(file, name, item, data)
+        return write_archive(file, name, item, data)
     x = _bare(data)
     around = envelope(x)
     if around is not None:
         return _result(item, name, _write_tensor(file, x, around), x, around)
-    begin = file.tell()
     own = x.layout is torch.strided and x.untyped_storage().nbytes() == x.nbytes
-    torch.save(x.cpu() if own else x.cpu().clone(), file)  # type: ignore[arg-type]  # torch's writer does so too
-    return archived(file, name, item, begin)
+    return write_archive(file, name, item, x.cpu() if own else x.cpu().clone())
 
 
 def _bare(x: Any) -> torch.Tensor:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -27,18 +28,18 @@ from stagereg.checkpoint.encoding import without_gc
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.storage.aligned import AlignedFile, DiskFile, Upload
-from stagereg.checkpoint.storage.lookup import expect_fit
-from stagereg.checkpoint.storage.protocol import ArchiveResult, Storage
+from stagereg.checkpoint.storage.protocol import ArchiveResult, Storage, expect_fit
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.checkpoint.store.retry import retrying
 from stagereg.errors import CheckpointError
 
-__all__ = ["FileStorage", "StrPath", "archived", "write_object"]
+__all__ = ["FileStorage", "StrPath", "write_archive"]
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
 _METADATA = ".metadata"
+_REFUSED = "%s is on a file system that refuses O_DIRECT: written through the page cache."
 
 _log = logging.getLogger(__name__)
 
@@ -144,27 +145,21 @@ class FileStorage(Storage):
             try:
                 yield file
             except RuntimeError:
-                # When a write has failed, torch's archive writer fails once more while it unwinds and raises about
-                # positions in the archive. Other ranks get the error that is raised, not those behind it.
-                if file.error is not None:
-                    raise file.error from None
+                file.raise_error()  # and not what torch's archive writer raises about positions while it unwinds
                 raise
             self._marks[name] = file.finish()
         if target.refused:
             self._direct = False
             if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a machine would log the same
-                text = "%s is on a file system that refuses O_DIRECT: written through the page cache."
-                _log.warning(text, self.path)
+                _log.warning(_REFUSED, self.path)
 
 
-def write_object(file: AlignedFile, name: str, item: WriteItem, data: io.BytesIO) -> ArchiveResult:
-    """Write what is no tensor, as torch's planner has pickled it, into the file ``name``."""
+def write_archive(file: AlignedFile, name: str, item: WriteItem, data: torch.Tensor | io.BytesIO) -> ArchiveResult:
+    """Write a tensor as ``torch.save`` does, or an object as torch's planner has saved it, into the file ``name``."""
     begin = file.tell()
-    file.write(data.getbuffer())
-    return archived(file, name, item, begin)
-
-
-def archived(file: AlignedFile, name: str, item: WriteItem, begin: int) -> ArchiveResult:
-    """Return the result for an archive that begins at ``begin`` and has just been written."""
+    if isinstance(data, torch.Tensor):
+        torch.save(data, file)  # type: ignore[arg-type]  # torch's writer does so too
+    else:
+        file.write(data.getbuffer())
     length = file.tell() - begin
     return ArchiveResult(item.index, length, _StorageInfo(name, begin, length))

@@ -1,8 +1,11 @@
-"""The protocol of a storage: torch's ``StorageWriter`` that also returns its reader.
+"""The protocol of a storage, torch's ``StorageWriter`` that also returns its reader; and the name of each.
 
 The signatures are those of ``torch.distributed.checkpoint.StorageWriter`` (torch 2.13). So a storage works as
 ``torch.distributed.checkpoint.save(storage_writer=...)``, and a writer made for torch is a storage here once it has
 :meth:`Storage.reader`. One that derives from :class:`Storage` may have its optional members too.
+
+A manifest has the name of the storage that wrote it: the registered one, else the dotted path of its class. A storage
+of the project goes by its bare name, which stays readable where another package claims the name too.
 """
 
 from __future__ import annotations
@@ -14,9 +17,16 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
+import stagereg.registry as registry
 from stagereg.checkpoint.manifest import FileMark
+from stagereg.checkpoint.store.open_store import is_url
+from stagereg.errors import CheckpointError, StageregError
+from stagereg.installed import DISTRIBUTION
 
-__all__ = ["ArchiveResult", "Storage", "TensorResult"]
+__all__ = ["ArchiveResult", "Storage", "TensorResult", "expect_fit", "name_of", "named"]
+
+_OURS = f"@{DISTRIBUTION}"
+_FORMER = {"direct": "dcp"}  # names in manifests of storages that have another one now
 
 
 class Storage(StorageWriter):
@@ -90,3 +100,41 @@ class ArchiveResult(WriteResult):
 
     ``storage_data.relative_path``, ``offset`` and ``length`` say where.
     """
+
+
+def name_of(storage: Storage) -> str:
+    """Return what the manifest calls ``storage``; one that wraps another (``wraps``) goes by the name of that."""
+    storage = (storage.wraps if isinstance(storage, Storage) else None) or storage
+    path = f"{type(storage).__module__}.{type(storage).__qualname__}"
+    entry = registry.find_target(path)
+    if entry is None or entry.kind != "storage":
+        return path
+    return entry.name.removesuffix(_OURS)
+
+
+def expect_fit(storage: Storage, path: str) -> None:
+    """Raise ``CheckpointError`` if ``path`` is a URL and ``storage`` writes to none."""
+    if is_url(path) and isinstance(storage, Storage) and not storage.remote:
+        raise CheckpointError(
+            f"storage={name_of(storage)} writes to file systems of this machine alone, not to {path}; use storage=dcp."
+        )
+
+
+def named(name: str, own: Storage) -> Storage:
+    """Return the storage for a name from a manifest: ``own`` if it is that one, else one built without arguments.
+
+    Raises:
+        CheckpointError: it is not there, or cannot be built.
+    """
+    name = _FORMER.get(name, name)
+    if name == name_of(own):
+        return own
+    try:
+        ours = name + _OURS in registry.names("storage")
+        storage: Storage = registry.build("storage", name + _OURS if ours else name)
+    except (StageregError, TypeError) as error:
+        raise CheckpointError(
+            f"It was written by the storage {name!r}, which cannot be built; install or import what has it, or pass it "
+            f"to the Checkpointer: {error}"
+        ) from error
+    return storage

@@ -12,16 +12,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
-from stagereg.checkpoint.storage.files import FileStorage, StrPath, write_object
+from stagereg.checkpoint.storage.files import FileStorage, StrPath, write_archive
 from stagereg.checkpoint.storage.protocol import TensorResult
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.kernel.memory import view_of
@@ -112,9 +111,7 @@ class SafetensorsStorage(FileStorage):
         if others:
             name = f"__{rank}_0{DEFAULT_SUFFIX}"
             with self.create(name) as file:
-                for item in others:
-                    data: Any = planner.resolve_data(item)
-                    results.append(write_object(file, name, item, data))
+                results += [write_archive(file, name, item, planner.resolve_data(item)) for item in others]
         if not kinds:
             return results
         order = sorted(kinds, key=lambda name: (-kinds[name].properties.dtype.itemsize, name))
@@ -143,18 +140,15 @@ class SafetensorsReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the entries of a plan, tensors through torch's ``HuggingFaceStorageReader``."""
-        tensors = [item for item in plan.items if self._file(item).suffix == _SUFFIX]
-        others = [item for item in plan.items if self._file(item).suffix != _SUFFIX]
+        tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
+        others = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
         reader = HuggingFaceStorageReader(str(self.path))
         reader.storage_data = {
-            item.storage_index: replace(self.storage_data[item.storage_index], relative_path=str(self._file(item)))
-            for item in tensors
+            index: replace(info, relative_path=str(Path(self.path) / info.relative_path))
+            for index, info in self.storage_data.items()
         }
         reader.read_data(replace(plan, items=tensors), planner).wait()
         return super().read_data(replace(plan, items=others), planner)
-
-    def _file(self, item: ReadItem) -> Path:
-        return Path(self.path) / self.storage_data[item.storage_index].relative_path
 
 
 def _dense(name: str, x: object) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import math
 import os
@@ -31,7 +30,7 @@ import stagereg.checkpoint.store.checkpoint_store as local
 from stagereg import registry
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
-from stagereg.checkpoint.storage.lookup import name_of, named
+from stagereg.checkpoint.storage.protocol import name_of, named
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore, mark_file
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
@@ -44,10 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 STORAGES = ("dcp", "safetensors")
 STAGERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "blocking": ("blocking", {}),
-    "pinned_cached": ("pinned_cached", {}),
-    "overlapped": ("overlapped", {}),
-    "shared": ("shared", {}),
+    **{name: (name, {}) for name in ("blocking", "pinned_cached", "overlapped", "shared")},
     "incremental": ("incremental", {"detect": "content"}),
     "incremental_frozen": ("incremental", {"frozen": ["model.base.*"]}),
     "bounded": ("pinned_cached", {"host_memory_gb": 2**-12}),
@@ -365,24 +361,18 @@ def listed(value: Any) -> Any:
     return [listed(item) for item in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("storage", ["dcp", "safetensors"])
+@each
 def test_another_program_reads_what_was_saved(tmp_path: Path, storage: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(5, 3)).sum().backward()
     optimizer.step()
     tied = torch.arange(6.0).reshape(2, 3)
+    values = {1: (2, 3), "text": "ü\ud800", "inf": math.inf, "list": [1, None], "count": Counter("aab"), "bytes": b"x"}
     state = {
         "model": model,
         "optimizer": optimizer,
-        "values": {
-            1: (2, 3),
-            "text": "ü\ud800",
-            "inf": math.inf,
-            "list": [1, None],
-            "count": collections.Counter("aab"),
-            "bytes": b"x",
-        },
+        "values": values,
         "tensors": [tied, tied, tied.t(), tied[:, 1], torch.empty(0, 3), torch.tensor(True), torch.tensor(7)],
     }
     with Checkpointer(str(tmp_path), storage=build("storage", storage)) as checkpointer:
