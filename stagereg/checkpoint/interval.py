@@ -7,8 +7,8 @@ complete checkpoint holds.
 
 - *C*, the cost, is what a checkpoint takes from training: the time the loop is held plus what the steps take longer
   while the checkpoint is copied and written. It is not how long the checkpoint takes.
-- *L*, the write time, is how old the state is when its checkpoint is complete. As long as it is being written, a
-  failure falls back to the one before, so it adds to the work that is lost. Written synchronously, L is C.
+- *L*, the write time, is how old the state is when its checkpoint is complete; until then a failure falls back to the
+  one before. Written synchronously, L is C.
 - A save that comes before the last one is complete waits for it, so T + C is at least L.
 
 From one complete checkpoint to the next, T of work come to pass in (Vaidya 1997, where C is the overhead and L the

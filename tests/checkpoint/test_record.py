@@ -13,11 +13,12 @@ import torch
 
 from stagereg import record
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.errors import CheckpointError, StagingError
 from stagereg.stagers.async_stager import AsyncStager
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
+
+from ..support.faulty_storage import FaultyStorage
 
 
 class Clock:
@@ -109,38 +110,28 @@ def test_a_copy_ends_when_the_stager_is_done(tmp_path: Path, clock: Clock, done:
     assert done == "promised" or stage["start"] + stage["seconds"] < returned
 
 
-class Full(DcpStorage):
-    """A full disk."""
-
-    def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-
-def test_a_failed_save_is_lost_and_its_copy_still_counts(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(str(tmp_path / "c"), storage=Full())
-    with record.recording(tmp_path, 0, 1):
-        checkpointer.save(3, STATE)
-        with pytest.raises(CheckpointError, match="No space left"):
-            checkpointer.close()
-    (lost,) = of(tmp_path, "lost")
-    assert lost["step"] == 3
-    assert "No space left on device" in lost["error"]
-    assert [seen["bytes"] for seen in of(tmp_path, "stage")] == [BYTES]
-    assert of(tmp_path, "write") == []
-
-
 class Breaks(BlockingAsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> Any:
         raise StagingError(("x",), "is broken here")
 
 
-def test_a_failed_staging_is_recorded_as_lost_and_not_as_a_copy(tmp_path: Path) -> None:
-    with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), stager=Breaks()) as checkpointer:
-        with pytest.raises(CheckpointError, match="is broken here"):
-            checkpointer.save(4, STATE)
-        checkpointer.wait()
-    assert ["is broken here" in seen["error"] for seen in of(tmp_path, "lost")] == [True]
-    assert [seen["event"] for seen in events(tmp_path)] == ["start", "lost", "end"]
+@pytest.mark.parametrize(
+    ("given", "why", "copied"),
+    [
+        ({"storage": FaultyStorage("ENOSPC")}, "No space left on device", [BYTES]),
+        ({"stager": Breaks()}, "is broken here", []),
+    ],
+)
+def test_a_lost_save_is_recorded_and_its_copy_counts(
+    tmp_path: Path, given: dict[str, Any], why: str, copied: list[int]
+) -> None:
+    with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), **given) as checkpointer:  # noqa: SIM117
+        with pytest.raises(CheckpointError, match=why):  # noqa: PT012
+            checkpointer.save(3, STATE)
+            checkpointer.wait()
+    assert [(lost["step"], why in lost["error"]) for lost in of(tmp_path, "lost")] == [(3, True)]
+    assert [seen["bytes"] for seen in of(tmp_path, "stage")] == copied
+    assert of(tmp_path, "write") == []
 
 
 def test_saved_is_the_step_last_given_to_save(tmp_path: Path) -> None:

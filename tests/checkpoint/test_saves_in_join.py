@@ -34,7 +34,7 @@ def model_of(kind: str, case: Case) -> tuple[Any, Any]:
 class Run:
     """A training run on ranks, with all that is saved of it."""
 
-    def __init__(self, case: Case, kind: str, root: str, **options: Any) -> None:
+    def __init__(self, case: Case, kind: str, root: str) -> None:
         self.model, self.joinable = model_of(kind, case)
         self.training = Training(case, getattr(self.model, "module", self.model))
         self.state: dict[str, Any] = {
@@ -43,7 +43,7 @@ class Run:
             "scheduler": self.training.scheduler,
             "taken": 0,
         }
-        self.checkpointer = stagereg.Checkpointer(root, keep=9, **options)
+        self.checkpointer = stagereg.Checkpointer(root, keep=9)
         self.saver = stagereg.build(
             "joinable", "checkpoint", checkpointer=self.checkpointer, state=self.state, module=self.model
         )

@@ -71,6 +71,11 @@ def test_one_checkpoint_is_listed_alone_also_behind_a_link(tmp_path: Path, comma
     for asked, step in (("run/step-00000100", 100), ("run/latest", 200), ("link/latest", 200)):
         (found,) = command("ls", tmp_path / asked, "--json").json["checkpoints"]
         assert (found["step"], found["latest"]) == (step, step == 200)
+    for asked in ("run", "link"):
+        assert [each["latest"] for each in command("ls", tmp_path / asked, "--json").json["checkpoints"]] == [
+            True,
+            False,
+        ]
 
 
 def test_nothing_is_an_error_and_a_leftover_is_something(tmp_path: Path, command: Command) -> None:

@@ -127,6 +127,13 @@ def test_a_wrong_type_or_key_is_refused_while_composing(app: App) -> None:
         assert message in app.refusal(done)
 
 
+def test_a_broken_package_is_named_only_when_chosen(app: App) -> None:
+    assert app.prints().startswith("BUILT")
+    message = app.refuses("stager=broken")
+    assert "stager 'broken' cannot be loaded from broken:Stager of theirs 1.2" in message
+    assert "No module named 'nowhere'" in message
+
+
 FULL_ERROR = "\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\n"
 
 # A typed config goes through a pickle, as to the workers of a launcher.

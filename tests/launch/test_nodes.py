@@ -151,9 +151,12 @@ def test_agents_that_start_in_different_folders_are_one_run(agents: Agents) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_restarted_run_resumes_in_the_same_folder(agents: Agents) -> None:
-    for code, _, stderr in agents.run_both("what=fail", options=("--max-restarts=2",)):
-        assert code == 0, stderr
+def test_a_restarted_run_reports_once_and_resumes_in_its_folder(agents: Agents) -> None:
+    ended = agents.run_both("what=fail", options=("--max-restarts=2",))
+    stderr = "".join(stderr for _, _, stderr in ended)
+    assert [code for code, _, _ in ended] == [0, 0], stderr
+    assert re.findall(r"^rank \d+: .*", stderr, re.MULTILINE) == ["rank 1: Traceback (most recent call last):"]
+    assert stderr.count("KeyError: 'no cheese'") == 1
     attempts = list(zip(agents.answers_of(0), agents.answers_of(1), strict=True))
     assert [[about["start"] for about in attempt] for attempt in attempts] == [[0, 0], [2, 2]]
     assert {about["value"] for about in attempts[1]} == {6.0}

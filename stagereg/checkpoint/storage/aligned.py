@@ -68,7 +68,8 @@ class DiskFile:
                 written = os.pwrite(self._descriptor, data[: len(data) // PAGE * PAGE or None], self._at)
             except OSError as error:
                 if error.errno not in _REFUSALS or not self._use_cache():
-                    raise self._named(error) from None
+                    error.filename = self._path
+                    raise
                 self.refused = True
                 continue
             if written == 0:
@@ -82,7 +83,8 @@ class DiskFile:
         try:
             os.fsync(self._descriptor)
         except OSError as error:
-            raise self._named(error) from None
+            error.filename = self._path
+            raise
 
     def close(self, whole: bool) -> None:
         """Let go of it; what is not ``whole`` is of no use. Raises nothing."""
@@ -93,9 +95,6 @@ class DiskFile:
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
         return bool(flags & _O_DIRECT)
-
-    def _named(self, error: OSError) -> OSError:
-        return OSError(error.errno, error.strerror, self._path)
 
 
 class Upload:
@@ -206,13 +205,13 @@ class AlignedFile:
         the file (:meth:`align`).
         """
         before = -ctypes.addressof(ctypes.c_char.from_buffer(data)) % PAGE if len(data) >= _STRAIGHT_BYTES else 0
-        pages = (len(data) - before) // PAGE * PAGE
-        if pages >= _STRAIGHT_BYTES and (self.tell() + before) % PAGE == 0:
+        end = len(data) - (len(data) - before) % PAGE
+        if end - before >= _STRAIGHT_BYTES and (self.tell() + before) % PAGE == 0:
             self.write(data[:before])
             self._submit_buffer()
-            for at in range(before, before + pages, _CHUNK_BYTES):
-                self._submit(data[at : min(at + _CHUNK_BYTES, before + pages)])
-            data = data[before + pages :]
+            for at in range(before, end, _CHUNK_BYTES):
+                self._submit(data[at : min(at + _CHUNK_BYTES, end)])
+            data = data[end:]
         self.write(data)
 
     def finish(self) -> FileMark:

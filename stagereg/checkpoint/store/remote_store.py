@@ -1,9 +1,10 @@
 """A prefix of an object store: a checkpoint is committed by its manifest, the object that is written last.
 
-A store cannot rename, so nothing is written under another name than its last. A directory without a manifest is being
+``latest`` is an object with the name of the directory that was committed last; docs/checkpoints.md shows all of them. A
+store cannot rename, so nothing is written under another name than its last. A directory without a manifest is being
 written, or is what a killed run left; readers pass it by. A checkpoint that is deleted loses its manifest first.
 
-Nothing outside ``root`` is listed or deleted, and below it only directories that are named as above.
+Nothing outside ``root`` is listed or deleted, and below it only directories that are named ``step-00000100.<token>``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import math
 import os
@@ -44,10 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 STORAGES = ("dcp", "safetensors")
 STAGERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "blocking": ("blocking", {}),
-    "pinned_cached": ("pinned_cached", {}),
-    "overlapped": ("overlapped", {}),
-    "shared": ("shared", {}),
+    **{name: (name, {}) for name in ("blocking", "pinned_cached", "overlapped", "shared")},
     "incremental": ("incremental", {"detect": "content"}),
     "incremental_frozen": ("incremental", {"frozen": ["model.base.*"]}),
     "bounded": ("pinned_cached", {"host_memory_gb": 2**-12}),
@@ -292,11 +288,6 @@ class Foreign(FileSystemWriter):
         return FileSystemReader(path)
 
 
-def test_a_storage_that_wraps_another_goes_by_its_name() -> None:
-    around = FaultyStorage(saves=())
-    assert name_of(around) == name_of(around.wraps) == "dcp"
-
-
 def test_an_unregistered_storage_without_marks_alone_reads_its_own(tmp_path: Path) -> None:
     state = {"x": torch.arange(3.0), "pair": (torch.ones(2), 1), "values": {1: "a", "nothing": {}}}
     found = {"x": torch.zeros(3), "pair": None, "values": None}
@@ -352,6 +343,7 @@ def test_a_storage_keeps_its_name_when_another_package_claims_it(recwarn: pytest
 
 
 def test_an_unknown_storage_is_reported_with_the_list() -> None:
+    assert name_of(FaultyStorage(saves=())) == "dcp", "it wraps that one"
     with pytest.raises(CheckpointError, match=r"(?s)storage 'gone', which cannot be built.*There is: dcp, direct"):
         named("gone", DcpStorage())
 
@@ -365,24 +357,18 @@ def listed(value: Any) -> Any:
     return [listed(item) for item in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("storage", ["dcp", "safetensors"])
+@each
 def test_another_program_reads_what_was_saved(tmp_path: Path, storage: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(5, 3)).sum().backward()
     optimizer.step()
     tied = torch.arange(6.0).reshape(2, 3)
+    values = {1: (2, 3), "text": "ü\ud800", "inf": math.inf, "list": [1, None], "count": Counter("aab"), "bytes": b"x"}
     state = {
         "model": model,
         "optimizer": optimizer,
-        "values": {
-            1: (2, 3),
-            "text": "ü\ud800",
-            "inf": math.inf,
-            "list": [1, None],
-            "count": collections.Counter("aab"),
-            "bytes": b"x",
-        },
+        "values": values,
         "tensors": [tied, tied, tied.t(), tied[:, 1], torch.empty(0, 3), torch.tensor(True), torch.tensor(7)],
     }
     with Checkpointer(str(tmp_path), storage=build("storage", storage)) as checkpointer:
