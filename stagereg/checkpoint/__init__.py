@@ -3,9 +3,9 @@
 Start at :mod:`stagereg.checkpoint.checkpointer`, the only module here that users call. One idea a module:
 
 Saving: ``options`` checks the arguments, ``pending_save`` is one save, from the copy to the commit, and the thread that
-works off saves, ``state_planner`` who writes what, ``rank_group`` the ranks, ``advice`` the hint for an error of a
-disk, ``failpoints`` the named moments of a save, ``schedule`` when to save, ``interval`` how often is best,
-``preemption_consensus`` when to leave.
+works off saves, ``requests`` what ranks do together, ``state_planner`` who writes what, ``rank_group`` the ranks,
+``advice`` the hint for an error of a disk, ``failpoints`` the named moments of a save, ``schedule`` when to save,
+``interval`` how often is best, ``preemption_consensus`` when to leave.
 
 The content: ``entries``, with ``rng`` as a part of it, ``encoding`` their structure as JSON, ``pickled`` objects that
 JSON cannot carry, ``index`` where each tensor lies, ``zero_shards`` shards of optimizers, ``storage`` the bytes in the
