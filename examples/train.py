@@ -152,10 +152,6 @@ def train(cfg: DictConfig) -> float:
         began = time.perf_counter()
         mine = Batches(text, cfg.data.batch, cfg.data.epochs, cfg.seed + rank, range(start, cfg.train.steps))
 
-        def save_last(step: int) -> None:
-            if step not in (start, checkpointer.saved):
-                checkpointer.save(step, state)
-
         try:
             with join:
                 # All ranks run this for as long as one has data, on an empty batch once they have none themselves.
@@ -174,9 +170,9 @@ def train(cfg: DictConfig) -> float:
                     checkpointer.maybe_save(step, state)
                     report(step)
         except stagereg.UnevenInputsError:  # with join.throw, all ranks are here, at the same step
-            save_last(step)
+            if step not in (start, checkpointer.saved):
+                checkpointer.save(step, state)
             raise
-        save_last(step)
         seconds = time.perf_counter() - began
     final = evaluate()
     summarize(rank, step - start, losses, cfg.data.batch, checkpointer, seconds, final)

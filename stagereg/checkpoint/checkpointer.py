@@ -43,6 +43,7 @@ from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open
 from stagereg.checkpoint.store.retry import answered, within
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.join.session import followers
+from stagereg.launch.rank import command_to_go_on
 from stagereg.registry import register
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesPadding
 
@@ -98,6 +99,8 @@ class Checkpointer:
             until it ends no other begins. A store that does not answer at the start is waited for as long.
         grace: how long after SIGTERM or SIGUSR1 the ranks have to agree on a step, save it and leave. ``None`` leaves
             the two signals alone.
+        save_last: whether the end of a ``with`` block, where nothing was raised, saves the last step that
+            :meth:`maybe_save` or :meth:`due` was called with, unless it is saved.
 
     Attributes:
         preemption: whether the ranks are to leave; ``None`` without ``grace``.
@@ -130,6 +133,7 @@ class Checkpointer:
         on_error: Literal["raise", "warn"] = "raise",
         timeout: datetime.timedelta = datetime.timedelta(minutes=30),
         grace: datetime.timedelta | None = datetime.timedelta(seconds=25),
+        save_last: bool = True,
     ) -> None:
         if not isinstance(dir, (str, os.PathLike)) or not os.fspath(dir):
             raise ConfigError(f"checkpoint.dir must be the path or URL of a directory, not {dir!r}.")
@@ -157,6 +161,8 @@ class Checkpointer:
         expect_fit(self._storage, self._store.root)
         self._hold: StoreLock | None = None
         self._saved: int | None = None
+        self._seen: int | None = None  # the step last asked about
+        self.save_last = save_last
         self._closed = self._leaving = False
         self._pid = os.getpid()
         alike: dict[str, Any] = {
@@ -212,6 +218,7 @@ class Checkpointer:
         call it with the same step, all get the same answer.
         """
         record.emit("step", step=_a_step(step))
+        self._seen = step
         leaves = self.preemption is not None and self.preemption.agreed_at(step)
         return self._schedule.due(step) or leaves
 
@@ -318,6 +325,9 @@ class Checkpointer:
             return None
         self._remember(state)
         restored = restoring.restore(self._store, self.resume, self.verify, state, self._storage, self._ranks)
+        if self._ranks.rank == 0:
+            begins = "training starts from scratch" if restored is None else f"resumed from {restored.path}"
+            _log.info("stagereg: checkpoints go to %s; %s", self.dir, begins)
         if restored is None:
             return None
         self._schedule.restored(restored.manifest.step)
@@ -355,13 +365,21 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-            return
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if interrupted and self._ranks.rank == 0:
+            _log.warning("stagereg: interrupted. %s", self._describe_end())
         try:
-            self.close()
-        except Exception as also:
-            _log.error("While another error ended the training: %s", also)
+            if error is None:
+                self._save_last()
+        finally:
+            try:
+                self.close()
+            except Exception as also:
+                if error is None:
+                    raise
+                _log.error("While another error ended the training: %s", also)
+        if self._ranks.rank == 0 and not interrupted:
+            _log.info("stagereg: %s", self._describe_end())
 
     @property
     def latest(self) -> Path | str | None:
@@ -381,10 +399,10 @@ class Checkpointer:
 
     def _remember(self, state: MutableMapping[str, Any]) -> None:
         """Keep what this rank would have to save if it left a loop, and count the steps of optimizers in it."""
-        if self._ranks.group is None or state is self._state:
+        if state is self._state:
             return
         self._state, before = state, self._state or {}
-        for name, value in state.items():
+        for name, value in state.items() if self._ranks.group is not None else ():
             if isinstance(value, Optimizer) and before.get(name) is not value:
                 value.register_step_post_hook(partial(_count, self._taken, name))
 
@@ -406,6 +424,25 @@ class Checkpointer:
             step = int(entry.partition(" ")[2])
             self._background.submit(PendingSave(step, self._target, missed=True))
             self._schedule.held(step, 0.0)
+
+    def _save_last(self) -> None:
+        """Save the last step, unless that is done; on all ranks, of which some may have left their loop before."""
+        if not self.save_last or not self._background.finish():
+            return
+        seen, saved = (-1 if step is None else step for step in (self._seen, self._saved))
+        last, done, unknown = self._ranks.max_async([seen, saved, self._state is None])()
+        if last > done and not unknown:
+            self._save(int(last), self._state, follows=seen < last)
+
+    def _describe_end(self) -> str:
+        """Return what there is to go on from, and how."""
+        newest = self._background.describe_newest()
+        if self._background.newest is None:
+            return newest
+        command = command_to_go_on(str(self.dir))
+        if command == "the same command":
+            return f"{newest} The same command goes on from there."
+        return f"{newest} The same command would start anew, since the directory is of this run: {command} goes on."
 
     def _leave(self, step: int, state: MutableMapping[str, Any] | None, follows: bool = False) -> NoReturn:
         """Save ``step``, unless that is done, and leave; on all ranks, which have agreed to."""

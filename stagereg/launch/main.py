@@ -22,7 +22,7 @@ from stagereg.crash_report import format_error
 from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped
 from stagereg.launch.command_line import CommandLine, parsed
 from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
-from stagereg.launch.rank import Rank, alone, is_rank, print_exit, resume_override, run_recorded
+from stagereg.launch.rank import Rank, alone, is_rank, print_exit, publish_run, resume_override, run_recorded
 from stagereg.launch.scheduler_task import SchedulerTask
 
 __all__ = ["main"]
@@ -191,10 +191,11 @@ class _Job:
         nproc = checked_nproc(OmegaConf.select(cfg, "nproc", default=1))
         if nproc > 1 or one_of_several or SchedulerTask.current().count > 1:
             return launch(self._command, hydra, nproc)
+        publish_run(hydra.runtime.output_dir, resume_override(hydra))
         try:
             return alone(functools.partial(run_recorded, self._task), cfg)
         except (Preempted, Stopped) as error:
-            print_exit(error, hydra.runtime.output_dir, resume_override(hydra))
+            print_exit(error)
             raise
         except Exception as error:
             raise RanksFailedError(f"rank 0: {format_error(error)}") from error

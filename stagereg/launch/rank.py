@@ -31,13 +31,30 @@ from stagereg.errors import LaunchError, PeerFailedError, Preempted, Stopped, Un
 from stagereg.launch.command_line import quoted
 from stagereg.launch.run_store import RunStore, name_attempt
 
-__all__ = ["LAUNCHER", "Rank", "alone", "is_rank", "print_exit", "resume_override", "run_recorded"]
+__all__ = [
+    "LAUNCHER",
+    "Rank",
+    "alone",
+    "command_to_go_on",
+    "is_rank",
+    "print_exit",
+    "publish_run",
+    "resume_override",
+    "run_recorded",
+]
 
 log = logging.getLogger(__name__)
 
 LAUNCHER = "STAGEREG_LAUNCHER"
 """The environment variable with the process number of the ``stagereg.main`` that has started a rank."""
+_RUN = "STAGEREG_RUN"
+"""The environment variable with directory and ``resume_override`` of the run, for :func:`command_to_go_on`."""
 _CHECKPOINTS = "checkpoint.dir="
+_TWICE = "initialize the default process group twice"
+_INITIALISED = (
+    "the program calls init_process_group, and stagereg.main has done that already: with gloo for CPU tensors, and the "
+    "accelerator's own backend beside it. Leave the call out, and destroy_process_group and set_device with it."
+)
 _LINGER_S = 3.0
 """Seconds a failed rank waits for the others to reach their end too, before its own end takes them down."""
 _EXIT_S = 10.0
@@ -156,8 +173,7 @@ class Rank:
         """End this rank because the run was signalled: with the others, so that none takes its end for a failure."""
         with contextlib.suppress(Exception):
             if self.rank == 0:
-                run = self.store.run()
-                print_exit(error, run["dir"], run["resume"])
+                print_exit(error)
             self.store.set_ended()
             self.store.await_ended(_EXIT_S)
         raise error from None
@@ -170,7 +186,9 @@ class Rank:
         if self.rank == 0:
             hydra = HydraConfig.get()
             self.store.begin(hydra.runtime.output_dir, resume_override(hydra))
-        started = datetime.fromtimestamp(self.store.run()["time"])
+        run = self.store.run()
+        publish_run(run["dir"], run["resume"])
+        started = datetime.fromtimestamp(run["time"])
         # OmegaConf 2.4 warns of the long name; until 2.3 the short one was for resolvers of an older sort.
         short: Any = OmegaConf.register_resolver
         register = short if "use_cache" in inspect.signature(short).parameters else OmegaConf.register_new_resolver
@@ -221,7 +239,12 @@ def run_recorded(task: Callable[[Any], Any], cfg: Any) -> Any:
     directory = Path(HydraConfig.get().runtime.output_dir)
     device = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     with record.recording(directory, dist.get_rank(), dist.get_world_size(), **device):
-        value = task(cfg)
+        try:
+            value = task(cfg)
+        except ValueError as error:
+            if _TWICE in str(error):
+                raise LaunchError(_INITIALISED) from error
+            raise
         shutdown.finish()
     return value
 
@@ -259,15 +282,27 @@ def resume_override(hydra: Any) -> str:
     return _CHECKPOINTS if single else f"hydra.sweep.dir={Path(hydra.runtime.cwd, hydra.sweep.dir)}"
 
 
-def print_exit(error: Preempted | Stopped, directory: str, override: str) -> None:
-    """Print how a run in ``directory`` has ended, and the command that goes on: with ``override``, if it needs one."""
+def publish_run(directory: str, override: str) -> None:
+    """Have this process know the run that it belongs to, for :func:`command_to_go_on`."""
+    os.environ[_RUN] = json.dumps([directory, override])
+
+
+def command_to_go_on(checkpoints: str) -> str:
+    """Return what goes on from a directory of checkpoints: the same command, with an override where it needs one."""
+    directory, override = json.loads(os.environ.get(_RUN, '["", ""]'))
+    if not override or not Path(checkpoints).is_relative_to(directory):
+        return "the same command"
+    return f"the same command with {override + checkpoints if override == _CHECKPOINTS else override}"
+
+
+def print_exit(error: Preempted | Stopped) -> None:
+    """Print how a run has ended, and the command that goes on."""
     text = str(error)
     if isinstance(error, Preempted):
-        text += "; the same command goes on from there"
-        if override and Path(error.directory).is_relative_to(directory):
-            more = override + error.directory if override == _CHECKPOINTS else override
-            saved = f"preempted by {error.received.name}: step {error.step} is saved"
-            text = f"{saved}; the same command with {more} goes on from there"
+        command = command_to_go_on(error.directory)
+        if command != "the same command":  # which has the directory in it
+            text = f"preempted by {error.received.name}: step {error.step} is saved"
+        text += f"; {command} goes on from there"
     print(text, file=sys.stderr, flush=True)
 
 

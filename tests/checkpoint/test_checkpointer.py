@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import json
+import logging
 import os
 import random
 from pathlib import Path
@@ -25,10 +27,45 @@ def names(root: Path) -> list[str]:
 
 
 def test_maybe_save_saves_at_positive_multiples_of_every(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path), every=3, keep=9) as checkpointer:
+    with Checkpointer(str(tmp_path), every=3, keep=9, save_last=False) as checkpointer:
         saved = [step for step in range(8) if checkpointer.maybe_save(step, {"x": step})]
     assert saved == [3, 6]
     assert names(tmp_path) == ["latest", "step-00000003", "step-00000006"]
+
+
+def test_a_clean_end_saves_the_last_step_and_an_error_does_not(tmp_path: Path) -> None:
+    for first, last in ((1, 7), (8, 9), (10, 10)):  # the last of these saves it by itself
+        with Checkpointer(str(tmp_path), every=5, keep=9) as checkpointer:
+            checkpointer.restore({"x": 0})
+            for step in range(first, last + 1):
+                checkpointer.maybe_save(step, {"x": step})
+    checkpointer = Checkpointer(str(tmp_path), every=5, keep=9)
+    checkpointer.maybe_save(11, {"x": 11})
+    checkpointer.__exit__(KeyError, KeyError(), None)
+    assert names(tmp_path) == ["latest", *(f"step-{step:08}" for step in (5, 7, 9, 10))]
+
+
+def test_the_log_has_where_checkpoints_go_and_what_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAGEREG_RUN", json.dumps([str(tmp_path), "checkpoint.dir="]))
+    caplog.set_level(logging.INFO, "stagereg")
+    root = tmp_path / "c"
+    with Checkpointer(str(root), every=5) as checkpointer:
+        checkpointer.restore({"x": 0})
+        checkpointer.maybe_save(3, {"x": 3})
+    checkpointer = Checkpointer(str(root))
+    checkpointer.restore({"x": 0})
+    checkpointer.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    newest = f"The newest good checkpoint is step 3, in {root}. The same command would start anew, since the directory"
+    end = f"{newest} is of this run: the same command with checkpoint.dir={root} goes on."
+    shown = [line for line in caplog.messages if "no accelerator" not in line]
+    assert shown == [
+        f"stagereg: checkpoints go to {root}; training starts from scratch",
+        f"stagereg: {end}",
+        f"stagereg: checkpoints go to {root}; resumed from {root}/step-00000003",
+        f"stagereg: interrupted. {end}",
+    ]
 
 
 def test_the_newest_keep_stay_and_latest_is_a_relative_link(tmp_path: Path) -> None:

@@ -54,7 +54,8 @@ BYTES = 4 * 1000 + 8 * 10
 
 
 def test_each_step_save_copy_and_write_is_recorded(tmp_path: Path) -> None:
-    with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), every=2, keep=9) as checkpointer:
+    saved = Checkpointer(str(tmp_path / "c"), every=2, keep=9, save_last=False)
+    with record.recording(tmp_path, 0, 1), saved as checkpointer:
         for step in range(1, 6):
             checkpointer.maybe_save(step, STATE)
         checkpointer.wait()

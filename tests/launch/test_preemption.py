@@ -19,7 +19,7 @@ import stagereg.launch.preemption as preemption
 from stagereg.errors import Preempted, Stopped
 from stagereg.launch.launch import LocalRanks
 from stagereg.launch.preemption import PreemptionHandler
-from stagereg.launch.rank import print_exit, resume_override
+from stagereg.launch.rank import print_exit, publish_run, resume_override
 from stagereg.sweep.result import JobResult
 
 from .programs import LIMIT_S, TORCHRUN, Program, comes_true
@@ -212,11 +212,17 @@ HYDRA = {
     ],
 )
 def test_the_message_has_the_command_that_resumes(
-    capsys: pytest.CaptureFixture[str], error: Preempted | Stopped, changes: dict[str, Any], message: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Preempted | Stopped,
+    changes: dict[str, Any],
+    message: str,
 ) -> None:
     setup_globals()
     hydra = OmegaConf.create({**HYDRA, **changes})
-    print_exit(error, hydra.runtime.output_dir, resume_override(hydra))
+    monkeypatch.setenv("STAGEREG_RUN", "")
+    publish_run(hydra.runtime.output_dir, resume_override(hydra))
+    print_exit(error)
     printed = capsys.readouterr().err
     assert printed.endswith(f"{message}\n")
     assert printed.count("\n") == 1
