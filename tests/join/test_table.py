@@ -13,7 +13,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -294,9 +294,6 @@ class Training:
         self.averages = [torch.zeros_like(param.detach()) for param in self.parameters]
         self.log: list[torch.Tensor] = []
 
-    def joinables(self) -> list[Any]:
-        return [*self.models, *self.optimizers]
-
     def chains(self) -> list[list[nn.Module]]:
         """The models that are applied one after another, before a backward of their own."""
         return [[model] for model in self.models] if self.case.separate else [self.models]
@@ -368,27 +365,18 @@ def train(rank: int, world_size: int, case: Case, column: Ddp, mode: str) -> dic
     """Run a case on ranks; ``data_index`` is the index in ``case.lengths`` of a rank's data."""
     data_index = rank // (world_size // case.world)
     training = Training(case, column, [column.wrap(net, **case.wrap) for net in nets(case)])
-    if case.one_join:
-        with joined(training, mode) as join:
-            for epoch in range(len(case.lengths)):
-                run_epoch(training, join, data_index, epoch)
-    else:
-        for epoch in range(len(case.lengths)):
-            with joined(training, mode) as join:
+    every = range(len(case.lengths))
+    for epochs in [every] if case.one_join else [[epoch] for epoch in every]:
+        with stagereg.Join(
+            [*training.models, *training.optimizers],
+            mode=mode,
+            average=case.average,
+            timeout=PATIENCE_S,
+            divide_by_initial_world_size=case.divide,
+        ) as join:
+            for epoch in epochs:
                 run_epoch(training, join, data_index, epoch)
     return training.outcome()
-
-
-def joined(training: Training, mode: str) -> stagereg.Join:
-    """The context of a loop."""
-    case = training.case
-    return stagereg.Join(
-        training.joinables(),
-        mode=mode,
-        average=case.average,
-        timeout=PATIENCE_S,
-        divide_by_initial_world_size=case.divide,
-    )
 
 
 def run_epoch(training: Training, join: Any, rank: int, epoch: int) -> None:
@@ -541,12 +529,6 @@ def chosen(case: Case, mode: str) -> str:
     return mode if mode in case.modes else case.modes[0]
 
 
-def run_column(column: str, names: Sequence[str], mode: str) -> dict[str, float]:
-    """Run cases one after another in the same ranks; return their largest differences from the single process."""
-    outcomes = run_ranks(run_cases, ranks_of(column), args=(column, names, mode), timeout_s=20 + 2 * len(names))
-    return {name: max(distance(outcome[name], expected(CASES[name])) for outcome in outcomes) for name in names}
-
-
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     """The largest difference between two outcomes; infinite if there is anything in the first that is not finite."""
     leaves = [leaf for leaf in pytree.tree_leaves(one) if isinstance(leaf, torch.Tensor)]
@@ -554,7 +536,7 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def run_cases(rank: int, world_size: int, column: str, names: Sequence[str], mode: str) -> dict[str, dict[str, Any]]:
-    """One rank's share of :func:`run_column`."""
+    """Run cases one after another in the same ranks."""
     warnings.simplefilter("ignore", FutureWarning)  # FSDP1's state dicts
     ways = COLUMNS[column]()
     outcomes = {}
@@ -568,13 +550,8 @@ def run_cases(rank: int, world_size: int, column: str, names: Sequence[str], mod
     return outcomes
 
 
-def run_failing(column: str, name: str, mode: str) -> list[tuple[str, float]]:
-    """Run a case that has an error; return each rank's, and the seconds from the beginning of the case to it."""
-    return run_ranks(fail, ranks_of(column), args=(column, name, mode), timeout_s=6 * PATIENCE_S)
-
-
 def fail(rank: int, world_size: int, column: str, name: str, mode: str) -> tuple[str, float]:
-    """One rank's share of :func:`run_failing`."""
+    """Run a case that has an error; return it, and the seconds from the beginning of the case to it."""
     started = time.monotonic()
     try:
         train(rank, world_size, CASES[name], COLUMNS[column](), chosen(CASES[name], mode))
@@ -602,7 +579,7 @@ def slow_unless(quick: bool, *values: str) -> object:
     return pytest.param(*values, id="-".join(values), marks=[] if quick else [pytest.mark.slow])
 
 
-RUNS = [slow_unless((column, mode) in QUICK, column, mode) for column in COLUMNS for mode in MODES]
+RUNS = [slow_unless((column, mode) in QUICK, column, mode) for column in (*ALL, "tp") for mode in MODES]
 ERRORS = [
     slow_unless((name, column, mode) in QUICK_ERRORS, column, mode, name)
     for column in COLUMNS
@@ -617,28 +594,13 @@ ERRORS = [
 def test_every_case_has_the_numbers_of_a_single_process(column: str, mode: str) -> None:
     """One run of all cases, one after another in the same ranks."""
     names = [name for name in in_column(column) if has(mode, name) and not CASES[name].fails]
-    assert {name: value for name, value in run_column(column, names, mode).items() if not value < EXACT} == {}
+    outcomes = run_ranks(run_cases, ranks_of(column), args=(column, names, mode), timeout_s=20 + 2 * len(names))
+    apart = {name: max(distance(outcome[name], expected(CASES[name])) for outcome in outcomes) for name in names}
+    assert {name: value for name, value in apart.items() if not value < EXACT} == {}
 
 
 @pytest.mark.parametrize(("column", "mode", "name"), ERRORS)
 def test_what_cannot_be_joined_is_an_error_on_every_rank_in_time(column: str, mode: str, name: str) -> None:
-    errors = run_failing(column, name, mode)
+    errors = run_ranks(fail, ranks_of(column), args=(column, name, mode), timeout_s=6 * PATIENCE_S)
     assert [error for error, _ in errors if not re.search(CASES[name].fails, error)] == []
     assert max(seconds for _, seconds in errors) < PATIENCE_S + MUCH_S
-
-
-def test_the_reference_distinguishes_the_cases() -> None:
-    uneven, mixed = CASES["uneven"], CASES["batches of different sizes"]
-    apart = [
-        (uneven, replace(uneven, lengths=((2, 4, 5),))),
-        (uneven, replace(uneven, skips=((2, 0),))),
-        (uneven, replace(uneven, extras=frozenset({"clip"}))),
-        (uneven, replace(uneven, forwards=2)),
-        (uneven, replace(uneven, accumulate=2)),
-        (uneven, replace(uneven, stop=3)),
-        (mixed, replace(mixed, average="world")),
-        (mixed, replace(mixed, average="active")),
-        (replace(mixed, average="world"), replace(mixed, average="active")),
-    ]
-    for one, other in apart:
-        assert difference(expected(one), expected(other)) > 1e-4
