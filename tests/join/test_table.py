@@ -27,9 +27,10 @@ import stagereg
 from stagereg.testing import run_ranks
 
 from .parallel import COLUMNS, Ddp, write_values
-from .reference import EXACT, difference
+from .reference import EXACT, OPTIMIZERS, batch, difference
 
 HOOKED = ("ddp", "zero", "fsdp2")
+"""Of the columns, those that a join can leave out a rank of: at a lone break, and in the divisor."""
 ALL = ("ddp", "zero", "fsdp1", "fsdp2")
 MODES = ("planned", "counted")
 RANKS = 3
@@ -100,9 +101,9 @@ CASES = {
     "... averaged over the world": Case(sizes="mixed", average="world"),
     "... averaged over active ranks": Case(sizes="mixed", average="active"),
     "... a rank without batches, active": Case(lengths=((0, 3, 5),), sizes="mixed", average="active"),
-    "... divided by active ranks": Case(sizes="mixed", divide=False, columns=("ddp", "zero", "fsdp2")),
+    "... divided by active ranks": Case(sizes="mixed", divide=False, columns=HOOKED),
     "... all of that, over active ranks": Case(
-        sizes="mixed", divide=False, average="active", lengths=((0, 3, 5),), columns=("ddp", "zero", "fsdp2")
+        sizes="mixed", divide=False, average="active", lengths=((0, 3, 5),), columns=HOOKED
     ),
     "divided by active ranks, which it cannot": Case(
         divide=False, columns=("fsdp1",), fails="JoinError.*divides its gradients by the world size itself"
@@ -130,10 +131,8 @@ CASES = {
     "past the announced length": Case(announced=(1, 2, 3), modes=("planned",)),
     "short of the announced length": Case(announced=(5, 7, 9), modes=("planned",)),
     "announced even, is uneven": Case(announced=(4, 4, 4), modes=("planned",)),
-    "accumulation, last group cut off": Case(accumulate=2, lengths=((1, 3, 5),), columns=("ddp", "zero", "fsdp2")),
-    "accumulation over three": Case(
-        accumulate=3, lengths=((2, 4, 6),), sizes="mixed", columns=("ddp", "zero", "fsdp2")
-    ),
+    "accumulation, last group cut off": Case(accumulate=2, lengths=((1, 3, 5),), columns=HOOKED),
+    "accumulation over three": Case(accumulate=3, sizes="mixed", columns=HOOKED),
     "accumulation, each rank's last batch reduced": Case(
         accumulate=2, sync_last=True, lengths=((3, 4, 6),), columns=("ddp", "fsdp2"), fails="JoinError|PeerFailedError"
     ),
@@ -199,10 +198,6 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "shared_norm": lambda: nn.Sequential(nn.Linear(4, 5, bias=False), SharedNorm(), nn.Tanh(), nn.Linear(5, 1)),
     "norm": lambda: nn.Sequential(nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)),
 }
-OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "adam": (torch.optim.Adam, {"lr": 0.05}),
-    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-}
 
 
 def nets(case: Case) -> list[nn.Module]:
@@ -217,8 +212,7 @@ def samples(case: Case, rank: int, epoch: int, index: int) -> torch.Tensor:
         count = max(count, 2)
     if case.loader == "torch" and index + 1 == case.lengths[epoch][rank]:
         count = 2
-    seed = torch.Generator().manual_seed(997 * rank + 31 * epoch + index)
-    x = torch.randn(count, 4, generator=seed, dtype=torch.float64)
+    x = batch(rank, epoch, index, count)
     if case.poisoned and rank == 0 and index + 1 == case.lengths[epoch][rank]:
         x[0, 0] = float("inf")
     return x
@@ -384,8 +378,8 @@ def run_epoch(training: Training, join: Any, rank: int, epoch: int) -> None:
     case, column = training.case, training.column
     step = 0
     seen = 0
-    for batch in join.iterate(loader(case, rank, epoch)):
-        x = unpack(case, batch)
+    for given in join.iterate(loader(case, rank, epoch)):
+        x = unpack(case, given)
         if len(x):
             seen += 1
             if (rank, seen - 1) in case.skips:
@@ -419,9 +413,9 @@ def run_epoch(training: Training, join: Any, rank: int, epoch: int) -> None:
             break
     if "evaluate uneven" in case.extras:
         totals = torch.zeros(2, dtype=torch.float64)
-        for batch in join.iterate(loader(case, rank, epoch)):
+        for x in join.iterate(loader(case, rank, epoch)):
             with torch.no_grad():
-                totals += torch.stack([training.losses(batch).sum(), torch.tensor(float(len(batch)))])
+                totals += torch.stack([training.losses(x).sum(), torch.tensor(float(len(x)))])
         training.log.append(mean_over_ranks(totals[0], float(totals[1])))
 
 

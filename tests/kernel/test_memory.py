@@ -248,11 +248,3 @@ class TestBlock:
         flags = (ctypes.c_ubyte * -(-block.nbytes // mmap.PAGESIZE))()  # of each page, whether the kernel has backed it
         assert libc.mincore(address, nbytes, flags) == 0
         assert all(flag & 1 for flag in flags)
-
-
-def test_reserved_memory_is_leased_first() -> None:
-    made: list[int] = []
-    pool = Pool(reserve=3 * 4096, make=lambda nbytes, pin, threads: made.append(nbytes) or Block(nbytes, pin, threads))
-    assert borrow(pool, 2 * 4096).nbytes == 3 * 4096
-    assert made == [3 * 4096]
-    pool.close()
