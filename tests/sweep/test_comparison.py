@@ -150,11 +150,13 @@ SPREAD = "the difference is larger than the spread of"
 TWINS = "the difference is smaller than that between two sets of runs of one combination."
 ANOTHER = failed(Path("sweep/9"), 9, ("train.steps=40", "nproc=2", "stager=z"))
 SAME = replace(ANOTHER, overrides=("train.steps=40", "nproc=2", "stager=a"))
+UNANSWERED = "No answer by stall_ms: every combination that has it failed, or lacks it, in some of its runs."
 NONE = [failed(Path("0"), 0, ()), result(Path("1"), 1, status="unfinished")]
 ANSWERS = [
     (
         stalls(a=[1.2, 1.1, 1.3], b=[3.4, 3.5, 3.6]),
-        f"Best by stall_ms: stager=a, 1.2 ms, before stager=b, 3.5 ms: {SPREAD} 3 runs each, so it is most likely real.",
+        f"Best by stall_ms: stager=a, 1.2 ms, before stager=b, 3.5 ms: {SPREAD} 3 runs each, "
+        "so it is most likely real.",
     ),
     (stalls(a=[1, 1.1], b=[3, 3.1]), f"{SPREAD} 2 runs each, but so few prove little; sweep.repeats=5 would help."),
     (stalls(a=[1.2], b=[3.4], c=[2.0]), f": stager=a, 1.2 ms, before stager=c, 2 ms: one run each, {UNKNOWN}"),
@@ -169,10 +171,7 @@ ANSWERS = [
         "No answer by stall_ms: no completed job has that figure. Figures there are: loss.",
     ),
     (NONE, "No answer: of 2 jobs, 1 failed, 1 unfinished."),
-    (
-        [*stalls(a=[1]), SAME],
-        "No answer by stall_ms: every combination that has it failed, or lacks it, in some of its runs.",
-    ),
+    ([*stalls(a=[1]), SAME], UNANSWERED),
 ]
 
 
