@@ -36,7 +36,7 @@ _WIDTH = 120
 _LEAST = 30
 """Columns that the last column of a table gets, however few are left."""
 _COLOURS = {
-    **dict.fromkeys(("ok", "kept", "complete"), "green"),
+    **dict.fromkeys(("ok", "kept"), "green"),
     **dict.fromkeys(("warn", "skipped", "not shown", "unclear", "unfinished"), "yellow"),
     **dict.fromkeys(("broken", "damaged", "failed"), "bold red"),
     **{"missing": "dim", "best": "bold green", "tie": "cyan"},

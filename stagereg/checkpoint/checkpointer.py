@@ -101,6 +101,7 @@ class Checkpointer:
             the two signals alone.
         save_last: whether the end of a ``with`` block, where nothing was raised, saves the last step that
             :meth:`maybe_save` or :meth:`due` was called with, unless it is saved.
+        enable: False makes all methods do nothing: nothing is saved, and nothing is restored.
 
     Attributes:
         preemption: whether the ranks are to leave; ``None`` without ``grace``.
@@ -134,6 +135,7 @@ class Checkpointer:
         timeout: datetime.timedelta = datetime.timedelta(minutes=30),
         grace: datetime.timedelta | None = datetime.timedelta(seconds=25),
         save_last: bool = True,
+        enable: bool = True,
     ) -> None:
         if not isinstance(dir, (str, os.PathLike)) or not os.fspath(dir):
             raise ConfigError(f"checkpoint.dir must be the path or URL of a directory, not {dir!r}.")
@@ -147,6 +149,7 @@ class Checkpointer:
         options.one_of("on_error", on_error, ("raise", "warn"))
         for name, duration in {"mtbf": mtbf, "timeout": timeout, "grace": timeout if grace is None else grace}.items():
             options.check_duration(name, duration)
+        self.enable = enable
         self._store = open_store(dir)
         self.dir = path_or_url(self._store.root)
         self.keep, self.resume, self.verify = keep, resume, verify
@@ -157,14 +160,21 @@ class Checkpointer:
             self._stager.reserve_padding(*self._storage.padding)
         if isinstance(self._stager, ReleasesCopies):
             self._stager.expect_release()
-        self._ranks = RankGroup(process_group, timeout)
         expect_fit(self._storage, self._store.root)
+        self.save_last = save_last
+        self.stats = CheckpointStats()
+        self.preemption: PreemptionConsensus | None = None
         self._hold: StoreLock | None = None
         self._saved: int | None = None
         self._seen: int | None = None  # the step last asked about
-        self.save_last = save_last
+        self._state: MutableMapping[str, Any] | None = None  # as it was given last, where a rank may have to follow
+        self._taken: Counter[str] = Counter()  # steps of each optimizer in it
         self._closed = self._leaving = False
         self._pid = os.getpid()
+        self._schedule = Schedule(every if isinstance(every, int) else 1)
+        self._ranks = RankGroup(process_group, timeout)
+        if not enable:
+            return
         alike: dict[str, Any] = {
             "dir": self._store.root,
             "every": every,
@@ -177,17 +187,13 @@ class Checkpointer:
         opened = self._ranks.run_on_all(f"checkpoint.dir={dir} cannot be written to", self._open)
         # The training threads have groups of their own: one for each kind of exchange, since not all ranks may come to
         # each, and those of two kinds must not meet.
-        self._schedule = (
-            Schedule(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), RankGroup(process_group))
-        )
+        if every == "auto":
+            self._schedule = Automatic(mtbf.total_seconds(), RankGroup(process_group))
         self._target = SaveTarget(self._store, keep, self._storage, self._ranks, opened[0])
         self._background = Background(self._target, timeout, self._schedule, on_error == "warn")
-        self.stats: CheckpointStats = self._background.stats
-        self.preemption: PreemptionConsensus | None = None
+        self.stats = self._background.stats
         training = None if self._ranks.group is None else process_group or dist.group.WORLD
         self._requests = Requests(training, f"checkpoint/{opened[0]}/saves")
-        self._state: MutableMapping[str, Any] | None = None  # as it was given last, where a rank may have to follow
-        self._taken: Counter[str] = Counter()  # steps of each optimizer in it
         if grace is not None:
             newest = self._background.describe_newest
             exchanges = Requests(training, f"checkpoint/{opened[0]}/signals")
@@ -207,7 +213,8 @@ class Checkpointer:
             self.save(step, state)
             return True
         self._check_open()
-        self._background.raise_failure()
+        if self.enable:
+            self._background.raise_failure()
         return False
 
     def due(self, step: int) -> bool:
@@ -219,6 +226,8 @@ class Checkpointer:
         """
         record.emit("step", step=_a_step(step))
         self._seen = step
+        if not self.enable:
+            return False
         leaves = self.preemption is not None and self.preemption.agreed_at(step)
         return self._schedule.due(step) or leaves
 
@@ -240,6 +249,8 @@ class Checkpointer:
             Stopped: (a ``SystemExit`` with code 128 + signal) likewise, and it could not be saved.
         """
         self._check_open()
+        if not self.enable:
+            return
         self._remember(state)
         if self.preemption is not None and self.preemption.agreed_before_save(step) and not self._leaving:
             self._requests.post(f"{_LEAVE} {_a_step(step)}")
@@ -293,8 +304,9 @@ class Checkpointer:
             CheckpointError: one failed, and no call has raised that yet.
         """
         self._check_open()
-        self._background.finish()
-        self._background.raise_failure()
+        if self.enable:
+            self._background.finish()
+            self._background.raise_failure()
 
     def restore(self, state: MutableMapping[str, Any]) -> int | None:
         """Load a checkpoint, chosen by ``resume``, into the objects and values of ``state``; call it on all ranks.
@@ -316,6 +328,8 @@ class Checkpointer:
                 object does not take what was saved.
         """
         self._check_open()
+        if not self.enable:
+            return None
         self._background.finish()
         if self._background.hanging:  # in an exchange with the other ranks, which another one must not meet
             self._background.raise_failure()
@@ -343,6 +357,10 @@ class Checkpointer:
         """
         if self._closed:
             return
+        if not self.enable:
+            self._closed = True
+            self._stager.close()
+            return
         with contextlib.suppress(RuntimeError):  # the store is gone
             while (entry := self._requests.take()) is not None:
                 self._answer(entry)
@@ -365,6 +383,9 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self.enable:
+            self.close()
+            return
         interrupted = isinstance(error, KeyboardInterrupt)
         if interrupted and self._ranks.rank == 0:
             _log.warning("stagereg: interrupted. %s", self._describe_end())
@@ -384,7 +405,7 @@ class Checkpointer:
     @property
     def latest(self) -> Path | str | None:
         """The directory of the checkpoint committed last, a URL if ``dir`` is one; ``None`` if there is none yet."""
-        found = self._store.latest()
+        found = self._store.latest() if self.enable else None
         return None if found is None else path_or_url(found.path)
 
     @property
@@ -399,7 +420,7 @@ class Checkpointer:
 
     def _remember(self, state: MutableMapping[str, Any]) -> None:
         """Keep what this rank would have to save if it left a loop, and count the steps of optimizers in it."""
-        if state is self._state:
+        if state is self._state or not self.enable:
             return
         self._state, before = state, self._state or {}
         for name, value in state.items() if self._ranks.group is not None else ():

@@ -1,8 +1,8 @@
 """``stagereg ls`` and ``stagereg verify``: what checkpoints there are, and whether they are what was written.
 
-``ls`` reads manifests and sizes, ``verify`` reads the content of every file. Both change nothing, load nothing, and do
-not disturb a run that writes there. ``verify`` exits with 0 if all are good, 1 if something is wrong with one, 2 if
-there is nothing to look at; so a shell can ask before it resumes, copies or deletes.
+``ls`` reads manifests and sizes, ``verify`` and ``ls --verify`` the content of every file. Both change nothing, load
+nothing, and do not disturb a run that writes there. ``verify`` exits with 0 if all are good, 1 if something is wrong
+with one, 2 if there is nothing to look at; so a shell can ask before it resumes, copies or deletes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add ``ls`` and ``verify`` to the commands of ``stagereg``."""
     help_ = "of checkpoints (checkpoint.dir), or one checkpoint; a path or a URL"
     listing = "list the checkpoints of a directory, and who writes there"
-    output.add_command(commands, "ls", listing, list_checkpoints).add_argument("directory", help=help_)
+    parser = output.add_command(commands, "ls", listing, list_checkpoints)
+    parser.add_argument("directory", help=help_)
+    parser.add_argument("--verify", action="store_true", help="read the content of every file too")
     parser = output.add_command(commands, "verify", "check whether checkpoints are what was written", verify)
     parser.add_argument("directory", help=help_)
     parser.add_argument("--fast", action="store_true", help="manifests and sizes only; the content is not read")
@@ -55,10 +57,11 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
     found = located(asked.directory, empty=True)
     owner, latest = found.store.holder(), found.store.latest()
     entries = []
-    for each in found.conditions:
+    for each in _read(found) if asked.verify else found.conditions:
         # Not by the path: a directory that is reached by a link may spell it otherwise.
         is_latest = latest is not None and each.manifest == latest.manifest
-        entries.append(_entry(each, "complete") | {"why": str(each), "latest": is_latest})
+        good = "ok" if asked.verify else "not verified"
+        entries.append(_entry(each, good) | {"why": str(each), "latest": is_latest})
     for path in [] if found.one else found.store.leftovers():
         unknown = dict.fromkeys(("time", "bytes", "ranks", "storage"))
         state = "leftover of a dead run" if owner is None else "being written"
@@ -69,7 +72,8 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
         output.as_json({"root": found.store.root, "held_by": held, "checkpoints": entries})
         return 0
     columns = ("step", "saved", "size", "ranks", "storage", "state")
-    rows = [(*_cells(entry, columns), "latest" if entry["latest"] else entry["why"]) for entry in entries]
+    more = ["; ".join(filter(None, ("latest" if entry["latest"] else "", entry["why"]))) for entry in entries]
+    rows = [(*_cells(entry, columns), text) for entry, text in zip(entries, more, strict=True)]
     output.table(found.store.root, (*columns, ""), rows, verdict="state")
     if owner is not None:
         output.echo(f"\nHeld by {owner}")
@@ -84,12 +88,7 @@ def verify(asked: argparse.Namespace) -> int:
         ConfigError: the URL is of a kind that cannot be read here.
     """
     found = located(asked.directory)
-    looked: list[Condition] = []
-    for each in found.conditions:
-        output.progress(f"reading {each.path}")
-        looked.append(each if asked.fast else found.store.examine(each.path))
-    output.progress()
-    looked = _still_there(found.store, looked)
+    looked = _still_there(found.store, list(found.conditions) if asked.fast else _read(found))
     bad = sum(bool(each.damages) for each in looked)
     good = next((each.path for each in newest_first(looked) if not each.damages), None)
     entries = [_entry(each, "ok") for each in looked]
@@ -107,6 +106,16 @@ def verify(asked: argparse.Namespace) -> int:
     if bad and not found.one:
         output.echo("None is good." if good is None else f"The newest good one is {good}")
     return int(bad > 0)
+
+
+def _read(found: Located) -> list[Condition]:
+    """Read all files of all checkpoints."""
+    looked = []
+    for each in found.conditions:
+        output.progress(f"reading {each.path}")
+        looked.append(found.store.examine(each.path))
+    output.progress()
+    return looked
 
 
 def located(target: str, empty: bool = False) -> Located:

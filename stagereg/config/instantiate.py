@@ -23,7 +23,7 @@ from omegaconf import Container, DictConfig, OmegaConf
 import stagereg.config.schema as schema
 import stagereg.registry as registry
 from stagereg.config.allow_list import AllowedTarget, TargetAllowList
-from stagereg.config.resolved_tree import Call, Given, NodePath, built, describes, is_missing, merged, plain
+from stagereg.config.resolved_tree import SWITCHES, Call, Given, NodePath, built, describes, is_missing, merged, plain
 from stagereg.errors import ConfigError
 from stagereg.registry import Entry
 from stagereg.spec import refuse_unknown
@@ -56,6 +56,12 @@ def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[...
         return None
     path = NodePath.of(config)
     tree = plain(config, path.key)
+    if (
+        path.key in ("join", "checkpoint")
+        and isinstance(tree, dict)
+        and "_target_" not in (tree.keys() | kwargs.keys())
+    ):
+        raise ConfigError(f"the config leaves {path.key} out; {SWITCHES[path.key]}.")
     _refuse_unregistered(tree, path, allow_list)
     if args or kwargs:
         if not isinstance(tree, dict) or "_target_" not in (tree.keys() | kwargs.keys()):

@@ -18,7 +18,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from stagereg.errors import ConfigError
 
-__all__ = ["Call", "Given", "NodePath", "built", "describes", "is_missing", "merged", "plain"]
+__all__ = ["SWITCHES", "Call", "Given", "NodePath", "built", "describes", "is_missing", "merged", "plain"]
+
+_NOTHING_SAVED = "checkpoints need a stager and a storage; to save nothing write checkpoint.enable=false"
+SWITCHES = {
+    "join": "to train without a join write join.enable=false: the join then does nothing",
+    "checkpoint": "to save nothing write checkpoint.enable=false: the checkpointer then does nothing",
+    "stager": _NOTHING_SAVED,
+    "storage": _NOTHING_SAVED,
+}
+"""What to write in place of leaving out a group that programs build."""
 
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
@@ -105,7 +114,9 @@ def plain(config: Any, where: str = "") -> Any:
             raise ConfigError(f"{config!r} is a {type(config).__name__}, not a config: pass a node such as cfg.stager.")
         return OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{where or 'The config'} cannot be resolved: {error}") from error
+        missing = re.search(r"Interpolation key '(\w+)' not found", str(error))
+        hint = f". {SWITCHES[missing[1]]}" if missing and missing[1] in SWITCHES else ""
+        raise ConfigError(f"{where or 'The config'} cannot be resolved: {str(error).splitlines()[0]}{hint}") from error
     except RecursionError:
         raise ConfigError(f"{where or 'The config'} is nested too deeply to be looked through.") from None
 

@@ -8,11 +8,13 @@ app's own config and for its config groups alike. For ``GROUP=null`` it says how
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from stagereg.config.resolved_tree import SWITCHES
 from stagereg.errors import nearest
 
 __all__ = ["explain"]
@@ -28,6 +30,8 @@ def explain(error: BaseException | None) -> str:
             line = _unknown_option(error)
         elif isinstance(error, ValueError) and str(error).startswith("Config group override must be"):
             line = "a config group takes the name of an option. For none write ~GROUP, in place of GROUP=null"
+            off = [hint for group, hint in SWITCHES.items() if f"{group}=null" in sys.argv]
+            line = off[0] if off else line
         error = error.__cause__ or error.__context__
     return line
 

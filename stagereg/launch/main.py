@@ -29,6 +29,10 @@ __all__ = ["main"]
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 """Hydra's own switch for errors that are raised, not printed."""
+_INITIALISED = (
+    "the program calls init_process_group, and stagereg.main has done that already: with gloo for CPU tensors, and the "
+    "accelerator's own backend beside it. Leave the call out, and destroy_process_group and set_device with it."
+)
 
 
 def main(
@@ -150,9 +154,21 @@ def _raise(error: Exception) -> None:
 def _with_plugins(task: Callable[[Any], Any], cfg: Any) -> Any:
     """Run the task once the plugins that its config names are imported, also where no option has asked for them."""
     from stagereg.config.plugins import from_config
+    from stagereg.config.resolved_tree import SWITCHES
 
     from_config(cfg)
-    return task(cfg)
+    try:
+        return task(cfg)
+    except ValueError as error:
+        if "initialize the default process group twice" in str(error):
+            raise LaunchError(_INITIALISED) from error
+        raise
+    except AttributeError as error:  # OmegaConf's derives from it
+        group = getattr(error, "key", None)
+        if group in SWITCHES and group not in cfg:
+            begin = "begin the config with defaults: [stagereg, _self_]"
+            raise LaunchError(f"the config has no {group}: {begin}; or {SWITCHES[group]}") from error
+        raise
 
 
 class _Job:

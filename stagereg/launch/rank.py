@@ -50,11 +50,6 @@ LAUNCHER = "STAGEREG_LAUNCHER"
 _RUN = "STAGEREG_RUN"
 """The environment variable with directory and ``resume_override`` of the run, for :func:`command_to_go_on`."""
 _CHECKPOINTS = "checkpoint.dir="
-_TWICE = "initialize the default process group twice"
-_INITIALISED = (
-    "the program calls init_process_group, and stagereg.main has done that already: with gloo for CPU tensors, and the "
-    "accelerator's own backend beside it. Leave the call out, and destroy_process_group and set_device with it."
-)
 _LINGER_S = 3.0
 """Seconds a failed rank waits for the others to reach their end too, before its own end takes them down."""
 _EXIT_S = 10.0
@@ -239,12 +234,7 @@ def run_recorded(task: Callable[[Any], Any], cfg: Any) -> Any:
     directory = Path(HydraConfig.get().runtime.output_dir)
     device = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     with record.recording(directory, dist.get_rank(), dist.get_world_size(), **device):
-        try:
-            value = task(cfg)
-        except ValueError as error:
-            if _TWICE in str(error):
-                raise LaunchError(_INITIALISED) from error
-            raise
+        value = task(cfg)
         shutdown.finish()
     return value
 

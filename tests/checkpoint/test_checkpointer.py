@@ -45,6 +45,19 @@ def test_a_clean_end_saves_the_last_step_and_an_error_does_not(tmp_path: Path) -
     assert names(tmp_path) == ["latest", *(f"step-{step:08}" for step in (5, 7, 9, 10))]
 
 
+def test_what_is_switched_off_saves_and_restores_nothing(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path / "c"), every=1, enable=False) as checkpointer:
+        assert checkpointer.restore({"x": 0}) is None
+        assert not any(checkpointer.maybe_save(step, {"x": step}) for step in range(1, 4))
+        checkpointer.save(4, {"x": 4})
+        checkpointer.wait()
+        assert (checkpointer.saved, checkpointer.latest, checkpointer.stats.saves) == (None, None, 0)
+    checkpointer.close()
+    with pytest.raises(CheckpointError, match="closed"):
+        checkpointer.maybe_save(5, {})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_log_has_where_checkpoints_go_and_what_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

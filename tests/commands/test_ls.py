@@ -31,7 +31,7 @@ def test_each_checkpoint_is_described(tmp_path: Path, command: Command) -> None:
         "ranks": 4,
         "storage": "dcp",
         "latest": True,
-        "state": "complete",
+        "state": "not verified",
         "damages": [],
         "why": "",
     }
@@ -47,9 +47,11 @@ def test_a_person_gets_a_line_for_each(tmp_path: Path, command: Command) -> None
     assert seen[0] == [str(tmp_path)]
     size = str(sum(map(len, contents(300).values())))
     assert seen[3][:2] == ["300", time.strftime("%Y-%m-%d")]
-    assert seen[3][3:] == [size, "B", "2", "dcp", "complete", "latest"]
+    assert seen[3][3:] == [size, "B", "2", "dcp", "not", "verified", "latest"]
     assert seen[4] == ["200", "-", "-", "-", "-", "damaged", "manifest.json:", "missing"]
     assert seen[5][7:] == ["damaged", "a:", "truncated:", "0", "of", "120", "bytes"]
+    (path_of(tmp_path, 300) / "a").write_bytes(contents(300)["a"][:-1] + b"?")  # of the same size
+    assert "damaged  latest; a: flipped bits" in command("ls", tmp_path, "--verify").out
     assert seen[6] == ["400", "-", "-", "-", "-", "leftover", "of", "a", "dead", "run"]
 
 
@@ -59,7 +61,7 @@ def test_the_holder_is_named_and_an_unfinished_save_is_theirs(tmp_path: Path, co
     with StoreLock(tmp_path):
         seen = command("ls", tmp_path, "--json").json
         assert seen["held_by"]["pid"] == os.getpid()
-        assert [each["state"] for each in seen["checkpoints"]] == ["complete", "being written"]
+        assert [each["state"] for each in seen["checkpoints"]] == ["not verified", "being written"]
         assert f"Held by process {os.getpid()} on " in command("ls", tmp_path).out
         with pytest.raises(Exception, match="in use"):  # looking has not taken the lock away
             StoreLock(tmp_path, patience=0)
@@ -99,5 +101,5 @@ def test_a_checkpoint_that_cannot_be_read_is_not_damaged(
 
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     seen = command("ls", tmp_path, "--json").json["checkpoints"]
-    assert [each["state"] for each in seen] == ["unclear", "complete"]
+    assert [each["state"] for each in seen] == ["unclear", "not verified"]
     assert "Permission denied" in seen[0]["why"]

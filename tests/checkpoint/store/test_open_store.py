@@ -69,7 +69,7 @@ def test_one_checkpoint_is_named_by_a_file_url_too(tmp_path: Path, capsys: pytes
     with Checkpointer(str(tmp_path / "other"), resume=url) as checkpointer:
         assert checkpointer.restore({"x": 0}) == 3
     assert cli.main(["ls", url]) == 0
-    assert "complete" in capsys.readouterr().out
+    assert "not verified" in capsys.readouterr().out
 
 
 def test_a_missing_package_of_ours_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
