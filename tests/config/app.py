@@ -10,9 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["App"]
+__all__ = ["STAGER", "App"]
 
 MANY_CALLS = str(Path(__file__).parents[1] / "support" / "many_calls.py")
+
+STAGER = """
+class Mine:
+    should_synchronize_after_execute = True
+    def __init__(self, slots: int = 2): self.slots = slots
+    def stage(self, state_dict): return state_dict
+    def synchronize_staging(self): ...
+    def close(self): ...
+"""
+"""A stager of one option, as text."""
 
 
 class App:

@@ -23,19 +23,10 @@ from stagereg import registry
 from stagereg.config.plugins import PluginError
 from stagereg.errors import StageregError
 
-from .app import App
+from .app import STAGER, App
 
-MINE = """
-import os, stagereg
-print("IMPORTED", __name__, os.environ.get("RANK"))
-@stagereg.register("stager", "mine")
-class Mine:
-    should_synchronize_after_execute = True
-    def __init__(self, slots: int = 2): self.slots = slots
-    def stage(self, state_dict): return state_dict
-    def synchronize_staging(self): ...
-    def close(self): ...
-"""
+REGISTERED = f'import stagereg\n@stagereg.register("stager", "mine"){STAGER}'
+MINE = f'import os\nprint("IMPORTED", __name__, os.environ.get("RANK"))\n{REGISTERED}'
 
 # The first has no import of stagereg at all, like an app of a user who installed it.
 APP = """
@@ -116,8 +107,7 @@ def composed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compos
     before = registry.REGISTRY.decorated
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("one", "two", "three"):
-        body = MINE.replace('print("IMPORTED"', "dict(").replace('"mine"', f'"{name}"')
-        (tmp_path / f"{name}.py").write_text(body.replace('dict(, __name__, os.environ.get("RANK"))', "pass"))
+        (tmp_path / f"{name}.py").write_text(REGISTERED.replace('"mine"', f'"{name}"'))
 
     def composed(files: dict[str, str], *overrides: str) -> Any:
         for path, text in files.items():

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ..test_packaging import build, environment
-from ..test_packaging import run as run_quietly
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
 WIDTH = 32
@@ -60,22 +58,13 @@ class User:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that no build leaves anything in the checkout."""
-    folder = tmp_path_factory.mktemp("example")
-    leftovers = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "outputs", "multirun")
-    shutil.copytree(EXAMPLE, folder / "source", ignore=leftovers)
-    backend = f"import setuptools.build_meta as b; b.build_wheel({str(folder)!r})"
-    run_quietly(sys.executable, "-c", backend, cwd=folder / "source")
-    return next(folder.glob("*.whl"))
+    return build("wheel", tmp_path_factory.mktemp("example"), EXAMPLE)
 
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stagereg")
-    python = environment(build("wheel", folder), folder)
-    pip = (sys.executable, "-m", "pip", "--python", python)
-    run_quietly(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=folder)
-    return python
+    return environment(folder, build("wheel", folder), wheel)
 
 
 @pytest.fixture
