@@ -24,6 +24,7 @@ from stagereg.sweep.metric import METRICS
 from stagereg.sweep.render import FILES
 from stagereg.sweep.result import RESULT
 
+from .config.app import App
 from .pages import DOCS, Page, fits
 
 EXAMPLES = DOCS.parent / "examples"
@@ -43,10 +44,7 @@ def composed(tmp_path: Path) -> Iterator[Any]:
     """Composes the example's config with the overrides of one job."""
     conf = tmp_path / "conf"
     shutil.copytree(EXAMPLES / "conf", conf)
-    for text in SLURM.of("yaml"):
-        file = tmp_path / text.partition("\n")[0].removeprefix("# ")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+    App(tmp_path, {text.partition("\n")[0].removeprefix("# "): text for text in SLURM.of("yaml")})
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf), version_base="1.3"):
         yield lambda overrides: compose("train", overrides=overrides, return_hydra_config=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from .config.app import App
 from .pages import Command, Page, commands
 from .support.fork_server import ForkServer
 
@@ -37,9 +38,7 @@ class Reader:
         """Write the file that a block begins with the name of."""
         name = re.fullmatch(r"# ([\w/]+\.(py|yaml))", text.partition("\n")[0])
         assert name, text
-        file = self.folder / name[1]
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        App(self.folder, {name[1]: text})
 
     def run(self, line: str) -> str:
         """Run a command and return what it prints, on either stream."""

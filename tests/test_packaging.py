@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from .config.app import App
+
 ROOT = Path(__file__).parents[1]
 COPIED = ("stagereg", "conf", "examples", "tests")
 
@@ -89,11 +91,7 @@ def editable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def app(tmp_path: Path) -> Path:
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "app.yaml").write_text(CONFIG)
-    (tmp_path / "train.py").write_text(TRAIN)
-    (tmp_path / "bare.py").write_text(BARE)
-    return tmp_path
+    return App(tmp_path, {"conf/app.yaml": CONFIG, "train.py": TRAIN, "bare.py": BARE}).folder
 
 
 def test_the_wheel_has_every_module_and_config_and_nothing_else(wheel: Path) -> None:

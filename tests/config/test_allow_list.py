@@ -7,7 +7,6 @@ and the interpreter's audit events show that nothing was imported, compiled, ope
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import json
 import math
@@ -30,6 +29,8 @@ from stagereg import registry
 from stagereg.config.instantiate import targets
 from stagereg.errors import ConfigError, RegistryError, TargetNotAllowedError, UnknownNameError
 
+from ..support.audit import auditing
+
 HERE = __name__
 TRAP = "lock_trap.fire"
 """Not registered, and not imported yet."""
@@ -40,16 +41,6 @@ KNOWN = f"{HERE}.known"
 
 RESOLVERS = ("flip", "function", "node", "swap")
 FORBIDDEN_EVENTS = {"import", "compile", "exec", "open", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen"}
-armed: list[list[str]] = []
-
-
-def _note(event: str, arguments: tuple[Any, ...]) -> None:
-    if armed and event in FORBIDDEN_EVENTS:
-        armed[-1].append(f"{event} {arguments!r:.80}")
-
-
-sys.addaudithook(_note)  # there is no way to take one back, so it only records while ``armed``
-
 
 # A node by its class; made this way because annotations that are text have to be compiled.
 Node = dataclasses.make_dataclass("Node", [("_target_", str, TRAP)])
@@ -89,21 +80,11 @@ def _world(registry_as_before: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
     registry.REGISTRY.refresh()
 
 
-@contextlib.contextmanager
-def auditing() -> Iterator[list[str]]:
-    audited: list[str] = []
-    armed.append(audited)
-    try:
-        yield audited
-    finally:
-        armed.pop()
-
-
 def withstands(attack: Callable[[], Any]) -> bool:
     """Whether an attack is refused in a short message, with nothing done in the meantime."""
     for module in ("lock_trap", "lock_lazy"):
         sys.modules.pop(module, None)
-    with auditing() as audited:
+    with auditing(FORBIDDEN_EVENTS) as audited:
         try:
             attack()
         except TargetNotAllowedError as error:
@@ -378,7 +359,7 @@ def test_an_allowed_component_keeps_its_kinds_checks() -> None:
     ids=lambda allow: getattr(allow, "__name__", None) or repr(allow),
 )
 def test_an_allow_list_is_full_paths_and_objects_from_code(allow: Any) -> None:
-    with pytest.raises(ConfigError, match=r"package\.module\.Name"), auditing() as audited:
+    with pytest.raises(ConfigError, match=r"package\.module\.Name"), auditing(FORBIDDEN_EVENTS) as audited:
         stagereg.instantiate(BAD, allow=allow)
     assert not audited
 
