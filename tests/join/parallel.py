@@ -120,6 +120,13 @@ class Fsdp2(Ddp):
         yield
 
 
+class Replicated(Fsdp2):
+    """``fully_shard`` over pairs of ranks, of which each has all parameters."""
+
+    def __init__(self) -> None:
+        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
 class TensorParallel(Fsdp2):
     """Two ranks share each layer, on the same data, and ``fully_shard`` goes over the pairs."""
 
@@ -133,7 +140,14 @@ class TensorParallel(Fsdp2):
         return super().wrap(parallelize_module(net, self._meshes["tensor"], plan), **kwargs)
 
 
-COLUMNS: dict[str, type[Ddp]] = {"ddp": Ddp, "zero": Zero, "fsdp1": Fsdp1, "fsdp2": Fsdp2, "tp": TensorParallel}
+COLUMNS: dict[str, type[Ddp]] = {
+    "ddp": Ddp,
+    "zero": Zero,
+    "fsdp1": Fsdp1,
+    "fsdp2": Fsdp2,
+    "hsdp": Replicated,
+    "tp": TensorParallel,
+}
 
 
 def bare(name: str) -> str:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join as TorchJoin
@@ -43,7 +44,7 @@ class Case:
     accumulate: int = 1
     forwards: int = 1  # before each backward, with one under no_grad where there are two
     wrap: dict[str, Any] = field(default_factory=dict)  # arguments for the wrapper of the column
-    comm_hook: str = ""
+    comm_hook: str = ""  # of HOOKS, which divide by the world size in any case
 
 
 class Branches(nn.Module):
@@ -123,14 +124,22 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
 }
 
+HOOKS: dict[str, Any] = {
+    "allreduce": default_hooks.allreduce_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+    "builtin allreduce": dist.BuiltinCommHookType.ALLREDUCE,
+    "builtin fp16": dist.BuiltinCommHookType.FP16_COMPRESS,
+}
+
 
 def net(case: Case) -> nn.Module:
     torch.manual_seed(0)
     return NETS[case.net]().double()
 
 
-def batch(rank: int, epoch: int, step: int) -> torch.Tensor:
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(997 * rank + 31 * epoch + step), dtype=torch.float64)
+def batch(rank: int, epoch: int, step: int, count: int = 3) -> torch.Tensor:
+    seed = torch.Generator().manual_seed(997 * rank + 31 * epoch + step)
+    x = torch.randn(count, 4, generator=seed, dtype=torch.float64)
     x[0, 0] = 1.0 if step % 2 == 0 else -1.0
     return x
 
@@ -229,8 +238,10 @@ def loss_of(case: Case, model: Any, x: torch.Tensor) -> torch.Tensor:
 def wrapped(case: Case) -> Any:
     """The net of a case, wrapped."""
     model = COLUMNS[case.column]().wrap(net(case), **case.wrap)
-    if case.comm_hook:
-        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    if case.comm_hook.startswith("builtin"):
+        model._register_builtin_comm_hook(HOOKS[case.comm_hook])
+    elif case.comm_hook:
+        model.register_comm_hook(None, HOOKS[case.comm_hook])
     return model
 
 
@@ -269,6 +280,7 @@ def expected(case: Case) -> dict[str, Any]:
     training = Training(case, module)
     params = list(module.parameters())
     world = range(len(case.lengths))
+    by_all = case.divide or case.comm_hook
     window: list[torch.Tensor | None] = [None] * len(params)  # of all ranks, since the last reduction
     buffers = {rank: [b.clone() for b in module.buffers()] for rank in world}
     for epoch in range(case.epochs):
@@ -286,7 +298,7 @@ def expected(case: Case) -> dict[str, Any]:
             if (step + 1) % case.accumulate == 0:
                 for param, total in zip(params, window, strict=True):
                     if total is not None:
-                        param.grad = _plus(param.grad, total / (len(world) if case.divide else len(active)))
+                        param.grad = _plus(param.grad, total / (len(world) if by_all else len(active)))
                 window = [None] * len(params)
                 training.finish()
         longest = max(length(case, rank, epoch) for rank in world)
@@ -294,23 +306,6 @@ def expected(case: Case) -> dict[str, Any]:
         buffers = {rank: [b.clone() for b in buffers[last]] for rank in world}
     write_values(module.buffers(), buffers[0])
     return training.outcome()
-
-
-def descend(lengths: tuple[int, ...], models: list[tuple[Any, Any]], divide: bool = True) -> None:
-    """Train in one process what each rank has ``lengths`` batches for.
-
-    Args:
-        lengths: by rank.
-        models: the optimizer of each model, and its loss on a rank in a step.
-        divide: whether gradients are divided by the number of all ranks.
-    """
-    for step in range(max(lengths)):
-        active = [rank for rank, length in enumerate(lengths) if length > step]
-        for optimizer, loss in models:
-            optimizer.zero_grad()
-            for rank in active:
-                (loss(rank, step) / (len(lengths) if divide else len(active))).backward()
-            optimizer.step()
 
 
 def difference(one: Any, other: Any) -> float:

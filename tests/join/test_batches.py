@@ -18,7 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.utils.rnn import pack_sequence
 
 from stagereg.errors import JoinError
-from stagereg.join.batches import emptied, fetch, publish, samples_in
+from stagereg.join.batches import SampleCounter, emptied, fetch, publish, samples_in
 
 CPU = torch.device("cpu")
 
@@ -196,11 +196,38 @@ def test_an_empty_tensor_keeps_no_memory_of_its_source() -> None:
     assert empty.untyped_storage().nbytes() == 0
 
 
-def test_samples_that_cannot_be_counted_are_no_error() -> None:
-    incomplete = Slotted(torch.ones(2))
-    del incomplete.tokens
-    assert samples_in([incomplete]) is None
-    assert samples_in([torch.ones(4, 2)]) == 4
+X = torch.zeros(7, 3)
+CIRCLE: list[Any] = []
+CIRCLE.append(CIRCLE)
+INCOMPLETE = Slotted(X)
+del INCOMPLETE.tokens
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        X,
+        (X, torch.zeros(9)),
+        [["a", "b"], {"ids": X}],
+        {"step": torch.tensor(3), "text": ["a"] * 10_000, "x": X},
+        collections.UserDict(x=X),
+        (np.float32(1), np.zeros(7)),
+        X.to_sparse(),
+        pack_sequence([torch.zeros(length) for length in (5, 4, 3, 2, 1, 1, 1)]),
+        torch.nested.nested_tensor([torch.zeros(2)] * 7, layout=torch.jagged),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_samples_are_the_first_dimension_of_the_first_tensor(batch: Any) -> None:
+    assert samples_in(batch) == 7
+
+
+@pytest.mark.parametrize("batch", [None, "text", object(), {}, [1, {"x": ()}], CIRCLE, torch.tensor(1.0), [INCOMPLETE]])
+def test_a_batch_without_a_tensor_has_an_unknown_size(batch: Any) -> None:
+    seen = SampleCounter()
+    for each in (X, batch, X):
+        seen.add(each)
+    assert (seen.batches, seen.samples) == (3, None)
 
 
 def test_what_cannot_be_published_is_an_error_for_all_waiting() -> None:

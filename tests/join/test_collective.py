@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
@@ -17,7 +18,7 @@ from stagereg.errors import JoinError
 from stagereg.join.kinds.collective import Collective
 from stagereg.testing import run_ranks
 
-from .reference import Case, batch, net
+from .reference import EXACT, Case, batch, difference, net
 
 REDUCTIONS = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool]
@@ -84,33 +85,58 @@ def test_active_ranks_have_the_results_over_the_active_ranks(context: str) -> No
         assert outcomes[rank][i] == right, declared
 
 
-def several(rank: int, world_size: int) -> Any:
-    group = dist.new_group([0, 1])
-    both = stagereg.build(
-        "joinable",
-        "collective",
-        collectives=[Collective("all_reduce", (2,)), {"op": "all_reduce", "dtype": "int64", "reduce": "max"}],
-        process_group=group,
-    )
-    ddp = DistributedDataParallel(net(Case()), process_group=group)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+def in_a_part(rank: int, world_size: int, lengths: tuple[int, ...]) -> list[Any]:
+    """All ranks but the first train."""
+    group = dist.new_group(list(range(1, world_size)))
+    return [two_models(rank - 1, lengths, divide, group) for divide in (True, False)] if rank else []
+
+
+def two_models(rank: int, lengths: tuple[int, ...], divide: bool, group: Any) -> Any:
+    """The parameters of both models at the end, and the results of two collectives in each step."""
+    declared = [Collective("all_reduce", (2,)), {"op": "all_reduce", "dtype": "int64", "reduce": "max"}]
+    both = stagereg.build("joinable", "collective", collectives=declared, process_group=group)
+    one, two = (DistributedDataParallel(net(Case()), process_group=group) for _ in range(2))
+    first = torch.optim.Adam(one.parameters(), lr=0.05)
+    second = ZeroRedundancyOptimizer(two.parameters(), torch.optim.Adam, process_group=group, lr=0.05)
     seen = []
-    with stagereg.Join([ddp, both, optimizer], divide_by_initial_world_size=False):
-        for step in range(1 + rank):
-            optimizer.zero_grad()
-            loss = ddp(batch(rank, 0, step)).sum()
-            loss.backward()
+    with stagereg.Join([one, both, first, two, second], divide_by_initial_world_size=divide):
+        for step in range(lengths[rank]):
+            first.zero_grad()
+            one(batch(rank, 0, step)).sum().backward()
             pair, most = both(torch.tensor([1.0, 10.0]), torch.tensor(step))
-            optimizer.step()
+            first.step()
+            second.zero_grad()
+            two(batch(rank, 1, step)).square().sum().backward()
+            second.step()
             seen.append((pair.tolist(), most.item()))
-    return seen, [p.detach().clone() for p in ddp.parameters()]
+    return [param.detach() for model in (one, two) for param in model.parameters()], seen
 
 
-def test_collectives_run_beside_a_model_and_in_a_group() -> None:
-    (zero, params), (one, other) = run_ranks(several, 2, timeout_s=30)
-    assert zero == [([2.0, 20.0], 0)]
-    assert one == [([2.0, 20.0], 0), ([1.0, 10.0], 1)]
-    assert all(map(torch.equal, params, other))
+def in_one_process(lengths: tuple[int, ...], divide: bool) -> list[torch.Tensor]:
+    one, two = net(Case()), net(Case())
+    first, second = (torch.optim.Adam(model.parameters(), lr=0.05) for model in (one, two))
+    for step in range(max(lengths)):
+        active = [rank for rank, length in enumerate(lengths) if length > step]
+        divisor = len(lengths) if divide else len(active)
+        first.zero_grad()
+        second.zero_grad()
+        for rank in active:
+            (one(batch(rank, 0, step)).sum() / divisor).backward()
+            (two(batch(rank, 1, step)).square().sum() / divisor).backward()
+        first.step()
+        second.step()
+    return [param.detach() for model in (one, two) for param in model.parameters()]
+
+
+def test_two_models_and_collectives_of_a_part_of_the_world() -> None:
+    lengths = (1, 4, 2)
+    active = [sum(length > step for length in lengths) for step in range(max(lengths))]
+    results = [([1.0 * ranks, 10.0 * ranks], step) for step, ranks in enumerate(active)]
+    right = [in_one_process(lengths, divide) for divide in (True, False)]
+    for length, outcomes in zip(lengths, run_ranks(in_a_part, 4, args=(lengths,), timeout_s=30)[1:], strict=True):
+        for (params, seen), wanted in zip(outcomes, right, strict=True):
+            assert difference(params, wanted) < EXACT
+            assert seen == results[:length]
 
 
 def first_then_model(rank: int, world_size: int, divide: bool) -> Any:

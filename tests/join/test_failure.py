@@ -538,3 +538,57 @@ def test_what_cannot_be_joined_is_an_error_on_all_ranks() -> None:
             assert kind in ("JoinError", "PeerFailedError"), (each, outcomes)
             assert MESSAGES[each] in text
             assert seconds < TIMEOUT_S + SLACK_S, each
+
+
+def observe(ddp: DistributedDataParallel) -> dict[str, Any]:
+    """All that a join could leave on a module."""
+    return {
+        "config": tuple(ddp._join_config)[:3],
+        "divisor": ddp.__dict__.get("_divide_by_initial_world_size", "none"),
+        "attributes": sorted(ddp.__dict__.keys() - {"_authoritative_rank"}),  # DDP sets it before each use
+        "hooks": [len(p._backward_hooks or ()) for p in ddp.parameters()],
+        "module hooks": (len(ddp._forward_pre_hooks), len(ddp._forward_hooks)),
+    }
+
+
+def nested(rank: int, world_size: int) -> Any:
+    ddp = model()
+    joinable = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce"}])
+    with stagereg.Join([joinable], throw_on_early_termination=True):
+        for epoch in range(2):
+            with stagereg.Join([ddp]):
+                for step in range(1 + rank):
+                    ddp(batch(rank, epoch, step)).sum().backward()
+            assert joinable._join_config.throw_on_early_termination
+            joinable(torch.zeros(()))
+    return ddp._join_config.enable, joinable._join_config.enable
+
+
+def test_a_join_inside_a_join_restores_the_outer_one() -> None:
+    assert run_ranks(nested, 2, timeout_s=30) == [(False, False)] * 2
+
+
+class Clumsy(NeverNotifies):
+    """Its exit fails."""
+
+    def detach(self) -> None:
+        raise OSError("clumsy")
+
+
+def unentered_and_failing_exit(rank: int, world_size: int) -> Any:
+    ddp = model()
+    before = observe(ddp)
+    stagereg.Join([ddp, lambda: None])
+    unentered = observe(ddp)
+    joinables = [Clumsy(), ddp, Clumsy()]
+    with contextlib.suppress(OSError), stagereg.Join(joinables):
+        pass
+    return before, unentered, observe(ddp), [joinable._join_config.enable for joinable in joinables]
+
+
+def test_a_join_not_entered_or_that_fails_changes_nothing() -> None:
+    for before, unentered, after, enabled in run_ranks(unentered_and_failing_exit, 2, timeout_s=30):
+        for mark in ("config", "hooks", "module hooks"):
+            assert unentered[mark] == before[mark]
+        assert after == before
+        assert enabled == [False, False, False]

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import stagereg
 from stagereg.testing import run_ranks
 
-from .reference import EXACT, Case, batch, difference
+from .reference import Case, batch
 from .test_numbers import CASES, wrong
 
 NAMES = (
@@ -27,8 +26,6 @@ NAMES = (
     *("out of data inside an accumulation, active ranks", "keywords, nested outputs, two forwards"),
 )
 LIBRARIES = ("ours", "torch", "counted", "planned")
-
-
 WAYS = [(library, reshard) for reshard in (True, False) for library in LIBRARIES]
 """Of the library, and whether parameters are sharded between a forward and its backward."""
 
@@ -43,6 +40,7 @@ def test_every_rank_has_the_numbers_of_a_single_process() -> None:
     runs = {}
     for name, (library, reshard) in zip(NAMES, itertools.cycle(WAYS), strict=False):
         runs[name] = (sharded(name, reshard), library)
+    runs["replicated shards"] = (Case(column="hsdp", lengths=(1, 1, 2, 3)), "ours")
     assert wrong(runs) == {}
 
 
@@ -173,25 +171,3 @@ def test_no_batch_is_kept_and_no_late_switch_is_taken() -> None:
     for is_gone, text in run_ranks(kept_and_switched, 2, timeout_s=30):
         assert is_gone
         assert "call it before the forward" in text
-
-
-def meshes(rank: int, world_size: int) -> Any:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    module: Any = fully_shard(nn.Linear(4, 4).double(), mesh=mesh)
-    with torch.no_grad():
-        for param in module.parameters():
-            param.fill_(0.5)
-    lengths = (1, 1, 2, 3)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with stagereg.Join([module, optimizer]):
-        for _ in range(lengths[rank]):
-            optimizer.zero_grad()
-            module(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
-            optimizer.step()
-    return module.bias.full_tensor().detach()
-
-
-def test_replicated_shards_are_joined_too() -> None:
-    # Steps of four, two and one of four ranks.
-    for bias in run_ranks(meshes, 4, timeout_s=30):
-        assert difference(bias, torch.full((4,), 0.5 - 0.1 * (1 + 0.5 + 0.25), dtype=torch.float64)) < EXACT

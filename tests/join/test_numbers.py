@@ -68,6 +68,7 @@ CASES = {
     "... zeroed in place, a rank without batches": Case(net="hiding", zero="zeros", lengths=(0, 3, 5)),
     "a static graph": Case(wrap={"static_graph": True}, epochs=2),
     "allreduce hook": Case(comm_hook="allreduce", epochs=2),
+    "builtin allreduce hook, active ranks": Case(comm_hook="builtin allreduce", divide=False, epochs=2),
 }
 
 
@@ -118,6 +119,17 @@ def covering() -> list[str]:
 )
 def test_every_rank_has_the_numbers_of_a_single_process(library: str, names: list[str]) -> None:
     assert wrong({name: (CASES[name], library) for name in names}) == {}
+
+
+def test_compressed_gradients_are_near_and_replicas_equal() -> None:
+    compressed = {
+        f"{hook}, {zero}": Case(comm_hook=hook, zero=zero, optimizer="sgd", lengths=(3, 4), divide=False)
+        for hook in ("fp16", "builtin fp16")
+        for zero in ("none", "never")
+    }
+    apart = wrong({name: (case, "ours") for name, case in compressed.items()})
+    for name in compressed:
+        assert apart[0, name] == apart[1, name] < 2e-3, name
 
 
 @st.composite

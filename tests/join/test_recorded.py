@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections import UserDict
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.rnn import pack_sequence
 
 import stagereg
 from stagereg import record
-from stagereg.join.batches import SampleCounter, samples_in
 from stagereg.testing import run_ranks
+
+from .parallel import COLUMNS
 
 LENGTHS = (5, 2)
 SAMPLES = [sum(range(2, 2 + length)) for length in LENGTHS]
@@ -47,8 +42,8 @@ def recordings(rank: int, world_size: int, folder: str) -> dict[str, list[dict[s
                 model(batch).sum().backward()
                 optimizer.step()
 
-    def case(wrap: str, mode: str | None, looped: bool, **kwargs: Any) -> None:
-        model, optimizer = wrapped(wrap)
+    def case(column: str, mode: str | None, looped: bool, **kwargs: Any) -> None:
+        model, optimizer = made(column)
         if mode == "planned" and not looped:
             kwargs["loader"] = data
         join = stagereg.Join([model, optimizer], mode=mode, **kwargs)
@@ -60,13 +55,13 @@ def recordings(rank: int, world_size: int, folder: str) -> dict[str, list[dict[s
         record_case(" ".join(map(str, each)), lambda each=each: case(*each))
 
     def twice() -> None:
-        model, optimizer = wrapped("ddp")
+        model, optimizer = made("ddp")
         join = stagereg.Join([model, optimizer])
         for _ in range(2):
             train(join, model, optimizer, join.iterate(data))
 
     def inside_another() -> None:
-        outer, inner = (wrapped("ddp") for _ in range(2))
+        outer, inner = (made("ddp") for _ in range(2))
         with stagereg.Join([*outer]):
             for batch in data[:2]:
                 outer[0](batch).sum().backward()
@@ -85,15 +80,10 @@ def recordings(rank: int, world_size: int, folder: str) -> dict[str, list[dict[s
     return found
 
 
-def wrapped(wrap: str) -> tuple[Any, Any]:
-    model = nn.Linear(4, 1)
-    if wrap == "fsdp2":
-        fully_shard(model)
-    else:
-        model = DistributedDataParallel(model)
-    if wrap == "zero":
-        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+def made(column: str) -> tuple[Any, Any]:
+    ways = COLUMNS[column]()
+    model = ways.wrap(nn.Linear(4, 1))
+    return model, ways.optimizer(model, torch.optim.SGD, {"lr": 0.1})
 
 
 def test_each_rank_records_its_steps_and_samples(tmp_path: Path) -> None:
@@ -112,38 +102,3 @@ def test_each_rank_records_its_steps_and_samples(tmp_path: Path) -> None:
             "off True": [{"steps": 2, "shadowed": 0, "samples": 5}],
             "off False": [],
         }
-
-
-X = torch.zeros(7, 3)
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        X,
-        (X, torch.zeros(9)),
-        [["a", "b"], {"ids": X}],
-        {"step": torch.tensor(3), "text": ["a"] * 10_000, "x": X},
-        UserDict(x=X),
-        (numpy.float32(1), numpy.zeros(7)),
-        X.to_sparse(),
-        pack_sequence([torch.zeros(length) for length in (5, 4, 3, 2, 1, 1, 1)]),
-        torch.nested.nested_tensor([torch.zeros(2)] * 7, layout=torch.jagged),
-    ],
-    ids=lambda batch: type(batch).__name__,
-)
-def test_samples_are_the_first_dimension_of_the_first_tensor(batch: Any) -> None:
-    assert samples_in(batch) == 7
-
-
-CIRCLE: list[Any] = []
-CIRCLE.append(CIRCLE)
-
-
-@pytest.mark.parametrize("batch", [None, "text", object(), {}, [[1], {"x": ()}], CIRCLE, torch.tensor(1.0)])
-def test_a_batch_without_a_tensor_has_an_unknown_size(batch: Any) -> None:
-    assert samples_in(batch) is None
-    seen = SampleCounter()
-    for each in (X, batch, X):
-        seen.add(each)
-    assert (seen.batches, seen.samples) == (3, None)

@@ -13,7 +13,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -27,9 +27,10 @@ import stagereg
 from stagereg.testing import run_ranks
 
 from .parallel import COLUMNS, Ddp, write_values
-from .reference import EXACT, difference
+from .reference import EXACT, OPTIMIZERS, batch, difference
 
 HOOKED = ("ddp", "zero", "fsdp2")
+"""Of the columns, those that a join can leave out a rank of: at a lone break, and in the divisor."""
 ALL = ("ddp", "zero", "fsdp1", "fsdp2")
 MODES = ("planned", "counted")
 RANKS = 3
@@ -100,9 +101,9 @@ CASES = {
     "... averaged over the world": Case(sizes="mixed", average="world"),
     "... averaged over active ranks": Case(sizes="mixed", average="active"),
     "... a rank without batches, active": Case(lengths=((0, 3, 5),), sizes="mixed", average="active"),
-    "... divided by active ranks": Case(sizes="mixed", divide=False, columns=("ddp", "zero", "fsdp2")),
+    "... divided by active ranks": Case(sizes="mixed", divide=False, columns=HOOKED),
     "... all of that, over active ranks": Case(
-        sizes="mixed", divide=False, average="active", lengths=((0, 3, 5),), columns=("ddp", "zero", "fsdp2")
+        sizes="mixed", divide=False, average="active", lengths=((0, 3, 5),), columns=HOOKED
     ),
     "divided by active ranks, which it cannot": Case(
         divide=False, columns=("fsdp1",), fails="JoinError.*divides its gradients by the world size itself"
@@ -130,10 +131,8 @@ CASES = {
     "past the announced length": Case(announced=(1, 2, 3), modes=("planned",)),
     "short of the announced length": Case(announced=(5, 7, 9), modes=("planned",)),
     "announced even, is uneven": Case(announced=(4, 4, 4), modes=("planned",)),
-    "accumulation, last group cut off": Case(accumulate=2, lengths=((1, 3, 5),), columns=("ddp", "zero", "fsdp2")),
-    "accumulation over three": Case(
-        accumulate=3, lengths=((2, 4, 6),), sizes="mixed", columns=("ddp", "zero", "fsdp2")
-    ),
+    "accumulation, last group cut off": Case(accumulate=2, lengths=((1, 3, 5),), columns=HOOKED),
+    "accumulation over three": Case(accumulate=3, sizes="mixed", columns=HOOKED),
     "accumulation, each rank's last batch reduced": Case(
         accumulate=2, sync_last=True, lengths=((3, 4, 6),), columns=("ddp", "fsdp2"), fails="JoinError|PeerFailedError"
     ),
@@ -199,10 +198,6 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "shared_norm": lambda: nn.Sequential(nn.Linear(4, 5, bias=False), SharedNorm(), nn.Tanh(), nn.Linear(5, 1)),
     "norm": lambda: nn.Sequential(nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)),
 }
-OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "adam": (torch.optim.Adam, {"lr": 0.05}),
-    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-}
 
 
 def nets(case: Case) -> list[nn.Module]:
@@ -217,8 +212,7 @@ def samples(case: Case, rank: int, epoch: int, index: int) -> torch.Tensor:
         count = max(count, 2)
     if case.loader == "torch" and index + 1 == case.lengths[epoch][rank]:
         count = 2
-    seed = torch.Generator().manual_seed(997 * rank + 31 * epoch + index)
-    x = torch.randn(count, 4, generator=seed, dtype=torch.float64)
+    x = batch(rank, epoch, index, count)
     if case.poisoned and rank == 0 and index + 1 == case.lengths[epoch][rank]:
         x[0, 0] = float("inf")
     return x
@@ -294,9 +288,6 @@ class Training:
         self.averages = [torch.zeros_like(param.detach()) for param in self.parameters]
         self.log: list[torch.Tensor] = []
 
-    def joinables(self) -> list[Any]:
-        return [*self.models, *self.optimizers]
-
     def chains(self) -> list[list[nn.Module]]:
         """The models that are applied one after another, before a backward of their own."""
         return [[model] for model in self.models] if self.case.separate else [self.models]
@@ -368,27 +359,18 @@ def train(rank: int, world_size: int, case: Case, column: Ddp, mode: str) -> dic
     """Run a case on ranks; ``data_index`` is the index in ``case.lengths`` of a rank's data."""
     data_index = rank // (world_size // case.world)
     training = Training(case, column, [column.wrap(net, **case.wrap) for net in nets(case)])
-    if case.one_join:
-        with joined(training, mode) as join:
-            for epoch in range(len(case.lengths)):
-                run_epoch(training, join, data_index, epoch)
-    else:
-        for epoch in range(len(case.lengths)):
-            with joined(training, mode) as join:
+    every = range(len(case.lengths))
+    for epochs in [every] if case.one_join else [[epoch] for epoch in every]:
+        with stagereg.Join(
+            [*training.models, *training.optimizers],
+            mode=mode,
+            average=case.average,
+            timeout=PATIENCE_S,
+            divide_by_initial_world_size=case.divide,
+        ) as join:
+            for epoch in epochs:
                 run_epoch(training, join, data_index, epoch)
     return training.outcome()
-
-
-def joined(training: Training, mode: str) -> stagereg.Join:
-    """The context of a loop."""
-    case = training.case
-    return stagereg.Join(
-        training.joinables(),
-        mode=mode,
-        average=case.average,
-        timeout=PATIENCE_S,
-        divide_by_initial_world_size=case.divide,
-    )
 
 
 def run_epoch(training: Training, join: Any, rank: int, epoch: int) -> None:
@@ -396,8 +378,8 @@ def run_epoch(training: Training, join: Any, rank: int, epoch: int) -> None:
     case, column = training.case, training.column
     step = 0
     seen = 0
-    for batch in join.iterate(loader(case, rank, epoch)):
-        x = unpack(case, batch)
+    for given in join.iterate(loader(case, rank, epoch)):
+        x = unpack(case, given)
         if len(x):
             seen += 1
             if (rank, seen - 1) in case.skips:
@@ -431,9 +413,9 @@ def run_epoch(training: Training, join: Any, rank: int, epoch: int) -> None:
             break
     if "evaluate uneven" in case.extras:
         totals = torch.zeros(2, dtype=torch.float64)
-        for batch in join.iterate(loader(case, rank, epoch)):
+        for x in join.iterate(loader(case, rank, epoch)):
             with torch.no_grad():
-                totals += torch.stack([training.losses(batch).sum(), torch.tensor(float(len(batch)))])
+                totals += torch.stack([training.losses(x).sum(), torch.tensor(float(len(x)))])
         training.log.append(mean_over_ranks(totals[0], float(totals[1])))
 
 
@@ -541,12 +523,6 @@ def chosen(case: Case, mode: str) -> str:
     return mode if mode in case.modes else case.modes[0]
 
 
-def run_column(column: str, names: Sequence[str], mode: str) -> dict[str, float]:
-    """Run cases one after another in the same ranks; return their largest differences from the single process."""
-    outcomes = run_ranks(run_cases, ranks_of(column), args=(column, names, mode), timeout_s=20 + 2 * len(names))
-    return {name: max(distance(outcome[name], expected(CASES[name])) for outcome in outcomes) for name in names}
-
-
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     """The largest difference between two outcomes; infinite if there is anything in the first that is not finite."""
     leaves = [leaf for leaf in pytree.tree_leaves(one) if isinstance(leaf, torch.Tensor)]
@@ -554,7 +530,7 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def run_cases(rank: int, world_size: int, column: str, names: Sequence[str], mode: str) -> dict[str, dict[str, Any]]:
-    """One rank's share of :func:`run_column`."""
+    """Run cases one after another in the same ranks."""
     warnings.simplefilter("ignore", FutureWarning)  # FSDP1's state dicts
     ways = COLUMNS[column]()
     outcomes = {}
@@ -568,13 +544,8 @@ def run_cases(rank: int, world_size: int, column: str, names: Sequence[str], mod
     return outcomes
 
 
-def run_failing(column: str, name: str, mode: str) -> list[tuple[str, float]]:
-    """Run a case that has an error; return each rank's, and the seconds from the beginning of the case to it."""
-    return run_ranks(fail, ranks_of(column), args=(column, name, mode), timeout_s=6 * PATIENCE_S)
-
-
 def fail(rank: int, world_size: int, column: str, name: str, mode: str) -> tuple[str, float]:
-    """One rank's share of :func:`run_failing`."""
+    """Run a case that has an error; return it, and the seconds from the beginning of the case to it."""
     started = time.monotonic()
     try:
         train(rank, world_size, CASES[name], COLUMNS[column](), chosen(CASES[name], mode))
@@ -602,7 +573,7 @@ def slow_unless(quick: bool, *values: str) -> object:
     return pytest.param(*values, id="-".join(values), marks=[] if quick else [pytest.mark.slow])
 
 
-RUNS = [slow_unless((column, mode) in QUICK, column, mode) for column in COLUMNS for mode in MODES]
+RUNS = [slow_unless((column, mode) in QUICK, column, mode) for column in (*ALL, "tp") for mode in MODES]
 ERRORS = [
     slow_unless((name, column, mode) in QUICK_ERRORS, column, mode, name)
     for column in COLUMNS
@@ -617,28 +588,13 @@ ERRORS = [
 def test_every_case_has_the_numbers_of_a_single_process(column: str, mode: str) -> None:
     """One run of all cases, one after another in the same ranks."""
     names = [name for name in in_column(column) if has(mode, name) and not CASES[name].fails]
-    assert {name: value for name, value in run_column(column, names, mode).items() if not value < EXACT} == {}
+    outcomes = run_ranks(run_cases, ranks_of(column), args=(column, names, mode), timeout_s=20 + 2 * len(names))
+    apart = {name: max(distance(outcome[name], expected(CASES[name])) for outcome in outcomes) for name in names}
+    assert {name: value for name, value in apart.items() if not value < EXACT} == {}
 
 
 @pytest.mark.parametrize(("column", "mode", "name"), ERRORS)
 def test_what_cannot_be_joined_is_an_error_on_every_rank_in_time(column: str, mode: str, name: str) -> None:
-    errors = run_failing(column, name, mode)
+    errors = run_ranks(fail, ranks_of(column), args=(column, name, mode), timeout_s=6 * PATIENCE_S)
     assert [error for error, _ in errors if not re.search(CASES[name].fails, error)] == []
     assert max(seconds for _, seconds in errors) < PATIENCE_S + MUCH_S
-
-
-def test_the_reference_distinguishes_the_cases() -> None:
-    uneven, mixed = CASES["uneven"], CASES["batches of different sizes"]
-    apart = [
-        (uneven, replace(uneven, lengths=((2, 4, 5),))),
-        (uneven, replace(uneven, skips=((2, 0),))),
-        (uneven, replace(uneven, extras=frozenset({"clip"}))),
-        (uneven, replace(uneven, forwards=2)),
-        (uneven, replace(uneven, accumulate=2)),
-        (uneven, replace(uneven, stop=3)),
-        (mixed, replace(mixed, average="world")),
-        (mixed, replace(mixed, average="active")),
-        (replace(mixed, average="world"), replace(mixed, average="active")),
-    ]
-    for one, other in apart:
-        assert difference(expected(one), expected(other)) > 1e-4

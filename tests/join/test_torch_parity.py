@@ -53,26 +53,6 @@ def test_no_joinables_is_torchs_error_and_ours() -> None:
     assert isinstance(ours.value, stagereg.StageregError)
 
 
-class Unprepared(stagereg.Joinable):
-    def __init__(self) -> None:
-        pass
-
-    def join_hook(self, **kwargs: Any) -> stagereg.JoinHook:
-        return stagereg.JoinHook()
-
-    join_device = property(lambda self: torch.device("cpu"))
-    join_process_group = property(lambda self: dist.group.WORLD)
-
-
-def test_a_joinable_that_is_not_constructed_is_torchs_error() -> None:
-    with pytest.raises(AssertionError) as theirs:
-        torch_join.Join.notify_join_context(Unprepared())
-    with pytest.raises(AssertionError) as ours:
-        stagereg.Join.notify_join_context(Unprepared())
-    assert str(ours.value) == str(theirs.value)
-    assert isinstance(ours.value, stagereg.StageregError)
-
-
 class Sum:
     """A third-party joinable: adds up one number a step over the ranks that have one. Derives from nothing."""
 
@@ -111,6 +91,20 @@ class OurSum(Sum, stagereg.Joinable):
         self.announces_itself = join is torch_join.Join
         stagereg.Joinable.__init__(self)
         Sum.__init__(self, join, group)
+
+
+class Unprepared(OurSum):
+    def __init__(self) -> None:
+        pass
+
+
+def test_a_joinable_that_is_not_constructed_is_torchs_error() -> None:
+    with pytest.raises(AssertionError) as theirs:
+        torch_join.Join.notify_join_context(Unprepared())
+    with pytest.raises(AssertionError) as ours:
+        stagereg.Join.notify_join_context(Unprepared())
+    assert str(ours.value) == str(theirs.value)
+    assert isinstance(ours.value, stagereg.StageregError)
 
 
 SUMS = {"of its own": Sum, "of torch's": TorchSum, "of ours": OurSum}

@@ -148,14 +148,6 @@ class TestSharedBlocks:
         assert (pool.in_flight, held_bytes(pool)) == (0, 2 * 4096)
         assert address in {ref.block.address for ref in [pool.take(64), pool.take(64)]}
 
-    def test_a_block_kept_for_later_copies_is_not_leased_again(self) -> None:
-        pool = Pool()
-        ref = pool.take(64)
-        torch.frombuffer(pool.lease().view(ref), dtype=torch.uint8).fill_(7)
-        assert pool.in_flight == 0
-        assert pool.take(64).block.address != ref.block.address
-        assert ref.block.view()[0] == 7
-
     def test_a_copy_in_many_blocks_is_one_lease(self) -> None:
         pool = Pool(max_in_flight=1)
         lease = pool.lease()
@@ -256,11 +248,3 @@ class TestBlock:
         flags = (ctypes.c_ubyte * -(-block.nbytes // mmap.PAGESIZE))()  # of each page, whether the kernel has backed it
         assert libc.mincore(address, nbytes, flags) == 0
         assert all(flag & 1 for flag in flags)
-
-
-def test_reserved_memory_is_leased_first() -> None:
-    made: list[int] = []
-    pool = Pool(reserve=3 * 4096, make=lambda nbytes, pin, threads: made.append(nbytes) or Block(nbytes, pin, threads))
-    assert borrow(pool, 2 * 4096).nbytes == 3 * 4096
-    assert made == [3 * 4096]
-    pool.close()

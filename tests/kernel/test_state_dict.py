@@ -1,4 +1,4 @@
-"""A state dict taken apart and put together: tensors listed once, everything else already copied.
+"""A state dict taken apart and put together, by a plan that is kept as long as the state stays the same.
 
 A recognised state dict is copied like one that is taken apart, and only an unchanged one is recognised.
 """
@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import stagereg.kernel.copier as copier_module
 from stagereg.errors import StagingError
@@ -26,18 +24,10 @@ from stagereg.kernel.state_dict import flatten, path_to
 from ..stagers.states import assert_same
 
 
-def test_each_tensor_is_listed_once_and_put_where_it_was() -> None:
-    a, b = torch.ones(1), torch.ones(2)
-    staged = [torch.zeros(1), torch.zeros(2)]
-    spec = flatten({"x": [a, (b, 7, a)], "b": b, "s": {b}})
-    assert [x is y for x, y in zip(spec.tensors, [a, b], strict=True)] == [True, True]
-    copy = spec.unflatten(staged)
-    assert list(copy) == ["x", "b", "s"]
-    assert copy["x"][0] is copy["x"][1][2] is staged[0]
-    assert copy["x"][1][0] is copy["b"] is staged[1]
-    assert copy["x"][1][1] == 7
-    assert copy["s"] == {staged[1]}
-    assert flatten(torch.ones(1)).unflatten(staged[:1]) is staged[0], "a bare tensor is a state too"
+def test_a_set_and_a_bare_tensor_are_states_too() -> None:
+    b, staged = torch.ones(2), [torch.zeros(2)]
+    assert flatten({"s": {b}}).unflatten(staged) == {"s": {staged[0]}}
+    assert flatten(b).unflatten(staged) is staged[0]
 
 
 def test_nothing_of_the_source_outlives_the_tree_spec() -> None:
@@ -63,26 +53,6 @@ def test_an_error_keeps_its_cause() -> None:
     assert isinstance(caught.value.__cause__, TypeError)
 
 
-KEYS = st.one_of(st.text(max_size=3), st.integers(0, 5))
-LEAVES = st.one_of(
-    st.integers(), st.none(), st.booleans(), st.text(max_size=3), st.tuples(st.integers(), st.text(max_size=2)),
-    st.lists(st.integers(0, 4), max_size=3).map(torch.ones),
-)  # fmt: skip
-STATES = st.dictionaries(
-    KEYS,
-    st.recursive(
-        LEAVES,
-        lambda inner: st.one_of(
-            st.lists(inner, max_size=4),
-            st.dictionaries(KEYS, inner, max_size=4),
-            st.dictionaries(KEYS, inner, max_size=4).map(OrderedDict),
-        ),
-        max_leaves=12,
-    ),
-    max_size=5,
-)
-
-
 def remembered(state: Any) -> HostCopier:
     copier = HostCopier(Pool())
     copier.copy(state)
@@ -94,29 +64,6 @@ def is_recognized(copier: HostCopier, state: Any) -> bool:
         with contextlib.suppress(StagingError):
             copier.plan(state)
         return not flatten.called
-
-
-@settings(deadline=None)
-@given(state=STATES, other=STATES)
-def test_a_state_is_copied_right_whatever_was_copied_before(state: dict[Any, Any], other: dict[Any, Any]) -> None:
-    copier = remembered(state)
-    for _ in range(2):
-        assert is_recognized(copier, state)
-        assert_same(copier.copy(state), state)
-        _shift(state)
-    for each in (other, state, other):
-        assert_same(copier.copy(each), each)
-
-
-def _shift(x: Any) -> None:
-    """Train: other content in the same memory, and other numbers."""
-    for key, value in list(x.items() if isinstance(x, dict) else enumerate(x)):
-        if isinstance(value, torch.Tensor):
-            value.add_(1)
-        elif type(value) is int:
-            x[key] = value + 1
-        elif isinstance(value, (dict, list)):
-            _shift(value)
 
 
 def test_a_modules_state_dict_is_recognised_in_new_objects() -> None:
@@ -170,7 +117,10 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
 def test_a_state_that_differs_is_taken_apart_anew(change: str) -> None:
     state = base()
     copier = remembered(state)
+    state["w"].add_(1)
+    state["list"][0] = 7
     assert is_recognized(copier, state)
+    assert_same(copier.copy(state), state)
     CHANGES[change](state)
     assert not is_recognized(copier, state)
     if change != "freed memory":

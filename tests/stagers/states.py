@@ -71,6 +71,7 @@ class Leaf(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     content: bytes
+    facts: tuple[Any, ...]
 
 
 Piece = tuple[tuple[object, ...], Any]
@@ -96,8 +97,9 @@ def kept(state: Any) -> list[Piece]:
 
 def _leaf(x: torch.Tensor) -> Leaf:
     span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    facts = (type(x), x.requires_grad and x.is_leaf, x.is_conj(), x.is_neg(), vars(x))
     # Only holes may be left out.
-    return Leaf(x.dtype, x.shape, () if span > x.numel() > 0 else x.stride(), bits(x))
+    return Leaf(x.dtype, x.shape, () if span > x.numel() > 0 else x.stride(), bits(x), facts)
 
 
 def same(piece: Piece, expected: Piece) -> bool:

@@ -149,18 +149,6 @@ def test_overlapped_has_it_though_another_stream_steps(overlapped: OverlappedSta
     assert_same(promise.result(60), expected)
 
 
-def test_a_promise_is_kept_when_the_bytes_are_there(overlapped: OverlappedStager) -> None:
-    w = torch.zeros(2**24, device=device())
-    for step in (1.0, 2.0, 3.0):
-        keep_busy()
-        w.fill_(step)
-        copy = overlapped.stage({"w": w, "column": w.view(-1, 64)[:, 5]}).result(60)
-        assert copied_late(overlapped) == 0
-        assert copy["w"].eq(step).all()
-        assert copy["column"].eq(step).all()
-        del copy
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA's check for synchronizing calls")
 def test_neither_the_call_nor_the_next_step_waits_for_the_device(overlapped: OverlappedStager) -> None:
     run = Run(fused=True)

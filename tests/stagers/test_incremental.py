@@ -36,7 +36,7 @@ def adapted() -> dict[str, Any]:
 
 
 class TestDeclared:
-    def test_frozen_tensors_are_copied_once_and_shared(self) -> None:
+    def test_frozen_tensors_are_copied_once_until_replaced(self) -> None:
         state, stager = adapted(), build(frozen=["model.base.*"])
         first = {name: at(x) for name, x in stager.stage(state)["model"]["base"].items()}  # and the copy is dropped
         copies = []
@@ -49,18 +49,11 @@ class TestDeclared:
             assert at(source) != first[name]
             assert torch.equal(source, copies[3]["model"]["base"][name])
         assert [int(copy["model"]["adapter"]["w"].mean()) for copy in copies] == [0, 1, 2, 3]
-
-    def test_a_replaced_tensor_is_copied_and_the_others_are_shared(self) -> None:
-        state, stager = adapted(), build(frozen=["model.base.*"])
         base = state["model"]["base"]
-        for other in (torch.clone, lambda x: x[:300], torch.t, lambda x: x.view(torch.int32), lambda x: x[1:]):
-            before = stager.stage(state)["model"]["base"]
-            kept, base["w"] = base["w"], other(base["w"])
-            after = stager.stage(state)["model"]["base"]
-            assert at(after["w"]) != at(before["w"])
-            assert (after["w"].dtype, torch.equal(after["w"], base["w"])) == (base["w"].dtype, True)
-            assert torch.equal(before["w"], kept)
-            assert (at(after["b"]), at(after["n"])) == (at(before["b"]), at(before["n"]))
+        base["w"] = base["w"].t()
+        replaced = stager.stage(state)["model"]["base"]
+        assert torch.equal(replaced["w"], base["w"])
+        assert [at(replaced[name]) == first[name] for name in "wbn"] == [False, True, True]
 
     @pytest.mark.parametrize(
         ("frozen", "before", "after", "moved"), [("a", "ax by", "bx ay", "b"), ("b", "ax by cx", "ax bx cy", "c")]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stagereg import AsyncStager
 from stagereg.kernel.layout import span_of
 
-from .states import Piece, assert_whole, kept
+from .states import Piece, assert_whole, kept, pieces
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
 DTYPES += [torch.float8_e4m3fn, torch.float16]
@@ -67,10 +67,7 @@ def states(draw: st.DrawFn) -> dict[Any, Any]:
 
 
 def leaves(x: Any) -> list[torch.Tensor]:
-    if isinstance(x, torch.Tensor):
-        return [x]
-    inside = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
-    return [leaf for value in inside for leaf in leaves(value)]
+    return [leaf for _, leaf in pieces(x) if isinstance(leaf, torch.Tensor)]
 
 
 def overwrite(state: Any, mask: int) -> None:

@@ -15,11 +15,6 @@ LAUNCHERS = {
 }
 
 
-@pytest.fixture
-def ranks(tmp_path: Path) -> App:
-    return App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
-
-
 @pytest.mark.parametrize("name", ["joblib", pytest.param("submitit", marks=pytest.mark.slow)])
 def test_a_launcher_elsewhere_changes_nothing_of_the_end(name: str, tmp_path: Path) -> None:
     pytest.importorskip(f"hydra_plugins.hydra_{name}_launcher")
@@ -36,8 +31,9 @@ def test_a_launcher_elsewhere_changes_nothing_of_the_end(name: str, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_ranks_start_below_a_launchers_worker(name: str, ranks: App) -> None:
+def test_ranks_start_below_a_launchers_worker(name: str, tmp_path: Path) -> None:
     pytest.importorskip(f"hydra_plugins.hydra_{name}_launcher")
+    ranks = App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
     ended = ranks.sweep(*LAUNCHERS[name], "stager=overlapped", "sweep.repeats=2", limit_s=220)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     jobs = ranks.results()

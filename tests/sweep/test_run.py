@@ -144,21 +144,14 @@ def test_a_run_has_ended_as_its_ranks_have(tmp_path: Path) -> None:
     assert lines(tmp_path, START, rank=1).status == "unfinished"
     run = lines(tmp_path, START, END, rank=1)
     assert (run.status, run.finished) == ("completed", True)
+    for ending, status in (("preempted", "unfinished"), ("lost", "failed")):
+        assert lines(tmp_path, START, {**END, "status": ending}, rank=1).status == status
+    lines(tmp_path, {**START, "world_size": 2}, {**END, "status": "preempted"})
+    assert lines(tmp_path, START, {**END, "status": "failed"}, rank=1).status == "failed"
     lines(tmp_path, {**START, "world_size": 3})
     lines(tmp_path, START, {**END, "status": "failed", "error": "RuntimeError: rank 2 is gone"}, rank=1)
     run = lines(tmp_path, START, {**END, "t": 8.9, "status": "failed", "error": "ValueError: no"}, rank=2)
     assert (run.status, run.error, run.finished) == ("failed", "rank 2: ValueError: no", False)
-
-
-def test_ranks_that_were_preempted_leave_a_run_unfinished(tmp_path: Path) -> None:
-    for *ends, status in (
-        ("completed", "preempted", "unfinished"),
-        ("preempted", "failed", "failed"),
-        ("completed", "lost", "failed"),
-    ):
-        for rank, ending in enumerate(ends):
-            run = lines(tmp_path, {**START, "world_size": 2}, {**END, "status": ending}, rank=rank)
-        assert run.status == status
 
 
 def test_a_newer_format_is_reported(tmp_path: Path) -> None:

@@ -112,15 +112,6 @@ def test_the_number_of_runs_is_a_column_where_rows_differ_in_it(capsys: pytest.C
     assert "1 of 2 failed" in tables.markdown_text(compared([replace(rows[0], jobs=jobs)], "loss"))
 
 
-def test_a_long_parameter_is_folded_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    long = "torch.optim." + ".".join(f"part{number}" for number in range(30))
-    lines = printed(compared([row_of({"a": long}, {"stall_ms": (1.0, 2.0)}), row_of({"a": "b"}, {})]), capsys)
-    start = next(i for i, line in enumerate(lines) if set(line.strip()) == {"-", " "})
-    table = lines[start + 1 : next(i for i, line in enumerate(lines) if "best of its" in line)]
-    assert long in "".join(line[11:35].strip() for line in table)
-    assert max(map(len, table)) <= 120
-
-
 def test_csv_has_raw_numbers_and_reads_back(comparison: Comparison) -> None:
     rows = list(csv.DictReader(io.StringIO(tables.csv_text(comparison))))
     assert [row["verdict"] for row in rows] == ["best", "tie", "", "A/A", "failed"]
