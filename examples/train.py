@@ -118,6 +118,8 @@ def train(cfg: DictConfig) -> float:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if cfg.parallel not in ("ddp", "zero", "fsdp2") or cfg.data.shard not in ("samples", "files"):
         raise stagereg.StageregError("parallel is one of ddp, zero, fsdp2; data.shard is one of samples, files")
+    if cfg.train.steps < 0:
+        raise stagereg.StageregError(f"train.steps is a number of steps from 0 on, not {cfg.train.steps}")
     torch.manual_seed(cfg.seed)
     text, held_out = load(cfg.data, rank, world)
     held_out = held_out[: 8 * cfg.data.batch][rank::world].long().to(device)

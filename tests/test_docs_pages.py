@@ -157,3 +157,16 @@ def test_every_command_of_a_page_prints_what_it_shows(tmp_path: Path, page: Page
         damaged = flipped and line.startswith("stagereg verify")
         assert ended.returncode == (damaged or "failing" in line), f"$ {line}\n{ended.stdout}"
         command.check("".join(f"{each.rstrip()}\n" for each in ended.stdout.splitlines()))
+
+
+def test_the_program_of_the_readme_runs_as_it_is_printed(tmp_path: Path) -> None:
+    (program,) = Page("../README.md").of("python")[:1]
+    (tmp_path / "train.py").write_text(program)
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/train.yaml").write_text("defaults: [stagereg, _self_]\nnproc: 2\n")
+    command = [sys.executable, "train.py", "checkpoint.dir=kept", "checkpoint.every=20"]
+    for begins in ("training starts from scratch", "resumed from"):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        assert done.returncode == 0, done.stderr
+        assert begins in done.stdout + done.stderr
+    assert sorted(path.name for path in (tmp_path / "kept").glob("step-*")) == ["step-00000040", "step-00000060"]

@@ -51,6 +51,7 @@ __all__ = ["CheckpointStats", "Checkpointer"]
 
 _log = logging.getLogger(__name__)
 
+_RESUME = ("auto", "latest", "never", "the path of a checkpoint")
 _SAVE, _LEAVE = "save", "leave"  # what a request begins with: to save a step, or to save it and exit
 
 
@@ -140,15 +141,17 @@ class Checkpointer:
         if not isinstance(dir, (str, os.PathLike)) or not os.fspath(dir):
             raise ConfigError(f"checkpoint.dir must be the path or URL of a directory, not {dir!r}.")
         if not isinstance(resume, str) or not resume:
-            raise ConfigError(f"resume must be 'auto', 'never', 'latest' or the path of a checkpoint, not {resume!r}.")
+            raise ConfigError(f"checkpoint.resume is one of {', '.join(_RESUME)}, not {resume!r}.")
+        if resume.isidentifier() and not os.path.exists(resume):
+            options.one_of("checkpoint.resume", resume, _RESUME)
         if isinstance(every, str):
-            options.one_of("every", every, ("auto", "a number of steps"))
+            options.one_of("checkpoint.every", every, ("auto", "a number of steps"))
         for name, steps in {"every": 1 if every == "auto" else every, "keep": keep}.items():
-            options.at_least_one(name, steps)
-        options.one_of("verify", verify, ("full", "fast"))
-        options.one_of("on_error", on_error, ("raise", "warn"))
+            options.at_least_one(f"checkpoint.{name}", steps)
+        options.one_of("checkpoint.verify", verify, ("full", "fast"))
+        options.one_of("checkpoint.on_error", on_error, ("raise", "warn"))
         for name, duration in {"mtbf": mtbf, "timeout": timeout, "grace": timeout if grace is None else grace}.items():
-            options.check_duration(name, duration)
+            options.check_duration(f"checkpoint.{name}", duration)
         self.enable = enable
         self._store = open_store(dir)
         self.dir = path_or_url(self._store.root)

@@ -190,7 +190,7 @@ class Pool:
         make: Callable[[int, bool, int], Block] = Block,
     ) -> None:
         if max_in_flight is not None and max_in_flight < 1:
-            raise StagingError([], f"max_in_flight must be at least 1, not {max_in_flight}")
+            raise StagingError([], f"stager.max_in_flight must be at least 1, not {max_in_flight}")
         self.max_in_flight = math.inf if max_in_flight is None else max_in_flight
         self.wait_s = wait_s
         self.readers_release = False
@@ -198,7 +198,7 @@ class Pool:
         there = torch.accelerator.is_available()
         # Of the ranks on this machine, which would all log the same, the first does.
         if keep and pin is not False and not there and os.environ.get("LOCAL_RANK", "0") == "0":
-            log.warning(
+            log.info(
                 "stagereg: no accelerator here, so copies are staged in pre-faulted pageable memory, not page-locked"
             )
         self._make = lambda nbytes: make(nbytes, pin is not False and there, threads)

@@ -51,7 +51,7 @@ class CopyEngine:
 
     def __init__(self, threads: int) -> None:
         if threads < 1:
-            raise StagingError([], f"threads must be at least 1, not {threads}")
+            raise StagingError([], f"stager.threads must be at least 1, not {threads}")
         self.threads = threads
         self._workers = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix=COPY_THREADS)  # started when needed
         self._streams: dict[torch.device, torch.Stream] = {}

@@ -59,8 +59,8 @@ class DcpStorage(FileStorage):
     padding = (768, 1024)
 
     def __init__(self, path: StrPath | None = None, direct: str = "auto", buffer_mb: int = 4) -> None:
-        auto = one_of("direct", direct, ("auto", "never")) == "auto"
-        super().__init__(path, auto, at_least_one("buffer_mb", buffer_mb) << 20)
+        auto = one_of("storage.direct", direct, ("auto", "never")) == "auto"
+        super().__init__(path, auto, at_least_one("storage.buffer_mb", buffer_mb) << 20)
 
     def write_files(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         """See :class:`.FileStorage`."""
