@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from .config.app import App
 from .pages import Command, Page, commands
 from .support.fork_server import ForkServer
 
@@ -33,13 +34,11 @@ class Reader:
         self.env = {**os.environ, **offline, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
         self.server = ForkServer(folder.parent / "printed", self.env)
 
-    def write(self, text: str) -> Path:
+    def write(self, text: str) -> None:
         """Write the file that a block begins with the name of."""
-        name, _, _ = text.partition("\n")
-        file = self.folder / name.removeprefix("# ")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        return file
+        name = re.fullmatch(r"# ([\w/]+\.(py|yaml))", text.partition("\n")[0])
+        assert name, text
+        App(self.folder, {name[1]: text})
 
     def run(self, line: str) -> str:
         """Run a command and return what it prints, on either stream."""
@@ -80,12 +79,3 @@ def test_every_command_of_the_page_prints_what_it_shows(reader: Reader) -> None:
         seen.append(command.line.startswith(LONG))
     assert len(seen) >= 20
     assert sum(seen) >= 5
-
-
-def test_every_block_is_a_file_or_a_console() -> None:
-    for language, text in PAGE.blocks:
-        assert language in ("python", "yaml", "console"), text
-        first = text.partition("\n")[0]
-        assert (
-            re.fullmatch(r"\$ .+", first) if language == "console" else re.fullmatch(r"# [\w/]+\.(py|yaml)", first)
-        ), first

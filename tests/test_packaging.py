@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from .config.app import App
+
 ROOT = Path(__file__).parents[1]
-SHIPPED = ("stagereg", "conf", "examples")
-BESIDE = ("tests",)
+COPIED = ("stagereg", "conf", "examples", "tests")
 
 # The train.py of a user: own folder, own config, nothing of the checkout on the path.
 TRAIN = """
@@ -37,32 +38,35 @@ main()
 CONFIG = "defaults: [stagereg, _self_]\nhydra: {output_subdir: null, run: {dir: out}}\n"
 
 
+LEFTOVERS = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "outputs", "multirun")
+
+
 def run(*command: str | Path, cwd: Path) -> str:
     done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def build(kind: str, folder: Path) -> Path:
-    """Build a wheel or an editable wheel from a copy of the checkout, so that no build leaves anything in it."""
+def build(kind: str, folder: Path, project: Path = ROOT) -> Path:
+    """Build a wheel or an editable wheel from a copy of a project, so that no build leaves anything in it."""
     source = folder / "source"
-    for name in (*SHIPPED, *BESIDE):
-        if (ROOT / name).exists():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for file in ROOT.iterdir():
-        if file.is_file():
-            shutil.copy(file, source)
+    for each in project.iterdir():
+        if each.is_file():
+            source.mkdir(exist_ok=True)
+            shutil.copy(each, source)
+        elif project != ROOT or each.name in COPIED:
+            shutil.copytree(each, source / each.name, ignore=LEFTOVERS)
     backend = f"import setuptools.build_meta as b; b.build_{kind}({str(folder)!r})"
     run(sys.executable, "-c", backend, cwd=source)
     return next(folder.glob("*.whl"))
 
 
-def environment(wheel: Path, folder: Path) -> Path:
-    """A fresh virtual environment with ``wheel`` in it, which borrows the dependencies installed here."""
+def environment(folder: Path, *wheels: Path) -> Path:
+    """A fresh virtual environment with these wheels in it, which borrows the dependencies installed here."""
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
     python = folder / "venv" / "bin" / "python"
     pip = (sys.executable, "-m", "pip", "--python", python)
-    run(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=folder)
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", *wheels, cwd=folder)
     (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
     # Borrowed by path, without running the .pth files there: an editable install here stays invisible.
     (site / "borrowed.pth").write_text("\n".join(p for p in sys.path if p.endswith("site-packages")))
@@ -76,22 +80,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path) -> Path:
-    return environment(wheel, wheel.parent)
+    return environment(wheel.parent, wheel)
 
 
 @pytest.fixture(scope="module")
 def editable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("editable")
-    return environment(build("editable", folder), folder)
+    return environment(folder, build("editable", folder))
 
 
 @pytest.fixture
 def app(tmp_path: Path) -> Path:
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "app.yaml").write_text(CONFIG)
-    (tmp_path / "train.py").write_text(TRAIN)
-    (tmp_path / "bare.py").write_text(BARE)
-    return tmp_path
+    return App(tmp_path, {"conf/app.yaml": CONFIG, "train.py": TRAIN, "bare.py": BARE}).folder
 
 
 def test_the_wheel_has_every_module_and_config_and_nothing_else(wheel: Path) -> None:
@@ -134,7 +134,7 @@ runpy.run_path("bare.py", run_name="__main__")
 
 
 def test_a_foreign_stagereg_in_the_folder_is_an_error(wheel: Path, tmp_path: Path) -> None:
-    python = environment(wheel, tmp_path)
+    python = environment(tmp_path, wheel)
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     foreign = site / "stagereg-2.0.nothing"
     foreign.mkdir()

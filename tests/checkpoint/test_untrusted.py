@@ -16,10 +16,9 @@ import pickle
 import random
 import shutil
 import struct
-import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,31 +40,16 @@ from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
 
+from ..support import audit
+
 DATA = "__0_0.distcp"
 FORBIDDEN_EVENTS = {"exec", "import", "open", "os.system", "os.exec", "os.posix_spawn", "pickle.find_class"}
 FORBIDDEN_EVENTS |= {"socket.connect", "subprocess.Popen"}
-armed: list[list[str]] = []
 
 
-def _note(event: str, arguments: tuple[Any, ...]) -> None:
-    if armed and event in FORBIDDEN_EVENTS:
-        armed[-1].append(f"{event} {arguments!r:.120}")
-
-
-sys.addaudithook(_note)  # there is no way to take one back, so it only records while ``armed``
-
-
-@contextlib.contextmanager
-def auditing(inside: Path) -> Iterator[list[str]]:
+def auditing(inside: Path) -> contextlib.AbstractContextManager[list[str]]:
     """The audit events of the block, except opening files below ``inside`` and errors that ranks send each other."""
-    audited: list[str] = []
-    armed.append(audited)
-    try:
-        yield audited
-    finally:
-        armed.pop()
-        fine = (str(inside), "'stagereg.errors'", "/dev/null", ".py'", "/proc/")
-        audited[:] = [event for event in audited if not any(part in event for part in fine)]
+    return audit.auditing(FORBIDDEN_EVENTS, str(inside), "'stagereg.errors'", "/dev/null", ".py'", "/proc/")
 
 
 class Payload:

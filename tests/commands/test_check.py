@@ -158,14 +158,6 @@ def test_a_stager_without_a_contract_is_built_from_defaults(tmp_path: Path, chec
     assert rows(result)["loads"] == ("kept", "options: lend")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["blocking", "overlapped"])
-def test_the_built_in_stagers_keep_their_promises(name: str, check: Check) -> None:
-    result = check(f"stager/{name}", code=0)
-    assert result["kept"]
-    assert result["counts"]["kept"] > 20
-
-
 def test_errors_in_the_metadata_of_a_package_are_reported(install: Install, check: Check) -> None:
     contracts = {"stager.careless": "Contract"}
     source = STAGER.format(name="careless") + "Contract = None\n"

@@ -36,7 +36,7 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a package of each kind, made by an installed stagereg and installed beside it in ``venv``."""
     folder = tmp_path_factory.mktemp("new")
-    python = environment(build("wheel", folder), folder)
+    python = environment(folder, build("wheel", folder))
     for kind in KINDS:
         done = run(python, "-m", "stagereg", "new", kind, f"my_{kind}", "--dir", "packages", cwd=folder)
         assert done.returncode == 0, done.stderr

@@ -10,9 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["App"]
+__all__ = ["MANY_CALLS", "STAGER", "App"]
 
 MANY_CALLS = str(Path(__file__).parents[1] / "support" / "many_calls.py")
+
+STAGER = """
+class Mine:
+    should_synchronize_after_execute = True
+    def __init__(self, slots: int = 2): self.slots = slots
+    def stage(self, state_dict): return state_dict
+    def synchronize_staging(self): ...
+    def close(self): ...
+"""
+"""A stager of one option, as text."""
 
 
 class App:
@@ -21,10 +31,11 @@ class App:
     Args:
         folder: where it is.
         files: texts by path.
+        python: the interpreter that runs it.
     """
 
-    def __init__(self, folder: Path, files: dict[str, str]) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, files: dict[str, str], python: str | Path = sys.executable) -> None:
+        self.folder, self.python = folder, str(python)
         for path, text in files.items():
             self.write(path, text)
 
@@ -36,21 +47,22 @@ class App:
         self, *arguments: str, script: str = "app.py", given: str = "", **env: str
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, *(arguments if given else (script, *arguments))],
+            [self.python, script, *arguments],
             cwd=self.folder,
             env={**os.environ, "PYTHONPATH": str(self.folder / "site"), **env},
             input=given,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=200,
         )
 
     def run_each(self, *lines: tuple[str, ...]) -> list[subprocess.CompletedProcess[str]]:
         """Run each command line, one after the other in one process."""
-        return self._run_each([("app.py", line) for line in lines])
+        return self.run_many([("app.py", line) for line in lines])
 
-    def _run_each(self, lines: Sequence[tuple[Any, ...]]) -> list[subprocess.CompletedProcess[str]]:
-        done = self.run(MANY_CALLS, given=json.dumps(lines))
+    def run_many(self, lines: Sequence[tuple[Any, ...]]) -> list[subprocess.CompletedProcess[str]]:
+        """As ``run_each``, of scripts with their arguments, and of what a shell is to complete."""
+        done = self.run(script=MANY_CALLS, given=json.dumps(lines))
         assert done.returncode == 0, done.stderr
         return [subprocess.CompletedProcess(*ended) for ended in json.loads(done.stdout)]
 
@@ -78,6 +90,6 @@ class App:
 
     def completes_each(self, *lines: str) -> list[list[str]]:
         ask = ("-sc", "query=bash")
-        done = self._run_each([("app.py", ask, f"python app.py {line}") for line in lines])
+        done = self.run_many([("app.py", ask, f"python app.py {line}") for line in lines])
         assert [each.returncode for each in done] == [0] * len(lines), done
         return [each.stdout.split() for each in done]

@@ -7,7 +7,6 @@ and the interpreter's audit events show that nothing was imported, compiled, ope
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import json
 import math
@@ -30,6 +29,8 @@ from stagereg import registry
 from stagereg.config.instantiate import targets
 from stagereg.errors import ConfigError, RegistryError, TargetNotAllowedError, UnknownNameError
 
+from ..support.audit import auditing
+
 HERE = __name__
 TRAP = "lock_trap.fire"
 """Not registered, and not imported yet."""
@@ -38,21 +39,10 @@ LAZY = "lock_lazy.build"
 """Registered, and not imported yet: a refused target keeps those beside it from being imported, too."""
 KNOWN = f"{HERE}.known"
 
-RESOLVERS = ("flip", "function", "node", "config", "swap")
+RESOLVERS = ("flip", "function", "node", "swap")
 FORBIDDEN_EVENTS = {"import", "compile", "exec", "open", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen"}
-armed: list[list[str]] = []
 
-
-def _note(event: str, arguments: tuple[Any, ...]) -> None:
-    if armed and event in FORBIDDEN_EVENTS:
-        armed[-1].append(f"{event} {arguments!r:.80}")
-
-
-sys.addaudithook(_note)  # there is no way to take one back, so it only records while ``armed``
-
-
-# A mapping and a node by their classes; made this way because annotations that are text have to be compiled.
-Spec = dataclasses.make_dataclass("Spec", [("inner", Any, None)])
+# A node by its class; made this way because annotations that are text have to be compiled.
 Node = dataclasses.make_dataclass("Node", [("_target_", str, TRAP)])
 
 
@@ -90,21 +80,11 @@ def _world(registry_as_before: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
     registry.REGISTRY.refresh()
 
 
-@contextlib.contextmanager
-def auditing() -> Iterator[list[str]]:
-    audited: list[str] = []
-    armed.append(audited)
-    try:
-        yield audited
-    finally:
-        armed.pop()
-
-
 def withstands(attack: Callable[[], Any]) -> bool:
     """Whether an attack is refused in a short message, with nothing done in the meantime."""
     for module in ("lock_trap", "lock_lazy"):
         sys.modules.pop(module, None)
-    with auditing() as audited:
+    with auditing(FORBIDDEN_EVENTS) as audited:
         try:
             attack()
         except TargetNotAllowedError as error:
@@ -151,6 +131,7 @@ def test_a_name_that_is_not_exactly_a_registered_one_is_refused(name: Any) -> No
 
 
 BAD = {"_target_": TRAP}
+CREATED = "${oc.create:{_target_: lock_trap.fire}}"
 POSITIONS: dict[str, Callable[[], Any]] = {
     "at the top": lambda: stagereg.instantiate(BAD),
     "as a dataclass": lambda: stagereg.instantiate(Node()),
@@ -164,9 +145,7 @@ POSITIONS: dict[str, Callable[[], Any]] = {
         OmegaConf.create({"bad": BAD, "a": {"_target_": LAZY, "inner": "${bad}"}}).a
     ),
     "by the parts of a name": lambda: stagereg.instantiate({"_target_": "${m}.${n}", "m": "lock_trap", "n": "fire"}),
-    "by a resolver": lambda: stagereg.instantiate(
-        {"_target_": LAZY, "inner": "${oc.create:{_target_: lock_trap.fire}}"}
-    ),
+    "by a resolver": lambda: stagereg.instantiate({"_target_": LAZY, "inner": CREATED}),
     "by Hydra's escape": lambda: stagereg.instantiate({"_target_": "${oc.decode:${oc.env:LOCK_TARGET}}"}),
     "with a list that allows it": lambda: stagereg.instantiate({**BAD, "allow": [TRAP]}),
     "with Hydra's key that allows it": lambda: stagereg.instantiate({**BAD, "_execution_whitelist_": TRAP}),
@@ -174,9 +153,7 @@ POSITIONS: dict[str, Callable[[], Any]] = {
     "given instead of the target": lambda: stagereg.instantiate(BAD, _target_=LAZY),
     "given in a tuple": lambda: stagereg.instantiate({"_target_": LAZY}, inner=({"a": (BAD,)},)),
     "given below a node": lambda: stagereg.instantiate({"_target_": LAZY, "inner": {"a": {}}}, inner={"a": BAD}),
-    "given by a resolver into a mapping": lambda: stagereg.instantiate(
-        {"_target_": LAZY, "inner": {}}, inner={"a": "${oc.create:{_target_: lock_trap.fire}}"}
-    ),
+    "given resolved into a node": lambda: stagereg.instantiate({"_target_": LAZY, "inner": {}}, inner={"a": CREATED}),
     "given with the program's arguments": lambda: stagereg.instantiate({"_target_": LAZY, "_args_": [BAD]}, 1),
 }
 
@@ -282,13 +259,13 @@ def test_a_target_is_read_once() -> None:
     assert given == [TRAP]
 
 
-def test_the_value_of_a_resolver_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_value_of_a_resolver_is_checked() -> None:
     resolver("function", os.system)
-    resolver("node", BAD)
-    resolver("config", OmegaConf.create({"deep": [BAD]}))
     assert withstands(lambda: stagereg.instantiate({"_target_": "${function:}"}))
-    assert withstands(lambda: stagereg.instantiate({"_target_": LAZY, "inner": "${node:}"}))
-    assert withstands(lambda: stagereg.instantiate({"_target_": LAZY, "inner": "${config:}"}))
+    for value in (BAD, OmegaConf.create({"deep": [BAD]})):
+        resolver("node", value)
+        assert withstands(lambda: stagereg.instantiate({"_target_": LAZY, "inner": "${node:}"}))
+        OmegaConf.clear_resolver("node")
 
 
 def test_nothing_that_changes_the_config_meanwhile_has_an_effect() -> None:
@@ -309,12 +286,12 @@ def test_nothing_that_changes_the_config_meanwhile_has_an_effect() -> None:
 
 
 def test_the_return_value_of_a_component_is_not_built_again() -> None:
+    def returns() -> dict[str, Any]:
+        return dict(BAD)
+
+    returns.__qualname__ = "returns"
     registry.register("join", "returns")(returns)
     assert stagereg.instantiate({"_target_": f"{HERE}.returns"}) == BAD
-
-
-def returns() -> dict[str, Any]:
-    return dict(BAD)
 
 
 def test_nesting_without_end_is_an_error_of_the_config() -> None:
@@ -357,18 +334,15 @@ def test_an_allowed_object_goes_by_the_path_of_its_definition() -> None:
     assert stagereg.instantiate({"_target_": "math.sqrt", "_args_": [4]}, allow=(math.sqrt,)) == 2  # written in C
 
 
-@pytest.mark.parametrize(
-    ("node", "message"),
-    [
-        ({"chrge": 1}, r"^lock_trap\.fire takes no 'chrge'\. Did you mean 'charge'\? It takes: charge, name"),
-        ({"charge": "???"}, r"^charge needs a value: add charge=\.\.\. to the command line"),
-        ({"_target_": BOMB, "size": 1}, r"^lock_trap\.Bomb takes no 'size'"),
-    ],
-)
-def test_an_argument_that_an_allowed_target_lacks_is_refused(node: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        stagereg.instantiate({"_target_": TRAP, **node}, allow=(TRAP, BOMB))
-    assert not sys.modules["lock_trap"].fired
+def test_an_argument_that_an_allowed_target_lacks_is_refused() -> None:
+    for message, node in {
+        r"^lock_trap\.fire takes no 'chrge'\. Did you mean 'charge'\? It takes: charge, name": {"chrge": 1},
+        r"^charge needs a value: add charge=\.\.\. to the command line": {"charge": "???"},
+        r"^lock_trap\.Bomb takes no 'size'": {"_target_": BOMB, "size": 1},
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            stagereg.instantiate({"_target_": TRAP, **node}, allow=(TRAP, BOMB))
+        assert not sys.modules["lock_trap"].fired
 
 
 def test_an_allowed_component_keeps_its_kinds_checks() -> None:
@@ -385,7 +359,7 @@ def test_an_allowed_component_keeps_its_kinds_checks() -> None:
     ids=lambda allow: getattr(allow, "__name__", None) or repr(allow),
 )
 def test_an_allow_list_is_full_paths_and_objects_from_code(allow: Any) -> None:
-    with pytest.raises(ConfigError, match=r"package\.module\.Name"), auditing() as audited:
+    with pytest.raises(ConfigError, match=r"package\.module\.Name"), auditing(FORBIDDEN_EVENTS) as audited:
         stagereg.instantiate(BAD, allow=allow)
     assert not audited
 
@@ -420,7 +394,9 @@ def test_targets_are_the_paths_of_all_components_or_of_one_kind() -> None:
 def test_targets_and_a_refusal_need_no_torch() -> None:
     program = (
         "import sys, stagereg\n"
+        "from stagereg.config import texts\n"
         "from stagereg.config.instantiate import targets\n"
+        "assert texts.value_type(list) is None\n"
         "try: stagereg.instantiate({'a': {'_target_': targets('stager')[0]}, 'b': {'_target_': 'os.system'}})\n"
         "except stagereg.StageregError: print('torch' in sys.modules)\n"
     )

@@ -9,26 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from .app import STAGER
+
 TESTS = Path(__file__).parents[1]
 # `make test` puts it there: the environment of the tests, but for Hydra and OmegaConf.
 PYTHON = Path(sys.prefix) / "hydra-1.4" / "bin" / "python"
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"Hydra 1.4 is not installed beside: no {PYTHON}")
 
-APP = """
-import sys
+APP = f"""
 import hydra, hydra.utils
 import stagereg
 from stagereg.config.instantiate import targets
 
-@stagereg.register("stager", "mine")
-class Mine:
-    should_synchronize_after_execute = True
-    def __init__(self, slots: int = 2): self.slots = slots
-    def stage(self, state_dict): return state_dict
-    def synchronize_staging(self): ...
-    def close(self): ...
-
+@stagereg.register("stager", "mine"){STAGER}
 @hydra.main(config_path=".", config_name="app", execution_whitelist=tuple(targets()))
 def main(cfg):
     print("HYDRA", hydra.__version__)
@@ -43,18 +37,6 @@ def on_hydra_1_4(*arguments: str, timeout_s: float, cwd: Path = TESTS.parent) ->
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONPATH", "COVERAGE"))}
     command = [str(PYTHON), *arguments]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
-
-
-def passes(*tests: str, timeout_s: float) -> None:
-    done = on_hydra_1_4("-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", *tests, timeout_s=timeout_s)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout
-
-
-@pytest.mark.timeout(300)
-def test_hydra_1_4_builds_and_refuses_the_same() -> None:
-    files = [str(TESTS / "config" / f"test_{name}.py") for name in ("instantiate", "allow_list", "schema")]
-    passes(*files, timeout_s=280)
 
 
 def test_the_registrys_paths_are_an_allow_list_for_hydra_1_4(tmp_path: Path) -> None:
@@ -73,10 +55,16 @@ def test_the_registrys_paths_are_an_allow_list_for_hydra_1_4(tmp_path: Path) -> 
     assert "OURS" not in other.stdout
 
 
-@pytest.mark.slow
+CONFIG = ("config/test_instantiate.py", "config/test_allow_list.py", "config/test_schema.py")
+RANKS = ("config/test_suggestions.py", "launch/test_main.py", "config/test_plugins.py")
+
+
 @pytest.mark.timeout(900)
-def test_ranks_plugins_and_advice_work_on_hydra_1_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    # These tests give Hydra the `version_base` that 1.3 wants, and look at all of stderr: 1.4 warns of it there.
+@pytest.mark.parametrize("names", [CONFIG, pytest.param(RANKS, marks=pytest.mark.slow)], ids=["config", "ranks"])
+def test_the_same_tests_pass_on_hydra_1_4(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
+    # Some give Hydra the `version_base` that 1.3 wants, and look at all of stderr: 1.4 warns of it there.
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
-    names = ("config/test_suggestions.py", "launch/test_main.py", "config/test_plugins.py")
-    passes(*(str(TESTS / name) for name in names), timeout_s=800)
+    tests = [str(TESTS / name) for name in names]
+    done = on_hydra_1_4("-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", *tests, timeout_s=800)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout

@@ -23,19 +23,10 @@ from stagereg import registry
 from stagereg.config.plugins import PluginError
 from stagereg.errors import StageregError
 
-from .app import App
+from .app import STAGER, App
 
-MINE = """
-import os, stagereg
-print("IMPORTED", __name__, os.environ.get("RANK"))
-@stagereg.register("stager", "mine")
-class Mine:
-    should_synchronize_after_execute = True
-    def __init__(self, slots: int = 2): self.slots = slots
-    def stage(self, state_dict): return state_dict
-    def synchronize_staging(self): ...
-    def close(self): ...
-"""
+REGISTERED = f'import stagereg\n@stagereg.register("stager", "mine"){STAGER}'
+MINE = f'import os\nprint("IMPORTED", __name__, os.environ.get("RANK"))\n{REGISTERED}'
 
 # The first has no import of stagereg at all, like an app of a user who installed it.
 APP = """
@@ -115,14 +106,10 @@ def composed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compos
     """Compose ``app`` in this process from files given by path, beside modules ``one``, ``two``, ``three``."""
     before = registry.REGISTRY.decorated
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("one", "two", "three"):
-        body = MINE.replace('print("IMPORTED"', "dict(").replace('"mine"', f'"{name}"')
-        (tmp_path / f"{name}.py").write_text(body.replace('dict(, __name__, os.environ.get("RANK"))', "pass"))
+    App(tmp_path, {f"{name}.py": REGISTERED.replace('"mine"', f'"{name}"') for name in ("one", "two", "three")})
 
     def composed(files: dict[str, str], *overrides: str) -> Any:
-        for path, text in files.items():
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_text(text)
+        App(tmp_path, files)
         GlobalHydra.instance().clear()
         with initialize_config_dir(str(tmp_path / "conf"), version_base="1.3"):
             return compose("app", [*overrides])
@@ -210,12 +197,11 @@ NO_LIST = "it is a list of modules: plugins=[my_module]"
         ("[leaves]", "SystemExit: 3 ("),
     ],
 )
-def test_a_name_that_is_no_module_is_an_error(composed: Composed, tmp_path: Path, value: str, message: str) -> None:
-    (tmp_path / "broken.py").write_text("1 / 0")
-    (tmp_path / "leaves.py").write_text("raise SystemExit(3)")
+def test_a_name_that_is_no_module_is_an_error(composed: Composed, value: str, message: str) -> None:
+    files = {"conf/app.yaml": f"{CHOICE}plugins: {value}\n", "broken.py": "1 / 0", "leaves.py": "raise SystemExit(3)"}
     for _ in range(2):  # raised again when composed again
         with pytest.raises(PluginError) as caught:
-            composed({"conf/app.yaml": f"{CHOICE}plugins: {value}\n"})
+            composed(files)
         assert message in str(caught.value)
         assert isinstance(caught.value, StageregError)
         assert isinstance(caught.value, HydraException)

@@ -388,23 +388,17 @@ def test_a_wrong_text_is_refused_with_its_key_and_the_right_form(given: dict[str
         stagereg.instantiate(config(**given))
 
 
-@pytest.mark.parametrize(
-    ("value", "hint", "message"),
-    [
+def test_a_choice_is_taken_or_refused_with_its_key_and_the_nearest() -> None:
+    for value, hint, message in (
         (["slow", "fsat"], list[Literal["fast", "slow"]] | None, r"^x\[1\] is 'fsat'\. Did you mean 'fast'\?"),
         ({"a": ["fsat"]}, dict[str, list[Literal["fast"]]], r"^x\.a\[0\] is 'fsat'\. Did you mean 'fast'\?"),
         ("atuo", int | Literal["auto"], r"It is one of: 'auto'\nOr: x: 'atuo' is not a whole number\.$"),
         ("atuo", Literal["auto"] | bool, r"\nOr: x: 'atuo' is not true or false\.$"),
         (1, Literal[True, "auto"], "^x is 1"),  # which equals the True
         (1.0, Literal[True, "auto"], r"^x is 1\.0"),
-    ],
-)
-def test_another_choice_is_refused_with_its_key_and_the_nearest(value: Any, hint: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read(value, hint)
-
-
-def test_a_choice_is_taken_as_it_is_where_another_type_may_be() -> None:
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read(value, hint)
     assert (read("free", Literal["auto"] | str), read(None, Literal["fast"] | None)) == ("free", None)
     assert read(True, Literal[True, "auto"]) is True
 

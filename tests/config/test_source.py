@@ -6,16 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from .app import App
+from .app import STAGER, App
 
-THEIRS = """
-class Stager:
-    should_synchronize_after_execute = True
+THEIRS = f"""{STAGER}
+class Stager(Mine):
     def __init__(self, slots: int = 2, pin: bool = False): self.slots, self.pin = slots, pin
-    def stage(self, state_dict): return state_dict
-    def synchronize_staging(self): ...
-    def close(self): ...
-class Other(Stager):
+class Other(Mine):
     def __init__(self, path: str = 'here'): self.path = path
 """
 
@@ -34,7 +30,6 @@ defaults: [{stager: theirs}, _self_]
 hydra: {output_subdir: null, run: {dir: out}, sweep: {dir: out}, job_logging: {root: {handlers: [console]}}}
 """
 
-
 METADATA = "Metadata-Version: 2.1\nName: theirs\nVersion: 1.2\n"
 POINTS = "stager.theirs = theirs:Stager\nstager.other = theirs:Other\nstager.broken = broken:Stager\n"
 
@@ -42,12 +37,7 @@ POINTS = "stager.theirs = theirs:Stager\nstager.other = theirs:Other\nstager.bro
 @pytest.fixture
 def app(tmp_path: Path) -> App:
     """Beside an installed package with two stagers and a broken one."""
-    files = {
-        "app.py": APP,
-        "conf/app.yaml": CONFIG,
-        "site/theirs.py": THEIRS,
-        "site/broken.py": "import nowhere",
-    }
+    files = {"app.py": APP, "conf/app.yaml": CONFIG, "site/theirs.py": THEIRS, "site/broken.py": "import nowhere"}
     info = {"METADATA": METADATA, "entry_points.txt": f"[stagereg.plugins]\n{POINTS}"}
     return App(tmp_path, files | {f"site/theirs-1.2.dist-info/{name}": text for name, text in info.items()})
 

@@ -11,14 +11,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from stagereg.config.suggestions import explain
 
+from .app import App
+
 
 @pytest.fixture
 def app(tmp_path: Path) -> Path:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "even.yaml").write_text("files: 3\n")
-    (tmp_path / "data" / "uneven.yaml").write_text("files: 4\n")
-    (tmp_path / "app.yaml").write_text("defaults: [stagereg, {data: even}, _self_]\ntrain: {steps: 3, lr: 0.1}\n")
-    return tmp_path
+    app = "defaults: [stagereg, {data: even}, _self_]\ntrain: {steps: 3, lr: 0.1}\n"
+    return App(tmp_path, {"app.yaml": app, "data/even.yaml": "files: 3", "data/uneven.yaml": "files: 4"}).folder
 
 
 def message_of(app: Path, override: str) -> str:

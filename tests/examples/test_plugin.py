@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -14,8 +11,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from ..config.app import App
 from ..test_packaging import build, environment
-from ..test_packaging import run as run_quietly
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
 WIDTH = 32
@@ -34,56 +31,23 @@ main()
 CONFIG = "defaults: [{stager: pinned_cached}, _self_]\nhydra: {output_subdir: null, run: {dir: out}}\n"
 
 
-class User:
-    """A user with both packages installed, in a folder without access to the sources."""
-
-    def __init__(self, python: Path, folder: Path) -> None:
-        self.python = python
-        self.folder = folder
-
-    def run(self, *arguments: str, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [str(self.python), *arguments],
-            cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "", **env},
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-        assert done.returncode == code, done.stdout + done.stderr
-        return done
-
-    def prints(self, *arguments: str, **env: str) -> str:
-        return self.run(*arguments, **env).stdout
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that no build leaves anything in the checkout."""
-    folder = tmp_path_factory.mktemp("example")
-    leftovers = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "outputs", "multirun")
-    shutil.copytree(EXAMPLE, folder / "source", ignore=leftovers)
-    backend = f"import setuptools.build_meta as b; b.build_wheel({str(folder)!r})"
-    run_quietly(sys.executable, "-c", backend, cwd=folder / "source")
-    return next(folder.glob("*.whl"))
+    return build("wheel", tmp_path_factory.mktemp("example"), EXAMPLE)
 
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stagereg")
-    python = environment(build("wheel", folder), folder)
-    pip = (sys.executable, "-m", "pip", "--python", python)
-    run_quietly(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=folder)
-    return python
+    return environment(folder, build("wheel", folder), wheel)
 
 
 @pytest.fixture
-def user(python: Path, tmp_path: Path) -> User:
+def user(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> App:
+    """A user with both packages installed, in a folder without access to the sources."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     shutil.copytree(EXAMPLE / "app", tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("outputs", "multirun"))
-    (tmp_path / "conf" / "app.yaml").write_text(CONFIG)
-    (tmp_path / "bare.py").write_text(BARE)
-    return User(python, tmp_path)
+    return App(tmp_path, {"conf/app.yaml": CONFIG, "bare.py": BARE}, python)
 
 
 def weights(checkpoint: Path, *owner: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -108,14 +72,14 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert "lean_export/py.typed" in shipped
 
 
-def test_listing_and_completion_offer_it_and_import_nothing(user: User) -> None:
-    importing = ("-X", "importtime")
-    done = user.run(*importing, "bare.py", "-sc", "query=bash", COMP_LINE="python bare.py stager=b")
+def test_listing_and_completion_offer_it_and_import_nothing(user: App) -> None:
+    profiled = {"PYTHONPROFILEIMPORTTIME": "1"}
+    done = user.run("-sc", "query=bash", script="bare.py", COMP_LINE="python bare.py stager=b", **profiled)
     assert done.stdout.split() == ["stager=bf16", "stager=blocking"]
-    assert "Did you mean 'bf16'" in user.run("bare.py", "stager=bf61", code=1).stderr
-    staged = user.prints("bare.py", "stager=bf16", "stager.max_in_flight=3")
+    assert "Did you mean 'bf16'" in user.run("stager=bf61", script="bare.py").stderr
+    staged = user.prints("stager=bf16", "stager.max_in_flight=3", script="bare.py")
     assert staged.endswith("STAGED torch.bfloat16 torch.int64\n")
-    listed = user.run(*importing, "-m", "stagereg", "list", "--json")
+    listed = user.run("stagereg", "list", "--json", script="-m", **profiled)
     for each in (done, listed):
         imported = {line.rpartition("|")[2].strip() for line in each.stderr.splitlines()}
         assert "stagereg.registry" in imported
@@ -126,8 +90,8 @@ def test_listing_and_completion_offer_it_and_import_nothing(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_checkpoints_and_exports_agree_in_plain_torch(user: User) -> None:
-    printed = user.prints("finetune.py", *SMALL, "hydra.run.dir=run")
+def test_checkpoints_and_exports_agree_in_plain_torch(user: App) -> None:
+    printed = user.prints(*SMALL, "hydra.run.dir=run", script="finetune.py")
     assert "step 6 " in printed
     full, export = user.folder / "run/checkpoints/latest", user.folder / "run/export/latest"
     assert full.resolve().name == export.resolve().name == "step-00000006"
@@ -140,9 +104,9 @@ def test_checkpoints_and_exports_agree_in_plain_torch(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_over_the_exports_stager_halves_its_weights(user: User) -> None:
+def test_a_sweep_over_the_exports_stager_halves_its_weights(user: App) -> None:
     sweep = ["stager@export.stager=bf16,blocking", "nproc=1", "hydra.sweep.dir=jobs", "width=256"]
-    user.run("finetune.py", "-m", *SMALL, *sweep, "hydra.sweep.subdir=${hydra.job.num}")
+    user.prints("-m", *SMALL, *sweep, "hydra.sweep.subdir=${hydra.job.num}", script="finetune.py")
     small, large = (nbytes(user.folder / f"jobs/{job}/export/latest") for job in (0, 1))
     weights_alone = 256 * 16 + 256 * 256 + 4 * 256
     assert 2 * weights_alone < large - small < 2.2 * weights_alone
@@ -150,12 +114,13 @@ def test_a_sweep_over_the_exports_stager_halves_its_weights(user: User) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_run_resumes_from_its_checkpoint_to_the_same_average(user: User) -> None:
+def test_a_run_resumes_from_its_checkpoint_to_the_same_average(user: App) -> None:
     ends = []
     for steps, folder in ((["6"], "whole"), (["3", "6"], "parts")):
         for number in steps:
             often = ["checkpoint.every=3", f"checkpoint.dir={user.folder}/{folder}", "train.uneven=0"]
-            user.run("finetune.py", *SMALL, *often, f"train.steps={number}", f"hydra.run.dir={folder}/run{number}")
+            often += [f"train.steps={number}", f"hydra.run.dir={folder}/run{number}"]
+            user.prints(*SMALL, *often, script="finetune.py")
         ends.append(weights(user.folder / folder / "latest", "ema", "weights", dtype=torch.float32))
     # Running statistics are each rank's own, and of those only one rank's are saved.
     assert [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])] in (
@@ -166,9 +131,9 @@ def test_a_run_resumes_from_its_checkpoint_to_the_same_average(user: User) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_its_own_tests_pass_and_its_types_hold(user: User) -> None:
+def test_its_own_tests_pass_and_its_types_hold(user: App) -> None:
     shutil.copytree(EXAMPLE / "tests", user.folder / "tests")
-    assert " passed" in user.prints("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
+    assert " passed" in user.prints("pytest", "-q", "-p", "no:cacheprovider", "tests", script="-m")
     shutil.copytree(EXAMPLE / "lean_export", user.folder / "lean_export")
     shutil.copy(EXAMPLE / "pyproject.toml", user.folder)
-    assert "no issues" in user.prints("-m", "mypy")
+    assert "no issues" in user.prints("mypy", script="-m")

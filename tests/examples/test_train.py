@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,20 +13,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils import _pytree as pytree
 
+from ..config.app import App
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "train.py"
 SMALL = ["model.width=16", "model.layers=1", "model.heads=2", "data.context=64", "train.eval_every=4"]
 
 
 def run(*overrides: str, cwd: Path, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(script), *SMALL, *overrides],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    return App(cwd, {}).run(*SMALL, *overrides, script=str(script), OMP_NUM_THREADS="1")
 
 
 def saved(checkpoint: Path, tmp_path: Path) -> dict:

@@ -12,20 +12,92 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from ..config.app import App
+
 LIMIT_S = 110
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+TRAIN = """
+import json, logging, os, signal, time
+import stagereg
+
+log = logging.getLogger("train")
+
+
+@stagereg.main(config_path="conf", config_name="app")
+def train(cfg):
+    import torch
+    import torch.distributed as dist
+    from hydra.core.hydra_config import HydraConfig
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    value = torch.tensor([0.0], dtype=torch.float64)
+    state, folder = {"value": value}, HydraConfig.get().runtime.output_dir
+
+    def answer(**more):
+        about = {"rank": rank, "start": start, "value": value.item(), "stamp": cfg.stamp, "pid": os.getpid()}
+        about |= {"agent": os.getcwd(), "run": folder, "job": os.path.basename(folder), **more}
+        with open(os.path.join(cfg.answers, f"{rank}.json"), "a") as file:
+            file.write(json.dumps(about) + "\\n")
+
+    with stagereg.instantiate(cfg.checkpoint) as checkpointer:
+        start = checkpointer.restore(state) or 0
+        answer(ended=False)
+        log.info("rank %d of %d starts at step %d", rank, size, start)
+        data = iter(range(start, cfg.steps))
+        if cfg.workers:
+            data = iter(torch.utils.data.DataLoader(range(start, cfg.steps), None, num_workers=cfg.workers))
+        for step, number in enumerate(data, start + 1):
+            total = torch.tensor([float(rank + 1)], dtype=torch.float64)
+            dist.all_reduce(total)
+            value += total * (int(number) + 1)
+            if start == 0 and rank < len(cfg.at) and step == cfg.at[rank]:
+                os.kill(os.getppid() if cfg.to == "parent" else os.getpid(), getattr(signal, cfg.signal))
+                if cfg.what == "freeze":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+            if cfg.what == "fail_at_signal" and rank == 1 and any(checkpointer.preemption.signal_flags()):
+                raise KeyError("no cheese")
+            try:
+                checkpointer.maybe_save(step, state)
+            except SystemExit:
+                while cfg.what == "linger":
+                    time.sleep(1)
+                raise
+            if step == 3 and start == 0 and cfg.what == "fail" and rank == size - 1:
+                checkpointer.wait()
+                raise KeyError("no cheese")
+            if step == 3 and start == 0 and cfg.what == "go_on":
+                checkpointer.wait()
+                print("IN THE JOB", flush=True)
+                while True:
+                    dist.all_reduce(total)
+    answer(ended=True)
+    return value.item()
+
+
+if __name__ == "__main__":
+    train()
+"""
+"""Sums up over its steps, saves and resumes; on the way it fails, hangs, or gets a signal where its config says so."""
+
+SAVING = """
+defaults: [stagereg, _self_]
+what: work
+signal: SIGTERM
+to: parent
+workers: 0
+answers: ???
+stamp: ${now:%H-%M-%S.%f}
+"""
 
 
 class Program:
     """A script, its config, and a folder in which each rank writes a line for each of its jobs."""
 
-    def __init__(self, folder: Path, script: str, config: str) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, config: str, script: str = TRAIN) -> None:
+        self.folder = App(folder, {"conf/app.yaml": config, "train.py": script}).folder
         self.answers = folder / "answers"
         self.answers.mkdir()
-        (folder / "conf").mkdir()
-        (folder / "conf" / "app.yaml").write_text(config)
-        (folder / "train.py").write_text(script)
 
     def command(self, *arguments: str, start: list[str] | None = None) -> list[str]:
         return [*(start or [sys.executable]), "train.py", *arguments, f"answers={self.answers}"]

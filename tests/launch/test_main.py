@@ -8,13 +8,13 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from stagereg import record
 from stagereg.machine import tunables
 
+from ..config.app import MANY_CALLS, App
 from .programs import TORCHRUN, Program, await_gone, await_job, free_port, run
 
 PROMPTLY_S = 20
@@ -116,7 +116,7 @@ print([train(cfg), train(cfg)])
 @pytest.fixture
 def app(tmp_path):
     (tmp_path / "write.py").write_text(CALLBACK)
-    return Program(tmp_path, SCRIPT, CONFIG)
+    return Program(tmp_path, CONFIG, SCRIPT)
 
 
 LINES = {
@@ -132,14 +132,13 @@ LINES = {
 @pytest.fixture(scope="module")
 def called(tmp_path_factory):
     """How each of these command lines ended, all in one process, with the answers of its rank."""
-    app = Program(tmp_path_factory.mktemp("called"), SCRIPT, CONFIG)
+    app = Program(tmp_path_factory.mktemp("called"), CONFIG, SCRIPT)
     (app.folder / "call.py").write_text(CALL)
     calls = []
     for number, line in enumerate(LINES.values()):
         (app.answers / str(number)).mkdir()
         calls.append(["train.py", [*line, f"answers={app.answers}/{number}", f"hydra.run.dir=runs/{number}"]])
-    many = str(Path(__file__).parents[1] / "support" / "many_calls.py")
-    done = run([sys.executable, many], app.folder, given=json.dumps([*calls, ["call.py", []]]))
+    done = run([sys.executable, MANY_CALLS], app.folder, given=json.dumps([*calls, ["call.py", []]]))
     assert done.returncode == 0, done.stderr
     results = {}
     for number, (name, (_, code, out, err)) in enumerate(zip([*LINES, "a call"], json.loads(done.stdout), strict=True)):
@@ -201,10 +200,9 @@ def test_jobs_of_a_sweep_get_fresh_ranks_and_return_once(app):
     assert len(app.run_folders()) == len(list(app.folder.rglob("train.log"))) == 2
     # Each rank has recorded its job to the end, in the job's directory.
     files = [f"0/{record.file_name(0)}", f"0/{record.file_name(1)}", f"1/{record.file_name(0)}"]
-    found = [
-        [json.loads(line) for line in file.read_text().splitlines()] for file in sorted(app.folder.rglob(record.FILES))
-    ]
-    assert ["/".join(file.parts[-2:]) for file in sorted(app.folder.rglob(record.FILES))] == files
+    recorded = sorted(app.folder.rglob(record.FILES))
+    found = [[json.loads(line) for line in file.read_text().splitlines()] for file in recorded]
+    assert ["/".join(file.parts[-2:]) for file in recorded] == files
     assert [[line["event"] for line in lines] for lines in found] == [["start", "log", "end"]] * 3
     ranks = [(lines[0]["pid"], lines[0]["rank"], lines[0]["world_size"]) for lines in found]
     assert ranks == [(first["pid"], 0, 2), (second["pid"], 1, 2), (alone["pid"], 0, 1)]
@@ -276,10 +274,8 @@ def test_folders_and_configs_are_found_from_anywhere(app, tmp_path_factory):
     assert ended.returncode == 0, ended.stderr
     (folder,) = (path.parent for path in elsewhere.rglob(".hydra"))
     assert app.answer(0)["cwd"] == app.answer(1)["cwd"] == str(folder)
-    for file in ("pkg/__init__.py", "pkg/conf/__init__.py"):  # a module of a package
-        (app.folder / file).parent.mkdir(parents=True)
-        (app.folder / file).touch()
-    (app.folder / "conf" / "app.yaml").rename(app.folder / "pkg" / "conf" / "app.yaml")
+    # A module of a package:
+    App(app.folder, {"pkg/__init__.py": "", "pkg/conf/__init__.py": "", "pkg/conf/app.yaml": CONFIG})
     (app.folder / "train.py").rename(app.folder / "pkg" / "train.py")
     ended = run([sys.executable, "-m", "pkg.train", f"answers={app.answers}"], app.folder)
     assert ended.returncode == 0, ended.stderr

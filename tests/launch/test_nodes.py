@@ -26,69 +26,14 @@ from stagereg.launch.main import _follow
 from stagereg.launch.rank import Rank
 from stagereg.launch.run_store import RunStore
 
-from .programs import LIMIT_S, TORCHRUN, Program, await_gone, await_job, await_port, free_port, run
-
-SCRIPT = """
-import json, logging, os, signal, time
-import stagereg
-
-log = logging.getLogger("train")
-
-
-@stagereg.main(config_path="conf", config_name="app")
-def train(cfg):
-    import torch
-    import torch.distributed as dist
-    from hydra.core.hydra_config import HydraConfig
-
-    rank, size = dist.get_rank(), dist.get_world_size()
-    value = torch.tensor([0.0])
-    state = {"value": value}
-    with stagereg.instantiate(cfg.checkpoint) as checkpointer:
-        start = checkpointer.restore(state) or 0
-        about = {
-            "rank": rank, "start": start, "value": value.item(), "stamp": cfg.stamp, "pid": os.getpid(),
-            "agent": os.getcwd(), "run": HydraConfig.get().runtime.output_dir,
-            "job": os.path.basename(HydraConfig.get().runtime.output_dir),
-        }
-        with open(os.path.join(cfg.answers, f"{rank}.json"), "a") as file:
-            file.write(json.dumps(about) + "\\n")
-        log.info("rank %d of %d starts at step %d", rank, size, start)
-        for step in range(start + 1, cfg.steps + 1):
-            total = torch.tensor([float(rank + 1)])
-            dist.all_reduce(total)
-            value += total
-            checkpointer.maybe_save(step, state)
-            if step == 3 and start == 0 and cfg.what == "fail" and rank == size - 1:
-                checkpointer.wait()
-                raise KeyError("no cheese")
-            if step == 3 and start == 0 and cfg.what == "go_on":
-                checkpointer.wait()
-                print("IN THE JOB", flush=True)
-                while True:
-                    dist.all_reduce(total)
-        return {"value": value.item()}
-
-
-if __name__ == "__main__":
-    train()
-"""
-
-CONFIG = """
-defaults: [stagereg, _self_]
-steps: 5
-what: work
-answers: ???
-stamp: ${now:%H-%M-%S.%f}
-checkpoint: {every: 2}
-"""
+from .programs import LIMIT_S, SAVING, TORCHRUN, Program, await_gone, await_job, await_port, free_port, run
 
 
 class Agents(Program):
     """A user's program, and two folders from which two agents start it as if they were two machines."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, SCRIPT, CONFIG)
+        super().__init__(folder, f"{SAVING}steps: 5\nat: []\ncheckpoint: {{every: 2}}\n")
         self.folders = [folder / "first", folder / "second"]
         for each in self.folders:
             each.mkdir()
@@ -158,8 +103,8 @@ def test_a_restarted_run_reports_once_and_resumes_in_its_folder(agents: Agents) 
     assert re.findall(r"^rank \d+: .*", stderr, re.MULTILINE) == ["rank 1: Traceback (most recent call last):"]
     assert stderr.count("KeyError: 'no cheese'") == 1
     attempts = list(zip(agents.answers_of(0), agents.answers_of(1), strict=True))
-    assert [[about["start"] for about in attempt] for attempt in attempts] == [[0, 0], [2, 2]]
-    assert {about["value"] for about in attempts[1]} == {6.0}
+    assert [[about["start"] for about in attempt] for attempt in attempts] == [[0, 0], [2, 2], [2, 2]]
+    assert [{about["value"] for about in attempt} for attempt in attempts] == [{0.0}, {9.0}, {45.0}]
     assert len({(about["run"], about["stamp"]) for attempt in attempts for about in attempt}) == 1
     assert len(agents.run_folders()) == len(list(agents.folder.rglob("train.log"))) == 1
 

@@ -22,64 +22,14 @@ from stagereg.launch.preemption import PreemptionHandler
 from stagereg.launch.rank import print_exit, resume_override
 from stagereg.sweep.result import JobResult
 
-from .programs import LIMIT_S, TORCHRUN, Program, comes_true
+from .programs import LIMIT_S, SAVING, TORCHRUN, Program, comes_true
 
 STEPS = 700
 
-SCRIPT = """
-import json, os, signal, time
-import stagereg
-
-
-@stagereg.main(config_path="conf", config_name="app")
-def train(cfg):
-    import torch
-    import torch.distributed as dist
-
-    rank, size = dist.get_rank(), dist.get_world_size()
-    value = torch.tensor([0.0], dtype=torch.float64)
-    state = {"value": value}
-    data = range(cfg.steps)
-    with stagereg.instantiate(cfg.checkpoint) as checkpointer:
-        start = checkpointer.restore(state) or 0
-        data = iter(range(start, cfg.steps))
-        if cfg.workers:
-            data = iter(torch.utils.data.DataLoader(range(start, cfg.steps), None, num_workers=cfg.workers))
-        for step, number in enumerate(data, start + 1):
-            total = torch.tensor([float(rank + 1)], dtype=torch.float64)
-            dist.all_reduce(total)
-            value += total * (int(number) + 1)
-            if start == 0 and rank < len(cfg.at) and step == cfg.at[rank]:
-                os.kill(os.getppid() if cfg.to == "parent" else os.getpid(), getattr(signal, cfg.signal))
-                if cfg.what == "freeze":
-                    os.kill(os.getpid(), signal.SIGSTOP)
-            if cfg.what == "fail" and rank == 1 and any(checkpointer.preemption.signal_flags()):
-                raise KeyError("no cheese")
-            try:
-                checkpointer.maybe_save(step, state)
-            except SystemExit:
-                while cfg.what == "linger":
-                    time.sleep(1)
-                raise
-    with open(os.path.join(cfg.answers, f"{rank}.json"), "a") as file:
-        file.write(json.dumps({"start": start, "value": value.item()}) + "\\n")
-    return value.item()
-
-
-if __name__ == "__main__":
-    train()
-"""
-
-CONFIG = f"""
-defaults: [stagereg, _self_]
+CONFIG = f"""{SAVING}
 nproc: 2
 steps: {STEPS}
-signal: SIGTERM
-to: parent
 at: [30]
-what: work
-workers: 0
-answers: answers
 sweep: {{repeat: 0}}
 checkpoint: {{every: 1000000}}
 """
@@ -87,7 +37,7 @@ checkpoint: {{every: 1000000}}
 
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
-    return Program(tmp_path, SCRIPT, CONFIG)
+    return Program(tmp_path, CONFIG)
 
 
 def latest(program: Program) -> int:
@@ -111,7 +61,7 @@ def test_a_signal_has_all_ranks_save_and_leave_with_75(program: Program, argumen
     job = JobResult.of_directory(Path(directory).parent)
     assert job.status == "unfinished"
     assert re.match(f"rank [01]: preempted by SIGTERM: step {step} is saved in /", str(job.error))
-    assert list(program.answers.iterdir()) == []
+    assert not program.answer(0)["ended"]
 
 
 @pytest.mark.slow
@@ -148,7 +98,10 @@ def test_the_next_start_resumes_and_ends_as_an_uninterrupted_run(
     assert ended.returncode == 0, ended.stderr
     ranks = 1 if "nproc=1" in arguments else 2
     total = sum(range(1, ranks + 1)) * STEPS * (STEPS + 1) / 2
-    assert [program.answers_of(rank) for rank in range(ranks)] == [[{"start": saved, "value": total}]] * ranks
+    for rank in range(ranks):
+        first, resumed, end = program.answers_of(rank)
+        assert [about["start"] for about in (first, resumed, end)] == [0, saved, saved]
+        assert (first["ended"], resumed["ended"], end["ended"], end["value"]) == (False, False, True, total)
 
 
 @pytest.mark.slow
@@ -170,7 +123,7 @@ def test_a_sweep_is_stopped_by_the_job_that_was_preempted(program: Program) -> N
     [
         (["what=freeze", "checkpoint.grace=1s"], 143, "stopped by SIGTERM"),
         (["what=linger", "checkpoint.grace=5s"], 75, "preempted: all is saved, but the process did not end in time"),
-        (["what=fail"], 143, "stopped by SIGTERM"),
+        (["what=fail_at_signal"], 143, "stopped by SIGTERM"),
         (["checkpoint.grace=null"], 143, "stopped by SIGTERM"),
         (["checkpoint.grace=null", "signal=SIGUSR1"], 128 + signal.SIGUSR1, "stopped by SIGUSR1"),
     ],
@@ -181,7 +134,7 @@ def test_ranks_that_do_not_save_and_leave_are_ended(
     ended = program.run(*arguments)
     assert ended.returncode == code, ended.stderr
     assert ended.stderr.splitlines()[-1] == last_line
-    assert ended.stderr.count("KeyError: 'no cheese'") == ("what=fail" in arguments)
+    assert ended.stderr.count("KeyError: 'no cheese'") == ("what=fail_at_signal" in arguments)
     assert "checkpoint.grace=null" not in arguments or ended.stderr == f"{last_line}\n"
     assert code != 75 or latest(program) >= 30
 

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -183,8 +181,3 @@ def test_under_pytest_an_author_needs_only_the_subclass(pytester: pytest.Pyteste
         "BrokenPromiseError: after in-place writes to the source, 1000 of 1000 elements of copy['small'] are wrong: "
     )
     assert shown + "element 0 is 7.0, not 1.0" in run.stdout.str()
-
-
-def test_no_contract_imports_pytest() -> None:
-    for file in sorted(Path(stagereg.testing.__file__).parent.glob("*.py")):
-        assert not re.search(r"^\s*(import|from) _?pytest\b", file.read_text(), re.M), file.name
