@@ -477,7 +477,8 @@ class Background:
             self.stats.write_seconds.append(ended - began)
             self.stats.bytes_staged += save.nbytes or 0
             self._schedule.ended(ended - save.called)
-            record.emit("write", step=save.step, start=began, seconds=ended - began, bytes=nbytes)
+            where = {"bytes": nbytes, "dir": self._target.store.root}
+            record.emit("write", step=save.step, start=began, seconds=ended - began, **where)
         with self._lock:
             if save.late:
                 state = "is saved after all" if save.step == self.newest else "was not saved"

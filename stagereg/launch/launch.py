@@ -10,6 +10,7 @@ ranks, and the first one has the store.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -18,14 +19,16 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+import stagereg.record as record
 from stagereg.crash_report import signal_name
 from stagereg.errors import RESUME_CODE, LaunchError
 from stagereg.launch.command_line import CommandLine
 from stagereg.launch.preemption import SAME_SIGNAL_S, SIGNALS
-from stagereg.launch.rank import LAUNCHER, resume_override
+from stagereg.launch.rank import LAUNCHER, command_to_go_on, publish_run, resume_override
 from stagereg.launch.run_store import GATHER_S, RunStore
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.machine import tunables
@@ -73,6 +76,7 @@ def launch(command: CommandLine, hydra: Any, nproc: int) -> Any:
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     task = SchedulerTask.current()
+    publish_run(hydra.runtime.output_dir, resume_override(hydra))
     ranks = range(task.index * nproc, (task.index + 1) * nproc)
     with LocalRanks() as local:
         store = _open_store(task)
@@ -97,7 +101,7 @@ def launch(command: CommandLine, hydra: Any, nproc: int) -> Any:
     if not errors and RESUME_CODE in codes.values():
         raise SystemExit(RESUME_CODE)
     if errors or codes:
-        _raise(errors, codes, local.forwarded)
+        _raise(errors, codes, local.forwarded, _newest_checkpoint(hydra.runtime.output_dir))
     return result if task.index == 0 else None
 
 
@@ -208,14 +212,30 @@ def _variables(task: SchedulerTask, nproc: int, port: int) -> dict[str, str]:
     }
 
 
-def _raise(errors: Mapping[int, str], codes: Mapping[int, int], forwarded: signal.Signals | None) -> NoReturn:
+def _newest_checkpoint(directory: str) -> str:
+    """Return a line on the newest checkpoint that rank 0 has recorded, and the command that goes on from it."""
+    newest: dict[str, Any] = {}
+    with contextlib.suppress(OSError):
+        for line in Path(directory, record.file_name(0)).read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):  # cut off, or no event
+                event = json.loads(line) if '"write"' in line else {}
+                newest = event if event.get("event") == "write" else newest
+    if "dir" not in newest:
+        return ""
+    command = command_to_go_on(newest["dir"])
+    return f"\nThe newest checkpoint is step {newest['step']}, in {newest['dir']}; {command} goes on from there."
+
+
+def _raise(
+    errors: Mapping[int, str], codes: Mapping[int, int], forwarded: signal.Signals | None, more: str
+) -> NoReturn:
     """Raise for ranks that have failed: with what they have reported, or else with how they ended."""
     received = forwarded or next((each for each in SIGNALS if 128 + each in codes.values()), None)
     ends = {
         rank: f"died of {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         for rank, code in codes.items()
     }
-    message = "\n".join(f"rank {rank}: {text}" for rank, text in (errors or ends).items())
+    message = "\n".join(f"rank {rank}: {text}" for rank, text in (errors or ends).items()) + more
     if received is None:
         raise RanksFailedError(message)
     if errors:
