@@ -105,14 +105,15 @@ class TestTies:
     def test_frozen_ones_are_shared_with_ties_without_neighbours(self) -> None:
         flat = torch.zeros(1030)
         w = flat[:1000].view(50, 20)
-        state = {"embed": w, "head": w.t(), "row": w[3], "neighbour": flat[1000:]}
+        state = {"embed": w, "head": w.t(), "row": w[3], "later": w[9], "neighbour": flat[1000:]}
         stager = build(frozen=["embed"], verify=True)
         one = stager.stage(state)
         state["neighbour"].fill_(1)
         two = stager.stage(state)
         for copy in (one, two):
             assert at(copy["head"]) == at(copy["embed"])
-            assert at(copy["row"]) - at(copy["embed"]) == at(w[3]) - at(w)
+            for name in ("row", "later"):
+                assert at(copy[name]) - at(copy["embed"]) == at(state[name]) - at(w)
             assert torch.equal(copy["head"], w.t())
         assert at(one["embed"]) == at(two["embed"])
         assert (one["neighbour"].sum(), two["neighbour"].sum()) == (0, 30)
