@@ -16,7 +16,8 @@ import torch.distributed as dist
 import stagereg.commands.doctor as doctor
 from stagereg.commands.child import call_in_child
 
-from .conftest import GOOD, Command, Install, wait_until_gone
+from ..launch.programs import await_gone
+from .conftest import GOOD, Command, Install
 
 
 def examined(command: Command, code: int, *arguments: str) -> dict[str, dict[str, Any]]:
@@ -83,7 +84,7 @@ threading.Event().wait()
         assert name in row["do"]
     assert "needs hydra-stagereg>=99" in found["stager/newer"]["found"]
     assert "Did you mean 'stager'?" in found["unknown 1.2"]["found"]
-    wait_until_gone(int(pid.read_text()))
+    assert await_gone(int(pid.read_text()))
 
 
 def test_the_table_has_remedies_and_counts(install: Install, command: Command, without_torch: None) -> None:
