@@ -17,7 +17,7 @@ from stagereg import AsyncStager, Checkpointer
 from stagereg.errors import StagingError
 from stagereg.stagers.overlapped import OverlappedStager
 
-from .states import assert_same
+from .states import OPTIONS, assert_same
 from .test_overlapped import Net
 
 pytestmark = [
@@ -52,10 +52,7 @@ def test_work_queued_before_stage_is_in_the_copy(stager: AsyncStager, own_stream
     assert copy.eq(7).all()
 
 
-KINDS = ["blocking", "incremental", "incremental_content", "overlapped", "pinned_cached", "shared"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OPTIONS)
 def test_only_kept_memory_is_page_locked_and_used_again(kind: str, makers: dict[str, Callable[..., Any]]) -> None:
     stager, w = makers[kind](), torch.ones(2**20, device=device())
     state = {"w": w, "tied": w.view(-1, 2).t(), "c": torch.ones(3)}
