@@ -2,9 +2,7 @@
 
 A contract is a class to inherit: each of its methods named ``test_*`` tries one promise, so pytest runs them as they
 are, and :meth:`Contract.outcome` runs them without pytest. A promise is tried on a fresh instance. The first line of a
-method's docstring is the promise, as a person reads it in a table.
-
-The contracts themselves are in ``stager`` and ``join``.
+method's docstring is the promise, as a person reads it in a table. The contracts are in ``stager`` and ``join``.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import unittest
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import ClassVar, NoReturn, TypeVar
 
 from stagereg.crash_report import summarize_exception
 from stagereg.errors import BrokenPromiseError
@@ -126,12 +124,8 @@ class Contract:
         thread.start()
         thread.join(limit_s)
         if thread.is_alive():
-            self.broken(f"it did not come back within {limit_s:g} s; it is at {_whereabouts(thread)}")
+            frame = sys._current_frames().get(thread.ident or 0)
+            stack = traceback.extract_stack(frame)[-3:] if frame else []
+            places = " -> ".join(f"{each.filename}:{each.lineno} in {each.name}" for each in stack)
+            self.broken(f"it did not come back within {limit_s:g} s; it is at {places or 'its end'}")
         return futures.pop().result()
-
-
-def _whereabouts(thread: threading.Thread) -> str:
-    """The three innermost frames of a thread's stack, outermost first."""
-    frame: Any = sys._current_frames().get(thread.ident or 0)
-    places = [f"{f.filename}:{f.lineno} in {f.name}" for f in traceback.extract_stack(frame)[-3:]] if frame else []
-    return " -> ".join(places) or "its end"

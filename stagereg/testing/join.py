@@ -52,7 +52,6 @@ class JoinableContract(Contract):
     own_collectives: ClassVar[int] = 0
     keeps: ClassVar[Sequence[str]] = ()
     tolerance: ClassVar[float] = 1e-9
-    timeout_s: ClassVar[float] = 20.0
     together: ClassVar[bool] = True
 
     # -- what the author says
@@ -160,9 +159,9 @@ class JoinableContract(Contract):
         Even inputs are none to throw for.
         """
         self._right("throws not")
-        for name in ("throws", "throws in mode counted", "throws in mode planned", "throws in mode torch"):
-            if self._is_due(name):
-                self._throws(name)
+        names = ("throws", "throws in mode counted", "throws in mode planned", "throws in mode torch")
+        for name in filter(self._is_due, names):
+            self._throws(name)
 
     def test_training_without_a_join(self) -> None:
         """Before and after a join, and in one with enable=False, training works and gives the right numbers."""
@@ -176,8 +175,7 @@ class JoinableContract(Contract):
                     self._broken(name, f"rank {rank} raised {seen.error}")
                 # After an irregular end only what training never changes can be judged.
                 judged = [trace for trace in seen.traces if not seen.kind or trace.startswith(_NEVER_TRAINED)]
-                left = [trace for trace in judged if not self._is_kept(trace)]
-                if left:
+                if left := [trace for trace in judged if not self._is_kept(trace)]:
                     self._broken(name, f"on rank {rank} the join left {'; '.join(left[:4])}")
 
     # -- the scenarios
@@ -185,7 +183,7 @@ class JoinableContract(Contract):
     @classmethod
     def _plan(cls) -> dict[str, Scenario]:
         size = cls.world_size
-        even, uneven, other = ((3,) * size), _lengths((1, 3, 2), size), _lengths((3, 1, 2), size)
+        even, uneven, other = (3,) * size, ((1, 3, 2) * size)[:size], ((3, 1, 2) * size)[:size]
         first_none, last_none = (0, *(2,) * (size - 1)), (*(2,) * (size - 1), 0)
         return {
             "even": Scenario((even,)),
@@ -310,10 +308,6 @@ class JoinHookContract(JoinableContract):
         for each in joinables:
             if isinstance(each, MinimalJoinable):
                 notify(each)
-
-
-def _lengths(pattern: Sequence[int], size: int) -> tuple[int, ...]:
-    return tuple(pattern[rank % len(pattern)] for rank in range(size))
 
 
 def _apart(found: Any, right: Any, tolerance: float) -> str:

@@ -6,23 +6,19 @@ own process group; nothing is left behind, not even the processes that a rank ha
 A process that imports torch takes seconds to start, so the ranks are forked from a server process (the standard
 library's forkserver) that has imported torch and the project's components and done nothing else: no thread, no
 autograd, no collective has ever run in it, so what it forks is as good as new. A hung rank dumps its Python stack by
-``faulthandler``, which needs no cooperation of the thread that hangs.
-
-What is left to others: the function's way to the ranks and what a rank does (``worker``), which contract to test, and
-starting training jobs (``stagereg.main``).
+``faulthandler``, which needs no cooperation of the thread that hangs. What a rank does is in ``worker``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import pickle
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver, get_context
 from multiprocessing.context import ForkServerProcess
@@ -48,9 +44,8 @@ _PRELOAD = [
     "torch.distributed.tensor",
     "torch.nn.parallel",
 ]
-_RUNNERS = ["pytest", "hypothesis"]
-"""Where the caller has them: modules of tests import them, and children of multiprocessing their caller's main one."""
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_ON_THIS_MACHINE = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 _PG_EXTRA_S = 60.0
 """Seconds by which the process group's time-out is longer than the harness's, so that the harness reports."""
 _LINGER_S = 2.0
@@ -108,15 +103,21 @@ def run_ranks(
         RankFailure: a rank raised, died or hung.
         ValueError: ``fn`` is no function at the top of a module, or an argument cannot be pickled.
     """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
     shipment = pack(fn, tuple(args), dict(kwargs or {}))
-    with tempfile.TemporaryDirectory(prefix="stagereg-ranks-") as folder, _store() as port:
+    with tempfile.TemporaryDirectory(prefix="stagereg-ranks-") as folder:
+        # On a free port; it lives here, so no rank's end takes it from the others.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        sizes = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
+        limit_s, port = timeout_s + _PG_EXTRA_S, store.port
         deadline = time.monotonic() + timeout_s
         ranks: list[_Rank] = []
         try:
             for rank in range(nproc):
-                variables = {**os.environ, **_ONE_THREAD, **_rank_variables(rank, nproc), **(env or {})}
-                job = Assignment(rank, nproc, Path(folder), shipment, variables, backend, port, timeout_s + _PG_EXTRA_S)
-                ranks.append(_start(job))
+                own = {**sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                variables = {**os.environ, **_ONE_THREAD, **_ON_THIS_MACHINE, **own, **(env or {})}
+                ranks.append(_start(Assignment(rank, nproc, Path(folder), shipment, variables, backend, port, limit_s)))
             hung = _wait(ranks, deadline)
         finally:
             for each in ranks:
@@ -124,6 +125,7 @@ def run_ranks(
             for each in ranks:
                 for line in each.lines("output"):
                     print(f"[rank {each.job.rank}] {line}")
+            del store  # which the traceback of a failure would keep
         return _results(ranks, hung, timeout_s)
 
 
@@ -167,7 +169,11 @@ class _Rank:
 
 def _start(job: Assignment) -> _Rank:
     context = get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOAD, *_components(), *(each for each in _RUNNERS if each in sys.modules)])
+    # Modules of tests import a runner, and children of multiprocessing their caller's main one; code of other packages
+    # is not run before a rank asks for it.
+    runners = {"pytest", "hypothesis"} & sys.modules.keys()
+    own = sorted({each.target.partition(":")[0] for each in registry.entries() if each.distribution == DISTRIBUTION})
+    context.set_forkserver_preload([*_PRELOAD, *own, *sorted(runners)])
     # What the server imports is then what is imported here, whatever lies in its working directory.
     here = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PYTHONSAFEPATH": "1"}
     with mock.patch.dict(os.environ, {**_ONE_THREAD, **here}):
@@ -176,12 +182,6 @@ def _start(job: Assignment) -> _Rank:
     process.start()
     assert process.pid is not None
     return _Rank(job, process, process.pid)
-
-
-@functools.cache
-def _components() -> list[str]:
-    """The modules of all that the project has itself; code of other packages is not run before a rank asks for it."""
-    return sorted({each.target.partition(":")[0] for each in registry.entries() if each.distribution == DISTRIBUTION})
 
 
 def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
@@ -225,18 +225,3 @@ def _results(ranks: Sequence[_Rank], hung: Sequence[_Rank], timeout_s: float) ->
     failure = RankFailure("\n".join([head, *parts]), failed, stacks)
     failure.returned = returned
     raise failure
-
-
-def _rank_variables(rank: int, nproc: int) -> dict[str, str]:
-    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
-    return {**ranks, "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-
-
-@contextlib.contextmanager
-def _store() -> Iterator[int]:
-    """A store for one process group, on a free port; it lives here, so no rank's end takes it from the others."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield store.port
-    del store

@@ -3,7 +3,7 @@
 A scenario says how many batches each rank has, which ``Join`` each runs, how, and what goes wrong on purpose. All the
 scenarios of a contract share the processes of one ``run_ranks`` call, each in a process group of its own; so a plugin
 that keeps its promises costs about as much as its slowest promise. If a rank hangs or dies in that call, each scenario
-that is asked for is run by itself. What is to be seen is the contracts' business (``join``).
+that is asked for is run by itself.
 
 What a join could leave behind is found by a walk from the joinables through their attributes, a few levels deep. Of
 modules and optimizers it lists which attributes they have of their own and how many hooks; of other objects also the
@@ -19,7 +19,7 @@ import re
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,31 +120,25 @@ _played: weakref.WeakKeyDictionary[type, dict[Scenario, ScenarioResult]] = weakr
 
 
 def played(contract: Any, scenario: Scenario, others: Sequence[Scenario]) -> ScenarioResult:
-    """Return how a scenario went, which is run only once.
-
-    Args:
-        contract: the class; see ``join``.
-        scenario: that is asked for.
-        others: that are run with the first one that is asked for, as long as none of them hangs or dies.
-    """
+    """Return how a scenario of a contract went, which is run once: with ``others``, as long as none hangs or dies."""
     known = _played.setdefault(contract, {})
     if not known and others:
         with contextlib.suppress(RankFailure):
-            todo = tuple(dict.fromkeys([*others, scenario]))
-            known.update(zip(todo, map(ScenarioResult, zip(*_run(contract, todo), strict=True)), strict=True))
+            known.update(_run(contract, tuple(dict.fromkeys([*others, scenario]))))
     if scenario not in known:
         try:
-            known[scenario] = ScenarioResult(tuple(seen for (seen,) in _run(contract, (scenario,))))
+            known.update(_run(contract, (scenario,)))
         except RankFailure as failure:
             seen = tuple(failure.returned.get(rank, [None])[0] for rank in range(contract.world_size))
             known[scenario] = ScenarioResult(seen, _in_short(failure))
     return known[scenario]
 
 
-def _run(contract: Any, todo: tuple[Scenario, ...]) -> list[list[Observation]]:
-    """What each rank saw of each scenario. Raises ``RankFailure``."""
+def _run(contract: Any, todo: tuple[Scenario, ...]) -> dict[Scenario, ScenarioResult]:
+    """How each went, all of which came to their end. Raises ``RankFailure``."""
     limit_s = 3 * contract.timeout_s * len(todo) + _STARTING_S
-    return run_ranks(run_scenarios, contract.world_size, args=(contract, todo), timeout_s=limit_s)
+    of_ranks = run_ranks(run_scenarios, contract.world_size, args=(contract, todo), timeout_s=limit_s)
+    return {each: ScenarioResult(seen) for each, seen in zip(todo, zip(*of_ranks, strict=True), strict=True)}
 
 
 def _in_short(failure: RankFailure) -> str:
@@ -184,27 +178,35 @@ class _Play:
 
     def run(self) -> Observation:
         torch.manual_seed(0)
-        seen = self._seen
         try:
             self._play()
         except Exception as error:
-            seen.error = summarize_exception(error)
-            seen.kind = next((name for kind, name in _KINDS.items() if isinstance(error, kind)), "other")
-        return seen
+            self._seen.error = summarize_exception(error)
+            self._seen.kind = next((name for kind, name in _KINDS.items() if isinstance(error, kind)), "other")
+        return self._seen
 
     def _play(self) -> None:
-        what = self._what
-        subject = self._contract.build()
-        joinables = list(self._contract.joinables(subject))
-        self._contract.step = self._counted(self._contract.step, joinables)
-        kinds = [type(each).__name__ for each in joinables]
+        what, contract = self._what, self._contract
+        subject = contract.build()
+        self._joinables = list(contract.joinables(subject))
+        self._step, contract.step = contract.step, self._observed_step
+        kinds = [type(each).__name__ for each in self._joinables]
         names = [f"{kind} {i}" if kinds.count(kind) > 1 else kind for i, kind in enumerate(kinds)]
-        if what.before:
-            self._watched_joins(subject, joinables, [*zip(names, joinables, strict=True), ("the subject", subject)])
-        else:
-            self._joins(subject, joinables)
+        roots = [*zip(names, self._joinables, strict=True), ("the subject", subject)]
+        taken: dict[str, Any] = {}
+        for step in range(what.before):
+            taken = side_effects(roots)
+            contract.step(subject, batch(self._rank, -1, step))
+        before = side_effects(roots) if what.before else {}
+        allowed = changed(taken, before)
+        try:
+            for number in range(len(what.lengths)):
+                self._train_in_join(subject, number)
+        finally:
+            found = changed(before, side_effects(roots)) if before else {}
+            self._seen.traces = [text for at, text in found.items() if at not in allowed]
         for step in range(what.after):
-            self._contract.step(subject, batch(self._rank, len(what.lengths), step))
+            contract.step(subject, batch(self._rank, len(what.lengths), step))
         if what.after:
             self._note_state(subject)
 
@@ -213,72 +215,52 @@ class _Play:
         state = dict(self._contract.state(subject))
         self._seen.states.append(tree_map_only(torch.Tensor, lambda x: x.detach().cpu().clone(), state))
 
-    def _watched_joins(self, subject: Any, joinables: list[Any], roots: Sequence[tuple[str, Any]]) -> None:
-        """Train without a join, which shows what that changes; then in joins, and observe what else has changed."""
-        what, taken = self._what, {}
-        for step in range(what.before):
-            taken = side_effects(roots)
-            self._contract.step(subject, batch(self._rank, -1, step))
-        before = side_effects(roots)
-        allowed = changed(taken, before)
+    def _train_in_join(self, subject: Any, number: int) -> None:
+        length = self._what.lengths[number][self._rank]
+        values = [batch(self._rank, number, step) for step in range(length)]
+        self._taken = 0
+        self._seen.sent.clear()
+        join = self._join(length)
         try:
-            self._joins(subject, joinables)
-        finally:
-            found = changed(before, side_effects(roots))
-            self._seen.traces = [text for at, text in found.items() if at not in allowed]
-
-    def _joins(self, subject: Any, joinables: list[Any]) -> None:
-        for number, lengths in enumerate(self._what.lengths):
-            self._taken = 0
-            self._seen.sent.clear()
-            join = self._join(joinables, lengths)
-            values = [batch(self._rank, number, step) for step in range(lengths[self._rank])]
-            try:
-                with join:
-                    self._in_join = True
-                    self._run(join, subject, values)
-            except UnevenInputsError:
-                self._note_state(subject)
-                raise
-            finally:
-                self._in_join = False
-                self._seen.done.append(self._taken)
+            with join:
+                self._in_join = True
+                if self._what.iterates:
+                    for x in join.iterate([torch.tensor([value], dtype=torch.float64) for value in values]):
+                        if len(x):
+                            self._contract.step(subject, x.item())
+                else:
+                    self._contract.loop(join, subject, values)
+        except UnevenInputsError:
             self._note_state(subject)
+            raise
+        finally:
+            self._in_join = False
+            self._seen.done.append(self._taken)
+        self._note_state(subject)
 
-    def _run(self, join: Any, subject: Any, values: list[float]) -> None:
-        if not self._what.iterates:
-            self._contract.loop(join, subject, values)
-            return
-        for x in join.iterate([torch.tensor([value], dtype=torch.float64) for value in values]):
-            if len(x):
-                self._contract.step(subject, x.item())
-
-    def _join(self, joinables: list[Any], lengths: Sequence[int]) -> Any:
+    def _join(self, length: int) -> Any:
         what = self._what
         options = {**self._contract.options, "colour": "red"}  # as if there were another joinable that takes it
         if what.torchs[self._rank % 2]:
             theirs = {key: value for key, value in options.items() if key not in _OURS_ALONE}
-            return TorchJoin(joinables, what.enable, what.throw, **theirs)
+            return TorchJoin(self._joinables, what.enable, what.throw, **theirs)
         options.setdefault("timeout", self._contract.timeout_s / 2)
         if what.mode != "own":
             options["mode"] = what.mode
         if options.get("mode") in ("planned", "auto"):
-            options["loader"] = range(lengths[self._rank])
-        return Join(joinables, what.enable, what.throw, **options)
+            options["loader"] = range(length)
+        return Join(self._joinables, what.enable, what.throw, **options)
 
-    def _counted(self, step: Callable[[Any, Any], object], joinables: list[Any]) -> Callable[[Any, Any], object]:
-        def counted(subject: Any, value: Any) -> object:
-            if self._in_join and self._taken == 1 and self._rank < self._what.failing:
-                raise InjectedError(f"raised on rank {self._rank} on purpose")
-            before = _begun_collectives()
-            self._contract.announce(joinables)
-            result = step(subject, value)
-            if self._in_join:
-                self._taken += 1
-                self._seen.sent.append(_begun_collectives() - before)
-            return result
-
-        return counted
+    def _observed_step(self, subject: Any, value: Any) -> object:
+        if self._in_join and self._taken == 1 and self._rank < self._what.failing:
+            raise InjectedError(f"raised on rank {self._rank} on purpose")
+        before = _begun_collectives()
+        self._contract.announce(self._joinables)
+        result = self._step(subject, value)
+        if self._in_join:
+            self._taken += 1
+            self._seen.sent.append(_begun_collectives() - before)
+        return result
 
 
 def _begun_collectives() -> int:
@@ -295,11 +277,7 @@ def _begun_collectives() -> int:
 
 
 def side_effects(roots: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """List what there is to compare, by where it was seen, in values that are comparable by ``==``.
-
-    Args:
-        roots: objects, each with what to call it.
-    """
+    """List what there is to compare of named objects, by where it was seen, in values comparable by ``==``."""
     found: dict[str, Any] = {"Python's warning filters": list(warnings.filters)}
     known: dict[int, Any] = {}  # an id is one only while its object lives
     for name, thing in roots:
@@ -337,7 +315,8 @@ def _visit(name: str, thing: Any, depth: int, found: dict[str, Any], known: dict
             _visit(f"{name}[{key!r}]", each, depth - 1, found, known)
     elif isinstance(thing, types.MethodType):
         _visit(name, thing.__self__, depth, found, known)
-    elif _is_followed(thing):
+    # Torch's and Python's own objects lead to all the world.
+    elif hasattr(thing, "__dict__") and type(thing).__module__.partition(".")[0] not in ("torch", "builtins"):
         found |= _own(name, thing)
         for attribute, value in vars(thing).items():
             if attribute != "_join_config":
@@ -356,9 +335,3 @@ def _own(name: str, thing: Any) -> dict[str, Any]:
         f"hooks on {name}": {key.strip("_").replace("_", " "): len(value) for key, value in kept.items() if value},
         f"join of {name}": "switched on" if config is not None and config.enable else "switched off",
     }
-
-
-def _is_followed(thing: Any) -> bool:
-    """Whether an object is neither one of torch's or Python's, which lead to all the world, nor a class or module."""
-    foreign = type(thing).__module__.partition(".")[0] in ("torch", "builtins")
-    return hasattr(thing, "__dict__") and not foreign

@@ -1,11 +1,5 @@
 """The contract of a stager, as tests to inherit: what ``stagers.async_stager.AsyncStager`` promises, tried one by one.
 
-The author of a stager writes one method, and pytest does the rest::
-
-    class TestMine(stagereg.testing.StagerContract):
-        def make(self):
-            return MyStager(threads=2)
-
 Stagers are called as torch's ``async_save`` calls them: a future is waited for; otherwise ``synchronize_staging`` is
 called where ``should_synchronize_after_execute``. Every trial is bounded, so a stager that hangs fails. It knows no
 stager of the project, and makes no claim about speed.
@@ -45,7 +39,6 @@ __all__ = ["StagerContract"]
 _DTYPES = """bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float16 bfloat16 float32
 float64 complex64 complex128"""
 """Those that checkpoints are made of."""
-
 _LARGE = 36 * 2**20
 """Bytes that no malloc keeps for later: glibc maps what is above 32 MiB, and unmaps it at once."""
 
@@ -149,7 +142,7 @@ class StagerContract(StagerTrial):
         if [(m.shard_offsets, m.shard_sizes) for m in have] != [(m.shard_offsets, m.shard_sizes) for m in wanted]:
             self.broken(f"the copy of a ShardedTensor has other shards: {have}")
 
-    # The shape
+    # The shape, and isolation
 
     def test_it_has_the_shape_of_a_stager(self) -> None:
         """It has stage, synchronize_staging, close and should_synchronize_after_execute, as torch calls them."""
@@ -160,8 +153,6 @@ class StagerContract(StagerTrial):
             self.broken(str(error))
         if not isinstance(stager.should_synchronize_after_execute, bool):
             self.broken(f"should_synchronize_after_execute is {stager.should_synchronize_after_execute!r}, not a bool")
-
-    # Isolation
 
     def test_later_writes_do_not_show(self) -> None:
         """Writes to the source after staging do not show in the copy, whatever the size of the tensor."""
@@ -298,8 +289,7 @@ class StagerContract(StagerTrial):
         stager.reserve_padding(64, 32)
         with self.kept(stager, source, "after the padding of its tensors was written") as copied:
             for x in copied.values():
-                padding = padding_around(x)
-                if padding is not None:
+                if (padding := padding_around(x)) is not None:
                     ctypes.memset(x.data_ptr() - padding.before, 255, padding.before)
                     ctypes.memset(x.data_ptr() + x.nbytes, 255, padding.after)
 
@@ -401,7 +391,7 @@ class StagerContract(StagerTrial):
         if staged.exception() is not None:
             self.broken("a future that failed and was not looked at left no trace in the next stage() and in close()")
 
-    # The end
+    # The end, and torch
 
     def test_close_is_the_end(self) -> None:
         """close() may come early and twice, and leaves no thread; stage() after it is a StageregError that says so."""
@@ -421,8 +411,6 @@ class StagerContract(StagerTrial):
         refusal = self._error_of(used, {"w": self.ones(3)})
         if not isinstance(refusal, StageregError) or "close" not in str(refusal):
             self.broken(f"stage() after close() was {_shown(refusal)}; raise StagerClosedError")
-
-    # torch
 
     def test_torchs_async_save_writes_what_was_staged(self) -> None:
         """What stage() returns is complete, or a future is; torch's async_save writes it late and load() reads it."""

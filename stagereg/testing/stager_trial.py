@@ -1,9 +1,7 @@
 """How a promise of a stager is tried: on a fresh stager, called as torch calls one, within a bounded time.
 
-:class:`StagerTrial` is what the author of a stager overrides, and what the promises (``stager``) are written with.
-Trials that may end the process, and those of distributed tensors, have a process of their own (``ranks``). A copy is
-compared with what it has to be in types, order of keys, dtypes, shapes, strides, ``requires_grad`` and every bit of
-every tensor, so NaN is equal to itself and minus zero is not zero; values that are no tensors with ``==``.
+A copy is compared with what it has to be in types, order of keys, dtypes, shapes, strides, ``requires_grad`` and every
+bit of every tensor, so NaN is equal to itself and minus zero is not zero; values that are no tensors with ``==``.
 """
 
 from __future__ import annotations
@@ -34,14 +32,13 @@ _STARTING_S = 60.0
 
 
 class StagerTrial(Contract):
-    """Inherit from this, write :meth:`make`, and each ``test_*`` tries one promise on your stager.
+    """What the author of a stager overrides, and what the promises (``stager``) are written with.
 
     Attributes:
         timeout_s: seconds after which a promise whose trial does not come back counts as broken.
         device: where the tensors lie that are staged; copies are to be in host memory.
     """
 
-    timeout_s: ClassVar[float] = 20.0
     device: ClassVar[str] = "cpu"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -171,12 +168,7 @@ def difference(
 ) -> str | None:
     """Return the first difference between a copy and its source, with its path; ``None`` if there is none.
 
-    Args:
-        copied: nested dicts, lists and tuples.
-        source: as it was when it was copied.
-        expected: makes of a source tensor what its copy is to be; dtype, shape and bits are taken from there, and the
-            strides too where the shape is another one.
-        where: what ``copied`` is called.
+    ``expected`` makes of a source tensor what its copy is to be; its strides count where the shape is another one.
     """
     if type(copied) is not type(source):
         return f"{where} is a {type(copied).__name__}, and the source a {type(source).__name__}"

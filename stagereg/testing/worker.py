@@ -2,14 +2,10 @@
 
 It runs in a process of its own, forked from a server that has only imported things. It writes its result, its
 traceback, its output and its stacks into files of the run's folder, so a rank that dies leaves what it had written.
-This module assumes nothing about the function it runs, not even that it returns.
 
 The call comes pickled, which names functions and classes by module and attribute; a test module that pytest imported by
 file path has a name under which no other process finds it. So the files of the caller's own modules travel along, and
 the rank imports them from the same files under the same names, each when it is first needed.
-
-A function that tries several things one after the other has two means against what one of them does to the next:
-:func:`new_group` and :func:`limited`.
 """
 
 from __future__ import annotations
@@ -38,7 +34,6 @@ from typing import Any, BinaryIO
 from stagereg.errors import StageregError
 
 __all__ = ["Assignment", "Shipment", "await_all", "is_rank", "limited", "new_group", "pack", "work"]
-
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 """Where modules lie that an ordinary import finds."""
@@ -127,10 +122,7 @@ def new_group() -> None:
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """On a rank: end this process, with a dump of all its threads' stacks, unless the block ends in so many seconds.
-
-    Needs no cooperation of the threads that hang, be it in Python or below it.
-    """
+    """On a rank: end this process, with a dump of all its threads' stacks, unless the block ends in so many seconds."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=_on_a_rank().stacks)
     try:
         yield
@@ -191,11 +183,10 @@ def _call(job: Assignment, stacks: BinaryIO) -> None:
 
 def _begin_group(running: _Running) -> None:
     import torch.distributed as dist
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     job = running.job
+    store = dist.PrefixStore(f"group {running.groups}", running.store)  # type: ignore[attr-defined]
     limit = timedelta(seconds=job.pg_timeout_s)
-    store = PrefixStore(f"group {running.groups}", running.store)
     dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
     # A group that one rank closes, or dies in, while another still connects to it, fails there.
     await_all(f"connected {running.groups}")
@@ -224,8 +215,7 @@ def _redirect(file: Path) -> None:
         os.dup2(target.fileno(), 1)
         os.dup2(target.fileno(), 2)
     # The server was started under whatever stdout the caller had; a file is not a terminal.
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
 
 
 def _own_modules() -> dict[str, tuple[str | None, list[str] | None]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,15 +51,6 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
         return Ran(seen.out, seen.err)
 
     return run
-
-
-def wait_until_gone(pid: int) -> None:
-    """Wait for the end of a process that is no child of this one; its new parent may take a moment to reap it."""
-    deadline = time.monotonic() + 60
-    state = Path(f"/proc/{pid}/stat")
-    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline
-        os.sched_yield()
 
 
 @pytest.fixture

@@ -32,6 +32,10 @@ def settled(staged: Any) -> Any:
     return staged.result(timeout=PATIENCE_S) if isinstance(staged, Future) else staged
 
 
+def plain_state(value: float, n: int = 5000) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((n,), value), "v": torch.full((7,), value)}
+
+
 def bits(x: torch.Tensor) -> bytes:
     # Not contiguous(), which leaves odd strides alone where there is one element.
     plain = torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x.detach())

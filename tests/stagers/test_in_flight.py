@@ -13,15 +13,13 @@ import torch
 import stagereg.kernel.memory as memory
 from stagereg.errors import StagerClosedError, StagingError
 
+from .states import plain_state as state
+
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that promises nothing is given less time."""
     monkeypatch.setattr(memory, "WAIT_WITHOUT_RELEASE_S", 0.1)
-
-
-def state(value: float, n: int = 5000) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((n,), value), "v": torch.full((7,), value)}
 
 
 def holds_only(copy: dict[str, torch.Tensor], value: float) -> bool:

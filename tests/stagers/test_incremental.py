@@ -36,7 +36,7 @@ def adapted() -> dict[str, Any]:
 
 
 class TestDeclared:
-    def test_frozen_tensors_are_copied_once_and_shared(self) -> None:
+    def test_frozen_tensors_are_copied_once_until_replaced(self) -> None:
         state, stager = adapted(), build(frozen=["model.base.*"])
         first = {name: at(x) for name, x in stager.stage(state)["model"]["base"].items()}  # and the copy is dropped
         copies = []
@@ -49,18 +49,11 @@ class TestDeclared:
             assert at(source) != first[name]
             assert torch.equal(source, copies[3]["model"]["base"][name])
         assert [int(copy["model"]["adapter"]["w"].mean()) for copy in copies] == [0, 1, 2, 3]
-
-    def test_a_replaced_tensor_is_copied_and_the_others_are_shared(self) -> None:
-        state, stager = adapted(), build(frozen=["model.base.*"])
         base = state["model"]["base"]
-        for other in (torch.clone, lambda x: x[:300], torch.t, lambda x: x.view(torch.int32), lambda x: x[1:]):
-            before = stager.stage(state)["model"]["base"]
-            kept, base["w"] = base["w"], other(base["w"])
-            after = stager.stage(state)["model"]["base"]
-            assert at(after["w"]) != at(before["w"])
-            assert (after["w"].dtype, torch.equal(after["w"], base["w"])) == (base["w"].dtype, True)
-            assert torch.equal(before["w"], kept)
-            assert (at(after["b"]), at(after["n"])) == (at(before["b"]), at(before["n"]))
+        base["w"] = base["w"].t()
+        replaced = stager.stage(state)["model"]["base"]
+        assert torch.equal(replaced["w"], base["w"])
+        assert [at(replaced[name]) == first[name] for name in "wbn"] == [False, True, True]
 
     @pytest.mark.parametrize(
         ("frozen", "before", "after", "moved"), [("a", "ax by", "bx ay", "b"), ("b", "ax by cx", "ax bx cy", "c")]
@@ -207,31 +200,19 @@ class TestContent:
             stager.stage({"x": x})["x"][n // 2] = 7
             assert stager.stage({"x": x})["x"].eq(0).all()
 
-    def test_memory_without_a_reader_is_used_again_after_a_change(self) -> None:
-        x = torch.zeros(2**21)
-        stager = build(detect="content")
-        first = at(stager.stage({"x": x})["x"])
-        x.fill_(1)
-        again = stager.stage({"x": x})["x"]
-        assert at(again) == first
-        assert again.eq(1).all()
 
+def test_each_tensor_has_a_name_for_each_key_and_cycles_end() -> None:
+    class Lazy(dict[str, Any]):
+        def items(self) -> Any:
+            return [(key, torch.ones(2)) for key in self]
 
-class TestNames:
-    def test_each_tensor_has_a_name_for_each_of_its_keys(self) -> None:
-        x, y, z = torch.ones(2), torch.nn.Parameter(torch.ones(3)), torch.ones(2, dtype=torch.complex64).conj()
-        state = {"a": x, "b": [y, {"c": x}], 3: (z,)}
-        assert names_of(state, flatten(state).tensors) == [["a", "b.1.c"], ["b.0"], ["3.0"]]
-
-    def test_cycles_and_values_made_on_the_fly_end(self) -> None:
-        class Lazy(dict[str, Any]):
-            def items(self) -> Any:
-                return [(key, torch.ones(2)) for key in self]
-
-        cycle: dict[str, Any] = {"x": torch.ones(3), "lazy": Lazy(a=1, b=2)}
-        cycle["again"] = cycle
-        tensors = flatten(cycle).tensors
-        assert len(names_of(cycle, tensors)) == 3
+    x, y, z = torch.ones(2), torch.nn.Parameter(torch.ones(3)), torch.ones(2, dtype=torch.complex64).conj()
+    state: dict[Any, Any] = {"a": x, "b": [y, {"c": x}], 3: (z,)}
+    state["again"] = state
+    names = names_of(state, flatten(state).tensors)
+    assert names == [["a", "b.1.c"], ["b.0"], ["3.0"]]
+    state["lazy"] = Lazy(d=1, e=2)
+    assert len(names_of(state, flatten(state).tensors)) == 5
 
 
 def freeze_a_dtensor(rank: int, world_size: int) -> None:

@@ -94,12 +94,8 @@ MANY = [pytest.param(kind, 60, marks=pytest.mark.slow) for kind in STAGERS + TOR
 
 @pytest.mark.parametrize(("kind", "examples"), QUICK + MANY)
 def test_any_state_dict_staged_again_and_again(kind: str, examples: int, makers: Makers) -> None:
-    @settings(LIMITS, max_examples=examples)
-    @given(data=st.data())
-    def again_and_again(data: st.DataObject) -> None:
-        stage_again_and_again(kind, makers, data)
-
-    again_and_again()
+    tried = given(data=st.data())(lambda data: stage_again_and_again(kind, makers, data))
+    settings(LIMITS, max_examples=examples)(tried)()
 
 
 def stage_again_and_again(kind: str, makers: Makers, data: st.DataObject) -> None:

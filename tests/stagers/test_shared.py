@@ -24,6 +24,7 @@ from stagereg.kernel.memory import Pool
 from stagereg.stagers.shared_memory import SharedBlock, register_reducers
 
 from .states import assert_whole, kept
+from .states import plain_state as state
 from .test_fidelity import odd_tensors
 from .test_properties import states
 
@@ -83,10 +84,6 @@ def stager() -> Iterator[AsyncStager]:
     made = stagereg.build("stager", "shared", max_in_flight=1, wait_s=0.0)
     yield made
     made.close()
-
-
-def state(value: float, n: int = 5000) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((n,), value), "v": torch.full((7,), value)}
 
 
 def sent(copy: Any) -> bytes:

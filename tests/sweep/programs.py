@@ -19,7 +19,7 @@ def main(cfg):
     if cfg.a == "raise":
         raise KeyError("no cheese <b>today</b>")
     if cfg.a == "exit":
-        sys.exit(3)
+        sys.exit(cfg.get("code", 3))
     if cfg.a == "other":
         return {"tokens": 5}
     if cfg.a == "hang":

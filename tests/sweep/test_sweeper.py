@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,33 +12,8 @@ from hypothesis import strategies as st
 from stagereg.errors import ConfigError
 from stagereg.sweep.interleaved import InterleavedSweeper, SweepError, interleaved
 
+from . import programs
 from .programs import App
-
-# Nothing of stagereg is imported: an app has the sweeper where stagereg is installed.
-APP = """
-import json, sys, hydra
-from omegaconf import OmegaConf
-
-@hydra.main(config_path=".", config_name="app")
-def main(cfg):
-    print("JOB", json.dumps(OmegaConf.to_container(cfg)), flush=True)
-    if cfg.exit and cfg.a == 1:
-        sys.exit(*cfg.exit)
-
-main()
-"""
-CONFIG = "defaults: [override hydra/sweeper: interleaved, _self_]\na: 0\nb: 0\nexit: []\n"
-
-
-@pytest.fixture
-def app(tmp_path: Path) -> App:
-    return App(tmp_path, APP, CONFIG)
-
-
-def sweep(app: App, *arguments: str) -> tuple[list[dict[str, object]], subprocess.CompletedProcess[str]]:
-    """The configs of the jobs, and how the program ended."""
-    ended = app.run("-m", *arguments)
-    return [json.loads(line[4:]) for line in ended.stdout.splitlines() if line.startswith("JOB ")], ended
 
 
 def mark(job: list[str], key: str) -> str | None:
@@ -83,29 +56,20 @@ def test_settings_of_the_whole_are_not_swept_batches_are_hydras() -> None:
     assert InterleavedSweeper(repeats=1).split_arguments(parse(["a=1,2,3"]), 2) == [[["a=1"], ["a=2"]], [["a=3"]]]
 
 
+@pytest.fixture
+def app(tmp_path: Path) -> App:
+    return App(tmp_path, programs.PLAIN, programs.PLAIN_CONFIG)
+
+
 def test_jobs_run_in_rounds_and_know_which_repeat_they_are(app: App) -> None:
-    jobs, ended = sweep(app, "a=1,2", "b=3", "+sweep.repeats=2")
+    ended = app.sweep("b=1,2", "sweep.repeats=2")
     assert ended.returncode == 0, ended.stderr
-    seen = [(job["a"], job["sweep"].get("repeat"), job["sweep"].get("again")) for job in jobs]
-    assert seen == [(1, 0, None), (2, 0, None), (1, 0, True), (2, 1, None), (1, 1, None)]
-    assert {job["b"] for job in jobs} == {3}
-    folders = sorted(path.parent.parent.name for path in app.folder.rglob("overrides.yaml"))
-    assert folders == ["0", "1", "2", "3", "4"]
+    seen = [(job["overrides"][0], job["repeat"], job["again"]) for job in app.results()]
+    rounds = [("b=1", 0, False), ("b=2", 0, False), ("b=1", 0, True), ("b=2", 1, False), ("b=1", 1, False)]
+    assert seen == rounds
 
 
-def test_a_wrong_number_of_repeats_is_one_line_and_no_job_runs(app: App) -> None:
-    jobs, ended = sweep(app, "a=1,2", "+sweep.repeats=many")
-    assert ended.returncode == 1
-    assert jobs == []
-    assert ended.stderr.startswith("sweep.repeats=many is no number of repeats: use 1 or more, such as sweep.repeats=3")
-    assert "Traceback" not in ended.stderr
-    assert not (app.folder / "multirun").exists()
-
-
-@pytest.mark.parametrize(
-    ("code", "ends", "ran"), [(0, 0, [1, 2]), pytest.param(3, 1, [1, 2], marks=pytest.mark.slow), (130, 130, [1])]
-)
-def test_a_job_may_leave_by_itself_but_a_signal_stops_the_sweep(code: int, ends: int, ran: list[int], app: App) -> None:
-    jobs, ended = sweep(app, "a=1,2", f"exit=[{code}]")
-    assert (ended.returncode, [job["a"] for job in jobs]) == (ends, ran)
-    assert ("left by sys.exit(3)" in ended.stderr) == (code == 3)
+@pytest.mark.parametrize(("code", "ran"), [(0, 2), (130, 1)])
+def test_a_job_may_leave_by_itself_but_a_signal_stops_the_sweep(code: int, ran: int, app: App) -> None:
+    ended = app.sweep("a=exit,fine", f"+code={code}")
+    assert (ended.returncode, len(list(app.folder.glob("out/*/.hydra")))) == (code, ran)
