@@ -84,7 +84,7 @@ def epochs(rank: int, world_size: int) -> tuple[list[tuple[int, int]], set[Any],
     return counts[1:], limits, options._timeout == limit
 
 
-def test_joins_in_a_row_share_threads_and_leave_the_last_ones_keys() -> None:
+def test_joins_in_a_row_share_threads_and_leave_the_last_keys() -> None:
     for counts, limits, is_put_back in run_ranks(epochs, 2, timeout_s=60):
         keys, threads = zip(*counts, strict=True)
         assert max(keys) - min(keys) < 10, counts
