@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.plugins import Plugins
@@ -30,6 +33,30 @@ def registry_as_before() -> Iterator[None]:
     yield
     built_in = set(REGISTRY.built_in.values())
     REGISTRY.decorated = [each for each in REGISTRY.decorated if each in before or each.target in built_in]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Install a package made of one module; its entry points are given as ``"kind.name"`` to ``module:Name``."""
+
+    def install(name: str, source: str, requires: str = "hydra", contracts: str = "", **points: str) -> Path:
+        file, info = tmp_path / f"{name}.py", tmp_path / f"{name}-1.2.dist-info"
+        file.write_text(source)
+        info.mkdir()
+        needs = f"Requires-Dist: torch\nRequires-Dist: {requires}\n"
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n{needs}")
+        lines = "".join(f"{point} = {target}\n" for point, target in points.items())
+        (info / "entry_points.txt").write_text(f"[stagereg.plugins]\n{lines}[stagereg.contracts]\n{contracts}")
+        REGISTRY.refresh()
+        return file
+
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield install
+    for module in set(sys.modules) - before:
+        if Path(getattr(sys.modules[module], "__file__", None) or "").parent == tmp_path:
+            del sys.modules[module]
+    REGISTRY.refresh()
 
 
 def pytest_configure() -> None:

@@ -39,31 +39,6 @@ class Hook:
 pytestmark = pytest.mark.usefixtures("registry_as_before")
 
 
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Install a package made of one module; its entry points are given as ``"kind.name"`` to ``module:Name``."""
-
-    def install(name: str, source: str, requires: str = "hydra", **points: str) -> None:
-        (tmp_path / f"{name}.py").write_text(source)
-        info = tmp_path / f"{name}-1.2.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\nRequires-Dist: torch\nRequires-Dist: {requires}\n"
-        )
-        lines = "".join(f"{point} = {target}\n" for point, target in points.items())
-        (info / "entry_points.txt").write_text(f"[stagereg.plugins]\n{lines}")
-        registry.REGISTRY.refresh()
-
-    install.folder = tmp_path
-    monkeypatch.syspath_prepend(tmp_path)
-    before = set(sys.modules)
-    yield install
-    for module in set(sys.modules) - before:
-        if getattr(sys.modules[module], "__file__", None) and Path(sys.modules[module].__file__).parent == tmp_path:
-            del sys.modules[module]
-    registry.REGISTRY.refresh()
-
-
 def _make() -> int:
     return 7
 
@@ -255,14 +230,14 @@ RUDE = "import stagereg\n@stagereg.register('stager', 'rude')\nclass Cls: ...\n"
     ],
 )
 def test_a_component_that_does_not_load_is_named_with_its_cause(package: Any, source: str, causes: list[str]) -> None:
-    package("broken", source, **{"stager.broken": "broken:Cls"})
+    file = package("broken", source, **{"stager.broken": "broken:Cls"})
     assert stagereg.build("stager", "blocking"), "it fails only when chosen"
     with pytest.raises(RegistryError) as caught:
         stagereg.build("stager", "broken")
     message = str(caught.value)
     assert message.startswith("stager 'broken' cannot be loaded from broken:Cls of broken 1.2.\n")
     for cause in causes:
-        assert cause.replace("LOCATION", str(package.folder / "broken.py")) in message
+        assert cause.replace("LOCATION", str(file)) in message
     assert "or choose another stager: blocking, " in message
 
 
@@ -296,8 +271,8 @@ def test_an_entry_point_that_names_no_component_is_an_error(package: Any, value:
     ],
 )
 def test_broken_metadata_of_one_package_hides_no_other(package: Any, file: str, content: bytes, message: str) -> None:
-    package("broken", "", **{"join.broken": "broken:make"})
-    (package.folder / "broken-1.2.dist-info" / file).write_bytes(content)
+    module = package("broken", "", **{"join.broken": "broken:make"})
+    (module.with_name("broken-1.2.dist-info") / file).write_bytes(content)
     package("fine", "def make(): return 7", **{"join.fine": "fine:make"})
     assert stagereg.build("join", "fine") == 7
     assert "broken" not in stagereg.names("join")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,34 +53,15 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
     return run
 
 
-def wait_until_gone(pid: int) -> None:
-    """Wait for the end of a process that is no child of this one; its new parent may take a moment to reap it."""
-    deadline = time.monotonic() + 60
-    state = Path(f"/proc/{pid}/stat")
-    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline
-        os.sched_yield()
-
-
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Install a package made of one module; its entry points are given as ``{"kind.name": "Name"}``."""
+def install(package: Install) -> Install:
+    """As ``package``, with entry points of its own module only, given as ``{"kind.name": "Name"}``."""
 
     def put(
         name: str, source: str, plugins: dict[str, str], contracts: dict[str, str] | None = None, requires: str = ""
     ) -> Path:
-        (tmp_path / f"{name}.py").write_text(source)
-        info = tmp_path / f"{name}-1.2.dist-info"
-        info.mkdir()
-        needs = f"Requires-Dist: {requires}\n" if requires else ""
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n{needs}")
-        lines = []
-        for group, points in (("plugins", plugins), ("contracts", contracts or {})):
-            lines += [f"[stagereg.{group}]", *(f"{point} = {name}:{target}" for point, target in points.items())]
-        (info / "entry_points.txt").write_text("\n".join(lines))
-        # What is installed is remembered for a module path, so each time it is another one.
-        monkeypatch.syspath_prepend(tmp_path / f"of_{name}")
-        return tmp_path / f"{name}.py"
+        lines = "".join(f"{point} = {name}:{target}\n" for point, target in (contracts or {}).items())
+        points = {point: f"{name}:{target}" for point, target in plugins.items()}
+        return package(name, source, requires or "hydra", lines, **points)
 
-    monkeypatch.syspath_prepend(tmp_path)
     return put

@@ -16,7 +16,8 @@ import pytest
 import stagereg.commands.checking as checking
 from stagereg.errors import RegistryError
 
-from .conftest import Command, Install, wait_until_gone
+from ..launch.programs import await_gone
+from .conftest import Command, Install
 
 Check = Callable[..., dict[str, Any]]
 
@@ -128,8 +129,7 @@ def test_a_process_that_dies_or_hangs_is_named_with_its_case(
     assert found["test_after"] == ("skipped", "not tried: the process has ended")
     assert result["counts"] == {"kept": 2, "broken": 4, "skipped": 2}
     assert not result["kept"]
-    for pid in (tmp_path / "pids").read_text().split():
-        wait_until_gone(int(pid))
+    assert await_gone(*map(int, (tmp_path / "pids").read_text().split()))
 
 
 def test_what_has_no_contract_is_not_shown(install: Install, check: Check) -> None:
@@ -237,4 +237,4 @@ def test_a_killed_check_kills_the_process_of_the_plugin(tmp_path: Path) -> None:
         while not pid.exists():
             os.sched_yield()
         running.kill()
-    wait_until_gone(int(pid.read_text()))
+    assert await_gone(int(pid.read_text()))

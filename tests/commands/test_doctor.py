@@ -16,7 +16,8 @@ import torch.distributed as dist
 import stagereg.commands.doctor as doctor
 from stagereg.commands.child import call_in_child
 
-from .conftest import GOOD, Command, Install, wait_until_gone
+from ..launch.programs import await_gone
+from .conftest import GOOD, Command, Install
 
 
 def examined(command: Command, code: int, *arguments: str) -> dict[str, dict[str, Any]]:
@@ -61,7 +62,7 @@ pathlib.Path({str(pid)!r}).write_text(str(child.pid))
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 threading.Event().wait()
 """
-    install("good_one", GOOD, {"stager.good": "Good"})
+    install("good_one", "print('noise')\n" + GOOD, {"stager.good": "Good"})
     install("newer", "print('imported')", {"stager.newer": "X"}, requires="hydra-stagereg>=99")
     install("unknown", "", {"stagr.x": "X"})
     bad = {
@@ -83,7 +84,7 @@ threading.Event().wait()
         assert name in row["do"]
     assert "needs hydra-stagereg>=99" in found["stager/newer"]["found"]
     assert "Did you mean 'stager'?" in found["unknown 1.2"]["found"]
-    wait_until_gone(int(pid.read_text()))
+    assert await_gone(int(pid.read_text()))
 
 
 def test_the_table_has_remedies_and_counts(install: Install, command: Command, without_torch: None) -> None:
@@ -149,10 +150,3 @@ def test_the_error_of_torch_or_a_built_in_component_is_reported(
     assert found["accelerators"]["found"] == "ImportError: libcudart.so"
     assert found["built-in components"]["verdict"] == "broken"
     assert found["built-in components"]["found"].endswith("stager/shared: no such thing")
-
-
-def test_a_function_in_a_child_returns_or_its_end_is_reported(install: Install) -> None:
-    install("asked", "def twice(text):\n    print('noise')\n    return [text, text]\n", {})
-    assert call_in_child("asked:twice", "a", limit_s=60) == (["a", "a"], "")
-    assert "has no attribute 'thrice'" in call_in_child("asked:thrice", "a", limit_s=60)[1]
-    assert "No module named 'no_module'" in call_in_child("no_module:x", "a", limit_s=60)[1]

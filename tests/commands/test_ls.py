@@ -75,10 +75,8 @@ def test_one_checkpoint_is_listed_alone_also_behind_a_link(tmp_path: Path, comma
         (found,) = command("ls", tmp_path / asked, "--json").json["checkpoints"]
         assert (found["step"], found["latest"]) == (step, step == 200)
     for asked in ("run", "link"):
-        assert [each["latest"] for each in command("ls", tmp_path / asked, "--json").json["checkpoints"]] == [
-            True,
-            False,
-        ]
+        found = command("ls", tmp_path / asked, "--json").json["checkpoints"]
+        assert [each["latest"] for each in found] == [True, False]
 
 
 def test_nothing_is_an_error_and_a_leftover_is_something(tmp_path: Path, command: Command) -> None:

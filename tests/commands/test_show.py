@@ -73,9 +73,11 @@ class Theirs:
 """
 
 
-def test_types_of_options_are_those_of_a_config(install: Install, command: Command) -> None:
-    install("theirs_shown", STAGER, {"stager.theirs": "Theirs"})
-    seen = command("show", "theirs", "--json").json
+def test_options_have_types_of_a_config_in_both_forms(install: Install, command: Command) -> None:
+    file = install("theirs_shown", STAGER, {"stager.theirs": "Theirs"})
+    shown = command("show", "theirs", "--json")
+    assert "on stdout while it is imported" in shown.err
+    seen = shown.json
     options = [" ".join([o["name"], o["type"], "=", o["default"]]).strip() for o in seen["options"]]
     assert options == [
         "must str =",
@@ -101,15 +103,10 @@ def test_types_of_options_are_those_of_a_config(install: Install, command: Comma
     ]
     assert (seen["summary"], seen["doc"]) == ("Stages `well` and `Quickly`.", "More of it.")
     assert (seen["distribution"], seen["version"]) == ("theirs_shown", "1.2")
-
-
-def test_the_text_for_people_has_the_same(install: Install, command: Command) -> None:
-    file = install("theirs_printed", STAGER, {"stager.theirs": "Theirs"})
-    seen = command("show", "stager=theirs")
+    text = command("show", "stager=theirs").out
     where = f"{file}:{STAGER.splitlines().index('class Theirs:') + 1}"
-    for part in (where, "stager/theirs", "theirs_printed:Theirs", "theirs_printed 1.2", "must be given", "More of it."):
-        assert part in seen.out
-    assert "on stdout while it is imported" in seen.err
+    for part in (where, "stager/theirs", "theirs_shown:Theirs", "theirs_shown 1.2", "must be given", "More of it."):
+        assert part in text
 
 
 @pytest.mark.parametrize(("kind", "name"), BUILT_IN)

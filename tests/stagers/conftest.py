@@ -57,12 +57,6 @@ def quick_collection() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="session")
-def makers() -> dict[str, Callable[..., AsyncStager]]:
-    """The makers of all stagers by name, for tests of many examples, which a fixture per example would slow down."""
-    return MAKERS
-
-
 @pytest.fixture(params=MAKERS)
 def stager(request: pytest.FixtureRequest) -> Iterator[AsyncStager]:
     made = MAKERS[request.param]()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy as copies
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from stagereg import AsyncStager, Checkpointer
 from stagereg.errors import StagingError
 from stagereg.stagers.overlapped import OverlappedStager
 
+from .conftest import MAKERS
 from .states import OPTIONS, assert_same
 from .test_overlapped import Net
 
@@ -53,8 +54,8 @@ def test_work_queued_before_stage_is_in_the_copy(stager: AsyncStager, own_stream
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_only_kept_memory_is_page_locked_and_used_again(kind: str, makers: dict[str, Callable[..., Any]]) -> None:
-    stager, w = makers[kind](), torch.ones(2**20, device=device())
+def test_only_kept_memory_is_page_locked_and_used_again(kind: str) -> None:
+    stager, w = MAKERS[kind](), torch.ones(2**20, device=device())
     state = {"w": w, "tied": w.view(-1, 2).t(), "c": torch.ones(3)}
     copy = stager.stage(state)
     assert {x.is_pinned() for x in copy.values()} == {kind != "blocking"}

@@ -20,6 +20,7 @@ from stagereg.stagers.incremental import IncrementalStager, names_of
 from stagereg.testing import run_ranks
 
 from . import states
+from .test_properties import tensors
 
 build = functools.partial(states.build, "incremental")
 
@@ -104,14 +105,15 @@ class TestTies:
     def test_frozen_ones_are_shared_with_ties_without_neighbours(self) -> None:
         flat = torch.zeros(1030)
         w = flat[:1000].view(50, 20)
-        state = {"embed": w, "head": w.t(), "row": w[3], "neighbour": flat[1000:]}
+        state = {"embed": w, "head": w.t(), "row": w[3], "later": w[9], "neighbour": flat[1000:]}
         stager = build(frozen=["embed"], verify=True)
         one = stager.stage(state)
         state["neighbour"].fill_(1)
         two = stager.stage(state)
         for copy in (one, two):
             assert at(copy["head"]) == at(copy["embed"])
-            assert at(copy["row"]) - at(copy["embed"]) == at(w[3]) - at(w)
+            for name in ("row", "later"):
+                assert at(copy[name]) - at(copy["embed"]) == at(state[name]) - at(w)
             assert torch.equal(copy["head"], w.t())
         assert at(one["embed"]) == at(two["embed"])
         assert (one["neighbour"].sum(), two["neighbour"].sum()) == (0, 30)
@@ -251,24 +253,6 @@ def test_collectives_writes_are_copied_and_dtensors_frozen() -> None:
     run_ranks(check_on_ranks, 2, timeout_s=60)
 
 
-@st.composite
-def views(draw: st.DrawFn, flats: list[torch.Tensor]) -> torch.Tensor:
-    """A slice of one of a few storages, so that overlaps, ties and neighbours are common."""
-    x = draw(st.sampled_from(flats))
-    begin = draw(st.integers(0, len(x)))
-    x = x[begin : draw(st.integers(begin, len(x)))]
-    how = draw(st.sampled_from(["flat", "steps", "grid", "bytes", "expanded", "one"]))
-    if how == "steps":
-        return x[:: draw(st.integers(2, 30))]
-    if how == "grid":
-        return x[: len(x) // 4 * 4].view(-1, 4).t()
-    if how == "bytes":
-        return x.view(torch.uint8)
-    if how == "expanded":
-        return x.expand(3, len(x))
-    return x[0] if how == "one" and len(x) else x
-
-
 @pytest.mark.parametrize("detect", ["declared", "content"])
 @settings(max_examples=40, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
@@ -277,23 +261,24 @@ def test_every_copy_is_right_for_any_frozen_part_and_writes(detect: str, data: s
     still, moving = ([torch.randint(0, 100, (n,), dtype=torch.float32) for n in (40, 300, 1200)] for _ in range(2))
     state: dict[str, Any] = {}
     for k in range(data.draw(st.integers(1, 5))):
-        state[f"still.{k}"] = data.draw(views(still))
+        state[f"still.{k}"] = data.draw(tensors(still))
     for k in range(data.draw(st.integers(0, 4))):
-        state[f"free.{k}"] = data.draw(views(moving if data.draw(st.booleans()) else still))
+        state[f"free.{k}"] = data.draw(tensors(moving if data.draw(st.booleans()) else still))
     stager = build(frozen=["still.*"], detect=detect, verify=True, max_in_flight=data.draw(st.sampled_from([4, 5])))
     held: list[tuple[dict[str, torch.Tensor], dict[str, bytes]]] = []
     for _ in range(data.draw(st.integers(1, 4))):
         held.append((stager.stage(state), {name: states.bits(x) for name, x in state.items()}))
         x = data.draw(st.sampled_from(moving))
-        at_ = data.draw(st.integers(0, len(x) - 1))
-        x.data[at_ : data.draw(st.integers(at_, len(x)))] += 1
+        written = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+        begin = data.draw(st.integers(0, len(written)))
+        written[begin : data.draw(st.integers(begin, len(written)))].bitwise_xor_(1)
         what = data.draw(st.sampled_from(["nothing", "drop", "new", "swap"]))
         if what == "drop":
             held.pop(data.draw(st.integers(0, len(held) - 1)))
         elif what == "new":
-            state[f"free.{len(state)}"] = data.draw(views(moving))
+            state[f"free.{len(state)}"] = data.draw(tensors(moving))
         elif what == "swap":
-            state["still.0"] = data.draw(views(still))
+            state["still.0"] = data.draw(tensors(still))
         for copy, before in held:
             assert {name: states.bits(x) for name, x in copy.items()} == before
     stager.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from stagereg import AsyncStager
 from stagereg.kernel.layout import span_of
 
+from .conftest import MAKERS
 from .states import Piece, assert_whole, kept, pieces
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
@@ -76,7 +76,6 @@ def overwrite(state: Any, mask: int) -> None:
             torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).bitwise_xor_(mask)
 
 
-Makers = dict[str, Callable[..., AsyncStager]]
 STAGERS = ("blocking", "incremental_content", "overlapped", "overlapped_late", "pinned_cached", "shared")
 TORCHS = ("torch_plain", "torch_cached")
 LIMITS = settings(
@@ -84,8 +83,8 @@ LIMITS = settings(
 )
 
 
-def made(kind: str, makers: Makers) -> AsyncStager:
-    return makers[kind]() if kind in TORCHS else makers[kind](max_in_flight=3)
+def made(kind: str) -> AsyncStager:
+    return MAKERS[kind]() if kind in TORCHS else MAKERS[kind](max_in_flight=3)
 
 
 QUICK = [(kind, 25) for kind in STAGERS if kind != "overlapped_late"]
@@ -93,13 +92,13 @@ MANY = [pytest.param(kind, 60, marks=pytest.mark.slow) for kind in STAGERS + TOR
 
 
 @pytest.mark.parametrize(("kind", "examples"), QUICK + MANY)
-def test_any_state_dict_staged_again_and_again(kind: str, examples: int, makers: Makers) -> None:
-    tried = given(data=st.data())(lambda data: stage_again_and_again(kind, makers, data))
+def test_any_state_dict_staged_again_and_again(kind: str, examples: int) -> None:
+    tried = given(data=st.data())(lambda data: stage_again_and_again(kind, data))
     settings(LIMITS, max_examples=examples)(tried)()
 
 
-def stage_again_and_again(kind: str, makers: Makers, data: st.DataObject) -> None:
-    stager = made(kind, makers)
+def stage_again_and_again(kind: str, data: st.DataObject) -> None:
+    stager = made(kind)
     state = data.draw(states())
     held: list[tuple[Any, list[Piece]]] = []
     for _ in range(data.draw(st.integers(1, 4))):
@@ -125,10 +124,10 @@ def stage_again_and_again(kind: str, makers: Makers, data: st.DataObject) -> Non
 @pytest.mark.parametrize("kind", STAGERS + TORCHS)
 @LIMITS
 @given(data=st.data())
-def test_memory_is_shared_exactly_where_the_source_shares_it(kind: str, makers: Makers, data: st.DataObject) -> None:
+def test_memory_is_shared_exactly_where_the_source_shares_it(kind: str, data: st.DataObject) -> None:
     pool: list[torch.Tensor] = []
     state = [data.draw(tensors(pool)) for _ in range(data.draw(st.integers(2, 6)))]
-    stager = made(kind, makers)
+    stager = made(kind)
     copies = stager.stage({"all": state})["all"]
     stager.close()
     for x, mine in zip(state, copies, strict=True):

@@ -27,10 +27,7 @@ Read = Callable[..., Run]
 
 @pytest.fixture
 def read(tmp_path: Path) -> Read:
-    def made(**facts: Any) -> Run:
-        return Run.read(write_run(tmp_path / str(len(list(tmp_path.iterdir()))), Sample(**facts)))
-
-    return made
+    return lambda **facts: Run.read(write_run(tmp_path / f"run {facts}", Sample(**facts)))
 
 
 def bars(figure: Any, colour: str) -> list[tuple[float, float, float]]:

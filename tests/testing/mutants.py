@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -95,12 +95,6 @@ class WithoutSynchronize:
         self.stage, self.close = self.stager.stage, self.stager.close
 
 
-class TrustsVersionCounters(Mutant):
-    def change(self, source: State, copied: State) -> State:
-        versions = tuple(x._version for x in source.values())
-        return self.seen.setdefault(versions, copied)
-
-
 class PaddingOfNeighbours(Mutant):
     """Lays tensors side by side and calls each the padding of the next one."""
 
@@ -115,13 +109,6 @@ class PaddingOfNeighbours(Mutant):
             offset += x.nbytes
         register_padding(view, self.margins, spans)
         return copied
-
-
-class OneBlockForAll(Mutant):
-    """Copies into the memory that the first copy has."""
-
-    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
-        return self.seen.setdefault(copied.shape, copied).copy_(copied)
 
 
 class LooksOnlyAtTensors(Mutant):
@@ -158,18 +145,6 @@ class TakesCopiesBack(Mutant):
         super().close()
 
 
-class KeepsEveryCopy(Mutant):
-    def change(self, source: State, copied: State) -> State:
-        self.held.append(dict(copied))
-        return copied
-
-
-class KeysOfTheFirst(Mutant):
-    def change(self, source: State, copied: State) -> State:
-        keys = self.seen.setdefault("keys", list(copied))
-        return {key: value for key, value in copied.items() if key in keys}
-
-
 class TiesOfTheFirst(Mutant):
     def change(self, source: State, copied: State) -> State:
         pairs = itertools.combinations(copied, 2)
@@ -195,13 +170,6 @@ class ZerosForWhatIsGone(Mutant):
     def stage(self, state_dict: State) -> State:
         gone = [key for key, x in state_dict.items() if x.untyped_storage().nbytes() < x.nbytes]
         return super().stage(state_dict | {key: torch.zeros(state_dict[key].shape) for key in gone})
-
-
-class InTheBackground(Mutant):
-    """Right in all but one thing: an error that is not asked for is lost."""
-
-    def stage(self, state_dict: State) -> Future[State]:
-        return ThreadPoolExecutor(1).submit(super().stage, state_dict)
 
 
 class ClosesOnce(Mutant):
@@ -262,13 +230,6 @@ class Broadcasts(Mutant):
             return copied
 
 
-class Casts(Mutant):
-    """Remembers dtypes by shape, and casts to them."""
-
-    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
-        return copied.to(self.seen.setdefault(copied.shape, copied.dtype))
-
-
 class SizesOfTheFirst(Mutant):
     """Remembers the size of each tensor by the object it is."""
 
@@ -283,6 +244,10 @@ class MemoryOfTheFirst(Mutant):
     def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
         _, first = self.seen.setdefault(id(source), (source, source.detach()))
         return first.clone() if first.shape == source.shape else copied
+
+
+def keys_of_the_first(self: Mutant, source: State, copied: State) -> State:
+    return {key: copied[key] for key in self.seen.setdefault("keys", list(copied)) if key in copied}
 
 
 def sort_source(source: State, copied: State) -> State:
@@ -317,6 +282,16 @@ def with_shard(copied: Any, offset: int = 0, device: str = "cpu") -> Any:
 
 
 ReleasesNothing = mutant("ReleasesNothing", release=lambda self, staged: None)
+OneBlockForAll = mutant("OneBlockForAll", change_tensor=lambda self, s, c: self.seen.setdefault(c.shape, c).copy_(c))
+KeysOfTheFirst = mutant("KeysOfTheFirst", change=keys_of_the_first)
+KeepsEveryCopy = mutant("KeepsEveryCopy", change=lambda self, s, c: [c, self.held.append(dict(c))][0])
+Casts = mutant("Casts", change_tensor=lambda self, s, c: c.to(self.seen.setdefault(c.shape, c.dtype)))
+InTheBackground = mutant("InTheBackground", stage=lambda self, s: ThreadPoolExecutor(1).submit(Mutant.stage, self, s))
+"""Right in all but one thing: an error that is not asked for is lost."""
+TrustsVersionCounters = mutant(
+    "TrustsVersionCounters",
+    change=lambda self, s, c: self.seen.setdefault(tuple(x._version for x in s.values()), c),
+)
 DrawsRandomNumbers = of_states("DrawsRandomNumbers", lambda source, copied: [copied, torch.rand(1)][0])
 LeavesGradOff = of_states("LeavesGradOff", lambda source, copied: [copied, torch.set_grad_enabled(False)][0])
 SortsTheSource = of_states("SortsTheSource", sort_source)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,12 +32,7 @@ QUICK = (
     joins.MetricsContract,
     joins.ModuleContract,
 )
-COSTLY = (
-    joins.ZeroContract,
-    joins.CollectiveContract,
-    joins.CheckpointContract,
-    joins.ActiveContract,
-)
+COSTLY = (joins.ZeroContract, joins.CollectiveContract, joins.CheckpointContract, joins.ActiveContract)
 CONTRACTS = [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in COSTLY)]
 
 
@@ -81,32 +75,10 @@ def test_a_death_after_a_loop_is_not_blamed_on_another() -> None:
         assert [seen.done for seen in result.seen if seen] == [[length] for length in each.lengths[0]]
 
 
-MAIN = """
-if __name__ == "__main__":
-    import sys
-    kept = [TestTotal.outcome(name).kept for name in TestTotal.promises()]
-    assert "pytest" not in sys.modules
-    print(kept.count(True), len(kept))
-"""
-
-
-@pytest.fixture
-def author(tmp_path: Path) -> Path:
-    """The example of the page in a file, which may also be run."""
+def test_the_pages_example_keeps_it_from_a_file_by_path(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text().partition("## Joins")[2], re.S)
-    file = tmp_path / "test_author.py"
-    file.write_text(example + MAIN)
-    return file
-
-
-@pytest.mark.slow
-def test_a_contract_may_be_in_the_main_module(author: Path) -> None:
-    run = subprocess.run([sys.executable, str(author)], capture_output=True, text=True, timeout=100)
-    promises = len(JoinableContract.promises())
-    assert run.stdout == f"{promises} {promises}\n", run.stdout + run.stderr
-
-
-def test_the_pages_example_keeps_it_from_a_file_by_path(author: Path) -> None:
+    author = tmp_path / "test_author.py"
+    author.write_text(example)
     spec: Any = importlib.util.spec_from_file_location("example_by_path", author)
     sys.modules["example_by_path"] = module = importlib.util.module_from_spec(spec)
     try:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import stagereg
 from stagereg import AsyncStager, BlockingAsyncStager
-from stagereg.testing import Outcome, StagerContract, run_ranks
+from stagereg.testing import StagerContract
 
 from ..pages import expect_table_of_contracts
 from .mutants import MUTANTS, RELEASE, ShardsOnAnAccelerator
@@ -24,11 +24,6 @@ from .mutants import MUTANTS, RELEASE, ShardsOnAnAccelerator
 pytest_plugins = "pytester"
 
 ON_A_RANK = {"test_distributed_tensors_keep_their_parts", "test_a_storage_that_shrank_is_an_error"}
-PAIRS = [(name, each) for name, several in MUTANTS.items() for each in several]
-
-
-def held_to(make: Callable[[], Any], **facts: Any) -> type[StagerContract]:
-    return type("Held", (StagerContract,), {"make": lambda self: make(), **facts})
 
 
 def contract_of(name: str, make: Callable[..., Any], *args: Any, **options: Any) -> type[StagerContract]:
@@ -91,32 +86,28 @@ def test_every_promise_has_a_stager_that_breaks_it() -> None:
     assert set(MUTANTS) == set(StagerContract.promises())
 
 
-@pytest.mark.parametrize(("promise", "mutant"), PAIRS, ids=[mutant.__name__ for _, mutant in PAIRS])
-def test_a_promise_catches_who_breaks_it(promise: str, mutant: type[Any]) -> None:
-    run = tried_on_a_rank if promise in ON_A_RANK else tried
-    shown = run(promise, mutant)
+BREAKS = [(name, contract_of(f"Of{each.__name__}", each)) for name, several in MUTANTS.items() for each in several]
+
+
+@pytest.mark.parametrize(("promise", "contract"), BREAKS, ids=[contract.__name__ for _, contract in BREAKS])
+def test_a_promise_catches_who_breaks_it(
+    promise: str, contract: type[StagerContract], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if promise == "test_held_copies_stay_as_they_are":
+        monkeypatch.setattr(contract, "timeout_s", 4.0)
+    shown = contract.outcome(promise)
     RELEASE.set()
     RELEASE.clear()
     assert shown.kept is False
     assert shown.seen
 
 
+PLACED_ELSEWHERE = contract_of("PlacedElsewhere", ShardsOnAnAccelerator)
+
+
 def test_a_copy_of_shards_may_be_placed_elsewhere() -> None:
-    shown = tried_on_a_rank("test_distributed_tensors_keep_their_parts", ShardsOnAnAccelerator)
+    shown = PLACED_ELSEWHERE.outcome("test_distributed_tensors_keep_their_parts")
     assert shown.kept, shown.seen
-
-
-def tried(promise: str, stager: type[Any]) -> Outcome:
-    impatient = {"timeout_s": 4.0} if promise == "test_held_copies_stay_as_they_are" else {}
-    return held_to(stager, **impatient).outcome(promise)
-
-
-def try_on_a_rank(rank: int, world_size: int, promise: str, stager: type[Any]) -> Outcome:
-    return tried(promise, stager)
-
-
-def tried_on_a_rank(promise: str, stager: type[Any]) -> Outcome:
-    return run_ranks(try_on_a_rank, 1, args=(promise, stager))[0]
 
 
 class Unpinned(staging.BlockingAsyncStager):
@@ -154,7 +145,8 @@ def test_reading_freed_memory_costs_only_the_process_of_a_rank() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", sorted(set(stagereg.names("stager")) - {"torch_default"}))
 def test_every_stager_keeps_it_from_an_accelerator(name: str) -> None:
-    held = held_to(lambda: stagereg.build("stager", name, wait_s=0.1), device="cuda")
+    held = contract_of("OnAnAccelerator", stagereg.build, "stager", name, wait_s=0.1)
+    held.device = "cuda"
     outcomes = [held.outcome(each) for each in held.promises() if each not in ON_A_RANK]
     assert {each.name: each.seen for each in outcomes if each.kept is False} == {}
 

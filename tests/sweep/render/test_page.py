@@ -17,7 +17,7 @@ from stagereg.sweep.comparison import Comparison
 from stagereg.sweep.render.tables import Table
 from stagereg.sweep.result import JobResult
 
-from ..samples import compared, row_of
+from ..samples import compared, row_of, write_hydra
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="72pt" height="36pt" viewBox="0 0 72 36"><g id="a"/></svg>'
@@ -92,8 +92,7 @@ def test_the_answer_and_the_table_come_first_nothing_is_asked(
 
 
 def test_texts_of_a_run_are_escaped(opened: Opener, tmp_path: Path) -> None:
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "config.yaml").write_text(f"name: {EVIL}\n")
+    write_hydra(tmp_path, [], config=f"name: {EVIL}\n")
     rows = [
         row_of({EVIL: EVIL}, {"stall_ms": (1.0,)}, {"stall_ms": "best"}, directory=tmp_path),
         row_of({EVIL: "b"}, {}, error=EVIL),
@@ -133,8 +132,7 @@ def test_it_is_dark_where_wanted_and_only_its_table_scrolls(opened: Opener, usua
 
 def test_the_page_of_a_run_has_all_that_is_known_of_it(opened: Opener, tmp_path: Path) -> None:
     figures = {"stall_ms": 1.25, "steps": 30.0, "zeal": 3.0, "loss": 0.5}
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "config.yaml").write_text("a: 1\n")
+    write_hydra(tmp_path, [], config="a: 1\n")
     job = JobResult(tmp_path, error="it stumbled\nTraceback", figures=figures, environment={"device": "H200"})
     rows = ((1, 3.25, "x"), (10, 0.5, "y"), (2, None, "z"))
     table = Table("Checkpoints", ("step", "stall", "name"), rows)
