@@ -48,6 +48,9 @@ def train(cfg):
         raise stagereg.UnevenInputsError(f"inputs ran out on rank {rank}", rank=rank if rank == 1 else None)
     if cfg.what == "fail_everywhere":
         raise stagereg.StageregError("no shelf for cheese")
+    if cfg.what == "die_on_last":
+        stagereg.record.emit("write", step=20, dir="kept")
+        dist.barrier()
     if rank == size - 1:
         match cfg.what:
             case "raise_on_last":
@@ -221,6 +224,9 @@ def test_an_error_is_printed_once_without_its_consequences(app, start):
     assert "peer" not in ended.stderr
 
 
+NEWEST = "The newest checkpoint is step 20, in kept; the same command goes on from there."
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "code", "stderr"),
@@ -228,7 +234,7 @@ def test_an_error_is_printed_once_without_its_consequences(app, start):
         ("fail_on_last", 1, "rank 1: the cheese is out: buy some\n"),
         ("fail_everywhere", 1, "rank [01]: no shelf for cheese\n"),
         ("uneven", 1, "rank 1: inputs ran out on rank 1\n"),
-        ("die_on_last", 1, "rank 1: died of SIGKILL\n"),
+        ("die_on_last", 1, f"rank 1: died of SIGKILL\n{NEWEST}\n"),
         ("exit_badly_on_last", 1, r"rank 1: left by sys\.exit\(3\)\n"),
         ("exit_on_last", 0, ""),
         ("exit_now_on_last", 1, "rank 1: ended with exit code 3\n"),
