@@ -34,7 +34,7 @@ from stagereg.checkpoint.lock import StoreLock
 from stagereg.checkpoint.manifest import MOST, new_token
 from stagereg.checkpoint.pending_save import Background, CheckpointStats, PendingSave, SaveTarget
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
-from stagereg.checkpoint.rank_group import RankGroup, reason
+from stagereg.checkpoint.rank_group import DisagreementError, RankGroup, name_ranks, reason
 from stagereg.checkpoint.requests import Requests
 from stagereg.checkpoint.schedule import Automatic, Schedule
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
@@ -52,7 +52,8 @@ __all__ = ["CheckpointStats", "Checkpointer"]
 _log = logging.getLogger(__name__)
 
 _RESUME = ("auto", "latest", "never", "the path of a checkpoint")
-_SAVE, _LEAVE = "save", "leave"  # what a request begins with: to save a step, or to save it and exit
+_SAVE, _LEAVE, _RESTORE = "save", "leave", "restore"
+"""What a request begins with: to save a step, to save it and exit, to restore."""
 
 
 @register("checkpoint", "default")
@@ -268,7 +269,9 @@ class Checkpointer:
             self.preemption.follow()
         while not self._closed and (entry := self._requests.take()) is not None:
             what, _, step = entry.partition(" ")
-            if what == _LEAVE:
+            if what == _RESTORE:
+                self._answer(entry)
+            elif what == _LEAVE:
                 self._leave(int(step), self._state, follows=True)
             else:
                 self._save(int(step), self._state, follows=True)
@@ -337,6 +340,7 @@ class Checkpointer:
         if self._background.hanging:  # in an exchange with the other ranks, which another one must not meet
             self._background.raise_failure()
             raise CheckpointError("Nothing was restored: a save has not ended yet, since the storage hangs.")
+        self._requests.post(_RESTORE)
         self._ranks.run_on_all("Nothing was restored", self.wait)
         if self.resume == "never":
             return None
@@ -444,7 +448,13 @@ class Checkpointer:
 
     def _answer(self, entry: str | None) -> None:
         """Have other ranks know that this one does not save what they do."""
-        if entry is not None:
+        if entry == _RESTORE:
+            error = DisagreementError(
+                f"{name_ranks([self._ranks.rank])} did not call restore(), which is for all ranks"
+            )
+            with contextlib.suppress(CheckpointError):
+                self._ranks.run_on_all("Nothing was restored", partial(_raise, error))
+        elif entry is not None:
             step = int(entry.partition(" ")[2])
             self._background.submit(PendingSave(step, self._target, missed=True))
             self._schedule.held(step, 0.0)
@@ -549,6 +559,10 @@ class Checkpointer:
             self._background.raise_or_warn(failure)
         finally:
             save.settled.set()
+
+
+def _raise(error: CheckpointError) -> None:
+    raise error
 
 
 def _count(taken: Counter[str], name: str, *of_the_hook: object) -> None:

@@ -12,16 +12,23 @@ together. A rank that dies is noticed at once, by the end of its connections.
 from __future__ import annotations
 
 import datetime
+import logging
 import pickle
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from stagereg.errors import CheckpointError
+from stagereg.kernel.channel import resources_of, wait_for_keys
 
 __all__ = ["DisagreementError", "RankGroup", "name_ranks", "portable", "reason"]
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -29,6 +36,7 @@ U = TypeVar("U")
 _LONGEST = 1000  # characters of the text of one error; some print what they could not handle
 _PATIENCE = datetime.timedelta(days=30)  # longer than any storage is waited for
 _USUAL = datetime.timedelta(minutes=30)  # what torch's own groups have
+_LONG_S = 5.0  # after which a rank that waits for others says so
 _SHOWN = 4  # ranks whose errors a message has
 
 
@@ -82,11 +90,31 @@ class RankGroup:
             raise CheckpointError(
                 "This rank is not in the process_group given to the Checkpointer; construct it inside."
             )
-        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        training = process_group or dist.group.WORLD
+        ranks = dist.get_process_group_ranks(training)
+        present = self._await_all(training, len(ranks))
         self.group = dist.new_group(
             ranks, timeout=_PATIENCE, backend="gloo", use_local_synchronization=process_group is not None
         )
+        present()
         self.rank, self.size = dist.get_rank(self.group), len(ranks)
+
+    def _await_all(self, training: Any, size: int) -> Callable[[], object]:
+        """Wait until all ranks construct theirs, and say so where it takes long; what is returned clears that away."""
+        store = PrefixStore(resources_of(training).next_name("ranks"), training.get_group_store())
+        rank, ends = dist.get_rank(training), time.monotonic() + self._limit.total_seconds()
+        store.set(str(rank), "")
+        warned = False
+        while not wait_for_keys(store, [str(each) for each in range(size)], _LONG_S):
+            there = [each for each in range(size) if store.check([str(each)])]
+            missing = name_ranks([each for each in range(size) if each not in there])
+            text = f"{name_ranks(there)} made a Checkpointer, {missing} did not: make it on all ranks."
+            if not warned and rank == there[0]:
+                _log.warning("stagereg: %s", text)
+            warned = True
+            if time.monotonic() > ends:
+                raise CheckpointError(text)
+        return partial(store.delete_key, str(rank))
 
     def check_still_all(self) -> None:
         """Raise ``CheckpointError`` if other ranks have come up since a process alone constructed this."""
