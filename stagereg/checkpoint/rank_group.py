@@ -15,7 +15,7 @@ import datetime
 import logging
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -60,6 +60,15 @@ def reason(error: BaseException) -> str:
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]} ... ({len(text)} characters)"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _texts(errors: Mapping[int, BaseException]) -> list[str]:
+    """Return what each rank failed with; ranks that failed alike are named together."""
+    alike: dict[str, list[int]] = {}
+    for rank, error in errors.items():
+        alike.setdefault(reason(error), []).append(rank)
+    blameless = {reason(error) for error in errors.values() if isinstance(error, DisagreementError)}
+    return [text if text in blameless else f"{name_ranks(ranks)}: {text}" for text, ranks in alike.items()]
 
 
 def portable(error: BaseException) -> BaseException:
@@ -209,10 +218,7 @@ class RankGroup:
             if not isinstance(failure, Exception):
                 raise failure
         if errors:
-            texts = [
-                reason(error) if isinstance(error, DisagreementError) else f"rank {rank}: {reason(error)}"
-                for rank, error in errors.items()
-            ]
+            texts = _texts(errors)
             more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
             cause = next(iter(errors.values())) if failure is None else failure
             raise CheckpointError(f"{failing}: {'; '.join(texts[:_SHOWN] + more)}") from cause

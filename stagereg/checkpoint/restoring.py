@@ -218,8 +218,11 @@ def _load(
             except OSError as error:
                 raise CheckpointError(f"{name!r} has changed in part: {error}") from error
             except Exception as error:
-                text = f"{name!r} does not take what was saved under its name: {reason(error)}"
-                raise CheckpointError(text) from error
+                raise CheckpointError(
+                    f"{name!r} does not take what was saved under its name: {reason(error).rstrip('.')}. If the "
+                    "checkpoint is another model's, give this one a directory of its own, checkpoint.dir=PATH, or start "
+                    "from scratch with checkpoint.resume=never"
+                ) from error
         if saved_size == size:
             rng.restore(fill(found[entries.rng_name(rank)]))
         elif rank == 0:

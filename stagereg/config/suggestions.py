@@ -14,10 +14,14 @@ from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+import stagereg.registry as registry
 from stagereg.config.resolved_tree import SWITCHES
 from stagereg.errors import nearest
 
 __all__ = ["explain"]
+
+_CHOSEN = {"joinable": "+joinable@join.joinables.NAME", "join_hook": "+join_hook@join.joinables.NAME.hook"}
+"""How an option of a kind is chosen, where that is not by the name of the kind alone."""
 
 
 def explain(error: BaseException | None) -> str:
@@ -53,4 +57,6 @@ def _unknown_option(error: MissingConfigException) -> str:
         return ""
     group, _, name = error.missing_cfg_file.rpartition("/")
     options = sorted(error.options)
-    return f"there is no {group}={name}.{nearest(name, options)} There is: {', '.join(options)}"
+    others = [kind for kind in registry.kinds() if kind != group and name in registry.names(kind)]
+    where = f" {name} is a {others[0]}: {_CHOSEN.get(others[0], others[0])}={name}." if others else ""
+    return f"there is no {group}={name}.{where or nearest(name, options)} There is: {', '.join(options)}"
