@@ -220,8 +220,8 @@ def _load(
             except Exception as error:
                 raise CheckpointError(
                     f"{name!r} does not take what was saved under its name: {reason(error).rstrip('.')}. If the "
-                    "checkpoint is another model's, give this one a directory of its own, checkpoint.dir=PATH, or start "
-                    "from scratch with checkpoint.resume=never"
+                    "checkpoint is another model's, give this one a directory of its own, checkpoint.dir=PATH, or "
+                    "start from scratch with checkpoint.resume=never"
                 ) from error
         if saved_size == size:
             rng.restore(fill(found[entries.rng_name(rank)]))

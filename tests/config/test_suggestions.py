@@ -48,7 +48,7 @@ NO_NAME = "a config group takes the name of an option. For none write ~GROUP, in
         ),
         (
             "+join_hook=auto",
-            "there is no join_hook=auto. auto is a joinable: +joinable@join.joinables.NAME=auto. There is: checkpoint, ",
+            "there is no join_hook=auto. auto is a joinable: +joinable@join.joinables.NAME=auto. There is: check",
         ),
         ("data=unevn", "there is no data=unevn. Did you mean 'uneven'? There is: even, uneven"),
         *((override, NO_NAME) for override in ("stager=null", "data=null", "+stager@other=null", "stager=3")),
