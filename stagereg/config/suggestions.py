@@ -12,8 +12,9 @@ import sys
 
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
+import stagereg.config.docstring as docstring
 import stagereg.registry as registry
 from stagereg.config.resolved_tree import SWITCHES
 from stagereg.errors import nearest
@@ -29,7 +30,7 @@ def explain(error: BaseException | None) -> str:
     line = ""
     while error is not None and not line:
         if isinstance(error, OmegaConfBaseException):
-            line = _unknown_key(error)
+            line = _wrong_type(error) if isinstance(error, ValidationError) else _unknown_key(error)
         elif isinstance(error, MissingConfigException):
             line = _unknown_option(error)
         elif isinstance(error, ValueError) and str(error).startswith("Config group override must be"):
@@ -52,7 +53,19 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
     return f"{what} takes no {str(error.key)!r}.{near} It takes: {', '.join(takes) or 'nothing'}{more}"
 
 
+def _wrong_type(error: OmegaConfBaseException) -> str:
+    """The error of a component's option, and what the option is for."""
+    kind, _, name = getattr(error.object_type, "__name__", "").partition("/")
+    if not name or kind not in registry.kinds() or name not in registry.names(kind):
+        return ""
+    about = docstring.parameters(registry.find(kind, name).load()).get(str(error.key), "")
+    meaning = f". It is: {about}" if about else ""
+    return f"{error.full_key}: {str(error).splitlines()[0]}{meaning}"
+
+
 def _unknown_option(error: MissingConfigException) -> str:
+    if error.missing_cfg_file and not error.options and nearest(error.missing_cfg_file, ["stagereg"]):
+        return f"there is no config {error.missing_cfg_file!r} for the defaults of a config. Did you mean 'stagereg'?"
     if not error.options or not error.missing_cfg_file:
         return ""
     group, _, name = error.missing_cfg_file.rpartition("/")

@@ -47,6 +47,14 @@ NO_NAME = "a config group takes the name of an option. For none write ~GROUP, in
             "train takes no 'stepz'. Did you mean 'steps'? It takes: steps, lr. To add it, write +train.stepz=...",
         ),
         (
+            "stager.max_in_flight=many",
+            "stager.max_in_flight: Value 'many' of type 'str' could not be converted to Integer. It is: copies that may",
+        ),
+        (
+            "join.throw=maybe",
+            "join.throw: Value 'maybe' is not a valid bool (type str). It is: when a rank runs out of",
+        ),
+        (
             "+join_hook=auto",
             "there is no join_hook=auto. auto is a joinable: +joinable@join.joinables.NAME=auto. There is: check",
         ),
@@ -86,7 +94,11 @@ def test_a_program_that_initialises_the_group_is_an_error() -> None:
         train(OmegaConf.create({}))
 
 
-@pytest.mark.parametrize("override", ["stager.max_in_flight=many", "join.throw=maybe", "~nothing"])
-def test_errors_about_something_else_are_left_alone(app: Path, override: str) -> None:
-    assert message_of(app, override) == ""
+def test_a_misspelt_default_gets_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "app.yaml").write_text("defaults: [stagerreg, _self_]\n")
+    assert message_of(tmp_path, "x=1").endswith("'stagerreg' for the defaults of a config. Did you mean 'stagereg'?")
+
+
+def test_errors_about_something_else_are_left_alone(app: Path) -> None:
+    assert message_of(app, "~nothing") == ""
     assert explain(ValueError("x")) == ""
