@@ -48,7 +48,7 @@ NO_NAME = "a config group takes the name of an option. For none write ~GROUP, in
         ),
         (
             "stager.max_in_flight=many",
-            "stager.max_in_flight: Value 'many' of type 'str' could not be converted to Integer. It is: copies that may",
+            "stager.max_in_flight: Value 'many' of type 'str' could not be converted to Integer. It is: copies that",
         ),
         (
             "join.throw=maybe",
