@@ -45,8 +45,9 @@ class DisagreementError(CheckpointError):
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks for a message: "rank 0", "ranks 1, 2"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    """Return ranks for a message: "rank 0", "ranks 1, 2", of many the first."""
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_SHOWN]))}{more}"
 
 
 def reason(error: BaseException) -> str:

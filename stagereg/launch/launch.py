@@ -227,7 +227,7 @@ def _newest_checkpoint(directory: str) -> str:
 
 
 def _raise(
-    errors: Mapping[int, str], codes: Mapping[int, int], forwarded: signal.Signals | None, more: str
+    errors: Mapping[int, str], codes: Mapping[int, int], forwarded: signal.Signals | None, more: str = ""
 ) -> NoReturn:
     """Raise for ranks that have failed: with what they have reported, or else with how they ended."""
     received = forwarded or next((each for each in SIGNALS if 128 + each in codes.values()), None)

@@ -260,5 +260,9 @@ class _Store(dist.Store):
         self._values[key] = str(total).encode()
         return total
 
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        self._simulation.pause()
+        return self._values.setdefault(key, desired if isinstance(desired, bytes) else desired.encode())
+
     def delete_key(self, key: str) -> bool:
         return self._values.pop(key, None) is not None

@@ -91,7 +91,7 @@ def test_agents_that_start_in_different_folders_are_one_run(agents: Agents) -> N
     assert log.parent == folder
     assert re.findall("rank (.*) starts", log.read_text()) == ["0 of 2"]
     assert sorted(file.name for file in folder.glob("metrics*.jsonl")) == ["metrics.jsonl", "metrics.rank1.jsonl"]
-    assert (folder / "checkpoints" / "latest").resolve().name == "step-00000004"
+    assert (folder / "checkpoints" / "latest").resolve().name == "step-00000005"
 
 
 @pytest.mark.slow
