@@ -388,7 +388,7 @@ def test_a_wrong_text_is_refused_with_its_key_and_the_right_form(given: dict[str
         stagereg.instantiate(config(**given))
 
 
-def test_a_choice_is_taken_or_refused_with_its_key_and_the_nearest() -> None:
+def test_a_choice_is_taken_or_refused_with_key_and_nearest() -> None:
     for value, hint, message in (
         (["slow", "fsat"], list[Literal["fast", "slow"]] | None, r"^x\[1\] is 'fsat'\. Did you mean 'fast'\?"),
         ({"a": ["fsat"]}, dict[str, list[Literal["fast"]]], r"^x\.a\[0\] is 'fsat'\. Did you mean 'fast'\?"),

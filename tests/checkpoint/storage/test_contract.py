@@ -288,7 +288,7 @@ class Foreign(FileSystemWriter):
         return FileSystemReader(path)
 
 
-def test_an_unregistered_storage_without_marks_alone_reads_its_own(tmp_path: Path) -> None:
+def test_an_unregistered_storage_without_marks_reads_its_own(tmp_path: Path) -> None:
     state = {"x": torch.arange(3.0), "pair": (torch.ones(2), 1), "values": {1: "a", "nothing": {}}}
     found = {"x": torch.zeros(3), "pair": None, "values": None}
     tensor = found["x"]
