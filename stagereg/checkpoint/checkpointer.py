@@ -441,10 +441,9 @@ class Checkpointer:
 
     def _look_for_missed(self) -> None:
         """Answer what other ranks wait for, where this one has passed over it; on the background thread."""
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            if self.preemption is not None:
-                self.preemption.look_for_missed()
-            self._answer(self._requests.missed())
+        if self.preemption is not None:
+            self.preemption.look_for_missed()
+        self._answer(self._requests.missed())
 
     def _answer(self, entry: str | None) -> None:
         """Have other ranks know that this one does not save what they do."""
@@ -476,7 +475,7 @@ class Checkpointer:
         command = command_to_go_on(str(self.dir))
         if command == "the same command":
             return f"{newest} The same command goes on from there."
-        return f"{newest} The same command would start anew, since the directory is of this run: {command} goes on."
+        return f"{newest} The same command would start anew, in a directory of its own; to go on, run {command}."
 
     def _leave(self, step: int, state: MutableMapping[str, Any] | None, follows: bool = False) -> NoReturn:
         """Save ``step``, unless that is done, and leave; on all ranks, which have agreed to."""

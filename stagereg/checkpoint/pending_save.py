@@ -509,7 +509,10 @@ def _work(saves: queue.SimpleQueue[Callable[[], None] | None], look: Callable[[]
         try:
             write = saves.get(timeout=_IDLE_S)
         except queue.Empty:
-            look()
+            try:
+                look()
+            except Exception:  # the store, or the group, is gone; saves that still come must find the thread
+                _log.debug("Looking for what this rank has passed over failed.", exc_info=True)
             continue
         if write is None:
             return

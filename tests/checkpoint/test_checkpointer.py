@@ -70,8 +70,8 @@ def test_the_log_has_where_checkpoints_go_and_what_goes_on(
     checkpointer = Checkpointer(str(root))
     checkpointer.restore({"x": 0})
     checkpointer.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-    newest = f"The newest good checkpoint is step 3, in {root}. The same command would start anew, since the directory"
-    end = f"{newest} is of this run: the same command with checkpoint.dir={root} goes on."
+    newest = f"The newest good checkpoint is step 3, in {root}. The same command would start anew, in a directory of"
+    end = f"{newest} its own; to go on, run the same command with checkpoint.dir={root}."
     shown = [line for line in caplog.messages if "no accelerator" not in line]
     assert shown == [
         f"stagereg: checkpoints go to {root}; training starts from scratch",

@@ -134,3 +134,21 @@ def test_without_a_thread_a_save_is_refused_and_not_waited_for(write: Write, mon
     write.go.set()
     write.submitted(background)
     assert background.finish()
+
+
+def test_a_look_that_fails_leaves_the_thread_to_later_saves(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending_save, "_IDLE_S", 0.01)
+    looked = threading.Event()
+
+    class Rank:
+        def look(self) -> None:
+            looked.set()
+            raise ValueError("no process group")
+
+    rank, background = Rank(), write.background()
+    background.look_out(rank.look)
+    assert looked.wait(30)
+    write.go.set()
+    write.submitted(background)
+    assert background.finish()
+    background.raise_failure()
