@@ -179,14 +179,8 @@ class Checkpointer:
         self._ranks = RankGroup(process_group, timeout)
         if not enable:
             return
-        alike: dict[str, Any] = {
-            "dir": self._store.root,
-            "every": every,
-            "keep": keep,
-            "resume": resume,
-            "verify": verify,
-        }
-        alike |= {"on_error": on_error, "grace": grace, "storage": name_of(self._storage)}
+        alike: dict[str, Any] = {"dir": self._store.root, "every": every, "keep": keep, "resume": resume}
+        alike |= {"verify": verify, "on_error": on_error, "grace": grace, "storage": name_of(self._storage)}
         options.expect_alike(self._ranks.run_on_all("The ranks could not compare their options", lambda: alike))
         opened = self._ranks.run_on_all(f"checkpoint.dir={dir} cannot be written to", self._open)
         # The training threads have groups of their own: one for each kind of exchange, since not all ranks may come to

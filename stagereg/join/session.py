@@ -257,7 +257,8 @@ class JoinSession:
         """Without data, on torch's wire: how many ranks begin another step; waits for them, and follows them."""
         total = torch.zeros(1, device=self.wire.device)
         work = dist.all_reduce(total, group=self.group, async_op=True)
-        ready = functools.partial(_wait_for_work, work) if total.is_cuda else PendingSum(array("d"), work).ready
+        # A wait with a time-out is a look for gloo; backends of accelerators may abort the group after it.
+        ready = PendingSum(array("d"), work).ready if total.is_cpu else functools.partial(_wait_for_work, work)
         self.wait(ready, "the next step")
         return int(total.item())
 
