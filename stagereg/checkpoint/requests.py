@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from stagereg.join.failure import collectives_of
 from stagereg.kernel.channel import resources_of
 
 __all__ = ["Requests"]
@@ -69,11 +70,5 @@ class Requests:
         return int(position), what
 
     def _position(self) -> int:
-        """How many collectives this rank has run, where the group counts them, and how many joins it has entered."""
-        if self._group is None:
-            return 0
-        joins = resources_of(self._group).counts["join"]
-        try:
-            return int(self._group._get_sequence_number_for_group()) + joins
-        except (AttributeError, RuntimeError):
-            return joins
+        """How many collectives this rank has run, and how many joins it has entered."""
+        return 0 if self._group is None else collectives_of(self._group) + resources_of(self._group).counts["join"]
