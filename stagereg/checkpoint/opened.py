@@ -3,7 +3,8 @@
 One process, without a process group, whatever number of ranks wrote it. Opening reads the manifest and the index; a
 tensor is read when it is asked for. One that lies in a local file as a whole is not even read: its memory is that of
 the file, mapped, and the system reads the parts that are used. One that is in several parts, in an archive of
-``torch.save`` or at a URL is put together in memory of its own. The names are those that ``stagereg convert`` writes.
+``torch.save``, at a URL, or at an offset that its dtype does not allow, is read into memory of its own. The names are
+those that ``stagereg convert`` writes.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
                 return found
             wanted = Leaf(leaf.name, leaf.stored)
             self._files.read([wanted])
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: an empty file
             raise CheckpointError(f"{leaf.name!r:.100} of {self.path} was not read: {error}") from error
         return wanted.value
 
