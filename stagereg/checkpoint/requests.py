@@ -13,6 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from stagereg.join.failure import collectives_of
+
 __all__ = ["Requests"]
 
 
@@ -36,7 +38,7 @@ class Requests:
         with self._lock:
             self._number += 1
             if self._store is not None:
-                self._store.set(str(self._number), f"{self._position()} {what}")
+                self._store.set(str(self._number), f"{collectives_of(self._group)} {what}")
 
     def take(self) -> str | None:
         """Return the next entry that this rank has not met, as it has left its loop, and count it as met."""
@@ -51,7 +53,7 @@ class Requests:
         """Return an entry that this rank has passed over, and count it as met. On any thread, about once a second."""
         with self._lock:
             entry = self._next()
-            if entry is None or entry[0] >= self._position():
+            if entry is None or entry[0] >= collectives_of(self._group):
                 return None
             if self._suspected <= self._number:  # it may be about to do it: look once more
                 self._suspected = self._number + 1
@@ -64,10 +66,3 @@ class Requests:
             return None
         position, what = self._store.get(str(self._number + 1)).decode().split(" ", 1)
         return int(position), what
-
-    def _position(self) -> int:
-        """How many collectives the group has run on this rank; 0 where it does not count them."""
-        try:
-            return int(self._group._get_sequence_number_for_group())  # type: ignore[union-attr]
-        except (AttributeError, RuntimeError):
-            return 0
