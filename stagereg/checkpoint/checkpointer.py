@@ -239,10 +239,7 @@ class Checkpointer:
         self._save(what, step)
 
     def save_in_join(self, step: int, follows: bool) -> None:
-        """As :meth:`save`, of the state given to :meth:`remember`, on all ranks of a join at the same moment.
-
-        ``follows`` says that this rank has left the loop, so that plain values are those of other ranks.
-        """
+        """As :meth:`save`, of the state remembered, on all ranks of a join at once; one without data ``follows``."""
         self._check_open()
         if self.enable:
             agreed = self.preemption is not None and self.preemption.agreed is not None
@@ -406,13 +403,13 @@ class Checkpointer:
     def _answer(self, entry: str | None) -> None:
         """Have other ranks know that this one does not save what they do."""
         if entry == _RESTORE:
-            error = DisagreementError(
-                f"{name_ranks([self._ranks.rank])} did not call restore(), which is for all ranks"
-            )
             with contextlib.suppress(CheckpointError):
-                self._ranks.run_on_all("Nothing was restored", partial(_raise, error))
+                self._ranks.run_on_all("Nothing was restored", self._refuse_to_restore)
         elif entry is not None:
             self._saver.miss(int(entry.partition(" ")[2]))
+
+    def _refuse_to_restore(self) -> None:
+        raise DisagreementError(f"{name_ranks([self._ranks.rank])} did not call restore(), which is for all ranks")
 
     def _describe_end(self) -> str:
         """Return what there is to go on from, and how."""
@@ -440,10 +437,6 @@ class Checkpointer:
                 f"This checkpointer is of process {self._pid}; a forked child, such as a worker of a DataLoader, can "
                 "neither save nor restore through it."
             )
-
-
-def _raise(error: CheckpointError) -> None:
-    raise error
 
 
 def _taken(store: CheckpointStore, seconds: float) -> StoreLock:

@@ -236,6 +236,10 @@ class Kept:
     def remember(self, state: Any) -> None:
         self.state = state
 
+    def save(self, step: int, state: Any) -> None:
+        self.state = state
+        self.save_in_join(step, follows=False)
+
     def save_in_join(self, step: int, follows: bool) -> None:
         everywhere = torch.stack([p.detach().sum() for p in self.state["model"].parameters()])
         dist.all_reduce(everywhere)
