@@ -233,8 +233,15 @@ class Kept:
     def due(self, step: int) -> bool:
         return step % self.every == 0
 
+    def remember(self, state: Any) -> None:
+        self.state = state
+
     def save(self, step: int, state: Any) -> None:
-        everywhere = torch.stack([p.detach().sum() for p in state["model"].parameters()])
+        self.state = state
+        self.save_in_join(step, follows=False)
+
+    def save_in_join(self, step: int, follows: bool) -> None:
+        everywhere = torch.stack([p.detach().sum() for p in self.state["model"].parameters()])
         dist.all_reduce(everywhere)
         self.saved[step] = everywhere / dist.get_world_size()
 
@@ -257,7 +264,7 @@ class Saving(Training):
 class CheckpointContract(DdpContract):
     """``checkpoint``: comes first, and exchanges once a step what was asked for."""
 
-    own_collectives = 3  # an exchange, and where there is a checkpoint to save, what the ranks hold
+    own_collectives = 1  # an exchange
     keeps = ("saved",)
 
     def build(self) -> Any:
