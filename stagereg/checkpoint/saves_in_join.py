@@ -27,12 +27,12 @@ from stagereg.join.joinable import BuiltInHook, JoinHook, notify
 from stagereg.join.kinds.module import ModuleJoinable
 from stagereg.join.tracked import TrackedJoinable
 from stagereg.kernel.channel import control_channel
+from stagereg.launch.preemption import SIGNALS
 from stagereg.registry import register
 
 __all__ = ["CheckpointHook", "CheckpointJoinable"]
 
 _MOST = 2**51
-_NO_SIGNALS = [0.0, 0.0]
 
 
 @register("join_hook", "checkpoint")
@@ -97,6 +97,7 @@ class CheckpointJoinable(TrackedJoinable):
         super().__init__(hook)
         self.checkpointer = checkpointer
         self.state = state
+        checkpointer.remember(state)  # and count the steps of its optimizers
         self.module = module
         self._asked: int | None = None  # the step that this rank asks to save
         self._shadows = False  # whether this rank takes part by hooks
@@ -138,7 +139,6 @@ class CheckpointJoinable(TrackedJoinable):
         """Watch the model's forward. Collective where it is the first time."""
         self._channel = control_channel(self.join_process_group, "checkpoint")
         super().watch()
-        self.checkpointer.remember(self.state)
         if self.checkpointer.preemption is not None:
             self.checkpointer.preemption.exchanged_by_join = True
 
@@ -190,7 +190,7 @@ class CheckpointJoinable(TrackedJoinable):
         channel, consensus = self._channel, self.checkpointer.preemption
         values = [0.0] * channel.size
         values[channel.rank] = float(active) if asked is None else 2.0 * (asked + 1) + active
-        signals = _NO_SIGNALS if consensus is None else consensus.signal_flags()
+        signals = [0.0] * len(SIGNALS) if consensus is None else consensus.signal_flags()
         sums = channel.add([*values, *signals]).wait()
         requested = [int(value) for value in sums[: channel.size]]
         if consensus is not None:
@@ -208,7 +208,7 @@ class CheckpointJoinable(TrackedJoinable):
                 "ranks take together, not a rank's own batches."
             )
         left = bool(self._active) and self._channel.rank not in self._active
-        self.checkpointer.save_in_join(step, follows=left)
+        self.checkpointer.save_in_join(step, self.state, follows=left)
 
     @property
     def _model(self) -> Any:

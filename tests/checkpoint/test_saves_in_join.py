@@ -131,9 +131,9 @@ class Counts:
         pass
 
     def save(self, step: int, state: Any) -> None:
-        self.save_in_join(step, follows=False)
+        self.save_in_join(step, state, follows=False)
 
-    def save_in_join(self, step: int, follows: bool) -> None:
+    def save_in_join(self, step: int, state: Any, follows: bool) -> None:
         self.saved.append((step, follows))
 
 

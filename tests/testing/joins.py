@@ -234,14 +234,13 @@ class Kept:
         return step % self.every == 0
 
     def remember(self, state: Any) -> None:
-        self.state = state
+        pass
 
     def save(self, step: int, state: Any) -> None:
-        self.state = state
-        self.save_in_join(step, follows=False)
+        self.save_in_join(step, state, follows=False)
 
-    def save_in_join(self, step: int, follows: bool) -> None:
-        everywhere = torch.stack([p.detach().sum() for p in self.state["model"].parameters()])
+    def save_in_join(self, step: int, state: Any, follows: bool) -> None:
+        everywhere = torch.stack([p.detach().sum() for p in state["model"].parameters()])
         dist.all_reduce(everywhere)
         self.saved[step] = everywhere / dist.get_world_size()
 
