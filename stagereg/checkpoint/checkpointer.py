@@ -24,6 +24,7 @@ import torch.distributed as dist
 import stagereg.checkpoint.options as options
 import stagereg.checkpoint.restoring as restoring
 import stagereg.record as record
+from stagereg.checkpoint.ending import Ending
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import StoreLock
 from stagereg.checkpoint.manifest import new_token
@@ -173,6 +174,7 @@ class Checkpointer:
         self.stats = self._background.stats
         training = None if self._ranks.group is None else process_group or dist.group.WORLD
         self._requests = Requests(training, f"checkpoint/{opened[0]}/saves")
+        self._ending = Ending(training, f"checkpoint/{opened[0]}/end")
         if grace is not None:
             newest = self._background.describe_newest
             exchanges = Requests(training, f"checkpoint/{opened[0]}/signals")
@@ -333,9 +335,9 @@ class Checkpointer:
             self._closed = True
             self._stager.close()
             return
+        self._ending.leave()
         with contextlib.suppress(RuntimeError):  # the store is gone
-            while (entry := self._requests.take()) is not None:
-                self._answer(entry)
+            self._answer_all()
         ended = self._background.finish()
         self._closed = True
         if self.preemption is not None:
@@ -363,6 +365,7 @@ class Checkpointer:
             _log.warning("stagereg: interrupted. %s", self._describe_end())
         try:
             if error is None and self.save_last:
+                self._ending.wait(self._seen, self._at_the_end, self._ranks.limit.total_seconds())
                 self._saver.save_last(self._seen)
         finally:
             try:
@@ -400,6 +403,16 @@ class Checkpointer:
         if self.preemption is not None:
             self.preemption.look_for_missed()
         self._answer(self._requests.missed())
+        self._ending.look()
+
+    def _answer_all(self) -> None:
+        """Answer what ranks still ask for, now that this one has come to its end."""
+        while (entry := self._requests.take()) is not None:
+            self._answer(entry)
+
+    def _at_the_end(self) -> None:
+        self._answer_all()
+        self._background.raise_failure()
 
     def _answer(self, entry: str | None) -> None:
         """Have other ranks know that this one does not save what they do."""

@@ -80,13 +80,16 @@ class RankGroup:
 
     Constructing it is collective: every rank does so, in the same order as its other groups. ``timeout`` is for the
     exchanges without a limit of their own, at least half an hour.
+
+    Attributes:
+        limit: that time-out.
     """
 
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, timeout: datetime.timedelta | None = None
     ) -> None:
         self.group: dist.ProcessGroup | None = None
-        self._limit = min(max(timeout or _USUAL, _USUAL), _PATIENCE)
+        self.limit = min(max(timeout or _USUAL, _USUAL), _PATIENCE)
         self.rank, self.size = 0, 1
         if not (dist.is_available() and dist.is_initialized()):
             return
@@ -106,7 +109,7 @@ class RankGroup:
     def _await_all(self, training: Any, size: int) -> Callable[[], object]:
         """Wait until all ranks construct theirs, and say so where it takes long; what is returned clears that away."""
         store = PrefixStore(resources_of(training).next_name("ranks"), training.get_group_store())
-        rank, ends = dist.get_rank(training), time.monotonic() + self._limit.total_seconds()
+        rank, ends = dist.get_rank(training), time.monotonic() + self.limit.total_seconds()
         store.set(str(rank), "")
         warned = False
         while not wait_for_keys(store, [str(each) for each in range(size)], _LONG_S):
@@ -135,7 +138,7 @@ class RankGroup:
         work = None if self.group is None else dist.all_reduce(greatest, dist.ReduceOp.MAX, self.group, async_op=True)
 
         def wait(seconds: float | None = None) -> list[float]:
-            limit = self._limit if seconds is None else datetime.timedelta(seconds=seconds)
+            limit = self.limit if seconds is None else datetime.timedelta(seconds=seconds)
             try:
                 if work is not None:
                     work.wait(limit)
@@ -151,7 +154,7 @@ class RankGroup:
 
         Raises as :meth:`round_trip`, and ``CheckpointError`` if the other ranks have not come in time.
         """
-        return self.round_trip(failing, act, lambda values: [values] * self.size, self._limit)
+        return self.round_trip(failing, act, lambda values: [values] * self.size, self.limit)
 
     def round_trip(
         self,
