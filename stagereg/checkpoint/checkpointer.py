@@ -32,7 +32,7 @@ from stagereg.checkpoint.pending_save import Background, CheckpointStats, SaveTa
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.rank_group import DisagreementError, RankGroup
 from stagereg.checkpoint.requests import Requests
-from stagereg.checkpoint.saver import Saver, a_step
+from stagereg.checkpoint.saver import Saver, a_state, a_step
 from stagereg.checkpoint.schedule import Automatic, Schedule
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -164,6 +164,8 @@ class Checkpointer:
         alike |= {"verify": verify, "on_error": on_error, "grace": grace, "storage": name_of(self._storage)}
         options.expect_alike(self._ranks.run_on_all("The ranks could not compare their options", lambda: alike))
         opened = self._ranks.run_on_all(f"checkpoint.dir={dir} cannot be written to", self._open)
+        if resume == "never":
+            self._store.spared.clear()
         # The training threads have groups of their own: one for each kind of exchange, since not all ranks may come to
         # each, and those of two kinds must not meet.
         if every == "auto":
@@ -265,6 +267,14 @@ class Checkpointer:
             self.preemption.loop_ended()
 
     def _save(self, what: str, step: int, follows: bool = False) -> None:
+        if self._store.spared and self.saved is None:
+            _log.warning(
+                "stagereg: restore() was not called, and %s has checkpoints of an earlier run, among them %s: each is "
+                "deleted when this run has passed its step. Call restore(state) before the loop to go on from them; or "
+                "give this run another directory, or say that it starts anew, with resume='never'.",
+                self.dir,
+                ", ".join(sorted(os.path.basename(each) for each in self._store.spared)[-2:]),
+            )
         if what == _LEAVE:
             assert self.preemption is not None
             self._saver.leave(step, self.preemption, str(self.dir), follows)
@@ -303,6 +313,7 @@ class Checkpointer:
         self._check_open()
         if not self.enable:
             return None
+        a_state(state)
         self._background.finish()
         if self._background.hanging:  # in an exchange with the other ranks, which another one must not meet
             self._background.raise_failure()
@@ -313,6 +324,7 @@ class Checkpointer:
             return None
         self.remember(state)
         restored = restoring.restore(self._store, self.resume, self.verify, state, self._storage, self._ranks)
+        self._store.spared.clear()
         if self._ranks.rank == 0:
             begins = "training starts from scratch" if restored is None else f"resumed from {restored.path}"
             _log.info("stagereg: checkpoints go to %s; %s", self.dir, begins)
@@ -396,7 +408,7 @@ class Checkpointer:
     def remember(self, state: MutableMapping[str, Any]) -> None:
         """Keep what this rank would have to save if it left a loop; done by :meth:`maybe_save` and :meth:`restore`."""
         if self.enable:
-            self._saver.remember(state)
+            self._saver.remember(a_state(state))
 
     def _look_for_missed(self) -> None:
         """Answer what other ranks wait for, where this one has passed over it; on the background thread."""

@@ -37,6 +37,7 @@ _LONGEST = 1000  # characters of the text of one error; some print what they cou
 _PATIENCE = datetime.timedelta(days=30)  # longer than any storage is waited for
 _USUAL = datetime.timedelta(minutes=30)  # what torch's own groups have
 _LONG_S = 5.0  # after which a rank that waits for others says so
+_TOGETHER_S = 120.0  # within which all ranks construct theirs
 _SHOWN = 4  # ranks whose errors a message has
 
 
@@ -109,7 +110,7 @@ class RankGroup:
     def _await_all(self, training: Any, size: int) -> Callable[[], object]:
         """Wait until all ranks construct theirs, and say so where it takes long; what is returned clears that away."""
         store = PrefixStore(resources_of(training).next_name("ranks"), training.get_group_store())
-        rank, ends = dist.get_rank(training), time.monotonic() + self.limit.total_seconds()
+        rank, ends = dist.get_rank(training), time.monotonic() + _TOGETHER_S
         store.set(str(rank), "")
         warned = False
         while not wait_for_keys(store, [str(each) for each in range(size)], _LONG_S):
@@ -120,7 +121,10 @@ class RankGroup:
                 _log.warning("stagereg: %s", text)
             warned = True
             if time.monotonic() > ends:
-                raise CheckpointError(text)
+                raise CheckpointError(
+                    f"{text} This rank has waited {_TOGETHER_S:g} s; where a rank prepares something before, let the "
+                    "others wait for it in torch.distributed.barrier()."
+                )
         return partial(store.delete_key, str(rank))
 
     def check_still_all(self) -> None:

@@ -6,6 +6,7 @@ import logging
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
+import stagereg.checkpoint.rank_group as rank_group
 from stagereg import Checkpointer
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
@@ -109,3 +111,19 @@ def test_ranks_wait_for_a_slow_one_and_save_the_last_step(tmp_path: Path) -> Non
     assert [error for _, error, _ in ended] == ["", ""]
     assert ended[0][2] == [f"stagereg: rank 0 came to the end after step 3, rank 1 did not{ADVICE}"]
     assert (tmp_path / "step-00000003").is_dir()
+
+
+def alone(rank: int, world_size: int, root: str) -> str:
+    if rank == 1:
+        time.sleep(6)
+        return ""
+    with mock.patch.object(rank_group, "_TOGETHER_S", 1.0), pytest.raises(CheckpointError) as raised:
+        Checkpointer(root)
+    return str(raised.value)
+
+
+def test_a_checkpointer_on_one_rank_alone_is_an_error(tmp_path: Path) -> None:
+    assert run_ranks(alone, 2, args=(str(tmp_path),), timeout_s=60)[0] == (
+        "rank 0 made a Checkpointer, rank 1 did not: make it on all ranks. This rank has waited 1 s; where a rank "
+        "prepares something before, let the others wait for it in torch.distributed.barrier()."
+    )
