@@ -32,6 +32,7 @@ import stagereg.record as record
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import StoreLock
 from stagereg.checkpoint.manifest import MOST, new_token
+from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.pending_save import Background, CheckpointStats, PendingSave, SaveTarget
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.rank_group import DisagreementError, RankGroup, name_ranks, reason
@@ -159,6 +160,7 @@ class Checkpointer:
         self.keep, self.resume, self.verify = keep, resume, verify
         self.timeout, self.grace = timeout, grace
         self._stager: AsyncStager = options.component("stager", stager, "pinned_cached")
+        self._names = ParameterNames()
         self._storage: Storage = options.component("storage", storage, "dcp")
         if isinstance(self._storage, Storage) and isinstance(self._stager, ReservesPadding):
             self._stager.reserve_padding(*self._storage.padding)
@@ -339,7 +341,9 @@ class Checkpointer:
         if self.resume == "never":
             return None
         self._remember(state)
-        restored = restoring.restore(self._store, self.resume, self.verify, state, self._storage, self._ranks)
+        restored = restoring.restore(
+            self._store, self.resume, self.verify, state, self._storage, self._ranks, self._names
+        )
         if self._ranks.rank == 0:
             begins = "training starts from scratch" if restored is None else f"resumed from {restored.path}"
             _log.info("stagereg: checkpoints go to %s; %s", self.dir, begins)
@@ -524,7 +528,7 @@ class Checkpointer:
             )
         try:
             self._ranks.check_still_all()
-            captured = entries.capture(state, save.step, self._ranks.rank, self._ranks.size)
+            captured = entries.capture(state, save.step, self._ranks.rank, self._ranks.size, self._names)
             save.began = record.now()
             if isinstance(self._stager, ReleasesCopies):
                 save.release = self._stager.release

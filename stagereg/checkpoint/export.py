@@ -20,8 +20,7 @@ from typing import IO, Any
 import torch
 
 import stagereg.checkpoint.encoding as encoding
-import stagereg.checkpoint.entries as entries
-from stagereg.checkpoint.advice import causes
+from stagereg.checkpoint.advice import causes, listed
 from stagereg.checkpoint.encoding import Leaf
 from stagereg.checkpoint.manifest import new_token
 from stagereg.checkpoint.rank_group import reason
@@ -77,7 +76,7 @@ def export(
     """
     if only is not None:
         if only not in parts:
-            known = entries.listed(list(parts))
+            known = listed(list(parts))
             raise CheckpointError(f"There is no {only!r} in {files.path}, only {known}.{nearest(only, parts)}")
         parts = {only: parts[only]}
     if out.suffix != ".safetensors":

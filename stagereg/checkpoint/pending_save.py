@@ -44,9 +44,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+import stagereg.checkpoint.merging as merging
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.advice import advice, causes
+from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.encoding import Encoded, encode
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.index import INDEX, make_index
@@ -95,6 +97,7 @@ class _Prepared(NamedTuple):
     plan: SavePlan | None
     follows: bool = False
     taken: Mapping[str, int] = {}
+    digests: Mapping[str, int] = {}
 
 
 @dataclass
@@ -176,6 +179,8 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
     metadata: list[Metadata] = []
     structures: dict[str, Encoded] = {}
     order = list(range(ranks.size))
+    wanted: list[dict[str, list[int]]] = []
+    follows: set[int] = set()
 
     def prepare() -> _Prepared:
         if save.missed:
@@ -193,9 +198,10 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         to.storage.set_up_storage_writer(ranks.rank == 0, **more)
         plan = to.storage.prepare_local_plan(planner.create_local_plan())
         save.at = _WAITING
-        return _Prepared(save.step, plan, save.follows, save.taken)
+        digests = {name: crc32(each.text.encode()) for name, each in structures.items()}
+        return _Prepared(save.step, plan, save.follows, save.taken, digests)
 
-    def share_out(prepared: list[_Prepared]) -> list[SavePlan]:
+    def share_out(prepared: list[_Prepared]) -> list[tuple[SavePlan, list[str]]]:
         steps = [each.step for each in prepared]
         _expect_all_called(save.step, prepared)
         if len(set(steps)) > 1:
@@ -207,7 +213,10 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         order.sort(key=lambda rank: prepared[rank].follows)
         plans, described = planner.create_global_plan([cast("SavePlan", prepared[rank].plan) for rank in order])
         metadata.append(described)
-        return to.storage.prepare_global_plan([plans[order.index(rank)] for rank in range(ranks.size)])
+        wanted.extend(merging.wanted([each.digests for each in prepared], order))
+        follows.update(rank for rank in order if prepared[rank].follows)
+        shares = to.storage.prepare_global_plan([plans[order.index(rank)] for rank in range(ranks.size)])
+        return [(plan, [*names]) for plan, names in zip(shares, wanted, strict=True)]
 
     def write() -> _Written:
         failpoint("agreed")
@@ -224,7 +233,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         marks = _marks(to, path) if ranks.rank > 0 else {}  # those of rank 0 come with the metadata's
         failpoint("written")
         save.at = _WAITING
-        return results, marks, structures
+        return results, marks, {name: structures[name] for name in asked}
 
     def commit(written: list[_Written]) -> list[int]:
         save.at = "committing"
@@ -234,7 +243,13 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         to.storage.finish(metadata[0], results)
         own = _marks(to, path)
         files = {name: mark for _, marks, _ in written for name, mark in marks.items()} | own
-        files[INDEX] = to.store.put(path, INDEX, make_index(metadata[0], results, [written[rank][2] for rank in order]))
+        parts: dict[str, list[tuple[Encoded, list[int]]]] = {}
+        for rank in order:
+            for name, encoded in written[rank][2].items():
+                of = [each for each in wanted[rank][name] if each not in follows]
+                parts.setdefault(name, []).append((encoded, of))
+        state = {name: merging.merge(name, each) for name, each in parts.items()}
+        files[INDEX] = to.store.put(path, INDEX, make_index(metadata[0], results, state))
         files |= {name: to.store.mark(path, name) for name in to.store.files(path) if name not in files}
         failpoint("marked")
         to.store.publish(path, save.step, ranks.size, to.storage_name, files, to.keep)
@@ -242,7 +257,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
 
     try:
         with within(_TRYING * (save.until - time.monotonic())):
-            plan = ranks.round_trip(failing, prepare, share_out)
+            plan, asked = ranks.round_trip(failing, prepare, share_out)
             began = record.now()
             nbytes = ranks.round_trip(failing, write, commit)
             failpoint("ended")
