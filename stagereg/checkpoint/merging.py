@@ -53,6 +53,8 @@ def merge(name: str, parts: Sequence[tuple[Encoded, Sequence[int]]]) -> Encoded:
     (first, ranks), *others = ((json.loads(encoded.text), list(ranks)) for encoded, ranks in parts)
     tree = first
     for other, of_other in others:
+        if _is_optimizer(tree) and _is_optimizer(other):
+            _join_parameters(_groups(tree), _groups(other))
         tree = _merge(name, tree, ranks, other, of_other, differing)
         ranks = ranks + of_other
     if _is_optimizer(tree):
@@ -116,6 +118,23 @@ def _is_optimizer(tree: Any) -> bool:
     return type(value) is dict and {"state", "param_groups"} <= value.keys()
 
 
+def _groups(tree: Any) -> dict[str, Any]:
+    groups = tree["value"]["param_groups"]
+    items = groups["value"] if type(groups) is dict else None
+    is_by_name = type(items) is dict and all(
+        type(group) is dict and type(group.get("value")) is dict and type(group["value"].get("params")) is list
+        for group in items.values()
+    )
+    return items if is_by_name else {}
+
+
+def _join_parameters(ones: dict[str, Any], others: dict[str, Any]) -> None:
+    """Have what both ranks call a group have the parameters of both: each may have some, as of experts, alone."""
+    for first in ones.keys() & others.keys():
+        one, other = ones[first]["value"], others[first]["value"]
+        one["params"] = other["params"] = list(dict.fromkeys([*one["params"], *other["params"]]))
+
+
 def _expect_one_optimizer(name: str, tree: Any, differing: Sequence[str]) -> None:
     if differing:
         raise CheckpointError(
@@ -123,10 +142,9 @@ def _expect_one_optimizer(name: str, tree: Any, differing: Sequence[str]) -> Non
             "groups of parameters and options; or, if each rank trains a model of its own, save them under different "
             "names."
         )
-    groups = tree["value"]["param_groups"]["value"]
     group_of: dict[str, str] = {}
-    for first, group in groups.items() if type(groups) is dict else ():
-        for param in group["value"].get("params", ()):
+    for first, group in _groups(tree).items():
+        for param in group["value"]["params"]:
             if group_of.setdefault(param, first) != first:
                 raise CheckpointError(
                     f"Ranks have {param!r} of {name!r} in different groups of parameters, those of "

@@ -40,6 +40,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
@@ -192,7 +193,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         save.at = "preparing its files"
         to.storage.reset(path)
         planner.set_up_planner(copy, to.storage.storage_meta(), ranks.rank == 0)
-        save.nbytes = sum(x.nbytes for x in planner.state_dict.values() if isinstance(x, torch.Tensor))
+        save.nbytes = sum(part.nbytes for x in planner.state_dict.values() for part in _parts(x))
         takes_more = "kwargs" in inspect.signature(to.storage.set_up_storage_writer).parameters  # as torch asks
         more = {"rank": ranks.rank, "use_collectives": True} if takes_more else {}
         to.storage.set_up_storage_writer(ranks.rank == 0, **more)
@@ -294,6 +295,13 @@ def _expect_all_up_to_date(step: int, prepared: Sequence[_Prepared]) -> None:
                 "step only what the join knows: list the optimizer, the schedule or the function that steps them, as "
                 "in Join([model, optimizer])."
             )
+
+
+def _parts(x: Any) -> list[torch.Tensor]:
+    """Return what this rank has of a tensor."""
+    if isinstance(x, ShardedTensor):
+        return [shard.tensor for shard in x.local_shards()]
+    return [x] if isinstance(x, torch.Tensor) else []
 
 
 def _marks(to: SaveTarget, path: str) -> dict[str, FileMark]:
