@@ -33,11 +33,15 @@ __all__ = [
     "UnevenInputsError",
     "UnknownNameError",
     "UnstageableTypeError",
+    "name_ranks",
     "nearest",
 ]
 
 RESUME_CODE = 75
 """Exit code of a run that has saved and exited on a signal: start it again. ``EX_TEMPFAIL`` of sysexits.h."""
+
+
+_RANKS = 4  # that a message names
 
 
 class StageregError(Exception):
@@ -186,6 +190,12 @@ class Stopped(SystemExit):
 
     def __reduce__(self) -> tuple[type[Stopped], tuple[signal.Signals, str]]:
         return type(self), (self.received, self.why)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks for a message: "rank 0", "ranks 1, 2", of many the first."""
+    more = f" and {len(ranks) - _RANKS} more" if len(ranks) > _RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_RANKS]))}{more}"
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

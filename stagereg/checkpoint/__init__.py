@@ -1,6 +1,7 @@
 """Checkpoints: stage, write in the background, commit atomically, keep the newest, restore.
 
-Start at :mod:`stagereg.checkpoint.checkpointer`, the only module here that users call. One idea a module:
+Start at :mod:`stagereg.checkpoint.checkpointer`; users call it, and :mod:`stagereg.checkpoint.opened`, and nothing else
+here. One idea a module:
 
 Saving: ``options`` checks the arguments, ``pending_save`` is one save, from the copy to the commit, and the thread that
 works off saves, ``requests`` what ranks do together, ``state_planner`` who writes what, ``rank_group`` the ranks,
@@ -12,5 +13,6 @@ JSON cannot carry, ``index`` where each tensor lies, ``zero_shards`` shards of o
 files, ``manifest`` the parts of a checkpoint, ``store`` the directory that has them, ``lock`` who may write there.
 
 Restoring: ``restoring`` chooses a checkpoint and loads it, ``damage`` is what is wrong with others, ``reading`` reads
-files, ``export`` makes one file of a checkpoint for other programs.
+files, ``export`` makes one file of a checkpoint for other programs, ``opened`` a mapping of names to tensors;
+``located`` is what a path means.
 """

@@ -35,14 +35,14 @@ from stagereg.checkpoint.manifest import MOST, new_token
 from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.pending_save import Background, CheckpointStats, PendingSave, SaveTarget
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
-from stagereg.checkpoint.rank_group import DisagreementError, RankGroup, name_ranks, reason
+from stagereg.checkpoint.rank_group import DisagreementError, RankGroup, reason
 from stagereg.checkpoint.requests import Requests
 from stagereg.checkpoint.schedule import Automatic, Schedule
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store, path_or_url
 from stagereg.checkpoint.store.retry import answered, within
-from stagereg.errors import CheckpointError, ConfigError
+from stagereg.errors import CheckpointError, ConfigError, name_ranks
 from stagereg.join.session import followers
 from stagereg.launch.rank import command_to_go_on
 from stagereg.registry import register

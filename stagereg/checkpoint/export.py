@@ -20,13 +20,14 @@ from typing import IO, Any
 import torch
 
 import stagereg.checkpoint.encoding as encoding
-from stagereg.checkpoint.advice import causes, listed
+from stagereg.checkpoint.advice import causes
 from stagereg.checkpoint.encoding import Leaf
 from stagereg.checkpoint.manifest import new_token
+from stagereg.checkpoint.opened import structure_of
 from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.safetensors import DTYPES, METADATA, head
-from stagereg.errors import CheckpointError, nearest
+from stagereg.errors import CheckpointError
 from stagereg.kernel.memory import view_of
 
 __all__ = ["SUFFIXES", "export"]
@@ -75,10 +76,7 @@ def export(
         CheckpointError: there is no such name, the file cannot hold a tensor, or it is there already. ``OSError``.
     """
     if only is not None:
-        if only not in parts:
-            known = listed(list(parts))
-            raise CheckpointError(f"There is no {only!r} in {files.path}, only {known}.{nearest(only, parts)}")
-        parts = {only: parts[only]}
+        parts = {only: structure_of(parts, only, files.path)}
     if out.suffix != ".safetensors":
         files.read([leaf for structure in parts.values() for leaf in encoding.marks(structure)])
         state = {name: encoding.fill(structure) for name, structure in parts.items()}

@@ -54,13 +54,13 @@ from stagereg.checkpoint.encoding import Encoded, encode
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.index import INDEX, make_index
 from stagereg.checkpoint.manifest import FileMark
-from stagereg.checkpoint.rank_group import DisagreementError, RankGroup, name_ranks, reason
+from stagereg.checkpoint.rank_group import DisagreementError, RankGroup, reason
 from stagereg.checkpoint.schedule import Schedule
 from stagereg.checkpoint.state_planner import StatePlanner
 from stagereg.checkpoint.storage.protocol import Storage, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.retry import within
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, name_ranks
 
 __all__ = ["Background", "CheckpointStats", "PendingSave", "SaveTarget"]
 

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint.metadata as torch_metadata
 from torch.distributed.checkpoint._traverse import set_element
 
 from stagereg.checkpoint.encoding import Leaf
-from stagereg.checkpoint.index import Index, tables
+from stagereg.checkpoint.index import INDEX, Index, tables
 from stagereg.checkpoint.manifest import MANIFEST
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.protocol import ArchiveResult
@@ -56,7 +56,7 @@ _KNOWN: dict[str, Any] = {
 def is_plain_dcp(path: str) -> bool:
     """Whether it is a local directory that plain torch wrote, and not a checkpoint of this project."""
     folder = Path(path).expanduser()
-    return (folder / _METADATA).is_file() and not (folder / MANIFEST).exists()
+    return (folder / _METADATA).is_file() and not any((folder / name).exists() for name in (INDEX, MANIFEST))
 
 
 def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:

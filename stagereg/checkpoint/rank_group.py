@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, name_ranks
 from stagereg.kernel.channel import resources_of, wait_for_keys
 
-__all__ = ["DisagreementError", "RankGroup", "name_ranks", "portable", "reason"]
+__all__ = ["DisagreementError", "RankGroup", "portable", "reason"]
 
 _log = logging.getLogger(__name__)
 
@@ -42,12 +42,6 @@ _SHOWN = 4  # ranks whose errors a message has
 
 class DisagreementError(CheckpointError):
     """The ranks do not do the same; not the fault of the one that has found it."""
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks for a message: "rank 0", "ranks 1, 2", of many the first."""
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_SHOWN]))}{more}"
 
 
 def reason(error: BaseException) -> str:

@@ -18,7 +18,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
+from mmap import MAP_PRIVATE, PROT_READ, PROT_WRITE, mmap
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from stagereg.checkpoint.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index,
 from stagereg.checkpoint.manifest import Checkpoint
 from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.storage.dcp import TorchDcpStorage
+from stagereg.checkpoint.storage.envelope import MAP_NORESERVE
 from stagereg.checkpoint.storage.files import FileStorage
 from stagereg.checkpoint.storage.protocol import Storage, named
 from stagereg.checkpoint.store.object_store import ObjectStore
@@ -143,6 +145,25 @@ class CheckpointFiles(ExitStack):
             for leaf in leaves:
                 leaf.value = elsewhere.get(leaf.name, leaf.value)
 
+    def mapped(self, stored: Stored) -> torch.Tensor | None:
+        """Return a tensor in the memory of its file, if it lies in a local one as a whole.
+
+        What is written to it stays in this process, and never gets into the file. It outlives :meth:`close`.
+
+        Raises:
+            CheckpointError: the file is no regular one. ``OSError``.
+        """
+        if stored.dtype is None or stored.chunks is None or len(stored.chunks) != 1:
+            return None
+        [chunk] = stored.chunks
+        file = self._file(chunk.file)
+        if not file.local or chunk.layout == ARCHIVE or chunk.offset % stored.dtype.itemsize:
+            return None
+        if chunk.offset + chunk.length > len(file.mapping):
+            raise OSError(f"{chunk.file} ends at byte {len(file.mapping)}")
+        data = torch.frombuffer(file.mapping, dtype=torch.uint8, count=chunk.length, offset=chunk.offset)
+        return _elements_of(data, chunk, stored.dtype)
+
     def _read_elsewhere(self, wanted: dict[str, Any]) -> None:
         """Through the reader of a storage that alone knows where things lie, which is none of the project."""
         storage = self._storage
@@ -179,6 +200,12 @@ class _File:
             raise CheckpointError(f"{path} is no regular file")
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         self.stream = io.FileIO(path, opener=lambda path, _: os.open(path, flags))
+
+    @cached_property
+    def mapping(self) -> mmap:
+        """The content of a local file as private memory. It is never closed: tensors may be in it."""
+        flags = MAP_PRIVATE | MAP_NORESERVE
+        return mmap(self.stream.fileno(), 0, flags=flags, prot=PROT_READ | PROT_WRITE)
 
     def read_into(self, offset: int, memory: memoryview) -> None:
         """Fill ``memory``. Raises: ``OSError``, also if the file ends before."""
@@ -294,11 +321,15 @@ def _copy(file: _File, chunk: Chunk, box: tuple[slice, ...], to: torch.Tensor, n
         if not isinstance(stored, torch.Tensor) or stored.shape != chunk.shape or stored.dtype != to.dtype:
             raise CheckpointError(f"{name!r:.100} has another shape or dtype in its file than was said.")
     else:
-        stored = torch.frombuffer(data, dtype=torch.uint8).view(to.dtype)
-        shape, strides = chunk.shape, chunk.layout
-        stored = stored.as_strided(shape, strides) if isinstance(strides, tuple) else stored.view(shape)
+        stored = _elements_of(torch.frombuffer(data, dtype=torch.uint8), chunk, to.dtype)
     with torch.no_grad():
         to.copy_(stored[box])
+
+
+def _elements_of(data: torch.Tensor, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+    """Return the bytes of a chunk as the part of the tensor that they are."""
+    flat = data.view(dtype)
+    return flat.as_strided(chunk.shape, chunk.layout) if isinstance(chunk.layout, tuple) else flat.view(chunk.shape)
 
 
 def _slices(low: list[int], high: list[int], start: Sequence[int]) -> tuple[slice, ...]:

@@ -1,8 +1,9 @@
 """What ranks do together with all others, in a numbered list: each rank that does something puts it there first.
 
 So a rank that has left its loop, and shadows the steps of the others, can do the same at the same step. And a rank that
-has passed over something is found, in place of the others' waiting for it: all ranks run the same collectives in the
-same order, so one that has run more of them than another had when it made an entry will never come to that entry.
+has passed over something is found, in place of the others' waiting for it: all ranks run the same collectives, and
+enter the same joins, in the same order, so one that has come to more of them than another had when it made an entry
+will never come to that entry.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from stagereg.join.failure import collectives_of
+from stagereg.kernel.channel import resources_of
 
 __all__ = ["Requests"]
 
@@ -66,8 +70,5 @@ class Requests:
         return int(position), what
 
     def _position(self) -> int:
-        """How many collectives the group has run on this rank; 0 where it does not count them."""
-        try:
-            return int(self._group._get_sequence_number_for_group())  # type: ignore[union-attr]
-        except (AttributeError, RuntimeError):
-            return 0
+        """How many collectives this rank has run, and how many joins it has entered."""
+        return 0 if self._group is None else collectives_of(self._group) + resources_of(self._group).counts["join"]

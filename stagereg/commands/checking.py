@@ -8,12 +8,15 @@ line, what its target means, and the table. Nothing is imported here.
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib.metadata
 import importlib.util
 import json
+import shutil
 import sys
 import tempfile
 import textwrap
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -34,7 +37,10 @@ _START_S = 300.0
 """Seconds that a child process has to start and to import torch, which is not the plugin's doing."""
 _BESIDE = 20
 """Columns of a line that neither a promise nor what was seen of it has."""
-_TARGET = "a package that announces plugins, a module, a file (plugin.py), or kind/name of a component (stager/shared)"
+_TARGET = (
+    "a package that announces plugins, the folder of one that is not installed, a module, a file (plugin.py), or "
+    "kind/name of a component (stager/shared)"
+)
 
 Case = dict[str, str]
 """One promise: its ``section``, ``name`` and ``promise``, the ``verdict`` (one of ``_VERDICTS``), what was ``seen``."""
@@ -65,15 +71,22 @@ def run(asked: argparse.Namespace) -> int:
     if asked.json:
         output.as_json({"target": asked.target, "kept": not bad, "counts": counts, "cases": cases})
         return int(bad > 0)
+    _print("", cases)
+    if 0 < bad < len(cases):
+        _print("Once more, what is not kept: ", [case for case in cases if case["verdict"] in ("broken", "not shown")])
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _VERDICTS if counts[verdict])
+    output.echo(f"{asked.target}: {summary}", "bold red" if bad else "bold green")
+    return int(bad > 0)
+
+
+def _print(before: str, cases: list[Case]) -> None:
+    """Print a table of each section, with ``before`` in its title."""
     wide = (output.line_width() - _BESIDE) // 2
     for title in dict.fromkeys(case["section"] for case in cases):
         mine = [case for case in cases if case["section"] == title]
         rows = [(case["verdict"], textwrap.fill(case["promise"], wide), case["seen"]) for case in mine]
-        output.table(title, ("verdict", "promise", "seen"), rows, verdict="verdict")
+        output.table(f"{before}{title}", ("verdict", "promise", "seen"), rows, verdict="verdict")
         output.echo()
-    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _VERDICTS if counts[verdict])
-    output.echo(f"{asked.target}: {summary}", "bold red" if bad else "bold green")
-    return int(bad > 0)
 
 
 def _tried(target: str, limit_s: float) -> list[Case]:
@@ -106,7 +119,7 @@ def _tried(target: str, limit_s: float) -> list[Case]:
 
 
 def resolve(target: str) -> tuple[list[str], list[Case]]:
-    """Find what ``target`` means: a file, ``kind/name``, a package, a module.
+    """Find what ``target`` means: a file, ``kind/name``, a package, its folder, a module.
 
     Returns:
         What is to be tried, each in a process: ``kind/name``, or a module; and whether a package's metadata is right.
@@ -125,12 +138,18 @@ def resolve(target: str) -> tuple[list[str], list[Case]]:
         return [".".join(parts)], []
     if package := _package(target):
         return package
-    entries = registry.entries()
-    if "/" in target or any(target in (entry.name, entry.bare) for entry in entries):
+    folder, entries = Path(target), registry.entries()
+    named = any(target in (entry.name, entry.bare) for entry in entries)
+    if not named and (folder / "pyproject.toml").is_file():
+        return _project(folder)
+    kind, _, name = target.partition("/")
+    if named or (name and (kind in registry.kinds() or not folder.is_dir())):
         return _names([find(target)]), []
     top = target.partition(".")[0]  # which is looked for without running anything
-    if top and importlib.util.find_spec(top) is not None:
+    if top and "/" not in top and importlib.util.find_spec(top) is not None:
         return [target], []
+    if folder.is_dir():
+        return _project(folder)
     known = [*(d.name for d in importlib.metadata.distributions() if d.name), *(entry.name for entry in entries)]
     raise ConfigError(
         f"{target!r} is no installed package, module or component.{nearest(target, known)}\nGive {_TARGET}."
@@ -157,3 +176,35 @@ def _package(name: str) -> tuple[list[str], list[Case]] | None:
     verdict = "broken" if problems else "kept"
     case = {"section": title, "name": "metadata", "promise": promise, "verdict": verdict, "seen": "\n".join(problems)}
     return _names([entry for entry in registry.entries() if normalized(entry.distribution) == own]), [case]
+
+
+def _project(folder: Path) -> tuple[list[str], list[Case]]:
+    """As :func:`_package`, of a package in a folder: its metadata goes where that of installed ones is looked for."""
+    described = folder / "pyproject.toml"
+    try:
+        project = tomllib.loads(described.read_text()).get("project", {}) if described.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"{described} is not valid TOML: {error}") from error
+    points = project.get("entry-points", {})
+    if "name" not in project or registry.ENTRY_POINTS not in points:
+        raise ConfigError(
+            f"{folder} is a folder without a pyproject.toml that has a name and "
+            f'[project.entry-points."{registry.ENTRY_POINTS}"].\nGive a file in it, as in stagereg check '
+            f"{folder / 'plugin.py'}, or install it (pip install -e {folder}) and give its name."
+        )
+    metadata = Path(tempfile.mkdtemp(prefix="stagereg-"))
+    atexit.register(shutil.rmtree, metadata, ignore_errors=True)
+    name, version = project["name"], project.get("version", "0")
+    info = metadata / f"{normalized(name).replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    needs = "".join(f"Requires-Dist: {each}\n" for each in project.get("dependencies", []))
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
+    with (info / "entry_points.txt").open("w") as file:
+        for group, named in points.items():
+            file.write(f"[{group}]\n" + "".join(f"{point} = {to}\n" for point, to in named.items()))
+    sys.path[:0] = [
+        str(each) for each in (metadata, folder.resolve(), folder.resolve() / "src")
+    ]  # the child has them then
+    found = _package(name)
+    assert found is not None
+    return found

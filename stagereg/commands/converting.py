@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 import stagereg.output as output
-from stagereg.checkpoint.manifest import Checkpoint
-from stagereg.commands.inventory import located, newest_first
+from stagereg.checkpoint.located import newest
 from stagereg.commands.listing import add_plugins_option, import_plugins
 from stagereg.errors import CheckpointError, ConfigError
 
@@ -45,11 +44,9 @@ def run(asked: argparse.Namespace) -> int:
         CheckpointError: there is no good checkpoint, it has no such name, or the file cannot be written.
         ConfigError: OUT is no name of such a file, or ``--plugins`` names what cannot be imported.
     """
-    import stagereg.checkpoint.entries as entries
-    import stagereg.registry as registry
     from stagereg.checkpoint.export import SUFFIXES, export
+    from stagereg.checkpoint.opened import open_files
     from stagereg.checkpoint.plain_dcp import is_plain_dcp, open_plain_dcp
-    from stagereg.checkpoint.reading import CheckpointFiles
 
     out = Path(asked.out).expanduser().absolute()
     if out.suffix not in SUFFIXES:
@@ -66,17 +63,16 @@ def run(asked: argparse.Namespace) -> int:
         path, which = asked.checkpoint, f"{asked.checkpoint} of plain torch"
         files, parts = open_plain_dcp(path)
     else:
-        chosen, passed = _chosen(asked.checkpoint)
-        for line in passed:
-            print(f"Passing over {line}", file=sys.stderr)
+        output.progress(f"reading {asked.checkpoint}")
+        try:
+            chosen, passed = newest(asked.checkpoint, verify=True)
+        finally:
+            output.progress()
+        for each in passed:
+            print(f"Passing over {each.path}: {each}", file=sys.stderr)
         path, step = chosen.path, chosen.manifest.step
         which = f"step {step} of {path}"
-        try:
-            files = CheckpointFiles.of(chosen, registry.build("storage", "dcp"))
-        except OSError as error:
-            text = f"{path} was not read: {error}. If a run has just deleted it, there is a newer one: try again."
-            raise CheckpointError(text) from error
-        parts = entries.parts(files)
+        files, parts = open_files(chosen)
     output.progress(f"writing {out}")
     try:
         with files:
@@ -96,22 +92,6 @@ def run(asked: argparse.Namespace) -> int:
         more = f", and {len(left_out) - _SHOWN} more (--json names all)" if len(left_out) > _SHOWN else ""
         output.echo(f"Not in it, being no tensors: {', '.join(map(_shown, left_out[:_SHOWN]))}{more}")
     return 0
-
-
-def _chosen(target: str) -> tuple[Checkpoint, list[str]]:
-    """The newest checkpoint with which nothing is wrong, and what is wrong with those that are newer."""
-    found = located(target)
-    passed: list[str] = []
-    for each in newest_first(found.conditions):
-        output.progress(f"reading {each.path}")
-        condition = each if each.damages else found.store.examine(each.path)
-        output.progress()
-        if condition.checkpoint is not None:
-            return condition.checkpoint, passed
-        passed.append(f"{condition.path}: {condition}")
-    if {each.path for each in located(target).conditions} - {each.path for each in found.conditions}:
-        return _chosen(target)  # a run has replaced them by newer ones meanwhile
-    raise CheckpointError("There is no good checkpoint to convert.\n" + "\n".join(passed))
 
 
 def _shown(name: str) -> str:

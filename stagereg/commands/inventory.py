@@ -9,30 +9,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import stagereg.output as output
 from stagereg.checkpoint.damage import Condition, Unclear
-from stagereg.checkpoint.manifest import LATEST, MANIFEST, step_of, step_within
+from stagereg.checkpoint.located import Located, conditions, located, newest_first
+from stagereg.checkpoint.manifest import step_of, step_within
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.open_store import open_parent_store, open_store
 from stagereg.errors import CheckpointError
 from stagereg.output import size_text
 
-__all__ = ["Located", "add_to", "list_checkpoints", "located", "newest_first", "verify"]
-
-
-@dataclass(frozen=True)
-class Located:
-    """What was asked for: in a store checkpoints by manifest and sizes, the highest step first, or a single ``one``."""
-
-    store: CheckpointStore
-    conditions: Sequence[Condition]
-    one: bool
+__all__ = ["add_to", "list_checkpoints", "verify"]
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -118,51 +107,9 @@ def _read(found: Located) -> list[Condition]:
     return looked
 
 
-def located(target: str, empty: bool = False) -> Located:
-    """Return what ``target`` means: a directory of checkpoints, one of them, or ``latest``; a path or a URL.
-
-    Args:
-        target: as given by the user.
-        empty: whether a directory may be one of checkpoints without having any.
-
-    Raises:
-        CheckpointError: there is nothing, or it cannot be looked at.
-        ConfigError: it is a URL that cannot be read here.
-    """
-    try:
-        name = target.rstrip("/").rpartition("/")[2]
-        if name != LATEST and step_of(name) is None:
-            store = open_store(target)
-            every = _conditions(store)
-            if every or (empty and store.leftovers()):
-                return Located(store, every, one=False)
-        store = open_parent_store(target)
-        one = store.condition(target)
-        lost = one.damages.get(MANIFEST) == "missing"
-        if one.manifest is not None or not lost or any(each.name == one.name for each in _conditions(store)):
-            return Located(store, [one], one=True)
-    except OSError as error:
-        raise CheckpointError(f"{target} could not be looked at: {error}") from error
-    raise CheckpointError(f"There is no checkpoint in {target}. Name the directory that has them (checkpoint.dir).")
-
-
-def newest_first(conditions: Sequence[Condition]) -> list[Condition]:
-    """Return them by the order in which they were saved; those without a manifest, which may be newer, come first."""
-    return sorted(conditions, key=lambda each: -each.manifest.serial if each.manifest else -math.inf)
-
-
-def _conditions(store: CheckpointStore) -> list[Condition]:
-    complete, damaged = store.checkpoints()
-    return sorted(
-        [*(Condition(one.path, one.manifest) for one in complete), *damaged],
-        key=lambda each: -1 if each.step is None else each.step,
-        reverse=True,
-    )
-
-
 def _still_there(store: CheckpointStore, looked: list[Condition]) -> list[Condition]:
     """Return those that were not deleted while they were read, by a run that goes on and keeps only the newest."""
-    there = {each.name for each in _conditions(store)}
+    there = {each.name for each in conditions(store)}
     left = [each for each in looked if not each.damages or each.name in there or step_of(each.name) is None]
     if not left:
         raise CheckpointError(f"{store.root}: a run replaced all of them by newer ones meanwhile. Look again.")

@@ -25,7 +25,7 @@ import stagereg.record as record
 from stagereg.errors import JoinError, UnevenInputsError, nearest
 from stagereg.join.adapt import ForeignJoinable, adapt, auto, common_group, type_name
 from stagereg.join.batches import SampleCounter
-from stagereg.join.failure import discard_channels
+from stagereg.join.failure import collectives_of, discard_channels
 from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, notify
 from stagereg.join.mean_loss import MeanLoss, is_mean
 from stagereg.join.session import JoinSession, Mode, one_of
@@ -282,7 +282,7 @@ class Join:
         session.start(self._loader, alike)
         session.hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
         session.own_hooks = [hook for hook in session.hooks if isinstance(hook, JoinHook)]
-        self._collectives = _collectives(self._group)
+        self._collectives = collectives_of(self._group)
         return session
 
     # -- leaving
@@ -290,7 +290,7 @@ class Join:
     def _must_have_announced(self, session: JoinSession) -> None:
         """Refuse a first joinable that ran collectives and never said so; the others would wait for it, or worse."""
         first = self._joinables[0]
-        if session.steps or first.announces_itself or _collectives(self._group) == self._collectives:
+        if session.steps or first.announces_itself or collectives_of(self._group) == self._collectives:
             return
         raise JoinError(
             f"the first joinable, a {type_name(first)}, ran collectives but never announced this rank, so ranks "
@@ -328,14 +328,6 @@ def _named(joinables: Any) -> Mapping[str, Any]:
     if not isinstance(joinables, Iterable):
         raise JoinError(f"joinables must be a list, as in Join([model, optimizer]), not a {type(joinables).__name__}")
     return joinables if isinstance(joinables, Mapping) else {str(i): each for i, each in enumerate(joinables)}
-
-
-def _collectives(group: Any) -> int:
-    """Return how many collectives the group has run on this rank; 0 where it does not count them."""
-    try:
-        return int(group._get_sequence_number_for_group())
-    except (AttributeError, RuntimeError):
-        return 0
 
 
 @register("join", "default")

@@ -26,10 +26,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from stagereg.errors import PeerFailedError, StageregError
+from stagereg.errors import PeerFailedError, StageregError, name_ranks
 from stagereg.kernel.channel import HEARTBEAT_S, WorkerThread, resources_of
 
-__all__ = ["FailureDetector", "RankStatus", "abort", "discard_channels", "is_broken_operation", "is_timeout"]
+__all__ = [
+    "FailureDetector",
+    "RankStatus",
+    "abort",
+    "collectives_of",
+    "discard_channels",
+    "is_broken_operation",
+    "is_timeout",
+]
 
 _GRACE_S = 2.0  # within which a rank that is alive publishes another status, at most
 _BEATS = int(_GRACE_S / HEARTBEAT_S)  # statuses that a rank publishes in that time
@@ -41,6 +49,7 @@ _TURN_S = 0.2
 _LONGEST = 1000  # characters of a rank's error that the others print
 _TAG = 0x57A6E  # of a receive that no rank sends for; a tag that no program uses
 _NOTHING = "-"
+_CALLS = ("join.mean", "metrics.compute")  # of the loop's body, for all ranks that run it
 _TIMEOUT = r"Timed out waiting \d+ ?ms|pair closure|operation timeout|Operation timed out!|wait timeout|Socket Timeout"
 _LOST = r"Connection (closed|reset)|Broken pipe"
 _BROKEN = rf"\bDist\w*Error:|gloo|nccl|c10d|{_TIMEOUT}"
@@ -52,6 +61,9 @@ class RankStatus(NamedTuple):
     beat: int  # another number in each status
     step: int | None = None  # that its program is in, if it knows
     waits_for: str = ""  # what its program waits for under the detector
+    calls: Mapping[str, int] = {}  # how often it has begun to wait for each of ``_CALLS``
+    collectives: int = 0  # that it has run in the group
+    elsewhere: bool = False  # than in the loop's body, where these calls are made
 
 
 class FailureDetector:
@@ -72,13 +84,19 @@ class FailureDetector:
             found.
         name: the same on all ranks, and of no other join of the job.
         step: returns the step that this rank is in, for the messages of others; ``None`` where that is not known.
+        elsewhere: returns whether this rank does not run the loop's body.
 
     Attributes:
         failure: why the ranks cannot go on, once it is known here.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, timeout_s: float, name: str, step: Callable[[], int | None] = lambda: None
+        self,
+        group: dist.ProcessGroup,
+        timeout_s: float,
+        name: str,
+        step: Callable[[], int | None] = lambda: None,
+        elsewhere: Callable[[], bool] = lambda: False,
     ) -> None:
         self.failure: PeerFailedError | None = None
         self._group, self._timeout_s, self._name, self._step = weakref.ref(group), timeout_s, name, step
@@ -90,6 +108,7 @@ class FailureDetector:
         self._others = [*ranks[here + 1 :], *ranks[:here]]
         self._running = self._outermost = False
         self._limits = contextlib.ExitStack()  # puts them back
+        self._elsewhere, self._calls = elsewhere, dict.fromkeys(_CALLS, 0)
         self._waits_for = ""
         self._own: PeerFailedError | None = None  # to be published
         self._poll: threading.Event | None = None  # the poll that was asked for; set when it is over
@@ -176,6 +195,8 @@ class FailureDetector:
         limit_s = max(limit_s, self._timeout_s)
         ends = time.monotonic() + limit_s
         self._waits_for = what
+        if what in self._calls:
+            self._calls[what] += 1
         try:
             while not ready(_TURN_S):
                 if time.monotonic() > ends:
@@ -191,7 +212,31 @@ class FailureDetector:
     def _overdue(self, what: str, limit_s: float) -> None:
         self._poll_all(what)
         if self.failure is None:
-            self._publish(self._late(what, f"did not come to {what} within {limit_s:g} s"))
+            self._publish(self._passed_over(what) or self._late(what, f"did not come to {what} within {limit_s:g} s"))
+
+    def _passed_over(self, what: str) -> PeerFailedError | None:
+        """Name the ranks that others wait for in a call that these have gone on without.
+
+        All ranks run the same collectives in the same order, so one that has run more than a caller will not come.
+        """
+        statuses = dict(sorted({**self._statuses, self._rank: self._status(what)}.items()))
+        for call in _CALLS:
+            callers = [rank for rank, each in statuses.items() if each.waits_for == call]
+            if not callers:
+                continue
+            caller = statuses[callers[0]]
+            here = {rank: each for rank, each in statuses.items() if not each.elsewhere}
+            beyond = {rank: each for rank, each in here.items() if each.collectives > caller.collectives}
+            missed = [rank for rank, each in beyond.items() if each.calls[call] < caller.calls[call]]
+            if missed:
+                where = "" if caller.step is None else f" in step {caller.step}"
+                message = f"{name_ranks(callers)} called {call}{where}, {name_ranks(missed)} did not"
+                return PeerFailedError(f"{message}: call it on all ranks, and not under `if rank == 0`.", None, message)
+        return None
+
+    def _status(self, waits_for: str) -> RankStatus:
+        collectives = collectives_of(self._group())
+        return RankStatus(self._beat, self._step(), waits_for, self._calls, collectives, self._elsewhere())
 
     def _late(self, what: str, within: str) -> PeerFailedError:
         statuses = self._statuses
@@ -274,7 +319,7 @@ class FailureDetector:
         if self.failure is not None or (self._left.is_set() and self._own is None):
             return False
         self._beat += 1
-        self._store.set(str(self._rank), pickle.dumps(RankStatus(self._beat, self._step(), self._waits_for)))
+        self._store.set(str(self._rank), pickle.dumps(self._status(self._waits_for)))
         self.failure = self._read("failure") if self._own is None else self._set_failure(self._own)
         return self.failure is None
 
@@ -308,6 +353,14 @@ class FailureDetector:
             status = self._read(str(rank))
             if status is not None:
                 yield rank, status
+
+
+def collectives_of(group: dist.ProcessGroup | None) -> int:
+    """Return how many collectives the group has run on this rank; 0 where it does not count them."""
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):
+        return 0
 
 
 def abort(group: dist.ProcessGroup) -> None:

@@ -19,7 +19,8 @@ class Responder:
     """One rank's end of sums of ``width`` numbers, on a ``channel`` of its own. Every rank closes it once a loop.
 
     ``follow`` is what a rank that answers does after each request, on the channel's thread: its part in what those that
-    request do then over the same channel. After a failed join it is not closed, and not used again.
+    request do then over the same channel. ``call`` is what the program calls to request, for messages. After a failed
+    join it is not closed, and not used again.
     """
 
     def __init__(
@@ -28,11 +29,13 @@ class Responder:
         width: int = 0,
         waiting: Waiting = wait_until,
         follow: Callable[[], object] = lambda: None,
+        call: str = "join.mean",
     ) -> None:
         self.channel = channel
         self._nothing = [0.0] * width
         self._waiting = waiting
         self._follow = follow
+        self._call = call
         self._ended: threading.Event | None = None  # while this rank answers
         self._failure: Exception | None = None
 
@@ -49,7 +52,7 @@ class Responder:
                 "same on every empty batch: remove what looks at whether there are samples"
             )
         pending = self.channel.add([*values, 0.0])
-        self._waiting(pending.ready, "join.mean")
+        self._waiting(pending.ready, self._call)
         return pending.wait()[:-1]
 
     def start(self) -> None:

@@ -87,7 +87,9 @@ class JoinSession:
     def __post_init__(self) -> None:
         self.group = self.wire.group
         name = resources_of(self.group).next_name("join")
-        self.detector = FailureDetector(self.group, self.timeout_s, name, lambda: self.steps or None)
+        self.detector = FailureDetector(
+            self.group, self.timeout_s, name, step=lambda: self.steps or None, elsewhere=self._is_elsewhere
+        )
         several = self.group.size() > 1
         self.store: Any = PrefixStore(name, self.group.get_group_store()) if several else HashStore()
 
@@ -116,6 +118,10 @@ class JoinSession:
     def shadowed(self) -> int:
         """How many of them came while this rank had no data."""
         return self.followed + sum(each.shadowed for each in self._memberships)
+
+    def _is_elsewhere(self) -> bool:
+        """Whether this rank does not run the loop's body, so that it calls nothing that the others do."""
+        return self.follows or (self.responder is not None and self.responder.running)
 
     @property
     def _memberships(self) -> list[Membership]:

@@ -52,7 +52,11 @@ def groups(parameters: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
     """Two groups, in another order than the model's; what is frozen is in none."""
     trained = {name: x for name, x in parameters.items() if x.requires_grad}
     return [
-        {"params": [x for name, x in trained.items() if name.endswith("bias")], "weight_decay": 0.0, "betas": (0.8, 0.9)},
+        {
+            "params": [x for name, x in trained.items() if name.endswith("bias")],
+            "weight_decay": 0.0,
+            "betas": (0.8, 0.9),
+        },
         {"params": [x for name, x in trained.items() if not name.endswith("bias")], "lr": 0.05},
     ]
 
@@ -118,7 +122,6 @@ class Split:
         every: list[Any] = [None] * self.size
         dist.all_gather_object(every, found, self.group)
         return {name: item for each in every for name, item in each.items()}
-
 
     def _whole_of_fsdp1(self) -> dict[str, Any]:
         options = StateDictOptions(full_state_dict=True)

@@ -173,6 +173,77 @@ def test_errors_in_the_metadata_of_a_package_are_reported(install: Install, chec
     assert found["loads"][0] == "broken"
 
 
+BROKEN = """
+from stagereg.testing import Contract
+
+class BrokenContract(Contract):
+    def test_breaks(self):
+        '''It breaks this.'''
+        self.broken("3 is not 4")
+
+    def test_keeps(self):
+        '''It keeps this.'''
+"""
+
+
+def test_what_is_not_kept_is_repeated_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(BROKEN)
+    command = [sys.executable, "-m", "stagereg", "check", "mine.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1, done
+    full, _, repeated = done.stdout.partition("\nOnce more, what is not kept: BrokenContract\n")
+    assert [line.split() for line in full.splitlines() if "It breaks" in line] == [
+        ["broken", "It", "breaks", "this.", "3", "is", "not", "4"]
+    ]
+    assert "It keeps this." in full
+    assert repeated == (
+        "  verdict  promise          seen\n"
+        "  -------  ---------------  ----------\n"
+        "  broken   It breaks this.  3 is not 4\n"
+        "\n"
+        "mine.py: 2 kept, 1 broken\n"
+    )
+
+
+PROJECT = """
+[project]
+name = "not-yet"
+version = "2.0"
+dependencies = ["stagereg>=1"]
+
+[project.entry-points."stagereg.plugins"]
+"stager.not_yet" = "not_yet.stager:Mine"
+
+[project.entry-points."stagereg.contracts"]
+"stager.not_yet" = "not_yet.contract:BrokenContract"
+"""
+
+
+@pytest.mark.parametrize("layout", ["", "src"])
+def test_a_folder_is_checked_as_if_it_was_installed(
+    layout: str, tmp_path: Path, check: Check, command: Command
+) -> None:
+    module = tmp_path / layout / "not_yet"
+    module.mkdir(parents=True)
+    (tmp_path / "pyproject.toml").write_text(PROJECT)
+    (module / "stager.py").write_text(STAGER.format(name="not_yet").replace("@stagereg", "# "))
+    (module / "contract.py").write_text(BROKEN.replace("import Contract", "import StagerContract as Contract"))
+    result = check(tmp_path, code=1)
+    found = rows(result)
+    assert {case["section"] for case in result["cases"]} == {
+        "not-yet 2.0",
+        "stager/not_yet  not_yet.stager:Mine of not-yet 2.0",
+    }
+    assert "which is an unrelated project" in found["metadata"][1]
+    assert found["loads"][0] == "broken"
+    (tmp_path / "pyproject.toml").write_text(PROJECT.replace('"stagereg>=1"', ""))
+    found = rows(check(tmp_path, code=1))
+    assert found["metadata"] == found["test_keeps"] == ("kept", "")
+    assert found["test_breaks"] == ("broken", "3 is not 4")
+    (tmp_path / "pyproject.toml").write_text("[project")
+    assert "is not valid TOML" in command("check", tmp_path, code=2).err
+
+
 def test_a_package_that_cannot_be_imported_is_one_row(install: Install, check: Check) -> None:
     for name, source, seen in (("leaving", "raise SystemExit('no licence')", "no licence"), ("dying", EXIT, "code 7")):
         install(name, source, {f"stager.{name}": "Mine"})
@@ -213,7 +284,7 @@ def test_what_a_target_means_is_known_without_importing_it(install: Install) -> 
         ("pined_cached", "Did you mean 'pinned_cached'?"),
         ("stagr/x", "Did you mean 'stager'?"),
         ("a b", "is no installed package, module or component"),
-        (".", "is no installed package, module or component"),
+        (".", "or install it (pip install -e .) and give its name."),
         ("hydra_core", "Give a package that announces plugins"),
     ],
 )

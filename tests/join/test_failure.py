@@ -509,6 +509,16 @@ def misuse(rank: int, what: str) -> tuple[str, str, float]:
             with joined:
                 for b, _ in zip(joined.iterate([x] * 3), joined.iterate([x]), strict=False):
                     one(b).sum().backward()
+        elif what.endswith("on rank 0 alone"):
+            metrics = stagereg.build("joinable", "metrics")
+            mode = "counted" if "counted" in what else "planned"
+            joined = stagereg.Join([one, metrics], mode=mode, loader=range(3), timeout=TIMEOUT_S)
+            with joined:
+                for step in range(1, 4):
+                    loss = one(x).sum()
+                    loss.backward()
+                    if rank == 0 or step < 2:
+                        metrics.compute() if "metrics" in what else joined.mean(loss, 1)
         elif what.startswith("never announced"):
             reduces = NeverNotifies()
             with stagereg.Join([reduces], mode="counted" if "counted" in what else None, timeout=TIMEOUT_S):
@@ -527,6 +537,11 @@ MESSAGES = {
     "another order than listed": "in the order in which the loop uses them",
     "a forward without a backward": "a forward without a backward",
     "static graph, a rank without batches": "static_graph",
+    **{
+        f"{mode} {call}, on rank 0 alone": f"rank 0 called {call} in step 2, rank 1 did not: call it on all ranks, and "
+        "not under `if rank == 0`."
+        for call, mode in (("join.mean", "counted"), ("join.mean", "planned"), ("metrics.compute", "counted"))
+    },
     "never announced": "never announced",
     "never announced, counted": "never announced",
 }

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Envelope", "envelope"]
+__all__ = ["MAP_NORESERVE", "Envelope", "envelope"]
 
 _KEPT = 1 << 15  # a model has as many kinds of tensor as it has tensors at worst
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def envelope(x: torch.Tensor) -> Envelope | None:
 def _asked(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Envelope | None:
     nbytes = shape.numel() * dtype.itemsize
     # Memory that is only reserved: it may be huge and is never read.
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     reserved = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
     archive = _Archive()
     try:

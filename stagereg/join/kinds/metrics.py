@@ -10,6 +10,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,7 +155,8 @@ class MetricsJoinable(BuiltInJoinable):
             resources = resources_of(group)
             name = resources.next_name("metrics")
             channel = control_channel(group, name, self._wait)
-            self._responder = Responder(channel, 0, self._wait, lambda: self._exchange(channel, False))
+            answer = partial(self._exchange, channel, False)
+            self._responder = Responder(channel, 0, self._wait, answer, "metrics.compute")
             weakref.finalize(self, resources.drop, name).atexit = False
         return self._responder
 
