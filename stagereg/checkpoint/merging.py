@@ -12,13 +12,13 @@ In the state of an optimizer that is refused: there it means that the ranks trai
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
 
 from stagereg.checkpoint.encoding import PER_RANK, Encoded
 from stagereg.errors import CheckpointError
 
-__all__ = ["merge", "wanted"]
+__all__ = ["merge", "merge_all", "wanted"]
 
 
 def wanted(digests: Sequence[Mapping[str, int]], order: Sequence[int]) -> list[dict[str, list[int]]]:
@@ -34,6 +34,27 @@ def wanted(digests: Sequence[Mapping[str, int]], order: Sequence[int]) -> list[d
         for entry in digests[rank].items():
             found[first.setdefault(entry, rank)].setdefault(entry[0], []).append(rank)
     return found
+
+
+def merge_all(
+    sent: Sequence[Mapping[str, Encoded]],
+    asked: Sequence[Mapping[str, Sequence[int]]],
+    order: Sequence[int],
+    stale: Collection[int],
+) -> dict[str, Encoded]:
+    """Return one structure of each entry. Raises: as :func:`merge`.
+
+    Args:
+        sent: what each rank has sent.
+        asked: what :func:`wanted` has returned.
+        order: the ranks, those first whose values go before others'.
+        stale: the ranks that have left their loop.
+    """
+    parts: dict[str, list[tuple[Encoded, list[int]]]] = {}
+    for rank in order:
+        for name, encoded in sent[rank].items():
+            parts.setdefault(name, []).append((encoded, [each for each in asked[rank][name] if each not in stale]))
+    return {name: merge(name, each) for name, each in parts.items()}
 
 
 def merge(name: str, parts: Sequence[tuple[Encoded, Sequence[int]]]) -> Encoded:
@@ -125,7 +146,7 @@ def _groups(tree: Any) -> dict[str, Any]:
         type(group) is dict and type(group.get("value")) is dict and type(group["value"].get("params")) is list
         for group in items.values()
     )
-    return items if is_by_name else {}
+    return cast("dict[str, Any]", items) if is_by_name else {}
 
 
 def _join_parameters(ones: dict[str, Any], others: dict[str, Any]) -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "ParameterNames",
     "as_by_name",
     "as_torchs",
+    "groups_of",
     "is_by_name",
     "joined",
     "load",
@@ -148,6 +149,12 @@ def as_torchs(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {_STATE: saved[_STATE], _GROUPS: [*saved[_GROUPS].values()]}
 
 
+def groups_of(state: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
+    """Return the groups of each optimizer in a state: their parameters, by the first one's name."""
+    optimizers = {name: saved[_GROUPS] for name, saved in state.items() if is_by_name(saved)}
+    return {name: {of: each[_PARAMS] for of, each in groups.items()} for name, groups in optimizers.items()}
+
+
 def joined(each: Sequence[Mapping[str, Any]]) -> Any:
     """Return the states of several optimizers as one.
 
@@ -187,7 +194,7 @@ def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
     inner = _inner(optimizer)
     found = inner.state_dict()
     order = [names.of[param] for param in parameters_of(inner)]
-    if not all(type(number) is int and number < len(order) for number in found[_STATE]):
+    if as_by_name(found) is None or not all(type(number) is int for number in found[_STATE]):
         return found
     groups: dict[str, Any] = {}
     for part, group in zip(found[_GROUPS], optimizer.param_groups, strict=True):

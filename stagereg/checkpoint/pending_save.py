@@ -54,9 +54,10 @@ from stagereg.checkpoint.encoding import Encoded, encode
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.index import INDEX, make_index
 from stagereg.checkpoint.manifest import FileMark
+from stagereg.checkpoint.optimizer_state import groups_of
 from stagereg.checkpoint.rank_group import DisagreementError, RankGroup, reason
 from stagereg.checkpoint.schedule import Schedule
-from stagereg.checkpoint.state_planner import StatePlanner
+from stagereg.checkpoint.state_planner import StatePlanner, name_for_each
 from stagereg.checkpoint.storage.protocol import Storage, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.retry import within
@@ -71,7 +72,6 @@ _TRYING = 0.5  # of the time-out; the rest is for clearing away and reporting
 _MOST_UNDER_WAY = 2
 _LOOK_S = 0.05  # how often one looks whether a save takes too long
 _IDLE_S = 1.0  # how often the thread looks for what this rank has passed over
-_Written: TypeAlias = tuple[list[WriteResult], dict[str, FileMark], dict[str, Encoded]]
 
 
 @dataclass
@@ -99,6 +99,16 @@ class _Prepared(NamedTuple):
     follows: bool = False
     taken: Mapping[str, int] = {}
     digests: Mapping[str, int] = {}
+
+
+class _Sent(NamedTuple):
+    """What rank 0 has asked a rank for: structures by name, and of those that are optimizers the groups."""
+
+    structures: dict[str, Encoded]
+    groups: dict[str, dict[str, list[str]]]
+
+
+_Written: TypeAlias = tuple[list[WriteResult], dict[str, FileMark], _Sent]
 
 
 @dataclass
@@ -179,6 +189,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
     planner = StatePlanner()
     metadata: list[Metadata] = []
     structures: dict[str, Encoded] = {}
+    groups: dict[str, dict[str, list[str]]] = {}
     order = list(range(ranks.size))
     wanted: list[dict[str, list[int]]] = []
     follows: set[int] = set()
@@ -189,6 +200,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         save.at = "waiting for its copy"
         copy = save.copy()
         structures.update({name: encode(value, name) for name, value in copy.items()})  # refuses what cannot be saved
+        groups.update(groups_of(copy))
         failpoint("staged")
         save.at = "preparing its files"
         to.storage.reset(path)
@@ -234,23 +246,23 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         marks = _marks(to, path) if ranks.rank > 0 else {}  # those of rank 0 come with the metadata's
         failpoint("written")
         save.at = _WAITING
-        return results, marks, {name: structures[name] for name in asked}
+        sent = _Sent(
+            {name: structures[name] for name in asked}, {name: groups[name] for name in asked if name in groups}
+        )
+        return results, marks, sent
 
     def commit(written: list[_Written]) -> list[int]:
         save.at = "committing"
         if save.abandoned:
             raise CheckpointError("it took too long and was given up")
         results = [each for each, _, _ in written]
+        state = merging.merge_all([sent.structures for _, _, sent in written], wanted, order, follows)
+        index = make_index(metadata[0], results, state)
+        name_for_each(metadata[0], results, {name: of for _, _, sent in written for name, of in sent.groups.items()})
         to.storage.finish(metadata[0], results)
         own = _marks(to, path)
         files = {name: mark for _, marks, _ in written for name, mark in marks.items()} | own
-        parts: dict[str, list[tuple[Encoded, list[int]]]] = {}
-        for rank in order:
-            for name, encoded in written[rank][2].items():
-                of = [each for each in wanted[rank][name] if each not in follows]
-                parts.setdefault(name, []).append((encoded, of))
-        state = {name: merging.merge(name, each) for name, each in parts.items()}
-        files[INDEX] = to.store.put(path, INDEX, make_index(metadata[0], results, state))
+        files[INDEX] = to.store.put(path, INDEX, index)
         files |= {name: to.store.mark(path, name) for name in to.store.files(path) if name not in files}
         failpoint("marked")
         to.store.publish(path, save.step, ranks.size, to.storage_name, files, to.keep)
