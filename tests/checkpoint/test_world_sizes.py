@@ -6,9 +6,10 @@ import itertools
 from pathlib import Path
 
 import pytest
-import splits
 
 from stagereg.testing.ranks import run_ranks
+
+from . import splits
 
 
 def test_another_split_restores_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
@@ -17,7 +18,7 @@ def test_another_split_restores_a_checkpoint_bit_for_bit(tmp_path: Path) -> None
     results = run_ranks(splits.restore_all, nproc=4, args=(str(tmp_path), pairs, "dcp"), timeout_s=120)
     assert [differing for differing, _ in results] == [[]] * 4
     wholes = results[0][1]
-    assert len(wholes) == 7
+    assert len(wholes) == 8
     assert len({len(whole) for name, whole in wholes.items()}) == 1
 
 
