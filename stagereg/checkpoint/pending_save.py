@@ -327,7 +327,7 @@ class Background:
         self._status: CheckpointError | None = None  # what the end reports if failures are warnings
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._look: Callable[[], None] = lambda: None
+        self._look: Callable[[], Callable[[], None] | None] = lambda: None
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._under_way: deque[PendingSave] = deque()
@@ -357,7 +357,7 @@ class Background:
 
     def look_out(self, look: Callable[[], None]) -> None:
         """Call ``look`` on the thread about once a second while nothing is written. A bound method, held weakly."""
-        self._look = _weakly(look)
+        self._look = weakref.WeakMethod(look)
         self._start()
 
     def _start(self) -> None:
@@ -504,28 +504,19 @@ class Background:
         return failure
 
 
-def _work(saves: queue.SimpleQueue[Callable[[], None] | None], look: Callable[[], None]) -> None:
+def _work(saves: queue.SimpleQueue[Callable[[], None] | None], look: Callable[[], Callable[[], None] | None]) -> None:
     while True:
         try:
             write = saves.get(timeout=_IDLE_S)
         except queue.Empty:
+            write = look()
             try:
-                look()
+                if write is not None:
+                    write()
             except Exception:  # the store, or the group, is gone; saves that still come must find the thread
                 _log.debug("Looking for what this rank has passed over failed.", exc_info=True)
-            continue
-        if write is None:
-            return
-        write()
+        else:
+            if write is None:
+                return
+            write()
         del write  # while it waits for the next save, the thread keeps nothing alive
-
-
-def _weakly(look: Callable[[], None]) -> Callable[[], None]:
-    method = weakref.WeakMethod(look)
-
-    def call() -> None:
-        found = method()
-        if found is not None:
-            found()
-
-    return call

@@ -1,8 +1,9 @@
 """What ranks do together with all others, in a numbered list: each rank that does something puts it there first.
 
 So a rank that has left its loop, and shadows the steps of the others, can do the same at the same step. And a rank that
-has passed over something is found, in place of the others' waiting for it: all ranks run the same collectives in the
-same order, so one that has run more of them than another had when it made an entry will never come to that entry.
+has passed over something is found, in place of the others' waiting for it: all ranks run the same collectives, and
+enter the same joins, in the same order, so one that has come to more of them than another had when it made an entry
+will never come to that entry.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from stagereg.join.failure import collectives_of
+from stagereg.kernel.channel import resources_of
 
 __all__ = ["Requests"]
 
@@ -38,7 +40,7 @@ class Requests:
         with self._lock:
             self._number += 1
             if self._store is not None:
-                self._store.set(str(self._number), f"{collectives_of(self._group)} {what}")
+                self._store.set(str(self._number), f"{self._position()} {what}")
 
     def take(self) -> str | None:
         """Return the next entry that this rank has not met, as it has left its loop, and count it as met."""
@@ -53,7 +55,7 @@ class Requests:
         """Return an entry that this rank has passed over, and count it as met. On any thread, about once a second."""
         with self._lock:
             entry = self._next()
-            if entry is None or entry[0] >= collectives_of(self._group):
+            if entry is None or entry[0] >= self._position():
                 return None
             if self._suspected <= self._number:  # it may be about to do it: look once more
                 self._suspected = self._number + 1
@@ -66,3 +68,7 @@ class Requests:
             return None
         position, what = self._store.get(str(self._number + 1)).decode().split(" ", 1)
         return int(position), what
+
+    def _position(self) -> int:
+        """How many collectives this rank has run, and how many joins it has entered."""
+        return 0 if self._group is None else collectives_of(self._group) + resources_of(self._group).counts["join"]

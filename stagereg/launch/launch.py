@@ -93,7 +93,8 @@ def launch(command: CommandLine, hydra: Any, nproc: int) -> Any:
             # a traceback from the middle of an import, so it is terminated instead.
             in_job = all(run.get(f"in job/{rank}") for rank in ranks)
             local.end(local.stopped if in_job else signal.SIGTERM)
-            raise _stopped(local.stopped)
+            killed = local.wait().get(0, 0) < 0  # rank 0 waited in a collective, and could not say this itself
+            raise _stopped(local.stopped, _newest_checkpoint(hydra.runtime.output_dir) if killed else "")
     errors, result = {}, None
     with contextlib.suppress(RuntimeError):  # of the store, where the machine that had it is lost
         errors, result = run.errors(), run.get("result")
@@ -243,6 +244,6 @@ def _raise(
     raise _stopped(received)
 
 
-def _stopped(received: signal.Signals) -> SystemExit:
-    print(f"stopped by {received.name}", file=sys.stderr, flush=True)
+def _stopped(received: signal.Signals, more: str = "") -> SystemExit:
+    print(f"stopped by {received.name}{more}", file=sys.stderr, flush=True)
     return SystemExit(128 + received)

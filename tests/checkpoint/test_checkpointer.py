@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
-import logging
 import os
 import random
 from pathlib import Path
@@ -56,29 +54,6 @@ def test_what_is_switched_off_saves_and_restores_nothing(tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match="closed"):
         checkpointer.maybe_save(5, {})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_log_has_where_checkpoints_go_and_what_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STAGEREG_RUN", json.dumps([str(tmp_path), "checkpoint.dir="]))
-    caplog.set_level(logging.INFO, "stagereg")
-    root = tmp_path / "c"
-    with Checkpointer(str(root), every=5) as checkpointer:
-        checkpointer.restore({"x": 0})
-        checkpointer.maybe_save(3, {"x": 3})
-    checkpointer = Checkpointer(str(root))
-    checkpointer.restore({"x": 0})
-    checkpointer.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-    newest = f"The newest good checkpoint is step 3, in {root}. The same command would start anew, in a directory of"
-    end = f"{newest} its own; to go on, run the same command with checkpoint.dir={root}."
-    shown = [line for line in caplog.messages if "no accelerator" not in line]
-    assert shown == [
-        f"stagereg: checkpoints go to {root}; training starts from scratch",
-        f"stagereg: {end}",
-        f"stagereg: checkpoints go to {root}; resumed from {root}/step-00000003",
-        f"stagereg: interrupted. {end}",
-    ]
 
 
 def test_the_newest_keep_stay_and_latest_is_a_relative_link(tmp_path: Path) -> None:

@@ -7,15 +7,12 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
-import stagereg.checkpoint.rank_group as rank_group
 from stagereg import Checkpointer
 from stagereg.errors import Preempted, StageregError
 from stagereg.testing import run_ranks
@@ -130,30 +127,6 @@ def raised(act: Any) -> tuple[str, float]:
     return "", 0.0
 
 
-def by_rank_0_alone(root: str, rank: int, joined: bool) -> None:
-    run = Run(0)
-    with Checkpointer(root) as checkpointer, run.join(None) if joined else torch.enable_grad():
-        for step in range(1, 400):
-            run.step(torch.ones(4, 8))
-            time.sleep(0.02)
-            if rank == 0 and step % 10 == 0:
-                checkpointer.save(step, run.state)
-
-
-def alone(rank: int, world_size: int, root: str, joined: bool) -> tuple[str, float]:
-    return raised(lambda: by_rank_0_alone(root, rank, joined))
-
-
-def test_a_save_by_rank_0_alone_is_named_in_seconds(tmp_path: Path) -> None:
-    ranks = run_ranks(alone, 3, args=(str(tmp_path), True), timeout_s=60)
-    for text, seconds in ranks:
-        assert (
-            "Step 10 was not saved: rank 0 called save(step 10), ranks 1, 2 did not: call save and maybe_save on all "
-            "ranks, and not under `if rank == 0`. " in text
-        )
-        assert seconds < 20  # in which a join, or the process group, would have given up
-
-
 def stale(rank: int, world_size: int, root: str) -> tuple[str, float]:
     run = Run(rank)
 
@@ -194,27 +167,3 @@ def test_a_rank_without_data_or_state_says_what_to_do(tmp_path: Path) -> None:
     for text, seconds in run_ranks(unknown, 3, args=(str(tmp_path),), timeout_s=60):
         assert "Call restore(state) before the loop, or loop over join.iterate(loader)." in text
         assert seconds < 15
-
-
-def apart(rank: int, world_size: int, root: str) -> tuple[list[str], str, float]:
-    """Rank 0 is the only one to restore, and the first to make a checkpointer."""
-    logged: list[str] = []
-    with mock.patch.object(rank_group, "_LONG_S", 0.2), mock.patch.object(rank_group._log, "warning") as warning:
-        time.sleep(1.0 if rank > 0 else 0.0)
-        checkpointer = Checkpointer(root)
-        logged = [call.args[0] % call.args[1:] for call in warning.call_args_list]
-    with checkpointer:
-        text, seconds = raised(lambda: checkpointer.restore({"x": 1})) if rank == 0 else ("", 0.0)
-        dist.barrier()
-    return logged, text, seconds
-
-
-def test_what_rank_0_alone_does_is_named(tmp_path: Path) -> None:
-    (logged, text, seconds), *others = run_ranks(apart, 3, args=(str(tmp_path),), timeout_s=60)
-    assert logged[0] == "stagereg: rank 0 made a Checkpointer, ranks 1, 2 did not: make it on all ranks."
-    assert not any(other for other, _, _ in others)
-    assert text == (
-        "Nothing was restored: rank 1 did not call restore(), which is for all ranks; "
-        "rank 2 did not call restore(), which is for all ranks"
-    )
-    assert seconds < 10

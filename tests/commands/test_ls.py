@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -50,10 +53,25 @@ def test_a_person_gets_a_line_for_each(tmp_path: Path, command: Command) -> None
     assert seen[3][3:] == [size, "B", "2", "dcp", "not", "verified", "latest"]
     assert seen[4] == ["200", "-", "-", "-", "-", "damaged", "manifest.json:", "missing"]
     assert seen[5][7:] == ["damaged", "a:", "truncated:", "0", "of", "120", "bytes"]
-    (path_of(tmp_path, 300) / "a").write_bytes(contents(300)["a"][:-1] + b"?")  # of the same size
-    verified = " ".join(command("ls", tmp_path, "--verify").out.split())
-    assert "damaged latest; a: flipped bits" in verified
     assert seen[6] == ["400", "-", "-", "-", "-", "leftover", "of", "a", "dead", "run"]
+
+
+def test_a_shell_gets_what_is_verified_and_what_is_not(tmp_path: Path) -> None:
+    save(tmp_path, 100, 200)
+    (path_of(tmp_path, 200) / "a").write_bytes(contents(200)["a"][:-1] + b"?")  # of the same size
+
+    def listed(*arguments: str | Path) -> list[list[str]]:
+        command = [sys.executable, "-m", "stagereg", "ls", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        return [re.split("  +", line)[6:] for line in done.stdout.splitlines()[3:]]
+
+    assert listed(tmp_path) == [["not verified", "latest"], ["not verified"]]
+    newest, *_, oldest = listed(tmp_path, "--verify")
+    assert newest[0] == "damaged"
+    assert newest[1].startswith("latest; a: flipped bits")
+    assert oldest == ["ok"]
+    (path_of(tmp_path, 200) / "a").unlink()
+    assert listed(tmp_path) == [["damaged", "a: missing"], ["not verified"]]
 
 
 def test_the_holder_is_named_and_an_unfinished_save_is_theirs(tmp_path: Path, command: Command) -> None:

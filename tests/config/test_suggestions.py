@@ -12,9 +12,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from stagereg.config.instantiate import instantiate
 from stagereg.config.suggestions import explain
-from stagereg.errors import LaunchError, StageregError
+from stagereg.errors import LaunchError
 from stagereg.launch.main import main
 
 from .app import App
@@ -67,22 +66,6 @@ def test_an_unknown_name_gets_the_nearest_and_what_to_write(app: Path, override:
     at_the_top = message_of(app, "stagerr=blocking")
     assert "Did you mean 'stager'?" in at_the_top
     assert "hydra" not in at_the_top
-
-
-@pytest.mark.parametrize("group", ["join", "checkpoint", "stager", "storage"])
-def test_a_group_that_programs_build_has_a_switch(app: Path, group: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["train.py", f"{group}=null"])
-    switch = "join.enable=false" if group == "join" else "checkpoint.enable=false"
-    assert switch in message_of(app, f"{group}=null")
-    with initialize_config_dir(str(app), version_base="1.3"):
-        cfg = compose("app", overrides=[f"~{group}", "checkpoint.dir=kept"])
-
-    @main()
-    def train(cfg: Any) -> None:
-        instantiate(cfg.join if group == "join" else cfg.checkpoint)
-
-    with pytest.raises(StageregError, match=switch):
-        train(cfg)
 
 
 def test_a_program_that_initialises_the_group_is_an_error() -> None:
