@@ -62,13 +62,15 @@ class Checkpointer:
     reads what the storages ``dcp`` and ``torch_dcp`` wrote.
 
     A state is a dict of names to objects with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers)
-    or plain values (numbers, text, tensors, nested dicts and lists). A DDP module is saved as the module inside it. Of
-    a ``DTensor`` (FSDP2) and a ``ZeroRedundancyOptimizer`` each rank saves its own shard. Of anything else that several
-    ranks save under one name, the lowest rank's value is stored: give what differs between ranks a name of its own,
-    such as ``f"sampler.rank{rank}"``. The step and every rank's random number generators are added by themselves.
+    or plain values (numbers, text, tensors, nested dicts and lists); several modules or several optimizers, such as the
+    pipeline stages of a rank, may be a list. Modules and optimizers are saved by the names of parameters without those
+    of wrappers, so an optimizer's modules have to be in the same state. Each rank saves what it has: shards of
+    ``DTensor`` and ``ZeroRedundancyOptimizer``, stages, experts. Of what several ranks have under one name, the lowest
+    rank's tensor is stored; plain values that differ are kept for each rank, and what else does is marked
+    :func:`stagereg.per_rank`. The step and every rank's random number generators are added by themselves.
 
-    What some ranks have saved any other number of ranks restore, bit for bit; all but the random number generators,
-    which are restored by as many ranks alone. ``ZeroRedundancyOptimizer`` and the class inside it restore each other's.
+    What some ranks have saved any other number of ranks restore, split in any other way, bit for bit; all but the
+    random number generators and what is per rank, which as many ranks alone restore.
 
     Saving a step that is there already writes the new checkpoint beside the old one and exchanges the two. Only one run
     at a time may write to a directory.
@@ -323,7 +325,9 @@ class Checkpointer:
         if self.resume == "never":
             return None
         self.remember(state)
-        restored = restoring.restore(self._store, self.resume, self.verify, state, self._storage, self._ranks)
+        restored = restoring.restore(
+            self._store, self.resume, self.verify, state, self._storage, self._ranks, self._saver.names
+        )
         self._store.spared.clear()
         if self._ranks.rank == 0:
             begins = "training starts from scratch" if restored is None else f"resumed from {restored.path}"
@@ -374,7 +378,7 @@ class Checkpointer:
             return
         interrupted = isinstance(error, KeyboardInterrupt)
         if interrupted and self._ranks.rank == 0:
-            _log.warning("stagereg: interrupted. %s", self._describe_end())
+            _log.warning("stagereg: interrupted. %s", self._describe_end(finished=False))
         try:
             if error is None and self.save_last:
                 self._ending.wait(self._seen, self._at_the_end, self._ranks.limit.total_seconds())
@@ -387,7 +391,7 @@ class Checkpointer:
                     raise
                 _log.error("While another error ended the training: %s", also)
         if self._ranks.rank == 0 and not interrupted:
-            _log.info("stagereg: %s", self._describe_end())
+            _log.info("stagereg: %s", self._describe_end(finished=error is None))
 
     @property
     def latest(self) -> Path | str | None:
@@ -437,14 +441,14 @@ class Checkpointer:
     def _refuse_to_restore(self) -> None:
         raise DisagreementError(f"{name_ranks([self._ranks.rank])} did not call restore(), which is for all ranks")
 
-    def _describe_end(self) -> str:
+    def _describe_end(self, finished: bool) -> str:
         """Return what there is to go on from, and how."""
         newest = self._background.describe_newest()
         if self._background.newest is None:
             return newest
         command = command_to_go_on(str(self.dir))
         if command == "the same command":
-            return f"{newest} The same command goes on from there."
+            return f"{newest} The same command goes on from there{', if it has more steps to take' * finished}."
         return f"{newest} The same command would start anew, in a directory of its own; to go on, run {command}."
 
     def _open(self) -> str:

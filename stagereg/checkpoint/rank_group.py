@@ -14,6 +14,7 @@ from __future__ import annotations
 import datetime
 import logging
 import pickle
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -33,6 +34,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
 
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of an object; of no use, and another one on each rank
 _LONGEST = 1000  # characters of the text of one error; some print what they could not handle
 _PATIENCE = datetime.timedelta(days=30)  # longer than any storage is waited for
 _USUAL = datetime.timedelta(minutes=30)  # what torch's own groups have
@@ -50,7 +52,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error).strip()
     try:
-        text = " ".join(str(error).split("\n")).strip()
+        text = _ADDRESS.sub("", " ".join(str(error).split("\n"))).strip()
     except Exception:
         text = "(its message cannot be made)"
     if len(text) > _LONGEST:
