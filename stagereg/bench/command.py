@@ -29,10 +29,14 @@ _KINDS = {
     "write": "how long a copy takes to be on the disk, against the disk's speed",
     "stall": "what a checkpoint costs the training it interrupts",
     "join": "what a join costs a training step, with all ranks having data",
+    "replicas": "how long ranks save what they hold alike or have split, and what each stages and writes",
+    "restore": "how long ranks restore it, and what each reads, against the page cache's speed",
     "endurance": "whether hundreds of checkpoints leave memory, files, threads or processes behind",
 }
-_ROUNDS = {"staging": 11, "write": 9, "stall": 11, "join": 120}
+_ROUNDS = {"staging": 11, "write": 9, "stall": 11, "join": 120, "replicas": 9, "restore": 9}
 _STATES = {"staging": "large,gpt,small,lora", "write": "gpt"}
+_MODELS = {"join": "small,medium", "replicas": "ddp,fsdp2", "restore": "ddp,fsdp2"}
+_RANKS = {"join": "2,4", "replicas": "1,2,4", "restore": "1,2,4"}
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,7 +48,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         parser.set_defaults(run=run, as_a_rank=True, device="cpu")
         add = parser.add_argument
         add("--json", metavar="FILE", default="", help="write every sample there too")
-        if kind in ("write", "stall", "endurance"):
+        if kind not in ("staging", "join"):
             add("--dir", default=".", help="a directory on the disk to write to, the current one")
         if kind == "endurance":
             add("--saves", type=int, default=500, help="how many checkpoints, %(default)s")
@@ -54,11 +58,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
             continue
         add("--rounds", type=int, default=_ROUNDS[kind], help="rounds that count, %(default)s")
         add("--rows", default="", help="names of rows, with commas; all if not given")
-        if kind == "join":
-            add("--models", default="small,medium", help="models, with commas, %(default)s")
-            add("--ranks", default="2,4", help="numbers of local ranks, with commas, %(default)s")
+        if kind != "join":
+            add("--scale", type=float, default=1 / 3 if kind == "write" else 1.0, help="of the bytes, %(default).3g")
+        if kind in _MODELS:
+            add("--models", default=_MODELS[kind], help="models, with commas, %(default)s")
+            add("--ranks", default=_RANKS[kind], help="numbers of local ranks, with commas, %(default)s")
             continue
-        add("--scale", type=float, default=1 / 3 if kind == "write" else 1.0, help="of the bytes, %(default).3g")
         add("--device", choices=["cpu", "cuda"], default="cpu", help="where the state is, %(default)s")
         if kind in _STATES:
             add("--states", default=_STATES[kind], help="state dicts, with commas, %(default)s")
@@ -100,6 +105,7 @@ def _check(asked: argparse.Namespace) -> list[str]:
 
     import stagereg.bench.endurance as endurance
     import stagereg.bench.join_rows as join
+    import stagereg.bench.replicas as replicas
     import stagereg.bench.stall as stall
     import stagereg.registry as registry
     from stagereg.bench.states import STATES, State
@@ -129,8 +135,8 @@ def _check(asked: argparse.Namespace) -> list[str]:
         there = stall.row_names()
     else:
         asked.ranks = _numbers("--ranks", asked.ranks)
-        asked.models = _known("model", asked.models, list(join.MODELS))
-        there = join.row_names()
+        asked.models = _known("model", asked.models, list(join.MODELS if asked.kind == "join" else replicas.MODELS))
+        there = join.row_names() if asked.kind == "join" else replicas.row_names(asked.kind)
     return _known("row", asked.rows, there) if asked.rows else there
 
 
@@ -214,11 +220,24 @@ def _join(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
     return [join.group(*pair, join.measured(*pair, rows, asked.rounds)) for pair in pairs]
 
 
+def _replicas(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
+    import stagereg.bench.replicas as replicas
+
+    groups = []
+    for case in [(asked.kind, model, ranks) for model in asked.models for ranks in asked.ranks]:
+        with _folder(asked.dir) as folder:
+            taken = replicas.measured(*case, rows, asked.rounds, asked.scale, Path(folder))
+        groups.append(replicas.group(*case, taken))
+    return groups
+
+
 _MEASURE: dict[str, Callable[[argparse.Namespace, Sequence[str]], list[Group]]] = {
     "staging": _series,
     "write": _series,
     "stall": _stall,
     "join": _join,
+    "replicas": _replicas,
+    "restore": _replicas,
 }
 
 

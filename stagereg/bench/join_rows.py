@@ -12,11 +12,10 @@ round*, for the machine changes from round to round. The rows ``enter+leave:...`
 from __future__ import annotations
 
 import contextlib
-import io
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -28,11 +27,11 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from stagereg.bench.measure import Case, Series, interleave
+import stagereg.bench.on_ranks as on_ranks
+from stagereg.bench.measure import Series, interleave
+from stagereg.bench.on_ranks import Taken, Turn
 from stagereg.bench.report import Group, Line, iqr, ms
-from stagereg.errors import JoinError, LaunchError
 from stagereg.join.context import Join
-from stagereg.testing.ranks import RankFailure, run_ranks
 
 __all__ = ["AGAIN", "BASE", "ENTRY", "MODELS", "WAYS", "Model", "Way", "group", "measure", "measured", "row_names"]
 
@@ -40,7 +39,6 @@ BASE = "off"  # the row without a join, which all others are held against
 AGAIN = f"again:{BASE}"  # the same once more: its distance from the first is noise
 ENTRY = "enter+leave:"  # before the name of a row, the row of entering and leaving such a join
 _SETTLE = 4  # steps after which DDP has ordered its buckets
-_HOUR_S = 3600.0
 
 Batch = tuple[Tensor, Tensor]
 
@@ -140,26 +138,17 @@ class JoinTraining:
         self.optimizer.step()
 
 
-class Turn(Case):
+class JoinTurn(Turn):
     """One way, whose rows are a step, and entering and leaving."""
 
     def __init__(self, row: str, training: JoinTraining) -> None:
         super().__init__(row, f"{ENTRY}{row}")
         self._training = training
 
-    def sample(self, settle: Callable[[], None], clock: Callable[[], float]) -> Mapping[str, float]:
-        """Train for one block. Raises ``JoinError`` on all ranks if one of them fails."""
-        seconds, mine = (0.0, 0.0), ""
-        try:
-            seconds = self._block(WAYS[self.rows[0]])
-        except Exception as error:
-            mine = f"{type(error).__name__}: {error}"
-        errors = [""] * dist.get_world_size()
-        dist.all_gather_object(errors, mine)
-        for rank, text in enumerate(errors):
-            if text:
-                raise JoinError(f"rank {rank}: {text}")
-        return dict(zip(self.rows, seconds, strict=True))
+    def turn(self) -> Iterator[float | None]:
+        """Train for one block."""
+        yield None
+        yield from self._block(WAYS[self.rows[0]])
 
     def _block(self, way: Way) -> tuple[float, float]:
         """Seconds of one of the steps after the first, and of entering and leaving the join."""
@@ -183,7 +172,7 @@ class Turn(Case):
 def measure(rank: int, world: int, model: str, rows: Sequence[str], rounds: int) -> dict[str, Series]:
     """Measure ``rows`` of :data:`WAYS` in turns; for :func:`stagereg.testing.run_ranks`."""
     training = JoinTraining(MODELS[model])
-    return {one.row: one for one in interleave([Turn(row, training) for row in rows], rounds)}
+    return {one.row: one for one in interleave([JoinTurn(row, training) for row in rows], rounds)}
 
 
 # -- where it is asked for
@@ -197,14 +186,10 @@ def measured(model: str, ranks: int, rows: Sequence[str], rounds: int) -> list[d
     """
     asked = dict.fromkeys(row.removeprefix(ENTRY) for row in rows)
     wanted = [BASE, *(row for row in asked if row not in (BASE, AGAIN)), AGAIN]
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # the output of ranks is no part of the tables
-            return run_ranks(measure, ranks, args=(model, wanted, rounds), timeout_s=_HOUR_S)
-    except RankFailure as error:
-        raise LaunchError(f"The join of {ranks} ranks could not be measured: {error}") from error
+    return on_ranks.measured("join", ranks, measure, model, wanted, rounds)
 
 
-def group(model: str, ranks: int, taken: Sequence[dict[str, Series]]) -> Group:
+def group(model: str, ranks: int, taken: Taken) -> Group:
     """Make the rows of a table from what the ranks measured."""
     ways = [row for row in taken[0] if row in WAYS]
     lines = [_line(row, taken) for row in [*ways, *(f"{ENTRY}{row}" for row in ways)]]
@@ -213,17 +198,10 @@ def group(model: str, ranks: int, taken: Sequence[dict[str, Series]]) -> Group:
     return Group(f"{model}/{ranks}", title, ["step ms", "x off", "IQR"], lines)
 
 
-def _line(row: str, taken: Sequence[dict[str, Series]]) -> Line:
-    for failure in (taken[0][row].failure, taken[0][BASE].failure):
-        if failure:
-            return Line(row, failure=failure)
-    seconds, base = _slowest(taken, row), _slowest(taken, BASE)
-    ratios = [mine / other for mine, other in zip(seconds, base, strict=True)]
+def _line(row: str, taken: Taken) -> Line:
+    if failure := on_ranks.failure(taken, row, BASE):
+        return Line(row, failure=failure)
+    seconds, ratios = on_ranks.slowest(taken, row), on_ranks.ratios(taken, row, BASE)
     ratio = statistics.median(ratios)
     cells = [ms(statistics.median(seconds)), f"{ratio:.3f}", iqr(ratios, "{:.2f}".format)]
     return Line(row, cells, {"x": ratios, "step": seconds}, {"ratio": ratio})
-
-
-def _slowest(taken: Sequence[dict[str, Series]], row: str) -> list[float]:
-    """Of each round, the seconds of the rank that took longest."""
-    return [max(each) for each in zip(*(series[row].samples for series in taken), strict=True)]

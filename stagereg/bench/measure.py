@@ -40,14 +40,15 @@ class Case:
         turn: does it once, see :meth:`turn`.
     """
 
-    def __init__(self, *rows: str, turn: Callable[[], Iterator[None]] | None = None) -> None:
+    def __init__(self, *rows: str, turn: Callable[[], Iterator[float | None]] | None = None) -> None:
         self.rows = rows
         self._turn = turn
 
-    def turn(self) -> Iterator[None]:
+    def turn(self) -> Iterator[float | None]:
         """Do it once: yields when it is ready, and then when the time of each row is over, the last one's last.
 
-        What comes before the first ``yield`` and after the last one is not timed.
+        What comes before the first ``yield`` and after the last one is not timed. A row that is no time, or has been
+        timed already, has its figure yielded.
         """
         if self._turn is None:
             raise NotImplementedError
@@ -60,10 +61,10 @@ class Case:
         settle()
         began = clock()
         seconds: list[float] = []
-        for _ in turn:
+        for figure in turn:
             if len(seconds) + 1 == len(self.rows):
                 settle()
-            seconds.append(clock() - began)
+            seconds.append(clock() - began if figure is None else figure)
         return dict(zip(self.rows, seconds, strict=True))
 
     def prove(self) -> None:

@@ -20,7 +20,7 @@ class Line:
     row: str  # its name
     cells: Sequence[str] = ()  # its other columns; none if it could not be measured
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of each round by figure
-    figures: Mapping[str, float] = field(default_factory=dict)  # others, by name
+    figures: Mapping[str, float | list[float]] = field(default_factory=dict)  # others, by name; or one of each rank
     failure: str = ""  # what went wrong
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["STATES", "State", "make", "tensors"]
+__all__ = ["STATES", "State", "make", "shrunk", "tensors"]
 
 _Fill = Callable[..., torch.Tensor]
 
@@ -70,7 +70,7 @@ def _large(scale: float, fill: _Fill) -> State:
 
 def _gpt(scale: float, fill: _Fill) -> State:
     """GPT-2's shapes with 12 layers, 704 wide and a vocabulary of 7,424."""
-    width, vocabulary, context = (_shrunk(size, scale) for size in (704, 7424, 1024))
+    width, vocabulary, context = (shrunk(size, scale) for size in (704, 7424, 1024))
     matrices = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
     biases = [(width,), (width,), *((shape[-1],) for shape in matrices), (width,), (width,)]  # and the layer norms'
     shapes = {f"h.{i}.{n}": shape for i in range(12) for n, shape in enumerate([*matrices, *biases])}
@@ -86,7 +86,7 @@ def _small(scale: float, fill: _Fill) -> State:
 
 def _lora(scale: float, fill: _Fill) -> State:
     """50 layers of three frozen matrices, one adapter a layer; the rank is what makes 95 % of the bytes frozen."""
-    width, rank = _shrunk(1024, scale), _shrunk(27, scale)
+    width, rank = shrunk(1024, scale), shrunk(27, scale)
     base = {f"layers.{i}.{part}.weight": fill(width, width) for i in range(50) for part in "qkv"}
     adapter = {f"layers.{i}.{side}": fill(width, rank) for i in range(50) for side in "ab"}
     tree = {"base": base, "adapter": adapter, "moments": _adam(list(adapter.values()), fill, steps=False)}
@@ -101,7 +101,8 @@ def _adam(parameters: Sequence[torch.Tensor], fill: _Fill, steps: bool = True) -
     return {"state": state}
 
 
-def _shrunk(size: int, scale: float) -> int:
+def shrunk(size: int, scale: float) -> int:
+    """Return the length of a matrix's side, of which ``scale`` times the bytes are to be left."""
     return max(1, round(size * math.sqrt(scale)))
 
 

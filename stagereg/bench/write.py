@@ -25,10 +25,15 @@ from stagereg.checkpoint.state_planner import StatePlanner
 from stagereg.errors import CheckpointError
 from stagereg.registry import build, names
 
-__all__ = ["cases", "durable"]
+__all__ = ["cases", "durable", "storages"]
 
 _ALIAS = "direct"  # another name of ``dcp``, which needs no row
 _Save = Callable[[Path], object]
+
+
+def storages() -> list[str]:
+    """The names of all storages, each once."""
+    return [name for name in names("storage") if name != _ALIAS]
 
 
 def cases(state: State, folder: Path) -> list[Case]:
@@ -53,9 +58,7 @@ def cases(state: State, folder: Path) -> list[Case]:
     def torchs(threads: int) -> _Save:
         return lambda path: save(copy(), storage_writer=FileSystemWriter(path, thread_count=threads), no_dist=True)
 
-    makes: dict[str, Callable[[], _Save]] = {
-        name: functools.partial(registered, name) for name in names("storage") if name != _ALIAS
-    }
+    makes: dict[str, Callable[[], _Save]] = {name: functools.partial(registered, name) for name in storages()}
     makes |= {
         "dcp:padding": functools.partial(registered, "dcp", padded=True),
         "torch:dcp": lambda: torchs(1),

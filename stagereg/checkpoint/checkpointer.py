@@ -12,36 +12,32 @@ import contextlib
 import datetime
 import logging
 import os
-from collections import Counter
 from collections.abc import MutableMapping
-from concurrent.futures import Future
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch.distributed as dist
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.options as options
 import stagereg.checkpoint.restoring as restoring
 import stagereg.record as record
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import StoreLock
-from stagereg.checkpoint.manifest import MOST, new_token
-from stagereg.checkpoint.pending_save import Background, CheckpointStats, PendingSave, SaveTarget
+from stagereg.checkpoint.manifest import new_token
+from stagereg.checkpoint.pending_save import Background, CheckpointStats, SaveTarget
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
-from stagereg.checkpoint.rank_group import DisagreementError, RankGroup, reason
+from stagereg.checkpoint.rank_group import DisagreementError, RankGroup
 from stagereg.checkpoint.requests import Requests
+from stagereg.checkpoint.saver import Saver, a_step
 from stagereg.checkpoint.schedule import Automatic, Schedule
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store, path_or_url
 from stagereg.checkpoint.store.retry import answered, within
-from stagereg.errors import CheckpointError, ConfigError, name_ranks
+from stagereg.errors import CheckpointError, name_ranks
 from stagereg.join.session import followers
 from stagereg.launch.rank import command_to_go_on
 from stagereg.registry import register
@@ -51,7 +47,6 @@ __all__ = ["CheckpointStats", "Checkpointer"]
 
 _log = logging.getLogger(__name__)
 
-_RESUME = ("auto", "latest", "never", "the path of a checkpoint")
 _SAVE, _LEAVE, _RESTORE = "save", "leave", "restore"
 """What a request begins with: to save a step, to save it and exit, to restore."""
 
@@ -66,13 +61,15 @@ class Checkpointer:
     reads what the storages ``dcp`` and ``torch_dcp`` wrote.
 
     A state is a dict of names to objects with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers)
-    or plain values (numbers, text, tensors, nested dicts and lists). A DDP module is saved as the module inside it. Of
-    a ``DTensor`` (FSDP2) and a ``ZeroRedundancyOptimizer`` each rank saves its own shard. Of anything else that several
-    ranks save under one name, the lowest rank's value is stored: give what differs between ranks a name of its own,
-    such as ``f"sampler.rank{rank}"``. The step and every rank's random number generators are added by themselves.
+    or plain values (numbers, text, tensors, nested dicts and lists); several modules or several optimizers, such as the
+    pipeline stages of a rank, may be a list. Modules and optimizers are saved by the names of parameters without those
+    of wrappers, so an optimizer's modules have to be in the same state. Each rank saves what it has: shards of
+    ``DTensor`` and ``ZeroRedundancyOptimizer``, stages, experts. Of what several ranks have under one name, the lowest
+    rank's tensor is stored; plain values that differ are kept for each rank, and what else does is marked
+    :func:`stagereg.per_rank`. The step and every rank's random number generators are added by themselves.
 
-    What some ranks have saved any other number of ranks restore, bit for bit; all but the random number generators,
-    which are restored by as many ranks alone. ``ZeroRedundancyOptimizer`` and the class inside it restore each other's.
+    What some ranks have saved any other number of ranks restore, split in any other way, bit for bit; all but the
+    random number generators and what is per rank, which as many ranks alone restore.
 
     Saving a step that is there already writes the new checkpoint beside the old one and exchanges the two. Only one run
     at a time may write to a directory.
@@ -139,20 +136,8 @@ class Checkpointer:
         save_last: bool = True,
         enable: bool = True,
     ) -> None:
-        if not isinstance(dir, (str, os.PathLike)) or not os.fspath(dir):
-            raise ConfigError(f"checkpoint.dir must be the path or URL of a directory, not {dir!r}.")
-        if not isinstance(resume, str) or not resume:
-            raise ConfigError(f"checkpoint.resume is one of {', '.join(_RESUME)}, not {resume!r}.")
-        if resume.isidentifier() and not os.path.exists(resume):
-            options.one_of("checkpoint.resume", resume, _RESUME)
-        if isinstance(every, str):
-            options.one_of("checkpoint.every", every, ("auto", "a number of steps"))
-        for name, steps in {"every": 1 if every == "auto" else every, "keep": keep}.items():
-            options.at_least_one(f"checkpoint.{name}", steps)
-        options.one_of("checkpoint.verify", verify, ("full", "fast"))
-        options.one_of("checkpoint.on_error", on_error, ("raise", "warn"))
-        for name, duration in {"mtbf": mtbf, "timeout": timeout, "grace": timeout if grace is None else grace}.items():
-            options.check_duration(f"checkpoint.{name}", duration)
+        durations = {"mtbf": mtbf, "timeout": timeout, "grace": timeout if grace is None else grace}
+        options.check_all(dir, every, keep, resume, verify, on_error, **durations)
         self.enable = enable
         self._store = open_store(dir)
         self.dir = path_or_url(self._store.root)
@@ -169,11 +154,8 @@ class Checkpointer:
         self.stats = CheckpointStats()
         self.preemption: PreemptionConsensus | None = None
         self._hold: StoreLock | None = None
-        self._saved: int | None = None
         self._seen: int | None = None  # the step last asked about
-        self._state: MutableMapping[str, Any] | None = None  # as it was given last, where a rank may have to follow
-        self._taken: Counter[str] = Counter()  # steps of each optimizer in it
-        self._closed = self._leaving = False
+        self._closed = False
         self._pid = os.getpid()
         self._schedule = Schedule(every if isinstance(every, int) else 1)
         self._ranks = RankGroup(process_group, timeout)
@@ -187,8 +169,9 @@ class Checkpointer:
         # each, and those of two kinds must not meet.
         if every == "auto":
             self._schedule = Automatic(mtbf.total_seconds(), RankGroup(process_group))
-        self._target = SaveTarget(self._store, keep, self._storage, self._ranks, opened[0])
-        self._background = Background(self._target, timeout, self._schedule, on_error == "warn")
+        target = SaveTarget(self._store, keep, self._storage, self._ranks, opened[0])
+        self._background = Background(target, timeout, self._schedule, on_error == "warn")
+        self._saver = Saver(target, self._stager, self._background, self._schedule)
         self.stats = self._background.stats
         training = None if self._ranks.group is None else process_group or dist.group.WORLD
         self._requests = Requests(training, f"checkpoint/{opened[0]}/saves")
@@ -206,7 +189,7 @@ class Checkpointer:
 
         Raises as :meth:`save` does.
         """
-        self._remember(state)
+        self.remember(state)
         if self.due(step):
             self.save(step, state)
             return True
@@ -222,7 +205,7 @@ class Checkpointer:
         For programs that call :meth:`save` themselves, once a step in place of :meth:`maybe_save`. Of the ranks that
         call it with the same step, all get the same answer.
         """
-        record.emit("step", step=_a_step(step))
+        record.emit("step", step=a_step(step))
         self._seen = step
         if not self.enable:
             return False
@@ -249,13 +232,21 @@ class Checkpointer:
         self._check_open()
         if not self.enable:
             return
-        self._remember(state)
-        if self.preemption is not None and self.preemption.agreed_before_save(step) and not self._leaving:
-            self._requests.post(f"{_LEAVE} {_a_step(step)}")
-            self._leave(step, state)
-        if not self._leaving:
-            self._requests.post(f"{_SAVE} {_a_step(step)}")
-        self._save(step, state)
+        self.remember(state)
+        what = _SAVE
+        if not self._saver.leaving:
+            if self.preemption is not None and self.preemption.agreed_before_save(step):
+                what = _LEAVE
+            self._requests.post(f"{what} {a_step(step)}")
+        self._save(what, step)
+
+    def save_in_join(self, step: int, state: MutableMapping[str, Any], follows: bool) -> None:
+        """As :meth:`save`, on all ranks of a join at once; one that has left the loop ``follows``."""
+        self._check_open()
+        if self.enable:
+            self.remember(state)
+            agreed = self.preemption is not None and self.preemption.agreed is not None
+            self._save(_LEAVE if agreed and not self._saver.leaving else _SAVE, step, follows)
 
     def follow(self) -> None:
         """Save, or leave, as ranks in a loop do that this rank has left. Called by a join, between two steps."""
@@ -265,37 +256,19 @@ class Checkpointer:
             what, _, step = entry.partition(" ")
             if what == _RESTORE:
                 self._answer(entry)
-            elif what == _LEAVE:
-                self._leave(int(step), self._state, follows=True)
             else:
-                self._save(int(step), self._state, follows=True)
+                self._save(what, int(step), follows=True)
 
     def loop_ended(self) -> None:
         """No rank is in the loop of a join any more. Called by the join, on all ranks."""
         if self.preemption is not None:
             self.preemption.loop_ended()
 
-    def _save(self, step: int, state: MutableMapping[str, Any] | None, follows: bool = False) -> None:
-        """Stage and submit."""
-        save = PendingSave(_a_step(step), self._target, follows=follows, taken=self._steps_taken())
-        self._saved = step
-        try:
-            self._background.admit(save)
-            self._stage(save, state)
-        except BaseException as error:
-            save.failure = reason(error)
-            self._background.raise_or_warn(error)
-        finally:
-            # Also when this rank gives up, so that the saves of the ranks stay paired and the others raise too.
-            self._background.submit(save)
-            try:
-                self._settle(save)
-            finally:
-                stall = record.now() - save.called
-                self._schedule.held(step, stall)
-        if save.failure is None:
-            self.stats.stall_seconds.append(stall)
-            record.emit("stall", step=step, start=save.called, seconds=stall)
+    def _save(self, what: str, step: int, follows: bool = False) -> None:
+        if what == _LEAVE:
+            assert self.preemption is not None
+            self._saver.leave(step, self.preemption, str(self.dir), follows)
+        self._saver.save(step, follows)
 
     def wait(self) -> None:
         """Wait until every save has ended, or has taken longer than ``timeout``.
@@ -338,8 +311,10 @@ class Checkpointer:
         self._ranks.run_on_all("Nothing was restored", self.wait)
         if self.resume == "never":
             return None
-        self._remember(state)
-        restored = restoring.restore(self._store, self.resume, self.verify, state, self._storage, self._ranks)
+        self.remember(state)
+        restored = restoring.restore(
+            self._store, self.resume, self.verify, state, self._storage, self._ranks, self._saver.names
+        )
         if self._ranks.rank == 0:
             begins = "training starts from scratch" if restored is None else f"resumed from {restored.path}"
             _log.info("stagereg: checkpoints go to %s; %s", self.dir, begins)
@@ -370,8 +345,8 @@ class Checkpointer:
         if self.preemption is not None:
             self.preemption.close()
         self._background.close()
-        if ended:  # otherwise a thread hangs, and no other run may write there before this process has ended
-            self._let_go()
+        if ended and self._hold is not None:  # else a thread hangs, and no other run may write before this process ends
+            self._hold.release()
         try:
             self._stager.close()
         finally:
@@ -391,8 +366,8 @@ class Checkpointer:
         if interrupted and self._ranks.rank == 0:
             _log.warning("stagereg: interrupted. %s", self._describe_end())
         try:
-            if error is None:
-                self._save_last()
+            if error is None and self.save_last:
+                self._saver.save_last(self._seen)
         finally:
             try:
                 self.close()
@@ -417,21 +392,12 @@ class Checkpointer:
     @property
     def saved(self) -> int | None:
         """The step last given to :meth:`save`, or ``None``: shows whether the last step is yet to be saved."""
-        return self._saved
+        return self._saver.saved if self.enable else None
 
-    def _remember(self, state: MutableMapping[str, Any]) -> None:
-        """Keep what this rank would have to save if it left a loop, and count the steps of optimizers in it."""
-        if state is self._state or not self.enable:
-            return
-        self._state, before = state, self._state or {}
-        for name, value in state.items() if self._ranks.group is not None else ():
-            if isinstance(value, Optimizer) and before.get(name) is not value:
-                value.register_step_post_hook(partial(_count, self._taken, name))
-
-    def _steps_taken(self) -> dict[str, int]:
-        state = self._state or {}
-        schedules = {name: each.last_epoch for name, each in state.items() if isinstance(each, LRScheduler)}
-        return {**schedules, **self._taken}
+    def remember(self, state: MutableMapping[str, Any]) -> None:
+        """Keep what this rank would have to save if it left a loop; done by :meth:`maybe_save` and :meth:`restore`."""
+        if self.enable:
+            self._saver.remember(state)
 
     def _look_for_missed(self) -> None:
         """Answer what other ranks wait for, where this one has passed over it; on the background thread."""
@@ -442,24 +408,13 @@ class Checkpointer:
     def _answer(self, entry: str | None) -> None:
         """Have other ranks know that this one does not save what they do."""
         if entry == _RESTORE:
-            error = DisagreementError(
-                f"{name_ranks([self._ranks.rank])} did not call restore(), which is for all ranks"
-            )
             with contextlib.suppress(CheckpointError):
-                self._ranks.run_on_all("Nothing was restored", partial(_raise, error))
+                self._ranks.run_on_all("Nothing was restored", self._refuse_to_restore)
         elif entry is not None:
-            step = int(entry.partition(" ")[2])
-            self._background.submit(PendingSave(step, self._target, missed=True))
-            self._schedule.held(step, 0.0)
+            self._saver.miss(int(entry.partition(" ")[2]))
 
-    def _save_last(self) -> None:
-        """Save the last step, unless that is done; on all ranks, of which some may have left their loop before."""
-        if not self.save_last or not self._background.finish():
-            return
-        seen, saved = (-1 if step is None else step for step in (self._seen, self._saved))
-        last, done, unknown = self._ranks.max_async([seen, saved, self._state is None])()
-        if last > done and not unknown:
-            self._save(int(last), self._state, follows=seen < last)
+    def _refuse_to_restore(self) -> None:
+        raise DisagreementError(f"{name_ranks([self._ranks.rank])} did not call restore(), which is for all ranks")
 
     def _describe_end(self) -> str:
         """Return what there is to go on from, and how."""
@@ -471,30 +426,6 @@ class Checkpointer:
             return f"{newest} The same command goes on from there."
         return f"{newest} The same command would start anew, in a directory of its own; to go on, run {command}."
 
-    def _leave(self, step: int, state: MutableMapping[str, Any] | None, follows: bool = False) -> NoReturn:
-        """Save ``step``, unless that is done, and leave; on all ranks, which have agreed to."""
-        assert self.preemption is not None
-        self._leaving = True
-        failure: CheckpointError | None = None
-        self._background.finish()
-        if self._background.newest != step:
-            try:
-                self._background.raise_failure()
-            except CheckpointError as earlier:
-                _log.error("%s", earlier)
-            try:
-                self._save(step, state, follows)
-                self._background.finish()
-                self._background.raise_failure()
-                if self._background.newest != step:
-                    raise self._background.last or CheckpointError(f"Step {step} was not saved.")
-            except CheckpointError as error:
-                failure, newest = error, self._background.describe_newest()
-                if newest not in str(error):
-                    failure = CheckpointError(f"{str(error).rstrip('.')}. {newest}")
-                self._background.set_status(None)  # the exception below reports it
-        self.preemption.exit(step, str(self.dir), failure)
-
     def _open(self) -> str:
         """Take hold of the directory on rank 0; return a token of this run, of which that of rank 0 counts."""
         if self._ranks.rank == 0:
@@ -502,10 +433,6 @@ class Checkpointer:
             take = partial(_taken, store, limit)
             self._hold = answered(store.root, limit, take, methodcaller("release")) if is_url(store.root) else take()
         return new_token()
-
-    def _let_go(self) -> None:
-        if self._hold is not None:
-            self._hold.release()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -515,51 +442,6 @@ class Checkpointer:
                 f"This checkpointer is of process {self._pid}; a forked child, such as a worker of a DataLoader, can "
                 "neither save nor restore through it."
             )
-
-    def _stage(self, save: PendingSave, state: MutableMapping[str, Any] | None) -> None:
-        if state is None:
-            raise CheckpointError(
-                f"Step {save.step} was not saved: this rank never had data, and knows no state to save. Call "
-                "restore(state) before the loop, or loop over join.iterate(loader)."
-            )
-        try:
-            self._ranks.check_still_all()
-            captured = entries.capture(state, save.step, self._ranks.rank, self._ranks.size)
-            save.began = record.now()
-            if isinstance(self._stager, ReleasesCopies):
-                save.release = self._stager.release
-            save.staged = self._stager.stage(captured)
-            if not isinstance(save.staged, Future):
-                if not self._stager.should_synchronize_after_execute:
-                    save.complete()
-            elif self._stager.should_synchronize_after_execute:
-                save.staged.result()
-            else:
-                save.staged.add_done_callback(lambda _: save.complete())
-        except Exception as error:
-            raise CheckpointError(f"Step {save.step} was not saved: {reason(error)}") from error
-
-    def _settle(self, save: PendingSave) -> None:
-        """Let the stager wait for what it has to wait for while the writer is at work, in torch's order of calls."""
-        try:
-            if save.failure is None and self._stager.should_synchronize_after_execute:
-                self._stager.synchronize_staging()
-                save.complete()
-        except Exception as error:
-            save.failure = reason(error)
-            failure = CheckpointError(f"Step {save.step} was not saved: {save.failure}")
-            failure.__cause__ = error
-            self._background.raise_or_warn(failure)
-        finally:
-            save.settled.set()
-
-
-def _raise(error: CheckpointError) -> None:
-    raise error
-
-
-def _count(taken: Counter[str], name: str, *of_the_hook: object) -> None:
-    taken[name] += 1
 
 
 def _taken(store: CheckpointStore, seconds: float) -> StoreLock:
@@ -574,9 +456,3 @@ def _taken(store: CheckpointStore, seconds: float) -> StoreLock:
             raise
         failpoint("swept")
         return hold
-
-
-def _a_step(step: int) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MOST:
-        raise CheckpointError(f"A step is a whole number from 0 on, below 2**63, not {step!r:.100}.")
-    return step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,27 @@ from stagereg.errors import ConfigError, RegistryError, nearest
 from stagereg.registry import build
 from stagereg.spec import check
 
-__all__ = ["at_least_one", "check_duration", "component", "expect_alike", "one_of"]
+__all__ = ["at_least_one", "check_all", "check_duration", "component", "expect_alike", "one_of"]
+
+_RESUME = ("auto", "latest", "never", "the path of a checkpoint")
+
+
+def check_all(dir: Any, every: Any, keep: Any, resume: Any, verify: Any, on_error: Any, **durations: Any) -> None:
+    """Check those of a checkpointer."""
+    if not isinstance(dir, (str, os.PathLike)) or not os.fspath(dir):
+        raise ConfigError(f"checkpoint.dir must be the path or URL of a directory, not {dir!r}.")
+    if not isinstance(resume, str) or not resume:
+        raise ConfigError(f"checkpoint.resume is one of {', '.join(_RESUME)}, not {resume!r}.")
+    if resume.isidentifier() and not os.path.exists(resume):
+        one_of("checkpoint.resume", resume, _RESUME)
+    one_of("checkpoint.verify", verify, ("full", "fast"))
+    one_of("checkpoint.on_error", on_error, ("raise", "warn"))
+    if isinstance(every, str):
+        one_of("checkpoint.every", every, ("auto", "a number of steps"))
+    for name, steps in {"every": 1 if every == "auto" else every, "keep": keep}.items():
+        at_least_one(f"checkpoint.{name}", steps)
+    for name, duration in durations.items():
+        check_duration(f"checkpoint.{name}", duration)
 
 
 def check_duration(name: str, given: object) -> None:

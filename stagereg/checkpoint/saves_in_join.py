@@ -7,23 +7,18 @@ Once a step, before anything of it happens, the ranks exchange what was asked fo
 own. All of them have ended the same step then, so what they save together is the state after it. The sum also carries
 whether a rank got a signal to leave (SIGTERM, SIGUSR1): the ranks that still have data then ask at the end of the step.
 
-A rank that has left the loop holds the current state only if the join steps its optimizers and schedules for it. So
-before a save the ranks compare how often each was stepped, and refuse if they differ, rather than write stale values.
+A save is then the checkpointer's own: numbers are those of a rank with data, and stale optimizers fail it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils import _pytree as pytree
 
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.errors import JoinError
@@ -32,13 +27,12 @@ from stagereg.join.joinable import BuiltInHook, JoinHook, notify
 from stagereg.join.kinds.module import ModuleJoinable
 from stagereg.join.tracked import TrackedJoinable
 from stagereg.kernel.channel import control_channel
+from stagereg.launch.preemption import SIGNALS
 from stagereg.registry import register
 
 __all__ = ["CheckpointHook", "CheckpointJoinable"]
 
 _MOST = 2**51
-_NO_SIGNALS = [0.0, 0.0]
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 @register("join_hook", "checkpoint")
@@ -103,11 +97,11 @@ class CheckpointJoinable(TrackedJoinable):
         super().__init__(hook)
         self.checkpointer = checkpointer
         self.state = state
+        checkpointer.remember(state)  # and count the steps of its optimizers
         self.module = module
         self._asked: int | None = None  # the step that this rank asks to save
         self._shadows = False  # whether this rank takes part by hooks
         self._active: list[int] = []  # ranks with data in the last step that had any
-        self._steps: Counter[str] = Counter()  # of each optimizer
         self._channel: Any = None
 
     def ask(self, step: int) -> None:
@@ -142,23 +136,17 @@ class CheckpointJoinable(TrackedJoinable):
         return due
 
     def watch(self) -> None:
-        """Watch the model's forward, and count the optimizers' steps. Collective where it is the first time."""
+        """Watch the model's forward. Collective where it is the first time."""
         self._channel = control_channel(self.join_process_group, "checkpoint")
         super().watch()
-        counters = [
-            optimizer.register_step_post_hook(lambda *_, name=name: self._steps.update([name]))
-            for name, optimizer in self.state.items()
-            if isinstance(optimizer, Optimizer)
-        ]
-        self.handles = [*self.handles, *counters]
         if self.checkpointer.preemption is not None:
             self.checkpointer.preemption.exchanged_by_join = True
 
     def detach(self) -> None:
-        """Stop watching the model and its optimizers."""
+        """Stop watching the model."""
         if self.handles and self.checkpointer.preemption is not None:
             self.checkpointer.preemption.exchanged_by_join = False
-        self._asked, self._shadows, self._active, self._steps, self._channel = None, False, [], Counter(), None
+        self._asked, self._shadows, self._active, self._channel = None, False, [], None
         super().detach()
 
     @property
@@ -194,7 +182,7 @@ class CheckpointJoinable(TrackedJoinable):
             active: whether this rank runs the loop's body in the step that begins.
 
         Raises:
-            JoinError: on all ranks: they ask for different steps, or some rank's optimizer or schedule is stale.
+            JoinError: on all ranks: they ask for different steps.
             CheckpointError: see :meth:`stagereg.Checkpointer.save`.
             SystemExit: on all ranks: they had a signal to leave, and this save was the last.
         """
@@ -202,7 +190,7 @@ class CheckpointJoinable(TrackedJoinable):
         channel, consensus = self._channel, self.checkpointer.preemption
         values = [0.0] * channel.size
         values[channel.rank] = float(active) if asked is None else 2.0 * (asked + 1) + active
-        signals = _NO_SIGNALS if consensus is None else consensus.signal_flags()
+        signals = [0.0] * len(SIGNALS) if consensus is None else consensus.signal_flags()
         sums = channel.add([*values, *signals]).wait()
         requested = [int(value) for value in sums[: channel.size]]
         if consensus is not None:
@@ -210,10 +198,8 @@ class CheckpointJoinable(TrackedJoinable):
         # At the end no rank is active; those that were in the last step have its state.
         self._active = [rank for rank, value in enumerate(requested) if value % 2] or self._active
         requests = {rank: value // 2 - 1 for rank, value in enumerate(requested) if value > 1}
-        if requests:
-            self._save(requests)
-
-    def _save(self, requests: Mapping[int, int]) -> None:
+        if not requests:
+            return
         step = next(iter(requests.values()))
         if set(requests.values()) != {step}:
             each = ", ".join(f"rank {rank} for step {asked}" for rank, asked in requests.items())
@@ -221,28 +207,8 @@ class CheckpointJoinable(TrackedJoinable):
                 f"ranks asked for checkpoints of different steps at the same time: {each}. Count the steps that the "
                 "ranks take together, not a rank's own batches."
             )
-        # Numbers, text, and containers of them are stale on a rank that has left the loop.
-        plain = {
-            name: value
-            for name, value in self.state.items()
-            if all(type(leaf) in _PLAIN for leaf in pytree.tree_leaves(value))
-        }
-        schedules = {name: value.last_epoch for name, value in self.state.items() if isinstance(value, LRScheduler)}
-        gathered = self._channel.gather(({**schedules, **self._steps}, plain))
-        for name in sorted({name for progress, _ in gathered for name in progress}):
-            taken = [progress.get(name, 0) for progress, _ in gathered]
-            if len(set(taken)) > 1:
-                counts = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(taken))
-                raise JoinError(
-                    f"step {step} was not saved, since {name!r} is not the same on all ranks: it has taken {counts} "
-                    "steps. Ranks that have left the loop step only what the join knows: list the optimizer, the "
-                    "schedule or the function that steps them, as in Join([model, optimizer, saver])."
-                )
-        state = dict(self.state)
-        if self._active and self._channel.rank not in self._active:
-            current = gathered[self._active[-1]][1]
-            state.update((name, current[name]) for name in state if name in current)
-        self.checkpointer.save(step, state)
+        left = bool(self._active) and self._channel.rank not in self._active
+        self.checkpointer.save_in_join(step, self.state, follows=left)
 
     @property
     def _model(self) -> Any:

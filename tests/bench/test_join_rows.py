@@ -80,6 +80,6 @@ def _one_that_fails(rank: int, world: int) -> Any:
 
 def test_a_failing_row_leaves_the_others() -> None:
     for series in run_ranks(_one_that_fails, 2):
-        assert series["failing"].failure == "JoinError: rank 0: ValueError: out of luck"
+        assert series["failing"].failure == "LaunchError: rank 0: ValueError: out of luck"
         assert [len(series[row].samples) for row in ("off", "failing", "again:off")] == [3, 0, 3]
         assert not series["off"].failure

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
-from stagereg.errors import JoinError
+from stagereg.errors import JoinError, StageregError
 from stagereg.testing import run_ranks
 
 from ..join.reference import EXACT, Case, Training, batch, difference, expected, join_of, length, net, wrapped
@@ -122,21 +122,26 @@ class Counts:
     preemption = None
 
     def __init__(self) -> None:
-        self.saved: list[tuple[int, dict[str, Any]]] = []
+        self.saved: list[tuple[int, bool]] = []
 
     def due(self, step: int) -> bool:
         return step % 2 == 0  # as ``every`` says, or the plan of ``every="auto"``
 
+    def remember(self, state: Any) -> None:
+        pass
+
     def save(self, step: int, state: Any) -> None:
-        self.saved.append((step, {name: value for name, value in state.items() if isinstance(value, (int, list))}))
+        self.save_in_join(step, state, follows=False)
+
+    def save_in_join(self, step: int, state: Any, follows: bool) -> None:
+        self.saved.append((step, follows))
 
 
 def counted(rank: int, world_size: int, lengths: tuple[int, ...], library: str | None) -> Any:
     exchanges = 0
     model, joinable = model_of("ddp", PLAIN)
     counts = Counts()
-    state = {"taken": 0, f"own.{rank}": [rank], "shared": [-1]}
-    saver = stagereg.build("joinable", "checkpoint", checkpointer=counts, state=state, module=model)
+    saver = stagereg.build("joinable", "checkpoint", checkpointer=counts, state={}, module=model)
     assert [saver.maybe(3), saver.maybe(4)] == [False, True]  # not in a join yet
     kind, options = join_of(library)
     with kind([saver, joinable], **options):
@@ -153,7 +158,6 @@ def counted(rank: int, world_size: int, lengths: tuple[int, ...], library: str |
                 model.module(batch(rank, 0, step))
                 model(batch(rank, 0, step))
             (model(batch(rank, 0, step)).sum() + model(batch(rank, 0, step + 1)).sum()).backward()
-            state["taken"], state["shared"] = step, [step]
             saver.maybe(step)
     hooks = len(model._forward_pre_hooks) + len(model._forward_hooks) if library != "torch" else 0
     saver.ask(9)
@@ -169,22 +173,19 @@ def test_ranks_exchange_once_a_step_and_at_the_end() -> None:
     for rank, outcomes in enumerate(run_ranks(counted_in_all, 2, args=(lengths,), timeout_s=60)):
         for exchanges, saved, hooks in outcomes:
             assert exchanges == max(lengths) + 1
-            assert [step for step, _ in saved] == [4, 2, 4, 9]
-            # What rank 0 holds of its own is kept, and what it has missed comes from rank 1.
-            assert [state["taken"] for _, state in saved] == [0, 2, 4, lengths[rank]]
-            assert [state["shared"] for _, state in saved] == [[-1], [2], [4], [lengths[rank]]]
-            assert all(state[f"own.{rank}"] == [rank] for _, state in saved)
+            left = rank == 0
+            assert saved == [(4, False), (2, left), (4, left), (9, False)]
             assert hooks == 0
 
 
-def failing(rank: int, why: str) -> tuple[list[Any], str]:
+def failing(rank: int, root: str, why: str) -> tuple[list[Any], str]:
     """What is saved, and the error of a run that asks for different steps, or whose optimizer is not in the join."""
     model, joinable = model_of("ddp", PLAIN)
     optimizer = torch.optim.Adam(model.parameters())
     state = {"model": model, "optimizer": optimizer}
-    counts = Counts()
-    saver = stagereg.build("joinable", "checkpoint", checkpointer=counts, state=state, module=model)
-    with pytest.raises(JoinError) as caught, stagereg.Join([saver, joinable]):  # noqa: PT012
+    checkpointer = stagereg.Checkpointer(f"{root}/{why}", save_last=False)
+    saver = stagereg.build("joinable", "checkpoint", checkpointer=checkpointer, state=state, module=model)
+    with pytest.raises(StageregError) as caught, checkpointer, stagereg.Join([saver, joinable]):  # noqa: PT012
         for step in range(1, 2 + 2 * rank):
             model(batch(rank, 0, step)).sum().backward()
             optimizer.step()
@@ -192,7 +193,7 @@ def failing(rank: int, why: str) -> tuple[list[Any], str]:
                 saver.ask(step + rank)
             elif step == 2:
                 saver.ask(step)
-    return counts.saved, str(caught.value)
+    return list(Path(root, why).glob("step-*")), str(caught.value)
 
 
 def throwing(rank: int, world_size: int, mode: str | None) -> Any:
@@ -231,13 +232,13 @@ def misplaced(rank: int) -> list[str]:
     return [*texts, str(caught.value)]
 
 
-def all_errors(rank: int, world_size: int) -> Any:
-    errors = [failing(rank, "stale"), failing(rank, "steps")]
+def all_errors(rank: int, world_size: int, root: str) -> Any:
+    errors = [failing(rank, root, "stale"), failing(rank, root, "steps")]
     return errors, misplaced(rank)
 
 
-def test_errors_are_raised_on_all_ranks_and_nothing_is_saved() -> None:
-    for errors, (nameless, misordered, negative) in run_ranks(all_errors, 2, timeout_s=60):
+def test_errors_are_raised_on_all_ranks_and_nothing_is_saved(tmp_path: Path) -> None:
+    for errors, (nameless, misordered, negative) in run_ranks(all_errors, 2, args=(str(tmp_path),), timeout_s=60):
         assert [saved for saved, _ in errors] == [[], []]
         assert "'optimizer' is not the same on all ranks: it has taken 1 on rank 0, 2 on rank 1 steps" in errors[0][1]
         assert "rank 0 for step 1, rank 1 for step 2" in errors[1][1]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
 
 from ..config.app import App
 
-JOIN_TIMEOUT_S = 15
-SECONDS = r"rank (\d) left after (.*) s"
+JOIN_TIMEOUT_S = 20
+"""Within which each message comes, on a busy machine too."""
 
 TRAIN = """
 import os, signal, time
@@ -53,6 +54,7 @@ def train(cfg):
                         if rank > 0:  # rank 0 waits for it in a collective
                             signal.signal(signal.SIGINT, signal.SIG_IGN)
                         if rank == size - 1:
+                            print("interrupted at", time.time(), flush=True)
                             os.kill(os.getpid() if size == 1 else os.getppid(), signal.SIGINT)
                             time.sleep(600 if rank > 0 else 0)
     finally:
@@ -72,7 +74,10 @@ DEFAULTS = f"defaults: [stagereg, _self_]\njoin: {{timeout: {JOIN_TIMEOUT_S}}}\n
 NONE = "This run has no complete checkpoint in RUN/checkpoints yet."
 BEGINS = "checkpoints go to RUN/checkpoints; training starts from scratch"
 ANEW = "The same command would start anew, in a directory of its own; to go on, run the same command with "
-STEP_20 = "The newest good checkpoint is step 20, in RUN/checkpoints."
+
+
+def newest(step: int, goes_on: str = f"{ANEW}checkpoint.dir=RUN/checkpoints.") -> str:
+    return f"The newest good checkpoint is step {step}, in RUN/checkpoints. {goes_on}"
 
 
 def app_in(folder: Path) -> App:
@@ -84,68 +89,45 @@ def shown(text: str) -> list[str]:
     return re.sub(r"/\S*/outputs/[-\w]+/[-\w]+", "RUN", re.sub(r"(?m)^\[[-\d]+ .*?\]", "", text)).splitlines()
 
 
+SAVE_ALONE = f"""\
+rank N: Step 10 was not saved: rank 0 called save(step 10), ranks 1, 2 did not: call save and maybe_save on all ranks, \
+and not under `if rank == 0`. {NONE}"""
+RESTORE_ALONE = """\
+rank N: Nothing was restored: rank 1 did not call restore(), which is for all ranks; rank 2 did not call restore(), \
+which is for all ranks"""
+MADE_ALONE = "rank 0 made a Checkpointer, ranks 1, 2 did not: make it on all ranks."
+INTERRUPT = """\
+stopped by SIGINT
+The newest checkpoint is step 20, in RUN/checkpoints; the same command with checkpoint.dir=RUN/checkpoints goes on \
+from there."""
+
+
 @pytest.mark.parametrize(
-    ("what", "code", "seconds", "error", "logged"),
+    ("what", "code", "error", "logged"),
     [
-        (
-            "uneven",
-            0,
-            JOIN_TIMEOUT_S,
-            [],
-            f"{STEP_20.replace('20', '40')} {ANEW}checkpoint.dir=RUN/checkpoints.",
-        ),
-        (
-            "save alone",
-            1,
-            JOIN_TIMEOUT_S,
-            [
-                "rank N: Step 10 was not saved: rank 0 called save(step 10), ranks 1, 2 did not: call save and "
-                f"maybe_save on all ranks, and not under `if rank == 0`. {NONE}"
-            ],
-            BEGINS,
-        ),
-        (
-            "restore alone",
-            1,
-            30,
-            [
-                "rank N: Nothing was restored: rank 1 did not call restore(), which is for all ranks; rank 2 did not "
-                "call restore(), which is for all ranks"
-            ],
-            "rank 0 made a Checkpointer, ranks 1, 2 did not: make it on all ranks.",
-        ),
-        pytest.param(
-            "interrupt",
-            130,
-            30,
-            [
-                "stopped by SIGINT",
-                "The newest checkpoint is step 20, in RUN/checkpoints; the same command with checkpoint.dir="
-                "RUN/checkpoints goes on from there.",
-            ],
-            BEGINS,
-            marks=pytest.mark.slow,
-        ),
+        ("uneven", 0, "", newest(40)),
+        ("save alone", 1, SAVE_ALONE, BEGINS),
+        ("restore alone", 1, RESTORE_ALONE, MADE_ALONE),
+        pytest.param("interrupt", 130, INTERRUPT, BEGINS, marks=pytest.mark.slow),
     ],
-    ids=lambda given: given if isinstance(given, str) and len(given) < 20 else "",
+    ids=["uneven", "save", "restore", "interrupt"],
 )
 def test_ranks_that_differ_save_or_say_so_in_seconds(
-    tmp_path: Path, what: str, code: int, seconds: int, error: list[str], logged: str
+    tmp_path: Path, what: str, code: int, error: str, logged: str
 ) -> None:
     steps = 400 if what == "save alone" else 25
     ended = app_in(tmp_path).run("nproc=3", f"what={what}", f"steps={steps}", script="train.py")
+    seconds = [float(each) for each in re.findall("left after (.*) s", ended.stdout)]
+    seconds += [time.time() - float(each) for each in re.findall("interrupted at (.*)", ended.stdout)]
     assert ended.returncode == code, ended.stderr
-    last = [re.sub("^rank [012]:", "rank N:", line) for line in shown(ended.stderr)][-2:]
-    assert last[-len(error) :] == error if error else last == []
+    last = [re.sub("^rank [012]:", "rank N:", line) for line in shown(ended.stderr)]
+    assert last[-len(error.splitlines()) :] == error.splitlines()
     assert any(line.endswith(f" - stagereg: {logged}") for line in shown(ended.stdout)), ended.stdout
-    left = dict(re.findall(SECONDS, ended.stdout))
-    assert all(float(each) < seconds for each in left.values()), left
-    assert code == 130 or "0" in left
+    assert 0 < max(seconds) < JOIN_TIMEOUT_S
     if code == 0:
-        assert len(left) == 3
-        (newest,) = tmp_path.rglob("latest")
+        (latest,) = tmp_path.rglob("latest")
         names = [f"step-{step:08}" for step in (10, 20, 30, 40)]
-        assert sorted(path.name for path in newest.parent.iterdir()) == ["latest", *names]
+        assert sorted(path.name for path in latest.parent.iterdir()) == ["latest", *names]
 
 
 NO_JOIN = "to train without a join write join.enable=false: the join then does nothing"
@@ -168,21 +150,15 @@ SWITCHED = {
 
 
 GOES_ON = {
-    "hydra.run.dir=outputs/1/${now:a}": (
-        0,
-        [BEGINS, f"{STEP_20.replace('20', '25')} {ANEW}checkpoint.dir=RUN/checkpoints."],
-    ),
+    "hydra.run.dir=outputs/1/${now:a}": (0, [BEGINS, newest(25)]),
     "hydra.run.dir=outputs/1/${now:b} checkpoint.dir=outputs/1/a/checkpoints": (
         0,
         [
             "checkpoints go to RUN/checkpoints; resumed from RUN/checkpoints/step-00000025",
-            f"{STEP_20.replace('20', '25')} The same command goes on from there.",
+            newest(25, "The same command goes on from there."),
         ],
     ),
-    "hydra.run.dir=outputs/2/${now:a} what=interrupt": (
-        130,
-        [BEGINS, f"interrupted. {STEP_20} {ANEW}checkpoint.dir=RUN/checkpoints."],
-    ),
+    "hydra.run.dir=outputs/2/${now:a} what=interrupt": (130, [BEGINS, f"interrupted. {newest(20)}"]),
     "hydra.run.dir=outputs/3/1 checkpoint.enable=false join.enable=false": (0, []),
 }
 """How one process ends, and its lines on checkpoints, from each of these command lines after those before it."""
@@ -197,5 +173,5 @@ def test_one_process_says_what_to_write_and_how_to_go_on(tmp_path: Path) -> None
         lines = [text.partition(" - stagereg: ")[2] for text in shown(done.stdout)]
         assert [text for text in lines if text and "no accelerator" not in text] == expected, (line, done)
         assert (done.returncode, done.stderr) == (code, "stopped by SIGINT\n" if code else ""), line
-        assert float(re.findall(SECONDS, done.stdout)[0][1]) < 30
+        assert float(re.findall("left after (.*) s", done.stdout)[0]) < JOIN_TIMEOUT_S
     assert not (tmp_path / "outputs" / "3" / "1" / "checkpoints").exists()

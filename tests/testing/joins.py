@@ -233,7 +233,13 @@ class Kept:
     def due(self, step: int) -> bool:
         return step % self.every == 0
 
+    def remember(self, state: Any) -> None:
+        pass
+
     def save(self, step: int, state: Any) -> None:
+        self.save_in_join(step, state, follows=False)
+
+    def save_in_join(self, step: int, state: Any, follows: bool) -> None:
         everywhere = torch.stack([p.detach().sum() for p in state["model"].parameters()])
         dist.all_reduce(everywhere)
         self.saved[step] = everywhere / dist.get_world_size()
@@ -257,7 +263,7 @@ class Saving(Training):
 class CheckpointContract(DdpContract):
     """``checkpoint``: comes first, and exchanges once a step what was asked for."""
 
-    own_collectives = 3  # an exchange, and where there is a checkpoint to save, what the ranks hold
+    own_collectives = 1  # an exchange
     keeps = ("saved",)
 
     def build(self) -> Any:

@@ -1,0 +1,165 @@
+"""The training thread's part of saves: a state is admitted, staged, and handed to the thread that writes.
+
+It keeps the state that it was given last, so that a rank that has left its loop can save with those in it, and counts
+the steps of the optimizers in it, so that a rank whose values are stale is found.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import MutableMapping
+from concurrent.futures import Future
+from typing import Any, NoReturn
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+import stagereg.checkpoint.entries as entries
+import stagereg.record as record
+from stagereg.checkpoint.manifest import MOST
+from stagereg.checkpoint.optimizer_state import ParameterNames
+from stagereg.checkpoint.pending_save import Background, PendingSave, SaveTarget
+from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
+from stagereg.checkpoint.rank_group import reason
+from stagereg.checkpoint.schedule import Schedule
+from stagereg.errors import CheckpointError
+from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies
+
+__all__ = ["Saver", "a_step"]
+
+_log = logging.getLogger(__name__)
+
+
+class Saver:
+    """For the training thread, but for :meth:`miss`.
+
+    Attributes:
+        state: as it was given last; ``None`` before.
+        saved: the step that was saved last, well or not.
+        leaving: whether the ranks are about to exit.
+        names: of the parameters in it.
+    """
+
+    def __init__(self, target: SaveTarget, stager: AsyncStager, background: Background, schedule: Schedule) -> None:
+        self.state: MutableMapping[str, Any] | None = None
+        self.saved: int | None = None
+        self.leaving = False
+        self.names = ParameterNames()
+        self._target, self._stager = target, stager
+        self._background, self._schedule = background, schedule
+        self._taken: Counter[str] = Counter()  # steps of each optimizer in the state
+
+    def remember(self, state: MutableMapping[str, Any]) -> None:
+        """Keep what is to be saved, also after this rank has left a loop, and count the steps of its optimizers."""
+        if state is self.state:
+            return
+        self.state, before = state, self.state or {}
+        for name, value in state.items() if self._target.ranks.group is not None else ():
+            if isinstance(value, Optimizer) and before.get(name) is not value:
+                value.register_step_post_hook(lambda *_, taken=self._taken, name=name: taken.update([name]))
+
+    def save(self, step: int, follows: bool = False) -> None:
+        """Stage and submit; ``follows`` if this rank has left its loop, and saves since others do."""
+        schedules = {name: x.last_epoch for name, x in (self.state or {}).items() if isinstance(x, LRScheduler)}
+        save = PendingSave(a_step(step), self._target, follows=follows, taken={**schedules, **self._taken})
+        self.saved = step
+        try:
+            self._background.admit(save)
+            self._stage(save)
+        except BaseException as error:
+            save.failure = reason(error)
+            self._background.raise_or_warn(error)
+        finally:
+            # Also when this rank gives up, so that the saves of the ranks stay paired and the others raise too.
+            self._background.submit(save)
+            try:
+                self._settle(save)
+            finally:
+                stall = record.now() - save.called
+                self._schedule.held(step, stall)
+        if save.failure is None:
+            self._background.stats.stall_seconds.append(stall)
+            record.emit("stall", step=step, start=save.called, seconds=stall)
+
+    def save_last(self, seen: int | None) -> None:
+        """Save the last step that some rank has ``seen``, unless that is done; on all ranks."""
+        if not self._background.finish():
+            return
+        own = [-1 if step is None else step for step in (seen, self.saved)]
+        last, done, unknown = self._target.ranks.max_async([*own, self.state is None])()
+        if last > done and not unknown:
+            self.save(int(last), follows=own[0] < last)
+
+    def leave(self, step: int, preemption: PreemptionConsensus, directory: str, follows: bool = False) -> NoReturn:
+        """Save ``step``, unless that is done, and exit; on all ranks, which have agreed to."""
+        self.leaving = True
+        failure: CheckpointError | None = None
+        self._background.finish()
+        if self._background.newest != step:
+            try:
+                self._background.raise_failure()
+            except CheckpointError as earlier:
+                _log.error("%s", earlier)
+            try:
+                self.save(step, follows)
+                self._background.finish()
+                self._background.raise_failure()
+                if self._background.newest != step:
+                    raise self._background.last or CheckpointError(f"Step {step} was not saved.")
+            except CheckpointError as error:
+                failure, newest = error, self._background.describe_newest()
+                if newest not in str(error):
+                    failure = CheckpointError(f"{str(error).rstrip('.')}. {newest}")
+                self._background.set_status(None)  # the exception below reports it
+        preemption.exit(step, directory, failure)
+
+    def miss(self, step: int) -> None:
+        """Have the other ranks know that this one does not save ``step``; on any thread."""
+        self._background.submit(PendingSave(step, self._target, missed=True))
+        self._schedule.held(step, 0.0)
+
+    def _stage(self, save: PendingSave) -> None:
+        if self.state is None:
+            raise CheckpointError(
+                f"Step {save.step} was not saved: this rank never had data, and knows no state to save. Call "
+                "restore(state) before the loop, or loop over join.iterate(loader)."
+            )
+        try:
+            ranks = self._target.ranks
+            ranks.check_still_all()
+            captured = entries.capture(self.state, save.step, ranks.rank, ranks.size, self.names)
+            save.began = record.now()
+            if isinstance(self._stager, ReleasesCopies):
+                save.release = self._stager.release
+            save.staged = self._stager.stage(captured)
+            if not isinstance(save.staged, Future):
+                if not self._stager.should_synchronize_after_execute:
+                    save.complete()
+            elif self._stager.should_synchronize_after_execute:
+                save.staged.result()
+            else:
+                save.staged.add_done_callback(lambda _: save.complete())
+        except Exception as error:
+            raise CheckpointError(f"Step {save.step} was not saved: {reason(error)}") from error
+
+    def _settle(self, save: PendingSave) -> None:
+        """Let the stager wait for what it has to wait for while the writer is at work, in torch's order of calls."""
+        try:
+            if save.failure is None and self._stager.should_synchronize_after_execute:
+                self._stager.synchronize_staging()
+                save.complete()
+        except Exception as error:
+            save.failure = reason(error)
+            failure = CheckpointError(f"Step {save.step} was not saved: {save.failure}")
+            failure.__cause__ = error
+            self._background.raise_or_warn(failure)
+        finally:
+            save.settled.set()
+
+
+def a_step(step: int) -> int:
+    """Return a step. Raises: ``CheckpointError`` if it is none."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MOST:
+        raise CheckpointError(f"A step is a whole number from 0 on, below 2**63, not {step!r:.100}.")
+    return step
