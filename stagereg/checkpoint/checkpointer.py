@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.options as options
 import stagereg.checkpoint.restoring as restoring
 import stagereg.record as record
@@ -321,7 +322,7 @@ class Checkpointer:
             self._background.raise_failure()
             raise CheckpointError("Nothing was restored: a save has not ended yet, since the storage hangs.")
         self._requests.post(_RESTORE)
-        self._ranks.run_on_all("Nothing was restored", self.wait)
+        self._ranks.run_on_all("Nothing was restored", partial(self._expect_ready, state))
         if self.resume == "never":
             return None
         self.remember(state)
@@ -338,6 +339,10 @@ class Checkpointer:
         if os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(self._store.root):
             self._background.newest = restored.manifest.step
         return restored.manifest.step
+
+    def _expect_ready(self, state: MutableMapping[str, Any]) -> None:
+        self.wait()
+        entries.expect_savable(state)  # or it would be found at the first save
 
     def close(self) -> None:
         """Wait for every save, no longer than ``timeout``, end the thread and close the stager. Twice is harmless.

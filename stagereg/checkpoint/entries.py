@@ -23,13 +23,25 @@ import stagereg.checkpoint.module_state as module_state
 import stagereg.checkpoint.optimizer_state as optimizer_state
 import stagereg.checkpoint.rng as rng
 from stagereg.checkpoint.advice import listed
-from stagereg.checkpoint.encoding import Leaf, leaves, marks
+from stagereg.checkpoint.encoding import Leaf, encode, leaves, marks
 from stagereg.checkpoint.index import Stored
 from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.errors import CheckpointError, nearest
 
-__all__ = ["PerRank", "assign", "capture", "find", "keep", "pair", "parts", "per_rank", "refusal", "rng_name"]
+__all__ = [
+    "PerRank",
+    "assign",
+    "capture",
+    "expect_savable",
+    "find",
+    "keep",
+    "pair",
+    "parts",
+    "per_rank",
+    "refusal",
+    "rng_name",
+]
 
 _RESERVED = "stagereg"
 _OTHERS = (
@@ -102,6 +114,14 @@ def _current(state: Mapping[str, Any], name: str, names: ParameterNames) -> Any:
         each = [optimizer_state.state_of(one, names.of(one, state)) for one in optimizers]
         return optimizer_state.joined(each)
     return value.state_dict() if _is_stateful(value) else value
+
+
+def expect_savable(state: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` if a plain value of ``state`` is one that no checkpoint takes."""
+    for name in state:
+        value = _value(state, name)
+        if not (_is_stateful(value) or module_state.modules_of(value) or optimizer_state.optimizers_of(value)):
+            encode(value, name)
 
 
 def _is_stateful(value: Any) -> bool:
