@@ -322,7 +322,7 @@ class Checkpointer:
             self._background.raise_failure()
             raise CheckpointError("Nothing was restored: a save has not ended yet, since the storage hangs.")
         self._requests.post(_RESTORE)
-        self._ranks.run_on_all("Nothing was restored", partial(self._expect_ready, state))
+        self._ranks.run_on_all("Nothing was restored", self.wait)
         if self.resume == "never":
             return None
         self.remember(state)
@@ -333,16 +333,13 @@ class Checkpointer:
         if self._ranks.rank == 0:
             begins = "training starts from scratch" if restored is None else f"resumed from {restored.path}"
             _log.info("stagereg: checkpoints go to %s; %s", self.dir, begins)
-        if restored is None:
+        if restored is None:  # now, and not at the first save
+            self._ranks.run_on_all("No save could succeed", partial(entries.expect_savable, state))
             return None
         self._schedule.restored(restored.manifest.step)
         if os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(self._store.root):
             self._background.newest = restored.manifest.step
         return restored.manifest.step
-
-    def _expect_ready(self, state: MutableMapping[str, Any]) -> None:
-        self.wait()
-        entries.expect_savable(state)  # or it would be found at the first save
 
     def close(self) -> None:
         """Wait for every save, no longer than ``timeout``, end the thread and close the stager. Twice is harmless.
