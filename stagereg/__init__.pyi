@@ -4,6 +4,7 @@ from stagereg import registry as registry
 from stagereg import testing as testing
 from stagereg._version import __version__ as __version__
 from stagereg.checkpoint.checkpointer import Checkpointer as Checkpointer
+from stagereg.checkpoint.entries import per_rank as per_rank
 from stagereg.checkpoint.opened import open_checkpoint as open_checkpoint
 from stagereg.config.instantiate import instantiate as instantiate
 from stagereg.errors import PeerFailedError as PeerFailedError

@@ -8,9 +8,10 @@ works off saves, ``requests`` what ranks do together, ``state_planner`` who writ
 ``advice`` the hint for an error of a disk, ``failpoints`` the named moments of a save, ``schedule`` when to save,
 ``interval`` how often is best, ``preemption_consensus`` when to leave.
 
-The content: ``entries``, with ``rng`` as a part of it, ``encoding`` their structure as JSON, ``pickled`` objects that
-JSON cannot carry, ``index`` where each tensor lies, ``zero_shards`` shards of optimizers, ``storage`` the bytes in the
-files, ``manifest`` the parts of a checkpoint, ``store`` the directory that has them, ``lock`` who may write there.
+The content: ``entries``, with ``rng`` as a part of it, ``module_state`` and ``optimizer_state`` state by the names of
+parameters, ``encoding`` its structure as JSON, ``merging`` what ranks have of one entry put together, ``pickled``
+objects that JSON cannot carry, ``index`` where each tensor lies, ``storage`` the bytes in the files, ``manifest`` the
+parts of a checkpoint, ``store`` the directory that has them, ``lock`` who may write there.
 
 Restoring: ``restoring`` chooses a checkpoint and loads it, ``damage`` is what is wrong with others, ``reading`` reads
 files, ``export`` makes one file of a checkpoint for other programs, ``opened`` a mapping of names to tensors;

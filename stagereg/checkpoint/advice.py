@@ -1,13 +1,15 @@
-"""What to do about an error of the storage, found among all the errors behind the one that was raised."""
+"""What to do about an error of the storage, found among all the errors behind the one that was raised; names in one."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-__all__ = ["advice", "causes"]
+__all__ = ["advice", "causes", "listed"]
+
+_SHOWN = 10
 
 _FULL = (
     "The disk of {root} is full: free some space, or keep fewer checkpoints (checkpoint.keep); there must be room for "
@@ -59,3 +61,12 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         yield each
         wrapped = [inner for inner, _ in each.failures.values()] if isinstance(each, CheckpointException) else []
         found = [*wrapped, each.__cause__, each.__context__, *found]
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names of a checkpoint for a message, of many the first ten."""
+    more = len(names) - _SHOWN
+    # They may come from elsewhere: no longer than a line, and no control sequence of a terminal.
+    shown = [f"{name:.100}" if name.isprintable() else f"{name!r:.100}" for name in names[:_SHOWN]]
+    shown += [f"and {more} more"] if more > 0 else []
+    return ", ".join(shown) or "an empty state"

@@ -61,13 +61,15 @@ class Checkpointer:
     reads what the storages ``dcp`` and ``torch_dcp`` wrote.
 
     A state is a dict of names to objects with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers)
-    or plain values (numbers, text, tensors, nested dicts and lists). A DDP module is saved as the module inside it. Of
-    a ``DTensor`` (FSDP2) and a ``ZeroRedundancyOptimizer`` each rank saves its own shard. Of anything else that several
-    ranks save under one name, the lowest rank's value is stored: give what differs between ranks a name of its own,
-    such as ``f"sampler.rank{rank}"``. The step and every rank's random number generators are added by themselves.
+    or plain values (numbers, text, tensors, nested dicts and lists); several modules or several optimizers, such as the
+    pipeline stages of a rank, may be a list. Modules and optimizers are saved by the names of parameters without those
+    of wrappers, so an optimizer's modules have to be in the same state. Each rank saves what it has: shards of
+    ``DTensor`` and ``ZeroRedundancyOptimizer``, stages, experts. Of what several ranks have under one name, the lowest
+    rank's tensor is stored; plain values that differ are kept for each rank, and what else does is marked
+    :func:`stagereg.per_rank`. The step and every rank's random number generators are added by themselves.
 
-    What some ranks have saved any other number of ranks restore, bit for bit; all but the random number generators,
-    which are restored by as many ranks alone. ``ZeroRedundancyOptimizer`` and the class inside it restore each other's.
+    What some ranks have saved any other number of ranks restore, split in any other way, bit for bit; all but the
+    random number generators and what is per rank, which as many ranks alone restore.
 
     Saving a step that is there already writes the new checkpoint beside the old one and exchanges the two. Only one run
     at a time may write to a directory.
@@ -310,7 +312,9 @@ class Checkpointer:
         if self.resume == "never":
             return None
         self.remember(state)
-        restored = restoring.restore(self._store, self.resume, self.verify, state, self._storage, self._ranks)
+        restored = restoring.restore(
+            self._store, self.resume, self.verify, state, self._storage, self._ranks, self._saver.names
+        )
         if self._ranks.rank == 0:
             begins = "training starts from scratch" if restored is None else f"resumed from {restored.path}"
             _log.info("stagereg: checkpoints go to %s; %s", self.dir, begins)

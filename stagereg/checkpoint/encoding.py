@@ -30,8 +30,10 @@ import torch
 import stagereg.checkpoint.pickled as pickled
 from stagereg.errors import CheckpointError
 
-__all__ = ["Encoded", "Leaf", "decode", "encode", "fill", "leaves", "marks", "walk", "without_gc"]
+__all__ = ["PER_RANK", "Encoded", "Leaf", "decode", "encode", "fill", "leaves", "marks", "walk", "without_gc"]
 
+PER_RANK = "per_rank"
+"""The type of a value that ranks have each for itself (:mod:`.merging`)."""
 _DEEPEST = 200
 _LONGEST_INTEGER_BITS = 255 * 8 - 1  # what torch reads back
 _CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
@@ -191,35 +193,38 @@ def _key(key: Any) -> Any:
 
 
 @without_gc()
-def decode(tree: Any, name: str) -> Any:
+def decode(tree: Any, name: str, rank: int | None = None) -> Any:
     """Return the structure of the entry called ``name``, with a :class:`Leaf` for each tensor and object.
 
     Args:
         tree: what JSON has of it.
         name: of the entry.
+        rank: whose values it is to have, where ranks had different ones; else the lowest rank's.
 
     Raises:
         CheckpointError: it is none; nothing of it was run.
     """
     try:
-        return _decode(tree, name)
+        return _decode(tree, name, str(rank))
     except RecursionError:
         raise CheckpointError(f"the structure of {name!r:.100} is nested too deeply to be one.") from None
     except Exception as error:
         raise CheckpointError(f"the structure of {name!r:.100} is not what one is: {str(error)[:200]}.") from error
 
 
-def _decode(tree: Any, name: str | None) -> Any:
+def _decode(tree: Any, name: str | None, rank: str) -> Any:
     """``name`` is ``None`` inside of a value that has no leaves."""
     if type(tree) is list:
-        return [_decode(item, None if name is None else f"{name}.{i}") for i, item in enumerate(tree)]
+        return [_decode(item, None if name is None else f"{name}.{i}", rank) for i, item in enumerate(tree)]
     if type(tree) is not dict:
         return tree
     if not tree and name is not None:
         return Leaf(name)
     kind, value = tree["type"], tree["value"]
+    if kind == PER_RANK:
+        return _decode(value[rank if rank in value else min(value, key=int)], None, rank)
     if kind in _COLLECTIONS:
-        return _COLLECTIONS[kind](_decode(item, None) for item in value)
+        return _COLLECTIONS[kind](_decode(item, None, rank) for item in value)
     if kind == "bytes":
         return base64.b64decode(value, validate=True)
     if kind == "float":
@@ -227,10 +232,10 @@ def _decode(tree: Any, name: str | None) -> Any:
     if kind not in _CONTAINERS:
         raise ValueError(f"it has a {kind:.100}, which is not read")
     made = _CONTAINERS[kind]()
-    pairs = value.items() if type(value) is dict else ((_decode(key, None), item) for key, item in value)
+    pairs = value.items() if type(value) is dict else ((_decode(key, None, rank), item) for key, item in value)
     for key, item in pairs:
-        made[key] = _decode(item, None if name is None else f"{name}.{key}")
-    attributes = _decode(tree["attributes"], None) if "attributes" in tree else {}
+        made[key] = _decode(item, None if name is None else f"{name}.{key}", rank)
+    attributes = _decode(tree["attributes"], None, rank) if "attributes" in tree else {}
     for attribute, item in attributes.items():
         if hasattr(type(made), attribute):
             raise ValueError(f"it gives a container a {attribute:.50} of its own")

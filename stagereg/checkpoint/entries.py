@@ -1,36 +1,62 @@
 """What a checkpoint holds: the caller's objects as entries, and entries back into the objects.
 
-An entry is a name and a state dict or plain value. What is the same on all ranks is one entry, of which the lowest
-rank's copy is stored and every rank reads what it needs: of a ``DTensor`` its own shard, however many ranks it was
-sharded over. What belongs to a rank is an entry per rank, ``name.rank0``, ``name.rank1``; so a
-``ZeroRedundancyOptimizer`` is saved (:mod:`stagereg.checkpoint.zero_shards`), and a rank reads of each the state of
-those parameters that are its own now. ZeRO and the optimizer class inside it restore what the other saved. Beside the
-caller's entries, those under ``stagereg.`` hold the step, the number of ranks and each rank's random number generators.
+An entry is a name and a state dict or plain value, of modules and optimizers by the names of parameters
+(:mod:`.module_state`, :mod:`.optimizer_state`). What several ranks have of an entry is put together: of what is the
+same on all of them the lowest rank's copy is stored, and every rank reads what it needs, of a ``DTensor`` its own
+shard, however many ranks it was sharded over. What belongs to a rank is an entry per rank, ``name.rank0``,
+``name.rank1``: that is what :class:`PerRank` asks for. Beside the caller's entries, those under ``stagereg.`` hold the
+step, the number of ranks and each rank's random number generators.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+import stagereg.checkpoint.module_state as module_state
+import stagereg.checkpoint.optimizer_state as optimizer_state
 import stagereg.checkpoint.rng as rng
-import stagereg.checkpoint.zero_shards as zero_shards
+from stagereg.checkpoint.advice import listed
 from stagereg.checkpoint.encoding import Leaf, leaves, marks
 from stagereg.checkpoint.index import Stored
+from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.errors import CheckpointError, nearest
 
-__all__ = ["assign", "capture", "find", "listed", "pair", "parts", "rng_name"]
+__all__ = ["PerRank", "assign", "capture", "find", "keep", "pair", "parts", "per_rank", "refusal", "rng_name"]
 
 _RESERVED = "stagereg"
-_SHOWN = 20
+_OTHERS = (
+    "If the checkpoint is another model's, give this one a directory of its own, checkpoint.dir=PATH, or start from "
+    "scratch with checkpoint.resume=never"
+)
+T = TypeVar("T")
+
+
+class PerRank(Generic[T]):
+    """Has a value of the state that each rank has for itself. Attributes: ``value``, as last given or restored."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+
+def per_rank(value: T) -> PerRank[T]:
+    """Return ``value`` marked as this rank's own: each rank's is saved, and restored by as many ranks as saved it.
+
+    For what differs between ranks although it has one name: a data loader, a position in a file, a list of losses.
+    Given to :class:`.Checkpointer` as an entry of the state: ``{"model": model, "loader": per_rank(loader)}``.
+
+    Args:
+        value: an object with ``state_dict`` and ``load_state_dict``, or a plain value. A plain one that was restored is
+            in the attribute ``value``.
+    """
+    return PerRank(value)
 
 
 def _rank_name(name: str, rank: int) -> str:
@@ -42,11 +68,11 @@ def rng_name(rank: int) -> str:
     return _rank_name(f"{_RESERVED}.rng", rank)
 
 
-def capture(state: Mapping[str, Any], step: int, rank: int, world_size: int) -> dict[str, Any]:
+def capture(state: Mapping[str, Any], step: int, rank: int, world_size: int, names: ParameterNames) -> dict[str, Any]:
     """Return the entries to save: references to live tensors, which a stager has yet to copy.
 
     Raises:
-        CheckpointError: a name that is no text, or one that belongs to the project.
+        CheckpointError: a name that is no text, or one that belongs to the project; two parameters of one name.
     """
     entries: dict[str, Any] = {
         f"{_RESERVED}.step": step,
@@ -58,17 +84,41 @@ def capture(state: Mapping[str, Any], step: int, rank: int, world_size: int) -> 
             raise CheckpointError(
                 f"The state has an entry named {name!r}; use text that does not begin with {_RESERVED!r}."
             )
-        if isinstance(value, ZeroRedundancyOptimizer):
-            entries[_rank_name(name, rank)] = zero_shards.shard(value)
-        else:
-            entries[name] = _current(value)
+        entries[_rank_name(name, rank) if isinstance(value, PerRank) else name] = _current(state, name, names)
     return entries
+
+
+def _value(state: Mapping[str, Any], name: str) -> Any:
+    value = state[name]
+    return value.value if isinstance(value, PerRank) else value
+
+
+def _current(state: Mapping[str, Any], name: str, names: ParameterNames) -> Any:
+    """Return the state dict of an object that has one, else the value itself."""
+    value = _value(state, name)
+    if modules := module_state.modules_of(value):
+        return module_state.state_of(modules)
+    if optimizers := optimizer_state.optimizers_of(value):
+        each = [optimizer_state.state_of(one, names.of(one, state)) for one in optimizers]
+        return optimizer_state.joined(each)
+    return value.state_dict() if _is_stateful(value) else value
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 # -- what there is in a checkpoint
 
 
-def find(files: CheckpointFiles, state: Mapping[str, Any], saved_size: int, rank: int, size: int) -> dict[str, Any]:
+def refusal(name: str, why: str) -> str:
+    """Return the message about an entry that does not fit, and what to do."""
+    return f"{name!r} does not take what was saved under its name: {why.rstrip('.')}. {_OTHERS}"
+
+
+def find(
+    files: CheckpointFiles, state: Mapping[str, Any], saved_size: int, rank: int, size: int, names: ParameterNames
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return the structures of what the objects and values of ``state`` take. Each rank on its own.
 
     Args:
@@ -77,106 +127,130 @@ def find(files: CheckpointFiles, state: Mapping[str, Any], saved_size: int, rank
         saved_size: how many ranks wrote it.
         rank: this rank.
         size: how many ranks there are now.
+        names: of the parameters of ``state``.
 
     Returns:
         For each name what :func:`assign` takes, with leaves that are yet to be read; under :func:`rng_name` this
-        rank's random number generators, if as many ranks wrote it.
+        rank's random number generators, if as many ranks wrote it. And for each name what there is of it that this
+        rank does not take, by the names of parameters.
 
     Raises:
-        CheckpointError: there is nothing for a name, or it is of another kind.
-    """
-    found = {name: _found(files, name, value, saved_size, rank) for name, value in state.items()}
-    own = rng_name(rank)
-    return {**found, own: files.structure(own)} if saved_size == size else found
-
-
-def parts(files: CheckpointFiles) -> dict[str, Any]:
-    """Return the structures of all there is, by the names that the caller's state had.
-
-    The shards of a ``ZeroRedundancyOptimizer`` are the state dict of the optimizer inside.
+        CheckpointError: there is nothing for a name, or it is of another kind; modules and optimizers do not take it.
     """
     found: dict[str, Any] = {}
-    shards: dict[str, list[Any]] = defaultdict(list)
-    for name in sorted(files.index.state):
-        if name.split(".")[0] != _RESERVED:
-            structure = files.structure(name)
-            if zero_shards.is_shard(structure):
-                shards[name.rpartition(".rank")[0] or name].append(structure)
-            else:
-                found[name] = structure
-    for name, each in shards.items():
-        found[name], _ = zero_shards.whole(each, {number for shard in each for number in shard["state"]})
-    return dict(sorted(found.items()))
+    left: dict[str, dict[str, Any]] = {}
+    for name, value in state.items():
+        if isinstance(value, PerRank):
+            if saved_size == size:
+                found[name] = _structure(files, _rank_name(name, rank))
+            continue
+        structure = _structure(files, name, rank if saved_size == size else None)
+        try:
+            found[name], left[name] = _select(state, name, structure, names)
+        except CheckpointError as error:
+            raise CheckpointError(refusal(name, str(error))) from None
+    own = rng_name(rank)
+    return {**found, own: files.structure(own)} if saved_size == size else found, left
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return the names of a checkpoint's entries for a message, of many the first: there may be some of each rank."""
-    more = len(names) - _SHOWN
-    # The names may come from elsewhere: no longer than a line, and no control sequence of a terminal.
-    shown = [f"{name:.100}" if name.isprintable() else f"{name!r:.100}" for name in names[:_SHOWN]]
-    shown += [f"and {more} more"] if more > 0 else []
-    return ", ".join(shown) or "an empty state"
-
-
-def _found(files: CheckpointFiles, name: str, value: Any, saved_size: int, rank: int) -> Any:
-    there, is_zero = files.index.state, isinstance(value, ZeroRedundancyOptimizer)
-    # Each rank has an entry at least, so a manifest that claims more ranks than that is no reason to count them all.
-    ranks = sorted(range(min(saved_size, len(there))), key=lambda each: each != rank)
-    shards = [entry for each in ranks if (entry := _rank_name(name, each)) in there]
-    if shards and (is_zero or (isinstance(value, Optimizer) and name not in there)):
-        return _from_shards(files, name, value, shards)
+def _structure(files: CheckpointFiles, name: str, rank: int | None = None) -> Any:
+    there = files.index.state
     if name in there:
-        return _from_shards(files, name, value, [name]) if is_zero else files.structure(name)
-    if shards:
-        raise CheckpointError(
-            f"{name!r} was saved by each rank for itself. Ask for {shards[0]!r} and so on; or, if it is of a "
-            "ZeroRedundancyOptimizer, restore it into an optimizer."
-        )
+        return files.structure(name, rank)
+    if _rank_name(name, 0) in there:
+        raise CheckpointError(f"{name!r} was saved by each rank for itself: restore it into per_rank({name}).")
     others = sorted(other for other in there if not other.startswith(f"{_RESERVED}."))
     raise CheckpointError(f"There is no {name!r} in it, only {listed(others)}.{nearest(name, others)}")
 
 
-def _from_shards(files: CheckpointFiles, name: str, value: Optimizer, shards: Sequence[str]) -> dict[str, Any]:
-    """Return what an optimizer takes of shards; no further one is looked into once its parameters are complete.
+def _select(state: Mapping[str, Any], name: str, structure: Any, names: ParameterNames) -> tuple[Any, dict[str, Any]]:
+    """Return what this rank takes of an entry, and the rest of it."""
+    value = state[name]
+    if modules := module_state.modules_of(value):
+        return _of_modules(modules, structure)
+    saved = optimizer_state.as_by_name(structure)
+    optimizers = optimizer_state.optimizers_of(value)
+    if saved is None or not optimizers:
+        return structure, {}
+    each = [optimizer_state.select(one, names.of(one, state), saved) for one in optimizers]
+    known = set().union(*(names for _, names in each))
+    rest = {of: None for group in saved["param_groups"].values() for of in group["params"] if of not in known}
+    return optimizer_state.joined([one for one, _ in each]), rest
 
-    The state dict of a whole optimizer, under ``name`` itself, is one that need not have the state of each.
+
+def _of_modules(modules: Sequence[torch.nn.Module], structure: Any) -> tuple[Any, dict[str, Any]]:
+    if not isinstance(structure, Mapping):
+        raise CheckpointError("it is no state of a module")
+    live = module_state.state_of(modules)
+    own = OrderedDict((key, structure[key]) for key in live if key in structure)
+    own.__dict__.update(getattr(structure, "__dict__", {}))
+    if all(map(_is_torchs_own, modules)):
+        _expect_all_fits(live, own)
+    return own, {key: item for key, item in structure.items() if key not in live}
+
+
+def _expect_all_fits(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` with all that is not saved, or otherwise than it is here."""
+    missing = [key for key in live if key not in saved]
+    other = []
+    for key, leaf in saved.items():
+        there = (leaf.stored.dtype, leaf.stored.shape) if isinstance(leaf, Leaf) else (None, None)
+        here = (live[key].dtype, live[key].shape) if isinstance(live[key], torch.Tensor) else (None, None)
+        if there != here and None not in (*there, *here):
+            other.append(f"{key} ({_described(*there)} in it, {_described(*here)} here)")
+    wrong = [f"{len(missing)} missing in it: {listed(missing)}"] if missing else []
+    wrong += [f"{len(other)} of another shape or dtype: {listed(other)}"] if other else []
+    if wrong:
+        raise CheckpointError("; ".join(wrong))
+
+
+def _described(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {[*shape]}"
+
+
+def keep(state: Mapping[str, Any], name: str, structure: Any, rest: Mapping[str, Any]) -> None:
+    """Decide on what no rank takes of an entry: a module with ways of its own to load gets it.
+
+    Raises:
+        CheckpointError: nothing here takes it.
     """
+    modules = module_state.modules_of(state[name])
+    if modules and not all(map(_is_torchs_own, modules)):
+        structure.update(rest)
+    elif rest:
+        raise CheckpointError(refusal(name, f"{len(rest)} in it that nothing here takes: {listed(sorted(rest))}"))
 
-    def structures() -> Iterator[Any]:
-        for shard in shards:
-            structure = files.structure(shard)
-            if not (zero_shards.is_whole if shard == name else zero_shards.is_shard)(structure):
-                raise CheckpointError(f"{name!r} is an optimizer, and {shard!r} in it is no optimizer's state.")
-            yield structure
 
-    every = range(len(_parameters(value)))
-    own = zero_shards.numbers(value) if isinstance(value, ZeroRedundancyOptimizer) else every
-    found, missing = zero_shards.whole(structures(), own)
-    if missing and name not in shards:
-        raise CheckpointError(
-            f"{name!r}: of {len(own)} parameters {len(missing)} are in no rank's part, the first being number "
-            f"{min(missing)}; was it an optimizer of as many parameters?"
-        )
+def parts(files: CheckpointFiles) -> dict[str, Any]:
+    """Return the structures of all there is, by the names that the caller's state had; optimizers' as torch has it."""
+    found: dict[str, Any] = {}
+    for name in sorted(files.index.state):
+        if name.split(".")[0] != _RESERVED:
+            structure = files.structure(name)
+            found[name] = optimizer_state.as_torchs(structure) if optimizer_state.is_by_name(structure) else structure
     return found
 
 
 # -- into the objects
 
 
-def pair(structure: Any, value: Any) -> list[Leaf]:
+def pair(structure: Any, state: Mapping[str, Any], name: str, names: ParameterNames) -> list[Leaf]:
     """Give the leaves of a structure the tensors of the object or value that is to take it, and return them.
 
     A parameter of an optimizer stands for the state that there is not of it yet. Tensors may be written to in place
     only where taking the state is what torch does, and where no other tensor of the object shares their memory.
     """
     found = list(marks(structure))
-    if isinstance(value, ZeroRedundancyOptimizer):
+    if name not in state:
         return found
-    _pair(structure, _current(value), _is_torchs_own(_unwrapped(value)))
-    if isinstance(value, Optimizer) and zero_shards.is_whole(structure):
-        for index, param in enumerate(_parameters(value)):
-            for leaf in marks(structure["state"].get(index)):
-                leaf.live = param if leaf.live is None and isinstance(param, DTensor) else leaf.live
+    value = _value(state, name)
+    modules, optimizers = module_state.modules_of(value), optimizer_state.optimizers_of(value)
+    each = [*modules, *optimizers] or [value]
+    _pair(structure, _current(state, name, names), all(map(_is_torchs_own, each)))
+    for optimizer in optimizers if optimizer_state.is_by_name(structure) else ():
+        for param, of in names.of(optimizer, state).of.items():
+            for leaf in marks(structure["state"].get(of)) if isinstance(param, DTensor) else ():
+                leaf.live = param if leaf.live is None else leaf.live
     users = Counter(_memory(leaf.live) for leaf in found if leaf.in_place)
     for leaf in found:
         leaf.in_place = leaf.in_place and users[_memory(leaf.live)] == 1
@@ -187,7 +261,7 @@ def _pair(structure: Any, live: Any, in_place: bool) -> None:
     if isinstance(structure, Leaf):
         if isinstance(live, torch.Tensor):
             structure.live = live
-            structure.in_place = in_place and _fits(live, structure.stored)
+            structure.in_place = isinstance(live, ShardedTensor) or (in_place and _fits(live, structure.stored))
     elif isinstance(structure, Mapping) and isinstance(live, Mapping):
         for key, item in structure.items():
             if key in live:
@@ -197,12 +271,14 @@ def _pair(structure: Any, live: Any, in_place: bool) -> None:
             _pair(item, other, in_place)
 
 
+def _memory(x: Any) -> object:
+    if isinstance(x, ShardedTensor):  # of FSDP1, which copies
+        return id(x)
+    return _local(x).untyped_storage().data_ptr()
+
+
 def _local(x: Any) -> torch.Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
-
-
-def _memory(x: Any) -> int:
-    return _local(x).untyped_storage().data_ptr()
 
 
 def _fits(live: torch.Tensor, stored: Stored) -> bool:
@@ -231,46 +307,30 @@ def _loads_as_torch(module: torch.nn.Module) -> bool:
     )
 
 
-def assign(state: MutableMapping[str, Any], name: str, loaded: Any) -> None:
+def assign(state: MutableMapping[str, Any], name: str, loaded: Any, names: ParameterNames) -> None:
     """Load one entry into ``state[name]``: into the object in place, or in place of the plain value.
 
     Raises:
         CheckpointError: a tensor of it is on the meta device still, where torch loads nothing and raises nothing. And
             what the object raises.
     """
-    value = state[name]
-    inner = _unwrapped(value)
-    if isinstance(value, ZeroRedundancyOptimizer):
-        zero_shards.load(value, loaded)
-    elif _is_stateful(inner):
-        inner.load_state_dict(loaded)
+    value = _value(state, name)
+    if modules := module_state.modules_of(value):
+        module_state.load(modules, loaded)
+    elif optimizers := optimizer_state.optimizers_of(value):
+        for optimizer in optimizers:
+            optimizer_state.load(optimizer, names.of(optimizer, state), loaded)
+    elif _is_stateful(value):
+        value.load_state_dict(loaded)
+    elif isinstance(state[name], PerRank):
+        state[name].value = _merged(value, loaded)
     else:
         state[name] = _merged(value, loaded)
-    # The state dict of ZeRO is only there when all ranks make it.
-    current = None if isinstance(value, ZeroRedundancyOptimizer) else _current(state[name])
-    for path, x in leaves(current, name):
+    for path, x in leaves(_current(state, name, names), name):
         if isinstance(x, torch.Tensor) and x.is_meta:
             raise CheckpointError(
                 f"{path!r} is on the meta device, which holds nothing; give it memory first, as by to_empty()"
             )
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _unwrapped(value: Any) -> Any:
-    return value.module if isinstance(value, DistributedDataParallel) else value
-
-
-def _is_stateful(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def _current(value: Any) -> Any:
-    """The state dict of an object that has one, else the value itself."""
-    inner = _unwrapped(value)
-    return inner.state_dict() if _is_stateful(inner) else inner
 
 
 def _merged(value: Any, loaded: Any) -> Any:

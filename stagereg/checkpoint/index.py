@@ -139,23 +139,18 @@ def _part(whole: list[int], part: list[Any]) -> tuple[tuple[int, ...], tuple[int
 # -- writing
 
 
-def make_index(
-    metadata: Metadata, results: Iterable[Iterable[WriteResult]], structures: Iterable[Mapping[str, Encoded]]
-) -> bytes:
+def make_index(metadata: Metadata, results: Iterable[Iterable[WriteResult]], state: Mapping[str, Encoded]) -> bytes:
     """Return the content of ``index.json``.
 
     Args:
         metadata: of the checkpoint, as torch has planned it.
         results: of each rank's ``write_data``.
-        structures: of each rank's entries, by name.
+        state: the structures of the entries, by name.
 
     Raises:
         CheckpointError: it would be longer than what is read back.
     """
     with without_gc():
-        state: dict[str, Encoded] = {}
-        for each in structures:
-            state = {**each, **state}  # the lowest rank's, as of everything that several ranks have
         # All else that is no tensor stands in the structure; torch alone reads it.
         head = tables(metadata, results, {name for encoded in state.values() for name in encoded.objects})
         texts = ",\n".join(f"{json.dumps(name)}: {encoded.text}" for name, encoded in state.items())

@@ -20,6 +20,7 @@ import torch
 
 import stagereg.checkpoint.encoding as encoding
 import stagereg.checkpoint.entries as entries
+from stagereg.checkpoint.advice import listed
 from stagereg.checkpoint.encoding import Leaf
 from stagereg.checkpoint.located import newest
 from stagereg.checkpoint.manifest import Checkpoint, Manifest
@@ -103,7 +104,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
 
     def __repr__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
-        return f"<checkpoint {self.path}{step}: {entries.listed(self.entries)}>"
+        return f"<checkpoint {self.path}{step}: {listed(self.entries)}>"
 
     def _read(self, leaf: Leaf) -> Any:
         if self._closed:
@@ -168,7 +169,7 @@ def open_files(chosen: Checkpoint) -> tuple[CheckpointFiles, dict[str, Any]]:
 def structure_of(structures: Mapping[str, Any], name: str, path: str) -> Any:
     """Return the structure with that name. Raises: ``CheckpointError`` if there is none."""
     if name not in structures:
-        known = entries.listed(list(structures))
+        known = listed(list(structures))
         raise CheckpointError(f"There is no {name!r} in {path}, only {known}.{nearest(name, structures)}")
     return structures[name]
 

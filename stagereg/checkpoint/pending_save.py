@@ -40,20 +40,24 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+import stagereg.checkpoint.merging as merging
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.advice import advice, causes
+from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.encoding import Encoded, encode
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.index import INDEX, make_index
 from stagereg.checkpoint.manifest import FileMark
+from stagereg.checkpoint.optimizer_state import groups_of
 from stagereg.checkpoint.rank_group import DisagreementError, RankGroup, reason
 from stagereg.checkpoint.schedule import Schedule
-from stagereg.checkpoint.state_planner import StatePlanner
+from stagereg.checkpoint.state_planner import StatePlanner, name_for_each
 from stagereg.checkpoint.storage.protocol import Storage, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.retry import within
@@ -68,7 +72,6 @@ _TRYING = 0.5  # of the time-out; the rest is for clearing away and reporting
 _MOST_UNDER_WAY = 2
 _LOOK_S = 0.05  # how often one looks whether a save takes too long
 _IDLE_S = 1.0  # how often the thread looks for what this rank has passed over
-_Written: TypeAlias = tuple[list[WriteResult], dict[str, FileMark], dict[str, Encoded]]
 
 
 @dataclass
@@ -95,6 +98,17 @@ class _Prepared(NamedTuple):
     plan: SavePlan | None
     follows: bool = False
     taken: Mapping[str, int] = {}
+    digests: Mapping[str, int] = {}
+
+
+class _Sent(NamedTuple):
+    """What rank 0 has asked a rank for: structures by name, and of those that are optimizers the groups."""
+
+    structures: dict[str, Encoded]
+    groups: dict[str, dict[str, list[str]]]
+
+
+_Written: TypeAlias = tuple[list[WriteResult], dict[str, FileMark], _Sent]
 
 
 @dataclass
@@ -175,7 +189,10 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
     planner = StatePlanner()
     metadata: list[Metadata] = []
     structures: dict[str, Encoded] = {}
+    groups: dict[str, dict[str, list[str]]] = {}
     order = list(range(ranks.size))
+    wanted: list[dict[str, list[int]]] = []
+    follows: set[int] = set()
 
     def prepare() -> _Prepared:
         if save.missed:
@@ -183,19 +200,21 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         save.at = "waiting for its copy"
         copy = save.copy()
         structures.update({name: encode(value, name) for name, value in copy.items()})  # refuses what cannot be saved
+        groups.update(groups_of(copy))
         failpoint("staged")
         save.at = "preparing its files"
         to.storage.reset(path)
         planner.set_up_planner(copy, to.storage.storage_meta(), ranks.rank == 0)
-        save.nbytes = sum(x.nbytes for x in planner.state_dict.values() if isinstance(x, torch.Tensor))
+        save.nbytes = sum(part.nbytes for x in planner.state_dict.values() for part in _parts(x))
         takes_more = "kwargs" in inspect.signature(to.storage.set_up_storage_writer).parameters  # as torch asks
         more = {"rank": ranks.rank, "use_collectives": True} if takes_more else {}
         to.storage.set_up_storage_writer(ranks.rank == 0, **more)
         plan = to.storage.prepare_local_plan(planner.create_local_plan())
         save.at = _WAITING
-        return _Prepared(save.step, plan, save.follows, save.taken)
+        digests = {name: crc32(each.text.encode()) for name, each in structures.items()}
+        return _Prepared(save.step, plan, save.follows, save.taken, digests)
 
-    def share_out(prepared: list[_Prepared]) -> list[SavePlan]:
+    def share_out(prepared: list[_Prepared]) -> list[tuple[SavePlan, list[str]]]:
         steps = [each.step for each in prepared]
         _expect_all_called(save.step, prepared)
         if len(set(steps)) > 1:
@@ -207,7 +226,10 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         order.sort(key=lambda rank: prepared[rank].follows)
         plans, described = planner.create_global_plan([cast("SavePlan", prepared[rank].plan) for rank in order])
         metadata.append(described)
-        return to.storage.prepare_global_plan([plans[order.index(rank)] for rank in range(ranks.size)])
+        wanted.extend(merging.wanted([each.digests for each in prepared], order))
+        follows.update(rank for rank in order if prepared[rank].follows)
+        shares = to.storage.prepare_global_plan([plans[order.index(rank)] for rank in range(ranks.size)])
+        return [(plan, [*names]) for plan, names in zip(shares, wanted, strict=True)]
 
     def write() -> _Written:
         failpoint("agreed")
@@ -224,17 +246,23 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         marks = _marks(to, path) if ranks.rank > 0 else {}  # those of rank 0 come with the metadata's
         failpoint("written")
         save.at = _WAITING
-        return results, marks, structures
+        sent = _Sent(
+            {name: structures[name] for name in asked}, {name: groups[name] for name in asked if name in groups}
+        )
+        return results, marks, sent
 
     def commit(written: list[_Written]) -> list[int]:
         save.at = "committing"
         if save.abandoned:
             raise CheckpointError("it took too long and was given up")
         results = [each for each, _, _ in written]
+        state = merging.merge_all([sent.structures for _, _, sent in written], wanted, order, follows)
+        index = make_index(metadata[0], results, state)
+        name_for_each(metadata[0], results, {name: of for _, _, sent in written for name, of in sent.groups.items()})
         to.storage.finish(metadata[0], results)
         own = _marks(to, path)
         files = {name: mark for _, marks, _ in written for name, mark in marks.items()} | own
-        files[INDEX] = to.store.put(path, INDEX, make_index(metadata[0], results, [written[rank][2] for rank in order]))
+        files[INDEX] = to.store.put(path, INDEX, index)
         files |= {name: to.store.mark(path, name) for name in to.store.files(path) if name not in files}
         failpoint("marked")
         to.store.publish(path, save.step, ranks.size, to.storage_name, files, to.keep)
@@ -242,7 +270,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
 
     try:
         with within(_TRYING * (save.until - time.monotonic())):
-            plan = ranks.round_trip(failing, prepare, share_out)
+            plan, asked = ranks.round_trip(failing, prepare, share_out)
             began = record.now()
             nbytes = ranks.round_trip(failing, write, commit)
             failpoint("ended")
@@ -279,6 +307,13 @@ def _expect_all_up_to_date(step: int, prepared: Sequence[_Prepared]) -> None:
                 "step only what the join knows: list the optimizer, the schedule or the function that steps them, as "
                 "in Join([model, optimizer])."
             )
+
+
+def _parts(x: Any) -> list[torch.Tensor]:
+    """Return what this rank has of a tensor."""
+    if isinstance(x, ShardedTensor):
+        return [shard.tensor for shard in x.local_shards()]
+    return [x] if isinstance(x, torch.Tensor) else []
 
 
 def _marks(to: SaveTarget, path: str) -> dict[str, FileMark]:

@@ -23,6 +23,7 @@ from mmap import MAP_PRIVATE, PROT_READ, PROT_WRITE, mmap
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -95,13 +96,15 @@ class CheckpointFiles(ExitStack):
             raise CheckpointError(f"{path} was refused: {error}") from error
 
     @without_gc()
-    def structure(self, name: str) -> Any:
+    def structure(self, name: str, rank: int | None = None) -> Any:
         """Return the structure of one entry, with a :class:`.Leaf` for each tensor and object.
+
+        Where ranks had different values, it has those of ``rank``, else of the lowest.
 
         Raises:
             CheckpointError: it is none, or something in it is not stored.
         """
-        found = encoding.decode(self.index.state[name], name)
+        found = encoding.decode(self.index.state[name], name, rank)
         for leaf in encoding.marks(found):
             leaf.stored = self.index.find(leaf.name)
             if leaf.stored is None:
@@ -227,7 +230,8 @@ class _File:
 def _memory_for(leaf: Leaf) -> torch.Tensor:
     """Return what a tensor is read into."""
     if leaf.in_place and leaf.live is not None:
-        torch.autograd.graph.increment_version(leaf.live)
+        if not isinstance(leaf.live, ShardedTensor):
+            torch.autograd.graph.increment_version(leaf.live)
         return leaf.live
     if isinstance(leaf.live, DTensor) and leaf.live.shape == leaf.stored.shape:
         return torch.empty_like(leaf.live, dtype=leaf.stored.dtype)
@@ -236,6 +240,10 @@ def _memory_for(leaf: Leaf) -> torch.Tensor:
 
 def _parts(x: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
     """Yield what this process has of a tensor, each part with the place in the whole at which it begins."""
+    if isinstance(x, ShardedTensor):
+        for shard in x.local_shards():
+            yield tuple(shard.metadata.shard_offsets), shard.tensor.detach()
+        return
     if not isinstance(x, DTensor):
         if x.numel():
             yield (0,) * x.ndim, x.detach()

@@ -25,6 +25,7 @@ import stagereg.record as record
 from stagereg.checkpoint.damage import Condition, Found, Unclear, differences
 from stagereg.checkpoint.encoding import Leaf, fill
 from stagereg.checkpoint.manifest import MANIFEST, Checkpoint
+from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.protocol import Storage
@@ -38,7 +39,13 @@ _log = logging.getLogger(__name__)
 
 
 def restore(
-    store: CheckpointStore, resume: str, verify: str, state: MutableMapping[str, Any], own: Storage, ranks: RankGroup
+    store: CheckpointStore,
+    resume: str,
+    verify: str,
+    state: MutableMapping[str, Any],
+    own: Storage,
+    ranks: RankGroup,
+    names: ParameterNames,
 ) -> Checkpoint | None:
     """Load what ``resume`` stands for into the objects and values of ``state``. Collective.
 
@@ -53,6 +60,7 @@ def restore(
         state: as given to ``Checkpointer.restore``.
         own: the checkpointer's storage.
         ranks: who restores.
+        names: of the parameters of ``state``.
 
     Returns:
         The checkpoint, or ``None`` if ``resume`` is ``"auto"`` and there is nothing to go on from.
@@ -71,7 +79,7 @@ def restore(
         candidate = condition.checkpoint
         if candidate is not None:
             where = store if resume in ("auto", "latest") else open_parent_store(candidate.path)
-            condition = _restored(where, candidate, verify, state, own, ranks)
+            condition = _restored(where, candidate, verify, state, own, ranks, names)
             if not condition.damages:
                 _log_fallback(candidate, passed, ranks)
                 return candidate
@@ -166,6 +174,7 @@ def _restored(
     state: MutableMapping[str, Any],
     own: Storage,
     ranks: RankGroup,
+    names: ParameterNames,
 ) -> Condition:
     """Restore a checkpoint, or return what is wrong with its files, and nothing has changed. Collective.
 
@@ -180,9 +189,18 @@ def _restored(
     with ExitStack() as opened:
         try:
             files = opened.enter_context(CheckpointFiles.of(chosen, own))
-            assign = _load(chosen, state, files, ranks.rank, ranks.size)
+            found, left = entries.find(files, state, chosen.manifest.world_size, ranks.rank, ranks.size, names)
         except Exception as error:
-            failure = error
+            failure, left = error, {}
+        every = ranks.run_on_all(failing, lambda: (failure is None, {name: [*rest] for name, rest in left.items()}))
+        if all(fine for fine, _ in every):
+            try:
+                for name, rest in left.items():
+                    common = set(rest).intersection(*(of_rank[name] for _, of_rank in every if name in of_rank))
+                    entries.keep(state, name, found[name], {key: rest[key] for key in rest if key in common})
+                assign = _load(chosen, state, found, files, ranks, names)
+            except Exception as error:
+                failure = error
         if any(ranks.run_on_all(failing, lambda: failure is not None)):
             condition = _compared(store, chosen, ranks)
             if condition.damages:
@@ -198,35 +216,37 @@ def _raise(failure: Exception | None) -> None:
 
 
 def _load(
-    chosen: Checkpoint, state: MutableMapping[str, Any], files: CheckpointFiles, rank: int, size: int
+    chosen: Checkpoint,
+    state: MutableMapping[str, Any],
+    found: dict[str, Any],
+    files: CheckpointFiles,
+    ranks: RankGroup,
+    names: ParameterNames,
 ) -> Callable[[], None]:
     """Read all that does not go straight into the objects of ``state``; what is returned does the rest."""
     saved_size = chosen.manifest.world_size
-    found = entries.find(files, state, saved_size, rank, size)
     into: dict[str, list[Leaf]] = {}
     for name, structure in found.items():
-        leaves = entries.pair(structure, state.get(name))
+        leaves = entries.pair(structure, state, name, names)
         into[name] = [leaf for leaf in leaves if leaf.in_place]
         files.open(into[name])
         files.read([leaf for leaf in leaves if not leaf.in_place])
 
     def assign() -> None:
-        for name in state:
+        for name in (each for each in state if each in found):
             try:
                 files.read(into[name])
-                entries.assign(state, name, fill(found[name]))
+                entries.assign(state, name, fill(found[name]), names)
             except OSError as error:
                 raise CheckpointError(f"{name!r} has changed in part: {error}") from error
             except Exception as error:
-                raise CheckpointError(
-                    f"{name!r} does not take what was saved under its name: {reason(error).rstrip('.')}. If the "
-                    "checkpoint is another model's, give this one a directory of its own, checkpoint.dir=PATH, or "
-                    "start from scratch with checkpoint.resume=never"
-                ) from error
-        if saved_size == size:
-            rng.restore(fill(found[entries.rng_name(rank)]))
-        elif rank == 0:
-            _log.warning("%s is of %d ranks: random numbers start anew.", chosen.path, saved_size)
+                raise CheckpointError(entries.refusal(name, reason(error))) from error
+        if saved_size == ranks.size:
+            rng.restore(fill(found[entries.rng_name(ranks.rank)]))
+        elif ranks.rank == 0:
+            own = [name for name in state if name not in found]
+            more = f", and {', '.join(own)} (each rank's own) stay as they are" if own else ""
+            _log.warning("%s is of %d ranks: random numbers start anew%s.", chosen.path, saved_size, more)
 
     return assign
 

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 import stagereg.checkpoint.entries as entries
 import stagereg.record as record
 from stagereg.checkpoint.manifest import MOST
+from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.pending_save import Background, PendingSave, SaveTarget
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.rank_group import reason
@@ -37,12 +38,14 @@ class Saver:
         state: as it was given last; ``None`` before.
         saved: the step that was saved last, well or not.
         leaving: whether the ranks are about to exit.
+        names: of the parameters in it.
     """
 
     def __init__(self, target: SaveTarget, stager: AsyncStager, background: Background, schedule: Schedule) -> None:
         self.state: MutableMapping[str, Any] | None = None
         self.saved: int | None = None
         self.leaving = False
+        self.names = ParameterNames()
         self._target, self._stager = target, stager
         self._background, self._schedule = background, schedule
         self._taken: Counter[str] = Counter()  # steps of each optimizer in the state
@@ -125,7 +128,7 @@ class Saver:
         try:
             ranks = self._target.ranks
             ranks.check_still_all()
-            captured = entries.capture(self.state, save.step, ranks.rank, ranks.size)
+            captured = entries.capture(self.state, save.step, ranks.rank, ranks.size, self.names)
             save.began = record.now()
             if isinstance(self._stager, ReleasesCopies):
                 save.release = self._stager.release

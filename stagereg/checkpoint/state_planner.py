@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,11 +28,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from stagereg.checkpoint.encoding import walk, without_gc
 from stagereg.errors import CheckpointError
 
-__all__ = ["StatePlanner"]
+__all__ = ["StatePlanner", "name_for_each"]
 
 
 class StatePlanner(DefaultSavePlanner):
@@ -117,3 +119,29 @@ class StatePlanner(DefaultSavePlanner):
         """Return what an item stands for."""
         value = self.state_dict.get(write_item.index.fqn)
         return value if type(value) is torch.Tensor else super().resolve_data(write_item)
+
+
+@without_gc()
+def name_for_each(
+    metadata: Metadata, results: list[list[WriteResult]], groups: Mapping[str, Mapping[str, Sequence[str]]]
+) -> None:
+    """Have the options of a group of parameters found under the name of each, as torch's flattened state dicts have it.
+
+    What was written once, for the first parameter, gets further names in the metadata that torch alone reads.
+
+    Args:
+        metadata: of the checkpoint; changes.
+        results: of each rank's ``write_data``; change.
+        groups: of each optimizer, the parameters by the first one's name.
+    """
+    for share in results:
+        for result in list(share):
+            path = metadata.planner_data[result.index.fqn]
+            if len(path) < 4 or path[0] not in groups or path[1] != "param_groups":
+                continue
+            for other in groups[path[0]].get(path[2], ())[1:]:
+                named = (*path[:2], other, *path[3:])
+                index = dataclasses.replace(result.index, fqn=".".join(map(str, named)))
+                metadata.state_dict_metadata[index.fqn] = metadata.state_dict_metadata[result.index.fqn]
+                metadata.planner_data[index.fqn] = named
+                share.append(dataclasses.replace(result, index=index))

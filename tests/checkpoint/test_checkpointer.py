@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import format_utils
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
@@ -228,11 +229,12 @@ def test_torch_alone_reads_it_by_names_and_whole(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path)) as checkpointer:
         checkpointer.save(1, {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.25), "epoch": 7})
     fresh = torch.nn.Linear(3, 2)
-    template: dict[str, Any] = {"model": fresh.state_dict(), "epoch": 0}
-    template["optimizer"] = torch.optim.SGD(fresh.parameters(), lr=1.0).state_dict()
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model_state, optimizer_state = get_state_dict(fresh, torch.optim.SGD(fresh.parameters(), lr=1.0), options=flat)
+    template: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "epoch": 0}
     dcp.load(template, checkpoint_id=tmp_path / "latest")
     assert template["model"]["weight"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert template["optimizer"]["param_groups"][0]["lr"] == 0.25
+    assert [template["optimizer"][f"param_groups.{name}.lr"] for name in ("weight", "bias")] == [0.25, 0.25]
     assert template["epoch"] == 7
     format_utils.dcp_to_torch_save(tmp_path / "latest", tmp_path / "one.pt")
     assert torch.load(tmp_path / "one.pt", weights_only=False)["model"]["bias"].tolist() == [6, 7]

@@ -232,22 +232,22 @@ def test_an_error_that_names_every_tensor_is_cut_short(tmp_path: Path) -> None:
     more = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(100)))
     with saved(tmp_path, {"one": one, "many": many}) as checkpointer:
         missing = refused(checkpointer, {"one": many})
-        assert "Missing key(s)" in missing
+        assert "200 missing in it: 0.weight, 0.bias, 1.weight," in missing
+        assert "and 190 more" in missing
         assert len(missing) < 1500
-        assert "characters)" in missing
         differing = refused(checkpointer, {"many": more})
-        assert "size mismatch for 0.weight" in differing
+        assert "100 of another shape or dtype: 0.weight (float32 [2, 3] in it, float32 [2, 2] here)" in differing
         assert len(differing) < 1500
 
 
 def test_a_missing_name_is_reported_with_the_saved_names(tmp_path: Path) -> None:
     with saved(tmp_path / "own", {"loader.rank0": {"at": 3}}) as checkpointer:
-        assert "by each rank for itself. Ask for 'loader.rank0'" in refused(checkpointer, {"loader": {}})
+        assert "by each rank for itself: restore it into per_rank(loader)" in refused(checkpointer, {"loader": {}})
         assert "Did you mean 'loader.rank0'?" in refused(checkpointer, {"loader.rank1": {}})
     with saved(tmp_path / "none", {}) as checkpointer:
         assert "no 'x' in it, only an empty state" in refused(checkpointer, {"x": 1})
     with saved(tmp_path / "many", {f"part{number:03}": number for number in range(500)}) as checkpointer:
-        assert "part019, and 480 more" in refused(checkpointer, {"x": 1})
+        assert "part009, and 490 more" in refused(checkpointer, {"x": 1})
 
 
 flat = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.binary()

@@ -1,0 +1,133 @@
+"""The state of modules under the names that their parameters have without wrappers.
+
+``DistributedDataParallel``, ``torch.compile``, activation checkpointing and FSDP1 put a module of their own around
+others, and its name into the names below; :func:`plain_name` takes it out, as ``get_model_state_dict`` of
+``torch.distributed.checkpoint.state_dict`` does. So what was saved with a wrapper is restored without one, and the
+other way round. Several modules under one name of the state, such as the pipeline stages of a rank, are one state dict:
+their names have to be different ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from stagereg.errors import CheckpointError
+
+__all__ = ["has_flat_parameters", "load", "modules_of", "names_of", "plain_name", "state_of", "unwrapped"]
+
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_MAY_BE_WRAPPED = re.compile(rf"(^|\.)(module|{'|'.join(_WRAPPED)})(\.|$)")
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside of ``DistributedDataParallel`` and ``torch.compile``."""
+    while True:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        elif isinstance(module, torch._dynamo.OptimizedModule):
+            module = module._orig_mod
+        else:
+            return module
+
+
+def modules_of(value: Any) -> list[torch.nn.Module]:
+    """Return the module or modules that ``value`` is, unwrapped; none if it is something else."""
+    each = list(value) if isinstance(value, (list, tuple)) else [value]
+    return [unwrapped(one) for one in each] if all(isinstance(one, torch.nn.Module) for one in each) else []
+
+
+def plain_name(module: torch.nn.Module, name: str) -> str:
+    """Return a dotted name in ``module`` without what wrappers have put into it."""
+    if not _MAY_BE_WRAPPED.search(name):
+        return name
+    parts, at = [], module
+    for part in name.split("."):
+        of_ddp = part == "module" and isinstance(at, DistributedDataParallel)
+        if not of_ddp and part not in _WRAPPED:
+            parts.append(part)
+        at = getattr(at, part, None)  # type: ignore[assignment]
+    return ".".join(parts)
+
+
+def names_of(modules: Iterable[torch.nn.Module]) -> tuple[dict[torch.Tensor, str], dict[str, str]]:
+    """Return the name of each parameter, and for tied ones, which have several, the first by each other one."""
+    names: dict[torch.Tensor, str] = {}
+    others: dict[str, str] = {}
+    for module in modules:
+        for name, param in module.named_parameters(remove_duplicate=False):
+            plain = plain_name(module, name)
+            if names.setdefault(param, plain) != plain:
+                others[plain] = names[param]
+    return names, others
+
+
+def has_flat_parameters(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether FSDP1 keeps parameters of some module, whose state torch alone can put together."""
+    return any(isinstance(each, FullyShardedDataParallel) for module in modules for each in module.modules())
+
+
+def state_of(modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """Return the state dict of all of them together: references to live tensors. Collective with FSDP1 alone.
+
+    Raises:
+        CheckpointError: two of them have one name.
+    """
+    states = [_state(module) for module in modules]
+    if len(states) == 1:
+        return states[0]
+    whole: OrderedDict[str, Any] = OrderedDict()
+    for state in states:
+        if twice := sorted(whole.keys() & state.keys()):
+            raise CheckpointError(f"Two of the modules have a {twice[0]!r}; give them different names.")
+        whole.update(state)
+    _set_versions(whole, {path: each for state in states for path, each in _versions(state).items()})
+    return whole
+
+
+def _state(module: torch.nn.Module) -> dict[str, Any]:
+    if has_flat_parameters([module]):
+        return get_model_state_dict(module)
+    state: dict[str, Any] = module.state_dict()
+    names = [plain_name(module, key) for key in state]
+    if names == list(state):
+        return state
+    plain: OrderedDict[str, Any] = OrderedDict(zip(names, state.values(), strict=True))
+    if len(plain) < len(state):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise CheckpointError(f"Two values of the module are called {twice!r} once wrappers are left out.")
+    _set_versions(plain, {plain_name(module, path): each for path, each in _versions(state).items()})
+    return plain
+
+
+def load(modules: Sequence[torch.nn.Module], loaded: Mapping[str, Any]) -> None:
+    """Load what :func:`state_of` has returned. Raises: what the modules raise."""
+    versions, left = _versions(loaded), dict(loaded)
+    for module in modules:
+        if has_flat_parameters([module]):
+            set_model_state_dict(module, dict(loaded))
+            continue
+        live = module.state_dict()
+        plain = ((key, plain_name(module, key)) for key in live)
+        own = OrderedDict((key, left.pop(name)) for key, name in plain if name in left)
+        if module is modules[-1]:  # what no module has, for it to refuse or to understand
+            own.update(left)
+        paths = ((path, plain_name(module, path)) for path in _versions(live))
+        _set_versions(own, {path: versions[name] for path, name in paths if name in versions})
+        module.load_state_dict(own)
+
+
+def _versions(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what modules have noted about themselves in a state dict, by their names."""
+    return getattr(state, "_metadata", None) or {}
+
+
+def _set_versions(state: OrderedDict[str, Any], versions: dict[str, Any]) -> None:
+    state._metadata = versions  # type: ignore[attr-defined]
