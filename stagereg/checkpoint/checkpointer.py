@@ -83,7 +83,8 @@ class Checkpointer:
         keep: how many checkpoints stay, at least 1; the newest are kept. The disk needs space for one more, since an
             old one goes only when the new one is complete.
         resume: what ``restore`` loads: ``"auto"`` the newest undamaged checkpoint, if there is one; ``"never"``
-            nothing; ``"latest"`` the newest, which must be there; or the path of a checkpoint directory.
+            nothing; ``"latest"`` the newest, which must be there; or the path of a checkpoint directory, also of one
+            that ``torch.distributed.checkpoint.save`` wrote.
         stager: copies the state; the checkpointer closes it. ``None`` builds the stager registered as
             ``pinned_cached``.
         storage: writes the files; ``None`` builds the storage registered as ``dcp``. A checkpoint is read through the
@@ -302,7 +303,8 @@ class Checkpointer:
         what is wrong with each, and how many steps are lost; nothing has got into any object by then.
 
         Args:
-            state: the same names as were saved, or some of them.
+            state: the same names as were saved, or some of them; of what others saved, modules and optimizers are
+                found by the names of their parameters.
 
         Returns:
             The step of the checkpoint, or ``None`` if none was to be loaded.
