@@ -1,0 +1,259 @@
+"""What several ranks have alike: found by comparing, and then each stages and writes a share of it.
+
+Under DDP all ranks have the same parameters and optimizer state, under HSDP those that hold the same shards. Nothing
+declares that, so a save in which ranks compare, the first one and every ``verify_replicas``-th, has checksums of the
+bytes of each tensor. What has one name and is not alike is refused: of two values one would be lost without a word.
+Ranks whose entry is alike are a group of replicas, and from the second save after that on each of them has a share:
+the bytes of the entry in order, cut at rows into as many parts as there are ranks. Large tensors are cut, small ones
+stay whole. Buffers are no part of it, since replicas may drift there (running statistics): of them the lowest rank's is
+stored. Every save carries which comparison its shares are of, so ranks never put together shares of different ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from stagereg.checkpoint.checksum import crc32
+from stagereg.checkpoint.encoding import walk
+from stagereg.checkpoint.rank_group import name_ranks
+from stagereg.errors import CheckpointError
+from stagereg.kernel.memory import view_of
+
+__all__ = ["Comparison", "Part", "Replicas", "Share", "compare", "contents", "expect_alike", "groups"]
+
+_LEAST_BYTES = 1 << 16  # a tensor of fewer is not cut
+_SHOWN = 10
+
+
+class Part(NamedTuple):
+    """Where what a rank has of a tensor lies in the whole."""
+
+    offset: torch.Size
+    whole: torch.Size
+
+
+class Piece(NamedTuple):
+    """What a rank has of one tensor, but for its bytes."""
+
+    name: str
+    part: Part
+    shape: torch.Size
+    dtype: torch.dtype
+    tied: int  # to the piece with that number; its own number if to none
+
+
+class Comparison(NamedTuple):
+    """What a rank has of one entry.
+
+    Attributes:
+        pieces: of its tensors.
+        checksums: of their bytes, in the same order.
+    """
+
+    pieces: list[Piece]
+    checksums: list[int]
+
+    @property
+    def digest(self) -> bytes:
+        """Of all of it: equal on ranks that are replicas."""
+        text = repr([(*piece[:3], str(piece.dtype), piece.tied) for piece in self.pieces]) + repr(self.checksums)
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+class Share(NamedTuple):
+    """What one rank stages of an entry of its replicas.
+
+    Attributes:
+        kinds: name, shape and dtype of each tensor that it is of.
+        cuts: of each, the dimension, the first row and the number of rows; ``None`` if another rank has all of it.
+        parts: where that lies in the whole.
+    """
+
+    kinds: list[tuple[str, torch.Size, torch.dtype]]
+    cuts: list[tuple[int, int, int] | None]
+    parts: list[Part]
+
+
+class Replicas:
+    """Decides in which saves ranks compare, and what this rank stages in the others. For the training thread.
+
+    Args:
+        every: they compare in every that many saves; 0 for the first alone.
+        share: whether what is alike is shared.
+    """
+
+    def __init__(self, every: int, share: bool) -> None:
+        self._every, self._share = every, share
+        self._saves = 0
+        self._agreed: list[tuple[int, dict[str, Share]]] = []  # the number of a save, and what came of it
+
+    def begin(self) -> tuple[int, bool]:
+        """Return the number of the save that begins, and whether ranks compare in it."""
+        number, self._saves = self._saves, self._saves + 1
+        return number, number == 0 or (self._every > 0 and number % self._every == 0)
+
+    def agree(self, number: int, shares: dict[str, Share]) -> None:
+        """Note what the comparison in a save has come to. On the background thread."""
+        self._agreed = [*self._agreed[-1:], (number, shares)] if self._share else []
+
+    def cut(self, number: int, entries: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Part | None], int | None]:
+        """Return entries with this rank's shares in place of what its replicas have as well.
+
+        Returns:
+            The entries; where each share lies in the whole, by dotted name, ``None`` for what others have; and the
+            number of the comparison, ``None`` if nothing is shared.
+        """
+        # A save is over when the second one after it begins, on each rank; so all of them know what came of it.
+        known = [(of, shares) for of, shares in self._agreed if of + 2 <= number]
+        if not known:
+            return dict(entries), {}, None
+        of, shares = known[-1]
+        found, parts = dict(entries), dict[str, Part | None]()
+        for name, share in shares.items():
+            live = [(path, x) for path, x in walk(entries.get(name), name) if isinstance(x, torch.Tensor)]
+            by_name = {".".join(map(str, path)): x for path, x in live}
+            wanted = [by_name.get(each) for each, _, _ in share.kinds]
+            if share.kinds != [(each[0], x.shape, x.dtype) for each, x in zip(share.kinds, wanted, strict=True) if x is not None]:
+                return dict(entries), {}, None  # it has changed, as by an optimizer's first step
+            staged: dict[str, torch.Tensor] = {}
+            for (each, _, _), x, cut, part in zip(share.kinds, wanted, share.cuts, share.parts, strict=True):
+                x = x.to_local() if isinstance(x, DTensor) else x
+                staged[each] = torch.empty(0) if cut is None else x.detach().narrow(*cut) if x.ndim else x
+                parts[each] = None if cut is None else part
+            found[name] = _replaced(entries[name], name, staged)
+        return found, parts, of
+
+
+def _replaced(value: Any, path: str, staged: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return staged.get(path, value)
+    if isinstance(value, Mapping):
+        made: Any = copy.copy(value)
+        for key, item in value.items():
+            made[key] = _replaced(item, f"{path}.{key}", staged)
+        return made
+    if isinstance(value, list):
+        return [_replaced(item, f"{path}.{i}", staged) for i, item in enumerate(value)]
+    return value
+
+
+# -- comparing, on the background thread
+
+
+def contents(copied: Mapping[str, Any], buffers: Collection[str]) -> dict[str, Comparison]:
+    """Return what this rank has of each entry of a staged copy, without ``buffers`` and what is no dense tensor."""
+    found: dict[str, Comparison] = {}
+    for name, value in copied.items():
+        pieces: list[Piece] = []
+        checksums: list[int] = []
+        first: dict[tuple[int, torch.Size], int] = {}
+        for path, x in walk(value, name):
+            dotted = ".".join(map(str, path))
+            part = _part(x) if isinstance(x, torch.Tensor) and dotted not in buffers else None
+            if part is None:
+                continue
+            local = (x.to_local() if isinstance(x, DTensor) else x).detach()
+            tied = first.setdefault((local.data_ptr(), local.shape), len(pieces)) if local.numel() else len(pieces)
+            pieces.append(Piece(dotted, part, local.shape, local.dtype, tied))
+            checksums.append(crc32(view_of(local.cpu().contiguous())) if local.numel() else 0)
+        if pieces:
+            found[name] = Comparison(pieces, checksums)
+    return found
+
+
+def _part(x: torch.Tensor) -> Part | None:
+    """Return where in the whole this rank's part of a tensor lies; ``None`` if it is not one dense part."""
+    if isinstance(x, DTensor):
+        chunks = x.__create_chunk_list__()
+        return Part(chunks[0].offsets, x.shape) if len(chunks) == 1 else None
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided and not x.is_quantized
+    return Part(torch.Size([0] * x.ndim), x.shape) if plain else None
+
+
+def groups(digests: Sequence[Mapping[str, bytes]]) -> list[dict[str, list[int]]]:
+    """Return for each rank which ranks have the same of each entry, itself among them."""
+    alike: dict[tuple[str, bytes], list[int]] = {}
+    for rank, each in enumerate(digests):
+        for entry in each.items():
+            alike.setdefault(entry, []).append(rank)
+    return [{name: alike[name, digest] for name, digest in each.items()} for each in digests]
+
+
+def expect_alike(tables: Mapping[int, Sequence[Comparison]]) -> None:
+    """Raise ``CheckpointError`` if ranks have different values of one name.
+
+    Args:
+        tables: of one rank of each group of replicas.
+    """
+    seen: dict[tuple[str, torch.Size], tuple[int, Any]] = {}
+    wrong: list[str] = []
+    for rank, of_rank in tables.items():
+        for piece, checksum in ((p, c) for each in of_rank for p, c in zip(each.pieces, each.checksums, strict=True)):
+            what = (piece.part.whole, piece.shape, piece.dtype, checksum)
+            other, there = seen.setdefault((piece.name, piece.part.offset), (rank, what))
+            if there != what:
+                same_kind = there[:3] == what[:3]
+                kind = "other values" if same_kind else f"{_kind(*what[1:3])}, not {_kind(*there[1:3])}"
+                wrong.append(f"{piece.name!r} is not the same on {name_ranks([other, rank])} ({kind})")
+    if wrong:
+        more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise CheckpointError(
+            f"{'; '.join(wrong[:_SHOWN])}{more}. Of values with one name a checkpoint has one. Replicas of a model have "
+            "drifted apart, then; parts of one tensor have to be a DTensor; and what each rank has for itself is marked "
+            "stagereg.per_rank(value), or has a name of its own."
+        )
+
+
+def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {[*shape]}"
+
+
+def compare(own: Mapping[str, Comparison], replicas: Mapping[str, Sequence[int]], rank: int) -> dict[str, Share]:
+    """Return this rank's shares of the entries that others have as well."""
+    return {
+        name: _share(own[name].pieces, len(ranks), ranks.index(rank))
+        for name, ranks in replicas.items()
+        if len(ranks) > 1
+    }
+
+
+def _share(pieces: Sequence[Piece], count: int, index: int) -> Share:
+    """Return the share of one of ``count`` ranks."""
+    sizes = [0 if piece.tied != i else _nbytes(piece) for i, piece in enumerate(pieces)]
+    begin, end = (sum(sizes) * each // count for each in (index, index + 1))
+    cuts: list[tuple[int, int, int] | None] = []
+    parts: list[Part] = []
+    at = 0
+    for piece, nbytes in zip(pieces, sizes, strict=True):
+        if piece.tied != len(cuts):
+            cuts.append(cuts[piece.tied])
+        else:
+            cuts.append(_cut(piece.shape, _nbytes(piece), begin - at, end - at))
+        cut = cuts[-1]
+        offset = list(piece.part.offset)
+        if cut is not None and offset:
+            offset[cut[0]] += cut[1]
+        parts.append(Part(torch.Size(offset), piece.part.whole))
+        at += nbytes
+    whole = [(piece.name, piece.part.whole, piece.dtype) for piece in pieces]
+    return Share(whole, cuts, parts)
+
+
+def _nbytes(piece: Piece) -> int:
+    return piece.shape.numel() * piece.dtype.itemsize
+
+
+def _cut(shape: torch.Size, nbytes: int, begin: int, end: int) -> tuple[int, int, int] | None:
+    """Return the rows of a tensor between two bytes of it, the nearest ones; of a small one all, if it begins there."""
+    dim = next((i for i, size in enumerate(shape) if size > 1), None)
+    if dim is None or nbytes < _LEAST_BYTES:
+        return (0, 0, shape[0] if shape else 1) if begin <= 0 < end else None
+    rows = shape[dim]
+    first, last = (min(max(0, round(byte * rows / nbytes)), rows) for byte in (begin, end))
+    return (dim, first, last - first) if first < last else None
