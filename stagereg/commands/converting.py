@@ -1,14 +1,15 @@
-"""``stagereg convert``: a checkpoint as one file, a ``.pt`` for ``torch.load`` or a ``.safetensors``.
+"""``stagereg convert``: a checkpoint as one file, a ``.pt`` for ``torch.load`` or a ``.safetensors``, or as several.
 
 What is converted is checked first, as ``stagereg verify`` does it; of a directory of checkpoints it is the newest one
-that is good. The checkpoint is read, never changed. :mod:`stagereg.checkpoint.export` describes such a file. Of a
-directory that plain torch has written (``torch.distributed.checkpoint.save``), a ``.pt`` is made.
+that is good. The checkpoint is read, never changed. :mod:`stagereg.checkpoint.export` describes such files. A directory
+that plain torch has written (``torch.distributed.checkpoint.save``) is converted as well, and has no checksums.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -16,10 +17,12 @@ import stagereg.output as output
 from stagereg.checkpoint.located import newest
 from stagereg.commands.listing import add_plugins_option, import_plugins
 from stagereg.errors import CheckpointError, ConfigError
+from stagereg.sizes import ByteSize
 
 __all__ = ["add_to", "run"]
 
 _SHOWN = 8
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,13 +30,24 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     help_ = "make one file of a checkpoint, for torch.load or for safetensors"
     more = (
         "It does not matter how many ranks saved it. A .pt has all of the state and is made in memory; a .safetensors "
-        "has the tensors, and is made piece by piece."
+        "has the tensors, and is made piece by piece. --dtype, --map and --max-shard-size are for a .safetensors."
     )
     parser = output.add_command(commands, "convert", help_, run, more)
     parser.add_argument("checkpoint", help="one checkpoint, or a directory of them (its newest good one); path or URL")
     parser.add_argument("out", help="the file: OUT.pt, OUT.pth or OUT.safetensors")
     parser.add_argument("--only", metavar="NAME", help="only this name of the state, such as model, as it is by itself")
     parser.add_argument("--force", action="store_true", help="replace the file if it is there")
+    parser.add_argument("--dtype", choices=_DTYPES, help="of all floating-point tensors of 16 bits or more")
+    parser.add_argument(
+        "--map",
+        metavar="REGEX=NEW",
+        action="append",
+        default=[],
+        help="replace REGEX by NEW, which may be empty, in each name; again for another. A name that becomes empty is "
+        "left out",
+    )
+    help_ = "several files OUT-00001-of-0000N.safetensors of at most this size, such as 5GB, and an index of them"
+    parser.add_argument("--max-shard-size", metavar="SIZE", help=help_)
     add_plugins_option(parser)
 
 
@@ -42,9 +56,10 @@ def run(asked: argparse.Namespace) -> int:
 
     Raises:
         CheckpointError: there is no good checkpoint, it has no such name, or the file cannot be written.
-        ConfigError: OUT is no name of such a file, or ``--plugins`` names what cannot be imported.
+        ConfigError: OUT is no name of such a file, or an option is of no use.
     """
-    from stagereg.checkpoint.export import SUFFIXES, export
+    from stagereg.checkpoint.export import SAFETENSORS, SUFFIXES, TensorOptions, export
+    from stagereg.checkpoint.index import DTYPES
     from stagereg.checkpoint.opened import open_files
     from stagereg.checkpoint.plain_dcp import is_plain_dcp, open_plain_dcp
 
@@ -55,11 +70,13 @@ def run(asked: argparse.Namespace) -> int:
         raise ConfigError(f"{out} cannot be a file: it is a directory, or there is none to write it to.")
     if not asked.force and os.path.lexists(out):
         raise ConfigError(f"{out} is there already; --force replaces it.")
+    if out.suffix != SAFETENSORS and (asked.dtype or asked.map or asked.max_shard_size):
+        raise ConfigError("--dtype, --map and --max-shard-size are for a file called OUT.safetensors.")
+    dtype = None if asked.dtype is None else DTYPES[asked.dtype]
+    options = TensorOptions(dtype, [_rename(text) for text in asked.map], _size(asked.max_shard_size))
     import_plugins(asked)
     step = None
     if is_plain_dcp(asked.checkpoint):
-        if out.suffix == ".safetensors":
-            raise ConfigError(f"{asked.checkpoint} is a directory of plain torch, of which only a .pt is made.")
         path, which = asked.checkpoint, f"{asked.checkpoint} of plain torch"
         files, parts = open_plain_dcp(path)
     else:
@@ -76,22 +93,43 @@ def run(asked: argparse.Namespace) -> int:
     output.progress(f"writing {out}")
     try:
         with files:
-            names, left_out = export(files, parts, asked.only, out, asked.force, step)
+            names, left_out, written = export(files, parts, asked.only, out, asked.force, step, options)
     except OSError as error:
         raise CheckpointError(f"{out} was not written: {error}") from error
     finally:
         output.progress()
-    nbytes = out.stat().st_size
+    nbytes = sum(each.stat().st_size for each in written)
     if asked.json:
-        found = {"checkpoint": path, "step": step, "file": str(out), "bytes": nbytes}
-        output.as_json(found | {"names": names, "left_out": left_out})
+        found = {"checkpoint": path, "step": step, "file": str(written[-1]), "bytes": nbytes}
+        output.as_json(found | {"files": [str(each) for each in written], "names": names, "left_out": left_out})
         return 0
-    output.echo(f"{out}: {which}, {nbytes:,} bytes")
+    more = f" and {len(written) - 1} files beside it" if len(written) > 1 else ""
+    output.echo(f"{written[-1]}{more}: {which}, {nbytes:,} bytes")
     output.echo(f"In it: {', '.join(map(_shown, names)) or 'nothing'}")
     if left_out:
         more = f", and {len(left_out) - _SHOWN} more (--json names all)" if len(left_out) > _SHOWN else ""
         output.echo(f"Not in it, being no tensors: {', '.join(map(_shown, left_out[:_SHOWN]))}{more}")
     return 0
+
+
+def _rename(text: str) -> tuple[re.Pattern[str], str]:
+    """Return the pattern and what takes its place, of ``REGEX=NEW``."""
+    regex, sign, new = text.rpartition("=")
+    try:
+        pattern = re.compile(regex)
+        pattern.sub(new, "")  # whether it refers to groups that there are
+    except (re.error, IndexError) as error:
+        raise ConfigError(f"--map {text!r:.100}: {error}") from error
+    if not sign or not regex:
+        raise ConfigError(f"--map is REGEX=NEW, such as '^model[.]=', not {text!r:.100}.")
+    return pattern, new
+
+
+def _size(text: str | None) -> int | None:
+    size = None if text is None else ByteSize(text)
+    if size == 0:
+        raise ConfigError("--max-shard-size is a size above 0, such as 5GB.")
+    return size
 
 
 def _shown(name: str) -> str:

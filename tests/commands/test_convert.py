@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import errno
 import io
+import json
 import os
 import pickle
 import shutil
@@ -24,6 +25,7 @@ from stagereg.checkpoint.manifest import Manifest
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.safetensors import DTYPES
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.cli import main
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 
@@ -80,13 +82,19 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Sharded:
     return root, run_ranks(save_sharded, nproc=3, args=(str(root),))[0]
 
 
+def named(state: dict[int, Any]) -> dict[str, Any]:
+    """The state of an optimizer by the names of its parameters."""
+    names = [name for name, _ in network().named_parameters()]
+    return {names[number]: part for number, part in state.items()}
+
+
 def test_torch_loads_the_file_of_a_zero_run(sharded: Sharded, tmp_path: Path, command: Command) -> None:
     root, whole = sharded
     assert "step 2" in command("convert", root / "zero", tmp_path / "all.pt").out
     found = torch.load(tmp_path / "all.pt", weights_only=True)
     assert sorted(found) == ["model", "optimizer", "scheduler"]
     assert bits(dict(found["model"])) == bits(dict(whole["model"]))
-    assert bits(found["optimizer"]["state"]) == bits(whole["optimizer"]["state"])
+    assert bits(found["optimizer"]["state"]) == bits(named(whole["optimizer"]["state"]))
     assert len(found["optimizer"]["state"]) == 6
     model = network()
     optimizer = torch.optim.Adam(model.parameters())
@@ -109,8 +117,8 @@ def test_safetensors_has_tensors_by_name_and_names_the_rest(sharded: Sharded, tm
     out = tmp_path / "all.safetensors"
     shown = command("convert", root / "zero", out, "--json").json
     expected = {f"model.{name}": x for name, x in whole["model"].items()}
-    for number, part in whole["optimizer"]["state"].items():
-        expected |= {f"optimizer.state.{number}.{name}": x for name, x in part.items()}
+    for of, part in named(whole["optimizer"]["state"]).items():
+        expected |= {f"optimizer.state.{of}.{name}": x for name, x in part.items()}
     assert bits(load_file(out)) == bits(expected)
     assert (shown["names"], shown["bytes"]) == (["model", "optimizer"], out.stat().st_size)
     assert {"optimizer.param_groups.0.lr", "scheduler.last_epoch"} <= set(shown["left_out"])
@@ -166,6 +174,10 @@ def test_a_pt_file_has_only_types_that_torch_loads(tmp_path: Path, command: Comm
     assert found["model"]._metadata == state["model"].state_dict()._metadata
 
 
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
 def test_a_full_disk_and_an_interruption_leave_nothing(
     tmp_path: Path, name: str, command: Command, monkeypatch: pytest.MonkeyPatch
@@ -180,9 +192,6 @@ def test_a_full_disk_and_an_interruption_leave_nothing(
 
     def on_a_full_disk(path: Path, mode: str = "r", *rest: Any, **named: Any) -> Any:
         return Full(path, mode) if mode == "xb" else opened(path, mode, *rest, **named)
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
 
     root, out = save(tmp_path / "run", {str(i): torch.ones(5000) for i in range(4)}), tmp_path / name
     with monkeypatch.context() as broken:
@@ -262,7 +271,19 @@ def test_nothing_is_replaced_unless_it_is_forced(
         (["run", "x.pt", "--only", "modle"], "Did you mean 'model'?"),
         (["run", "x.pt"], "torch.load(weights_only=True) would refuse it"),
         (["none", "x.pt"], "There is no checkpoint in"),
-        (["plain", "x.safetensors"], "of plain torch, of which only a .pt is made"),
+        (["run", "x.pt", "--dtype", "float16"], "--dtype, --map and --max-shard-size are for a file called OUT.safet"),
+        (["run", "x.safetensors", "--dtype", "int8"], "argument --dtype: invalid choice"),
+        (["run", "x.safetensors", "--max-shard-size", "0"], "a size above 0, such as 5GB"),
+        (["run", "x.safetensors", "--max-shard-size", "5 apples"], "no unit of bytes"),
+        (["run", "x.safetensors", "--map", "model"], "--map is REGEX=NEW"),
+        (["run", "x.safetensors", "--map", "=model"], "--map is REGEX=NEW"),
+        (["run", "x.safetensors", "--map", "(=a"], "--map '(=a': missing ), unterminated subpattern"),
+        (["run", "x.safetensors", "--map", r"a=\1"], "invalid group reference 1"),
+        (
+            ["run", "x.safetensors", "--map", "modle=a"],
+            "No name of a tensor has 'modle' in it; the first ones are 'model.",
+        ),
+        (["run", "x.safetensors", "--map", ".*=a"], "'model.weight' and 'model.bias' would both be 'a"),
         (["plain", "x.pt", "--only", "modle"], "Did you mean 'model'?"),
         (["old", "x.pt"], "has no index.json"),
     ],
@@ -290,6 +311,157 @@ def test_names_and_types_in_a_file_cannot_control_the_terminal(tmp_path: Path, c
         shown = command("convert", root, tmp_path / name)
         assert "\x1b" not in shown.out + shown.err
         assert r"'\x1b[2Jx'" in shown.out
+
+
+# -- safetensors in several files, with other dtypes and names
+
+
+def index_of(out: Path) -> Any:
+    return json.loads(Path(f"{out}.index.json").read_text())
+
+
+def test_a_large_export_is_several_files_with_an_index(tmp_path: Path, command: Command) -> None:
+    state = {f"x{i}": torch.arange(250, dtype=torch.float32) + i for i in range(5)}
+    state["wide"] = torch.arange(2000)
+    state["n"] = 3
+    out = tmp_path / "model.safetensors"
+    shown = command("convert", save(tmp_path / "run", state), out, "--max-shard-size", "2KB", "--json").json
+    names = [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)]
+    assert [Path(each).name for each in shown["files"]] == [*names, "model.safetensors.index.json"]
+    assert shown["file"] == shown["files"][-1]
+    assert shown["bytes"] == sum(Path(each).stat().st_size for each in shown["files"])
+    assert not out.exists()
+    index = index_of(out)
+    assert index["metadata"] == {"total_size": 5 * 1000 + 16000}
+    divided = [load_file(tmp_path / name) for name in names]
+    assert {name: file for file, each in zip(names, divided, strict=True) for name in each} == index["weight_map"]
+    assert [len(each) for each in divided] == [1, 2, 2, 1]  # the large one, which comes first, has a file of its own
+    expected = {name: x for name, x in state.items() if name != "n"}
+    assert bits(divided[0] | divided[1] | divided[2] | divided[3]) == bits(expected)
+
+
+def test_an_export_that_fits_is_one_file_without_index(tmp_path: Path, command: Command) -> None:
+    root, out = save(tmp_path / "run", {"x": torch.ones(50), "y": torch.ones(50)}), tmp_path / "model.safetensors"
+    command("convert", root, out, "--max-shard-size", "400")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "run"]
+    assert len(load_file(out)) == 2
+
+
+def test_several_files_replace_one_and_others_as_a_whole(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, out = save(tmp_path / "run", {f"x{i}": torch.full((50,), i) for i in range(4)}), tmp_path / "m.safetensors"
+    kept = tmp_path / "m-1-of-2.safetensors"
+    kept.write_text("mine")
+    several = {f"m-0000{i}-of-00002.safetensors" for i in (1, 2)} | {"m.safetensors.index.json"}
+
+    def made(*arguments: str, code: int = 0) -> set[str]:
+        shown = command("convert", root, out, *arguments, code=code).err
+        assert ("is there already; --force replaces it" in shown) == bool(code)
+        return {path.name for path in tmp_path.iterdir()} - {"run", kept.name}
+
+    assert made() == {"m.safetensors"}
+    assert made("--max-shard-size", "800", code=2) == {"m.safetensors"}
+    assert made("--max-shard-size", "800", "--force") == several
+    assert made("--max-shard-size", "800", code=2) == several
+    assert len(made("--max-shard-size", "400", "--force")) == 5
+    assert made("--max-shard-size", "800", "--force") == several
+    with monkeypatch.context() as broken:  # in the middle of the renames: no index says that it is complete
+        broken.setattr(Path, "replace", interrupted)
+        command("convert", root, out, "--max-shard-size", "800", "--force", code=130)
+    assert [path for path in tmp_path.iterdir() if "index" in path.name or path.suffix == ".tmp"] == []
+    assert made("--max-shard-size", "1MB", "--force") == {"m.safetensors"}
+    assert kept.read_text() == "mine"
+
+
+def test_a_dtype_is_that_of_floating_point_tensors_alone(tmp_path: Path, command: Command) -> None:
+    model = network().double()
+    state = {"model": model, "count": torch.arange(3), "small": torch.ones(2).to(torch.float8_e5m2)}
+    out = tmp_path / "x.safetensors"
+    command("convert", save(tmp_path / "run", state), out, "--dtype", "bfloat16")
+    found = load_file(out)
+    floats = {f"model.{name}": x for name, x in model.state_dict().items() if x.is_floating_point()}
+    assert bits({name: found[name] for name in floats}) == bits({name: x.bfloat16() for name, x in floats.items()})
+    others = {name: x.dtype for name, x in found.items() if name not in floats}
+    integer = torch.int64
+    assert others == {"count": integer, "small": torch.float8_e5m2, "model.1.num_batches_tracked": integer}
+
+
+def test_values_too_large_for_the_dtype_are_refused(tmp_path: Path, command: Command) -> None:
+    state = {"x": torch.tensor([1.0, torch.inf]), "y": torch.tensor([1e6])}
+    root, out = save(tmp_path / "run", state), tmp_path / "x.safetensors"
+    wrong = command("convert", root, out, "--dtype", "float16", code=2).err
+    assert "'y' has values that are too large for torch.float16; use another dtype" in wrong
+    assert not out.exists()
+    command("convert", root, out, "--dtype", "float16", "--only", "x")  # what is infinite stays so
+
+
+def test_names_are_changed_by_patterns_one_after_the_other(tmp_path: Path, command: Command) -> None:
+    state = {"net": {"layers": {"0": torch.ones(1), "1": torch.ones(1)}}, "ema": torch.ones(1), "ax=": torch.ones(1)}
+    root, out = save(tmp_path / "run", state), tmp_path / "x.safetensors"
+    maps = ["^net[.]=model.", r"layers[.](\d+)$=h.\1.weight", "^ema$=", "a(?=x=)=b"]
+    shown = command("convert", root, out, *(each for text in maps for each in ("--map", text)), "--json").json
+    assert set(load_file(out)) == {"model.h.0.weight", "model.h.1.weight", "bx="}
+    assert (shown["names"], shown["left_out"]) == (["ax=", "net"], [])
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures memory by way of Linux")
+def test_memory_is_that_of_the_largest_tensor(tmp_path: Path) -> None:
+    small, large = ({str(i): torch.ones(n) for i in range(12)} for n in (5, 1 << 22))
+    roots = [str(save(tmp_path / name, state)) for name, state in (("small", small), ("large", large))]
+    peaks = run_ranks(peak_of_export, nproc=1, args=(roots, str(tmp_path / "x.safetensors")))
+    assert peaks[0] < 4 * large["0"].nbytes
+
+
+def peak_of_export(rank: int, world_size: int, roots: list[str], out: str) -> int:
+    """The memory that converting the last one takes, in bytes."""
+
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+    rest = ["--dtype", "bfloat16", "--max-shard-size", "20MB"]
+    for root in roots:  # the first time it imports what it needs
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status("VmRSS")
+        assert main(["convert", root, out, *rest, "--force"]) == 0
+    return status("VmHWM") - before
+
+
+def test_transformers_takes_the_files(tmp_path: Path, command: Command) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = transformers.LlamaForCausalLM(config)
+    root = save(tmp_path / "run", {"trainer": {"net": model.state_dict()}, "step": 1})
+    config.save_pretrained(tmp_path / "hf")
+    out = tmp_path / "hf" / "model.safetensors"
+    maps = ("--only", "trainer", "--map", "^net[.]=")
+    command("convert", root, out, *maps, "--max-shard-size", "20KB", "--dtype", "bfloat16")
+    assert len(set(index_of(out)["weight_map"].values())) > 2
+    found, report = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    assert bits(dict(found.state_dict())) == bits({name: x.bfloat16() for name, x in model.state_dict().items()})
+    command("convert", root, out, *maps, "--force", "--max-shard-size", "5GB")  # in one, and with all bits
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    tokens = torch.arange(12).reshape(2, 6)
+    assert torch.equal(whole(tokens).logits, model(tokens).logits)
+
+
+def test_a_directory_of_plain_torch_becomes_safetensors(tmp_path: Path, command: Command) -> None:
+    model = network()
+    state = {**model.state_dict(), "optimizer.state.0.weight.exp_avg": torch.ones(2), "epoch": 3}
+    dcp.save(state, checkpoint_id=str(tmp_path / "plain"), no_dist=True)  # the names are those of torchtitan
+    out = tmp_path / "x.safetensors"
+    shown = command("convert", tmp_path / "plain", out, "--map", "^optimizer[.].*=")
+    assert bits(load_file(out)) == bits(dict(model.state_dict()))
+    assert shown.out.endswith("Not in it, being no tensors: epoch\n")
+    with pytest.importorskip("safetensors").safe_open(out, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
 
 
 def test_a_directory_of_plain_torch_becomes_a_pt(tmp_path: Path, command: Command) -> None:
