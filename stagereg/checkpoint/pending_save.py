@@ -33,7 +33,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,18 +44,18 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 import stagereg.checkpoint.merging as merging
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.advice import advice, causes
-from stagereg.checkpoint.checksum import crc32
-from stagereg.checkpoint.encoding import Encoded, encode
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.index import INDEX, make_index
 from stagereg.checkpoint.manifest import FileMark
-from stagereg.checkpoint.optimizer_state import groups_of
+from stagereg.checkpoint.merging import EntryDigests, RankEntries, Request, Sent
 from stagereg.checkpoint.rank_group import DisagreementError, RankGroup, reason
+from stagereg.checkpoint.replicas import Part, Replicas, shares
 from stagereg.checkpoint.schedule import Schedule
 from stagereg.checkpoint.state_planner import StatePlanner, name_for_each
 from stagereg.checkpoint.storage.protocol import Storage, name_of
@@ -98,17 +98,11 @@ class _Prepared(NamedTuple):
     plan: SavePlan | None
     follows: bool = False
     taken: Mapping[str, int] = {}
-    digests: Mapping[str, int] = {}
+    digests: EntryDigests = EntryDigests({}, {})
+    shares_of: int | None = None
 
 
-class _Sent(NamedTuple):
-    """What rank 0 has asked a rank for: structures by name, and of those that are optimizers the groups."""
-
-    structures: dict[str, Encoded]
-    groups: dict[str, dict[str, list[str]]]
-
-
-_Written: TypeAlias = tuple[list[WriteResult], dict[str, FileMark], _Sent]
+_Written: TypeAlias = tuple[list[WriteResult], dict[str, FileMark], Sent]
 
 
 @dataclass
@@ -145,6 +139,12 @@ class PendingSave:
     missed: bool = False  # other ranks have called save, and this one has not
     follows: bool = False  # this rank has left its loop, and saves since others do
     taken: Mapping[str, int] = field(default_factory=dict)  # steps that each optimizer and schedule has taken
+    replicas: Replicas | None = None  # that is given what the ranks have alike
+    number: int = 0  # among the saves of this run
+    buffers: Collection[str] | None = None  # if ranks compare: tensors in which they may differ
+    replicated: Collection[str] = ()  # entries of which ranks may have a share
+    parts: Mapping[str, Part | None] = field(default_factory=dict)  # where what this rank has a share of lies
+    shares_of: int | None = None  # the number of the save in which ranks compared what they share now
     began: float = 0.0  # when the stager was asked to copy
     copied: float = 0.0  # when the copy was complete; 0 as long as that is not known
     nbytes: int | None = None  # of the copy's tensor data, once it is there
@@ -186,12 +186,11 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
     failing, to, ranks = f"Step {save.step} was not saved", save.to, save.to.ranks
     token = to.next_token()
     path = to.store.temporary(save.step, token)
-    planner = StatePlanner()
+    planner = StatePlanner(save.parts)
     metadata: list[Metadata] = []
-    structures: dict[str, Encoded] = {}
-    groups: dict[str, dict[str, list[str]]] = {}
+    own_entries: list[RankEntries] = []
     order = list(range(ranks.size))
-    wanted: list[dict[str, list[int]]] = []
+    requests: list[Request] = []
     follows: set[int] = set()
 
     def prepare() -> _Prepared:
@@ -199,8 +198,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
             return _Prepared(save.step, None)
         save.at = "waiting for its copy"
         copy = save.copy()
-        structures.update({name: encode(value, name) for name, value in copy.items()})  # refuses what cannot be saved
-        groups.update(groups_of(copy))
+        own_entries.append(RankEntries(copy, save.buffers))  # refuses what cannot be saved
         failpoint("staged")
         save.at = "preparing its files"
         to.storage.reset(path)
@@ -211,10 +209,9 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         to.storage.set_up_storage_writer(ranks.rank == 0, **more)
         plan = to.storage.prepare_local_plan(planner.create_local_plan())
         save.at = _WAITING
-        digests = {name: crc32(each.text.encode()) for name, each in structures.items()}
-        return _Prepared(save.step, plan, save.follows, save.taken, digests)
+        return _Prepared(save.step, plan, save.follows, save.taken, own_entries[0].digests(), save.shares_of)
 
-    def share_out(prepared: list[_Prepared]) -> list[tuple[SavePlan, list[str]]]:
+    def share_out(prepared: list[_Prepared]) -> list[tuple[SavePlan, Request]]:
         steps = [each.step for each in prepared]
         _expect_all_called(save.step, prepared)
         if len(set(steps)) > 1:
@@ -224,12 +221,14 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         _expect_all_up_to_date(save.step, prepared)
         # Of what several ranks have alike the first one's is stored: numbers are stale on one that has left its loop.
         order.sort(key=lambda rank: prepared[rank].follows)
+        if len({each.shares_of for each in prepared}) > 1:
+            raise CheckpointError("The ranks did not all know who has a share of what; the next save compares anew.")
         plans, described = planner.create_global_plan([cast("SavePlan", prepared[rank].plan) for rank in order])
         metadata.append(described)
-        wanted.extend(merging.wanted([each.digests for each in prepared], order))
+        requests.extend(merging.requests([each.digests for each in prepared], order))
         follows.update(rank for rank in order if prepared[rank].follows)
-        shares = to.storage.prepare_global_plan([plans[order.index(rank)] for rank in range(ranks.size)])
-        return [(plan, [*names]) for plan, names in zip(shares, wanted, strict=True)]
+        dealt = to.storage.prepare_global_plan([plans[order.index(rank)] for rank in range(ranks.size)])
+        return list(zip(dealt, requests, strict=True))
 
     def write() -> _Written:
         failpoint("agreed")
@@ -246,17 +245,14 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         marks = _marks(to, path) if ranks.rank > 0 else {}  # those of rank 0 come with the metadata's
         failpoint("written")
         save.at = _WAITING
-        sent = _Sent(
-            {name: structures[name] for name in asked}, {name: groups[name] for name in asked if name in groups}
-        )
-        return results, marks, sent
+        return results, marks, own_entries[0].answer(asked)
 
     def commit(written: list[_Written]) -> list[int]:
         save.at = "committing"
         if save.abandoned:
             raise CheckpointError("it took too long and was given up")
         results = [each for each, _, _ in written]
-        state = merging.merge_all([sent.structures for _, _, sent in written], wanted, order, follows)
+        state = merging.put_together([sent for _, _, sent in written], requests, order, follows)
         index = make_index(metadata[0], results, state)
         name_for_each(metadata[0], results, {name: of for _, _, sent in written for name, of in sent.groups.items()})
         to.storage.finish(metadata[0], results)
@@ -274,7 +270,12 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
             began = record.now()
             nbytes = ranks.round_trip(failing, write, commit)
             failpoint("ended")
+        if save.replicas is not None and save.buffers is not None:
+            alike = {name: of for name, of in asked.replicas.items() if name in save.replicated}
+            save.replicas.agree(save.number, shares(own_entries[0].contents, alike, ranks.rank))
     except BaseException:
+        if save.replicas is not None:
+            save.replicas.forget()
         if ranks.rank == 0:
             with within(save.until - time.monotonic()):
                 to.store.discard(path)
@@ -313,7 +314,7 @@ def _parts(x: Any) -> list[torch.Tensor]:
     """Return what this rank has of a tensor."""
     if isinstance(x, ShardedTensor):
         return [shard.tensor for shard in x.local_shards()]
-    return [x] if isinstance(x, torch.Tensor) else []
+    return [x.to_local() if isinstance(x, DTensor) else x] if isinstance(x, torch.Tensor) else []
 
 
 def _marks(to: SaveTarget, path: str) -> dict[str, FileMark]:

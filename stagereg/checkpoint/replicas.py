@@ -21,11 +21,21 @@ from torch.distributed.tensor import DTensor
 
 from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.encoding import walk
-from stagereg.checkpoint.rank_group import name_ranks
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, name_ranks
 from stagereg.kernel.memory import view_of
 
-__all__ = ["Comparison", "Part", "Replicas", "Share", "compare", "contents", "expect_alike", "groups"]
+__all__ = [
+    "Comparison",
+    "Digests",
+    "Part",
+    "Replicas",
+    "Share",
+    "contents",
+    "doubtful",
+    "expect_alike",
+    "groups",
+    "shares",
+]
 
 _LEAST_BYTES = 1 << 16  # a tensor of fewer is not cut
 _SHOWN = 10
@@ -47,6 +57,19 @@ class Piece(NamedTuple):
     dtype: torch.dtype
     tied: int  # to the piece with that number; its own number if to none
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank has all of the tensor."""
+        return self.shape == self.part.whole
+
+
+class Digests(NamedTuple):
+    """Of one entry on one rank: of its layout, of all of it, and of the tensors that a rank has as a whole."""
+
+    layout: bytes
+    content: bytes
+    whole: bytes
+
 
 class Comparison(NamedTuple):
     """What a rank has of one entry.
@@ -60,10 +83,16 @@ class Comparison(NamedTuple):
     checksums: list[int]
 
     @property
-    def digest(self) -> bytes:
-        """Of all of it: equal on ranks that are replicas."""
-        text = repr([(*piece[:3], str(piece.dtype), piece.tied) for piece in self.pieces]) + repr(self.checksums)
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    def plain(self) -> Comparison:
+        """What the rank has as a whole."""
+        pairs = [pair for pair in zip(self.pieces, self.checksums, strict=True) if pair[0].is_whole]
+        return Comparison([piece for piece, _ in pairs], [checksum for _, checksum in pairs])
+
+    @property
+    def digests(self) -> Digests:
+        """What other ranks need to know to find out whether they are replicas."""
+        plain = self.plain
+        return Digests(_digest(self.pieces), _digest(self), _digest(plain) if plain.pieces else b"")
 
 
 class Share(NamedTuple):
@@ -91,16 +120,22 @@ class Replicas:
     def __init__(self, every: int, share: bool) -> None:
         self._every, self._share = every, share
         self._saves = 0
+        self._anew = True  # whether the next save compares
         self._agreed: list[tuple[int, dict[str, Share]]] = []  # the number of a save, and what came of it
 
     def begin(self) -> tuple[int, bool]:
         """Return the number of the save that begins, and whether ranks compare in it."""
         number, self._saves = self._saves, self._saves + 1
-        return number, number == 0 or (self._every > 0 and number % self._every == 0)
+        compares, self._anew = self._anew or (self._every > 0 and number % self._every == 0), False
+        return number, compares
 
     def agree(self, number: int, shares: dict[str, Share]) -> None:
         """Note what the comparison in a save has come to. On the background thread."""
         self._agreed = [*self._agreed[-1:], (number, shares)] if self._share else []
+
+    def forget(self) -> None:
+        """Share nothing, and compare anew: a save has failed. On the background thread."""
+        self._agreed, self._anew = [], True
 
     def cut(self, number: int, entries: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Part | None], int | None]:
         """Return entries with this rank's shares in place of what its replicas have as well.
@@ -118,11 +153,13 @@ class Replicas:
         for name, share in shares.items():
             live = [(path, x) for path, x in walk(entries.get(name), name) if isinstance(x, torch.Tensor)]
             by_name = {".".join(map(str, path)): x for path, x in live}
-            wanted = [by_name.get(each) for each, _, _ in share.kinds]
-            if share.kinds != [(each[0], x.shape, x.dtype) for each, x in zip(share.kinds, wanted, strict=True) if x is not None]:
-                return dict(entries), {}, None  # it has changed, as by an optimizer's first step
+            kinds = [(each, x.shape, x.dtype) for each, _, _ in share.kinds if (x := by_name.get(each)) is not None]
+            if kinds != share.kinds:  # as by an optimizer's first step
+                self._anew = True
+                return dict(entries), {}, None
             staged: dict[str, torch.Tensor] = {}
-            for (each, _, _), x, cut, part in zip(share.kinds, wanted, share.cuts, share.parts, strict=True):
+            for (each, _, _), cut, part in zip(kinds, share.cuts, share.parts, strict=True):
+                x = by_name[each]
                 x = x.to_local() if isinstance(x, DTensor) else x
                 staged[each] = torch.empty(0) if cut is None else x.detach().narrow(*cut) if x.ndim else x
                 parts[each] = None if cut is None else part
@@ -167,6 +204,10 @@ def contents(copied: Mapping[str, Any], buffers: Collection[str]) -> dict[str, C
     return found
 
 
+def _digest(what: object) -> bytes:
+    return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
+
+
 def _part(x: torch.Tensor) -> Part | None:
     """Return where in the whole this rank's part of a tensor lies; ``None`` if it is not one dense part."""
     if isinstance(x, DTensor):
@@ -176,25 +217,49 @@ def _part(x: torch.Tensor) -> Part | None:
     return Part(torch.Size([0] * x.ndim), x.shape) if plain else None
 
 
-def groups(digests: Sequence[Mapping[str, bytes]]) -> list[dict[str, list[int]]]:
+def groups(digests: Sequence[Mapping[str, Digests]]) -> list[dict[str, list[int]]]:
     """Return for each rank which ranks have the same of each entry, itself among them."""
     alike: dict[tuple[str, bytes], list[int]] = {}
     for rank, each in enumerate(digests):
-        for entry in each.items():
-            alike.setdefault(entry, []).append(rank)
-    return [{name: alike[name, digest] for name, digest in each.items()} for each in digests]
+        for name, digest in each.items():
+            alike.setdefault((name, digest.content), []).append(rank)
+    return [{name: alike[name, digest.content] for name, digest in each.items()} for each in digests]
+
+
+def doubtful(digests: Sequence[Mapping[str, Digests]]) -> list[dict[str, bool]]:
+    """Return the entries of which each rank has to send its comparison, and whether of parts of tensors as well.
+
+    That is of entries in which ranks have different tensors as a whole; and of those with the same parts, but other
+    bytes. Of ranks that have the same the first one sends it.
+    """
+    found: list[dict[str, bool]] = [{} for _ in digests]
+    for name in dict.fromkeys(name for each in digests for name in each):
+        wholes: dict[bytes, int] = {}
+        layouts: dict[bytes, dict[bytes, int]] = {}
+        for rank, each in enumerate(digests):
+            if name in each:
+                layout, content, whole = each[name]
+                layouts.setdefault(layout, {}).setdefault(content, rank)
+                if whole:
+                    wholes.setdefault(whole, rank)
+        for rank in wholes.values() if len(wholes) > 1 else ():
+            found[rank][name] = False
+        for ranks in layouts.values():
+            for rank in ranks.values() if len(ranks) > 1 else ():
+                found[rank][name] = True
+    return found
 
 
 def expect_alike(tables: Mapping[int, Sequence[Comparison]]) -> None:
     """Raise ``CheckpointError`` if ranks have different values of one name.
 
     Args:
-        tables: of one rank of each group of replicas.
+        tables: what ranks have sent, as :func:`doubtful` asks for.
     """
     seen: dict[tuple[str, torch.Size], tuple[int, Any]] = {}
     wrong: list[str] = []
     for rank, of_rank in tables.items():
-        for piece, checksum in ((p, c) for each in of_rank for p, c in zip(each.pieces, each.checksums, strict=True)):
+        for piece, checksum in (pair for each in of_rank for pair in zip(each.pieces, each.checksums, strict=True)):
             what = (piece.part.whole, piece.shape, piece.dtype, checksum)
             other, there = seen.setdefault((piece.name, piece.part.offset), (rank, what))
             if there != what:
@@ -204,9 +269,9 @@ def expect_alike(tables: Mapping[int, Sequence[Comparison]]) -> None:
     if wrong:
         more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise CheckpointError(
-            f"{'; '.join(wrong[:_SHOWN])}{more}. Of values with one name a checkpoint has one. Replicas of a model have "
-            "drifted apart, then; parts of one tensor have to be a DTensor; and what each rank has for itself is marked "
-            "stagereg.per_rank(value), or has a name of its own."
+            f"{'; '.join(wrong[:_SHOWN])}{more}. Of values with one name a checkpoint has one. If they are replicas "
+            "of a model, they have drifted apart; parts of one tensor have to be a DTensor; and what each rank has for "
+            "itself is marked stagereg.per_rank(value), or has a name of its own."
         )
 
 
@@ -214,7 +279,7 @@ def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {[*shape]}"
 
 
-def compare(own: Mapping[str, Comparison], replicas: Mapping[str, Sequence[int]], rank: int) -> dict[str, Share]:
+def shares(own: Mapping[str, Comparison], replicas: Mapping[str, Sequence[int]], rank: int) -> dict[str, Share]:
     """Return this rank's shares of the entries that others have as well."""
     return {
         name: _share(own[name].pieces, len(ranks), ranks.index(rank))

@@ -22,6 +22,7 @@ from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.pending_save import Background, PendingSave, SaveTarget
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.rank_group import reason
+from stagereg.checkpoint.replicas import Replicas
 from stagereg.checkpoint.schedule import Schedule
 from stagereg.errors import CheckpointError
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies
@@ -41,13 +42,20 @@ class Saver:
         names: of the parameters in it.
     """
 
-    def __init__(self, target: SaveTarget, stager: AsyncStager, background: Background, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        target: SaveTarget,
+        stager: AsyncStager,
+        background: Background,
+        schedule: Schedule,
+        replicas: Replicas,
+    ) -> None:
         self.state: MutableMapping[str, Any] | None = None
         self.saved: int | None = None
         self.leaving = False
         self.names = ParameterNames()
         self._target, self._stager = target, stager
-        self._background, self._schedule = background, schedule
+        self._background, self._schedule, self._replicas = background, schedule, replicas
         self._taken: Counter[str] = Counter()  # steps of each optimizer in the state
 
     def remember(self, state: MutableMapping[str, Any]) -> None:
@@ -64,9 +72,10 @@ class Saver:
         schedules = {name: x.last_epoch for name, x in (self.state or {}).items() if isinstance(x, LRScheduler)}
         save = PendingSave(a_step(step), self._target, follows=follows, taken={**schedules, **self._taken})
         self.saved = step
+        save.replicas, (save.number, compares) = self._replicas, self._replicas.begin()
         try:
             self._background.admit(save)
-            self._stage(save)
+            self._stage(save, compares)
         except BaseException as error:
             save.failure = reason(error)
             self._background.raise_or_warn(error)
@@ -119,7 +128,16 @@ class Saver:
         self._background.submit(PendingSave(step, self._target, missed=True))
         self._schedule.held(step, 0.0)
 
-    def _stage(self, save: PendingSave) -> None:
+    def _share(self, save: PendingSave, captured: dict[str, Any], compares: bool) -> dict[str, Any]:
+        """Return what this rank stages of what it has, and note what the save has to know of it."""
+        if not compares:
+            captured, save.parts, save.shares_of = self._replicas.cut(save.number, captured)
+        elif not save.follows:
+            state = self.state or {}
+            save.buffers, save.replicated = entries.buffers(state), entries.replicated(state)
+        return captured
+
+    def _stage(self, save: PendingSave, compares: bool) -> None:
         if self.state is None:
             raise CheckpointError(
                 f"Step {save.step} was not saved: this rank never had data, and knows no state to save. Call "
@@ -129,6 +147,8 @@ class Saver:
             ranks = self._target.ranks
             ranks.check_still_all()
             captured = entries.capture(self.state, save.step, ranks.rank, ranks.size, self.names)
+            if ranks.size > 1:
+                captured = self._share(save, captured, compares)
             save.began = record.now()
             if isinstance(self._stager, ReleasesCopies):
                 save.release = self._stager.release
