@@ -29,7 +29,7 @@ __all__ = [
     "Digests",
     "Part",
     "Replicas",
-    "Share",
+    "Shares",
     "contents",
     "doubtful",
     "expect_alike",
@@ -39,6 +39,7 @@ __all__ = [
 
 _LEAST_BYTES = 1 << 16  # a tensor of fewer is not cut
 _SHOWN = 10
+_NOTHING = torch.empty(0)
 
 
 class Part(NamedTuple):
@@ -51,11 +52,16 @@ class Part(NamedTuple):
 class Piece(NamedTuple):
     """What a rank has of one tensor, but for its bytes."""
 
-    name: str
+    path: tuple[str | int, ...]
     part: Part
     shape: torch.Size
     dtype: torch.dtype
     tied: int  # to the piece with that number; its own number if to none
+
+    @property
+    def name(self) -> str:
+        """Its dotted name."""
+        return ".".join(map(str, self.path))
 
     @property
     def is_whole(self) -> bool:
@@ -95,18 +101,31 @@ class Comparison(NamedTuple):
         return Digests(_digest(self.pieces), _digest(self), _digest(plain) if plain.pieces else b"")
 
 
-class Share(NamedTuple):
-    """What one rank stages of an entry of its replicas.
+class Cut(NamedTuple):
+    """What one rank stages of a tensor that its replicas have as well.
 
     Attributes:
-        kinds: name, shape and dtype of each tensor that it is of.
-        cuts: of each, the dimension, the first row and the number of rows; ``None`` if another rank has all of it.
-        parts: where that lies in the whole.
+        holder: the keys that lead to the mapping or list with the tensor, in its entry.
+        key: of the tensor, there.
+        shape: of the whole tensor.
+        dtype: of the tensor.
+        rows: the dimension, the first row and how many; ``None`` if it stages all of it, or nothing.
+        part: where that lies in the whole; ``None`` if it stages nothing.
     """
 
-    kinds: list[tuple[str, torch.Size, torch.dtype]]
-    cuts: list[tuple[int, int, int] | None]
-    parts: list[Part]
+    holder: tuple[str | int, ...]
+    key: str | int
+    shape: torch.Size
+    dtype: torch.dtype
+    rows: tuple[int, int, int] | None
+    part: Part | None
+
+
+class Shares(NamedTuple):
+    """What one rank stages: of each entry, and where it lies by dotted name (``None``: nowhere, others have it)."""
+
+    cuts: dict[str, list[Cut]]
+    parts: dict[str, Part | None]
 
 
 class Replicas:
@@ -121,7 +140,7 @@ class Replicas:
         self._every, self._share = every, share
         self._saves = 0
         self._anew = True  # whether the next save compares
-        self._agreed: list[tuple[int, dict[str, Share]]] = []  # the number of a save, and what came of it
+        self._agreed: list[tuple[int, Shares]] = []  # the number of a save, and what came of it
 
     def begin(self) -> tuple[int, bool]:
         """Return the number of the save that begins, and whether ranks compare in it."""
@@ -129,7 +148,7 @@ class Replicas:
         compares, self._anew = self._anew or (self._every > 0 and number % self._every == 0), False
         return number, compares
 
-    def agree(self, number: int, shares: dict[str, Share]) -> None:
+    def agree(self, number: int, shares: Shares) -> None:
         """Note what the comparison in a save has come to. On the background thread."""
         self._agreed = [*self._agreed[-1:], (number, shares)] if self._share else []
 
@@ -149,35 +168,38 @@ class Replicas:
         if not known:
             return dict(entries), {}, None
         of, shares = known[-1]
-        found, parts = dict(entries), dict[str, Part | None]()
-        for name, share in shares.items():
-            live = [(path, x) for path, x in walk(entries.get(name), name) if isinstance(x, torch.Tensor)]
-            by_name = {".".join(map(str, path)): x for path, x in live}
-            kinds = [(each, x.shape, x.dtype) for each, _, _ in share.kinds if (x := by_name.get(each)) is not None]
-            if kinds != share.kinds:  # as by an optimizer's first step
-                self._anew = True
-                return dict(entries), {}, None
-            staged: dict[str, torch.Tensor] = {}
-            for (each, _, _), cut, part in zip(kinds, share.cuts, share.parts, strict=True):
-                x = by_name[each]
-                x = x.to_local() if isinstance(x, DTensor) else x
-                staged[each] = torch.empty(0) if cut is None else x.detach().narrow(*cut) if x.ndim else x
-                parts[each] = None if cut is None else part
-            found[name] = _replaced(entries[name], name, staged)
-        return found, parts, of
+        found = {**entries, **{name: _staged(entries.get(name), cuts) for name, cuts in shares.cuts.items()}}
+        if any(found[name] is None for name in shares.cuts):  # as by an optimizer's first step
+            self._anew = True
+            return dict(entries), {}, None
+        return found, shares.parts, of
 
 
-def _replaced(value: Any, path: str, staged: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return staged.get(path, value)
-    if isinstance(value, Mapping):
-        made: Any = copy.copy(value)
-        for key, item in value.items():
-            made[key] = _replaced(item, f"{path}.{key}", staged)
-        return made
-    if isinstance(value, list):
-        return [_replaced(item, f"{path}.{i}", staged) for i, item in enumerate(value)]
-    return value
+def _staged(value: Any, cuts: Sequence[Cut]) -> Any:
+    """Return an entry with shares in it; ``None`` if a tensor is not there, or is another one."""
+    copies: dict[tuple[str | int, ...], Any] = {(): copy.copy(value)}
+    try:
+        for holder, key, shape, dtype, rows, part in cuts:
+            there = copies.get(holder) or _copied(copies, holder)
+            x = there[key]
+            if x.shape != shape or x.dtype is not dtype:
+                return None
+            if part is None:
+                there[key] = _NOTHING
+            elif rows is not None:
+                there[key] = (x.to_local() if isinstance(x, DTensor) else x).detach().narrow(*rows)
+            elif isinstance(x, DTensor):
+                there[key] = x.to_local()
+    except (AttributeError, LookupError, TypeError):
+        return None
+    return copies[()]
+
+
+def _copied(copies: dict[tuple[str | int, ...], Any], path: tuple[str | int, ...]) -> Any:
+    if path not in copies:
+        parent = _copied(copies, path[:-1])
+        copies[path] = parent[path[-1]] = copy.copy(parent[path[-1]])
+    return copies[path]
 
 
 # -- comparing, on the background thread
@@ -197,7 +219,7 @@ def contents(copied: Mapping[str, Any], buffers: Collection[str]) -> dict[str, C
                 continue
             local = (x.to_local() if isinstance(x, DTensor) else x).detach()
             tied = first.setdefault((local.data_ptr(), local.shape), len(pieces)) if local.numel() else len(pieces)
-            pieces.append(Piece(dotted, part, local.shape, local.dtype, tied))
+            pieces.append(Piece(path, part, local.shape, local.dtype, tied))
             checksums.append(crc32(view_of(local.cpu().contiguous())) if local.numel() else 0)
         if pieces:
             found[name] = Comparison(pieces, checksums)
@@ -279,42 +301,44 @@ def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {[*shape]}"
 
 
-def shares(own: Mapping[str, Comparison], replicas: Mapping[str, Sequence[int]], rank: int) -> dict[str, Share]:
+def shares(own: Mapping[str, Comparison], replicas: Mapping[str, Sequence[int]], rank: int) -> Shares:
     """Return this rank's shares of the entries that others have as well."""
-    return {
-        name: _share(own[name].pieces, len(ranks), ranks.index(rank))
-        for name, ranks in replicas.items()
-        if len(ranks) > 1
-    }
+    found = Shares({}, {})
+    for name, ranks in replicas.items():
+        if len(ranks) > 1:
+            pieces = own[name].pieces
+            found.cuts[name] = _cuts(pieces, len(ranks), ranks.index(rank))
+            found.parts.update({piece.name: cut.part for piece, cut in zip(pieces, found.cuts[name], strict=True)})
+    return found
 
 
-def _share(pieces: Sequence[Piece], count: int, index: int) -> Share:
+def _cuts(pieces: Sequence[Piece], count: int, index: int) -> list[Cut]:
     """Return the share of one of ``count`` ranks."""
-    sizes = [0 if piece.tied != i else _nbytes(piece) for i, piece in enumerate(pieces)]
+    sizes = [_nbytes(piece) if piece.tied == i else 0 for i, piece in enumerate(pieces)]
     begin, end = (sum(sizes) * each // count for each in (index, index + 1))
-    cuts: list[tuple[int, int, int] | None] = []
-    parts: list[Part] = []
+    rows: list[tuple[int, int, int] | None] = []
+    cuts: list[Cut] = []
     at = 0
-    for piece, nbytes in zip(pieces, sizes, strict=True):
-        if piece.tied != len(cuts):
-            cuts.append(cuts[piece.tied])
-        else:
-            cuts.append(_cut(piece.shape, _nbytes(piece), begin - at, end - at))
-        cut = cuts[-1]
+    for i, piece in enumerate(pieces):
+        rows.append(rows[piece.tied] if piece.tied != i else _rows(piece.shape, _nbytes(piece), begin - at, end - at))
+        at += sizes[i]
+        kind = (piece.path[1:-1], piece.path[-1], piece.part.whole, piece.dtype)
+        if (mine := rows[i]) is None:
+            cuts.append(Cut(*kind, None, None))
+            continue
         offset = list(piece.part.offset)
-        if cut is not None and offset:
-            offset[cut[0]] += cut[1]
-        parts.append(Part(torch.Size(offset), piece.part.whole))
-        at += nbytes
-    whole = [(piece.name, piece.part.whole, piece.dtype) for piece in pieces]
-    return Share(whole, cuts, parts)
+        if offset:
+            offset[mine[0]] += mine[1]
+        is_all = not piece.shape or mine[2] == piece.shape[mine[0]]
+        cuts.append(Cut(*kind, None if is_all else mine, Part(torch.Size(offset), piece.part.whole)))
+    return cuts
 
 
 def _nbytes(piece: Piece) -> int:
     return piece.shape.numel() * piece.dtype.itemsize
 
 
-def _cut(shape: torch.Size, nbytes: int, begin: int, end: int) -> tuple[int, int, int] | None:
+def _rows(shape: torch.Size, nbytes: int, begin: int, end: int) -> tuple[int, int, int] | None:
     """Return the rows of a tensor between two bytes of it, the nearest ones; of a small one all, if it begins there."""
     dim = next((i for i, size in enumerate(shape) if size > 1), None)
     if dim is None or nbytes < _LEAST_BYTES:

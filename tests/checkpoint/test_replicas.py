@@ -174,22 +174,26 @@ tensors = st.lists(st.lists(st.integers(0, 40_000), max_size=3).map(torch.Size),
 @given(tensors, st.integers(2, 5))
 def test_shares_cover_each_tensor_once_and_are_balanced(shapes: list[torch.Size], count: int) -> None:
     pieces = [
-        Piece(str(i), Part(torch.Size([0] * len(shape)), shape), shape, torch.float32, i)
+        Piece(("x", str(i)), Part(torch.Size([0] * len(shape)), shape), shape, torch.float32, i)
         for i, shape in enumerate(shapes)
     ]
     own = {"x": Comparison(pieces, [0] * len(pieces))}
-    each = [shares(own, {"x": list(range(count))}, rank)["x"] for rank in range(count)]
+    each = [shares(own, {"x": list(range(count))}, rank).cuts["x"] for rank in range(count)]
+    total, staged = sum(shape.numel() for shape in shapes), [0] * count
     for i, shape in enumerate(shapes):
-        cuts = [(share.cuts[i], share.parts[i]) for share in each]
-        rows = sorted((cut, part.offset) for cut, part in cuts if cut is not None)
-        if shape.numel() == 0:
-            continue
-        assert len({cut[0] for cut, _ in rows}) == 1
-        dim = rows[0][0][0]
-        assert [offset[dim] if shape else 0 for _, offset in rows] == [cut[1] for cut, _ in rows]
-        assert rows[0][0][1] == 0
-        assert all(a[1] + a[2] == b[1] for (a, _), (b, _) in itertools.pairwise(rows))
-        assert rows[-1][0][1] + rows[-1][0][2] == (shape[dim] if shape else 1)
+        parts = []
+        for rank, cuts in enumerate(each):
+            if cuts[i].part is not None:
+                dim, begin, rows = cuts[i].rows or (0, 0, shape[0] if shape else 1)
+                assert cuts[i].part == Part(torch.Size([begin * (at == dim) for at in range(len(shape))]), shape)
+                parts.append((begin, begin + rows))
+                staged[rank] += shape.numel() * rows // (shape[dim] if shape else 1) if shape.numel() else 0
+        if shape.numel():
+            assert parts[0][0] == 0
+            assert all(one[1] == other[0] for one, other in itertools.pairwise(parts))
+    assert sum(staged) == total
+    rows_of = [shape.numel() // max(shape, default=1) for shape in shapes if shape.numel()]
+    assert all(abs(of_rank - total / count) <= (1 << 16) + max(rows_of, default=0) for of_rank in staged)
 
 
 def hybrid(rank: int, size: int, root: str) -> tuple[list[int], list[str]]:
