@@ -1,7 +1,7 @@
 """Puts together what ranks have of one entry: pipeline stages its parts, all of them what differs between ranks.
 
 Each rank has encoded the structure of its own (:mod:`.encoding`), and sends a checksum of it; of alike ones rank 0 asks
-for one. Where ranks compare (:mod:`.replicas`), the same goes for their tensors. Mappings are joined, key by key. A
+for one. Where ranks compare (:mod:`.sharing`), the same goes for their tensors. Mappings are joined, key by key. A
 plain value that differs between ranks, such as a loss or a position in the data, is kept for each of them::
 
     {"type": "per_rank", "value": {"0": 0.25, "1": 0.5}}
@@ -15,11 +15,11 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-import stagereg.checkpoint.replicas as replicas
+import stagereg.checkpoint.sharing as sharing
 from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.encoding import PER_RANK, Encoded, encode
 from stagereg.checkpoint.optimizer_state import groups_of
-from stagereg.checkpoint.replicas import Comparison, Digests
+from stagereg.checkpoint.sharing import Digests, EntryContents
 from stagereg.errors import CheckpointError
 
 __all__ = ["EntryDigests", "RankEntries", "Request", "Sent", "merge", "put_together", "requests"]
@@ -51,7 +51,7 @@ class Sent(NamedTuple):
 
     structures: dict[str, Encoded]
     groups: dict[str, dict[str, list[str]]]
-    comparisons: list[Comparison]
+    comparisons: list[EntryContents]
 
 
 class RankEntries:
@@ -68,7 +68,7 @@ class RankEntries:
     def __init__(self, copied: Mapping[str, Any], buffers: Collection[str] | None) -> None:
         self._structures = {name: encode(value, name) for name, value in copied.items()}
         self._groups = groups_of(copied)
-        self.contents = {} if buffers is None else replicas.contents(copied, buffers)
+        self.contents = {} if buffers is None else sharing.contents(copied, buffers)
 
     def digests(self) -> EntryDigests:
         """Return what the other ranks have to know of them."""
@@ -95,7 +95,7 @@ def requests(digests: Sequence[EntryDigests], order: Sequence[int]) -> list[Requ
         for entry in digests[rank].structures.items():
             structures[first.setdefault(entry, rank)].setdefault(entry[0], []).append(rank)
     contents = [each.contents for each in digests]
-    return list(map(Request, structures, replicas.doubtful(contents), replicas.groups(contents)))
+    return list(map(Request, structures, sharing.doubtful(contents), sharing.groups(contents)))
 
 
 def put_together(
@@ -112,7 +112,7 @@ def put_together(
     Raises:
         CheckpointError: as :func:`merge`; ranks have different tensors of one name.
     """
-    replicas.expect_alike({rank: sent[rank].comparisons for rank in order})
+    sharing.expect_alike({rank: sent[rank].comparisons for rank in order})
     parts: dict[str, list[tuple[Encoded, list[int]]]] = {}
     for rank in order:
         for name, encoded in sent[rank].structures.items():

@@ -22,6 +22,7 @@ daemon thread, and every wait here ends with the time-out.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import inspect
 import logging
@@ -42,7 +43,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
@@ -55,8 +56,8 @@ from stagereg.checkpoint.index import INDEX, make_index
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.merging import EntryDigests, RankEntries, Request, Sent
 from stagereg.checkpoint.rank_group import DisagreementError, RankGroup, reason
-from stagereg.checkpoint.replicas import Part, Replicas, shares
 from stagereg.checkpoint.schedule import Schedule
+from stagereg.checkpoint.sharing import Part, Replicas, shares
 from stagereg.checkpoint.state_planner import StatePlanner, name_for_each
 from stagereg.checkpoint.storage.protocol import Storage, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -141,7 +142,8 @@ class PendingSave:
     taken: Mapping[str, int] = field(default_factory=dict)  # steps that each optimizer and schedule has taken
     replicas: Replicas | None = None  # that is given what the ranks have alike
     number: int = 0  # among the saves of this run
-    buffers: Collection[str] | None = None  # if ranks compare: tensors in which they may differ
+    compares: bool = False  # whether ranks compare what they have
+    buffers: Collection[str] | None = None  # if this rank takes part in that: tensors in which they may differ
     replicated: Collection[str] = ()  # entries of which ranks may have a share
     parts: Mapping[str, Part | None] = field(default_factory=dict)  # where what this rank has a share of lies
     shares_of: int | None = None  # the number of the save in which ranks compared what they share now
@@ -223,7 +225,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         order.sort(key=lambda rank: prepared[rank].follows)
         if len({each.shares_of for each in prepared}) > 1:
             raise CheckpointError("The ranks did not all know who has a share of what; the next save compares anew.")
-        plans, described = planner.create_global_plan([cast("SavePlan", prepared[rank].plan) for rank in order])
+        plans, described = planner.create_global_plan(_plans(prepared, order))
         metadata.append(described)
         requests.extend(merging.requests([each.digests for each in prepared], order))
         follows.update(rank for rank in order if prepared[rank].follows)
@@ -270,7 +272,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
             began = record.now()
             nbytes = ranks.round_trip(failing, write, commit)
             failpoint("ended")
-        if save.replicas is not None and save.buffers is not None:
+        if save.replicas is not None and save.compares:
             alike = {name: of for name, of in asked.replicas.items() if name in save.replicated}
             save.replicas.agree(save.number, shares(own_entries[0].contents, alike, ranks.rank))
     except BaseException:
@@ -308,6 +310,26 @@ def _expect_all_up_to_date(step: int, prepared: Sequence[_Prepared]) -> None:
                 "step only what the join knows: list the optimizer, the schedule or the function that steps them, as "
                 "in Join([model, optimizer])."
             )
+
+
+def _plans(prepared: Sequence[_Prepared], order: Sequence[int]) -> list[SavePlan]:
+    """Return the plans in order; a rank that has left its loop leaves to the others what they have shares of."""
+    plans = [(cast("SavePlan", prepared[rank].plan), prepared[rank].follows) for rank in order]
+    if not any(follows for _, follows in plans):
+        return [plan for plan, _ in plans]
+    shared = {item.index.fqn for plan, follows in plans if not follows for item in plan.items if _is_shard(item)}
+    return [
+        dataclasses.replace(
+            plan, items=[each for each in plan.items if _is_shard(each) or each.index.fqn not in shared]
+        )
+        if follows
+        else plan
+        for plan, follows in plans
+    ]
+
+
+def _is_shard(item: WriteItem) -> bool:
+    return item.type is WriteItemType.SHARD
 
 
 def _parts(x: Any) -> list[torch.Tensor]:

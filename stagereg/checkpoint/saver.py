@@ -22,8 +22,8 @@ from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.pending_save import Background, PendingSave, SaveTarget
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.rank_group import reason
-from stagereg.checkpoint.replicas import Replicas
 from stagereg.checkpoint.schedule import Schedule
+from stagereg.checkpoint.sharing import Replicas
 from stagereg.errors import CheckpointError
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies
 
@@ -84,10 +84,10 @@ class Saver:
         schedules = {name: x.last_epoch for name, x in (self.state or {}).items() if isinstance(x, LRScheduler)}
         save = PendingSave(a_step(step), self._target, follows=follows, taken={**schedules, **self._taken})
         self.saved = step
-        save.replicas, (save.number, compares) = self._replicas, self._replicas.begin()
+        save.replicas, (save.number, save.compares) = self._replicas, self._replicas.begin()
         try:
             self._background.admit(save)
-            self._stage(save, compares)
+            self._stage(save)
         except BaseException as error:
             save.failure = reason(error)
             self._background.raise_or_warn(error)
@@ -140,16 +140,16 @@ class Saver:
         self._background.submit(PendingSave(step, self._target, missed=True))
         self._schedule.held(step, 0.0)
 
-    def _share(self, save: PendingSave, captured: dict[str, Any], compares: bool) -> dict[str, Any]:
+    def _share(self, save: PendingSave, captured: dict[str, Any]) -> dict[str, Any]:
         """Return what this rank stages of what it has, and note what the save has to know of it."""
-        if not compares:
+        if not save.compares:
             captured, save.parts, save.shares_of = self._replicas.cut(save.number, captured)
         elif not save.follows:
             state = self.state or {}
             save.buffers, save.replicated = entries.buffers(state), entries.replicated(state)
         return captured
 
-    def _stage(self, save: PendingSave, compares: bool) -> None:
+    def _stage(self, save: PendingSave) -> None:
         if self.state is None:
             raise CheckpointError(
                 f"Step {save.step} was not saved: this rank never had data, and knows no state to save. Call "
@@ -160,7 +160,7 @@ class Saver:
             ranks.check_still_all()
             captured = entries.capture(self.state, save.step, ranks.rank, ranks.size, self.names)
             if ranks.size > 1:
-                captured = self._share(save, captured, compares)
+                captured = self._share(save, captured)
             save.began = record.now()
             if isinstance(self._stager, ReleasesCopies):
                 save.release = self._stager.release

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from stagereg.checkpoint.encoding import walk, without_gc
-from stagereg.checkpoint.replicas import Part
+from stagereg.checkpoint.sharing import Part
 from stagereg.errors import CheckpointError
 
 __all__ = ["StatePlanner", "name_for_each"]

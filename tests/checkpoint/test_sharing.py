@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.replicas import Comparison, Part, Piece, shares
+from stagereg.checkpoint.sharing import EntryContents, HeldTensor, Part, shares
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
@@ -174,10 +174,10 @@ tensors = st.lists(st.lists(st.integers(0, 40_000), max_size=3).map(torch.Size),
 @given(tensors, st.integers(2, 5))
 def test_shares_cover_each_tensor_once_and_are_balanced(shapes: list[torch.Size], count: int) -> None:
     pieces = [
-        Piece(("x", str(i)), Part(torch.Size([0] * len(shape)), shape), shape, torch.float32, i)
+        HeldTensor(("x", str(i)), Part(torch.Size([0] * len(shape)), shape), shape, torch.float32, i)
         for i, shape in enumerate(shapes)
     ]
-    own = {"x": Comparison(pieces, [0] * len(pieces))}
+    own = {"x": EntryContents(pieces, [0] * len(pieces))}
     each = [shares(own, {"x": list(range(count))}, rank).cuts["x"] for rank in range(count)]
     total, staged = sum(shape.numel() for shape in shapes), [0] * count
     for i, shape in enumerate(shapes):
@@ -192,7 +192,7 @@ def test_shares_cover_each_tensor_once_and_are_balanced(shapes: list[torch.Size]
             assert parts[0][0] == 0
             assert all(one[1] == other[0] for one, other in itertools.pairwise(parts))
     assert sum(staged) == total
-    rows_of = [shape.numel() // max(shape, default=1) for shape in shapes if shape.numel()]
+    rows_of = [shape.numel() // next((size for size in shape if size > 1), 1) for shape in shapes]
     assert all(abs(of_rank - total / count) <= (1 << 16) + max(rows_of, default=0) for of_rank in staged)
 
 

@@ -25,8 +25,8 @@ from stagereg.errors import CheckpointError, name_ranks
 from stagereg.kernel.memory import view_of
 
 __all__ = [
-    "Comparison",
     "Digests",
+    "EntryContents",
     "Part",
     "Replicas",
     "Shares",
@@ -49,7 +49,7 @@ class Part(NamedTuple):
     whole: torch.Size
 
 
-class Piece(NamedTuple):
+class HeldTensor(NamedTuple):
     """What a rank has of one tensor, but for its bytes."""
 
     path: tuple[str | int, ...]
@@ -77,7 +77,7 @@ class Digests(NamedTuple):
     whole: bytes
 
 
-class Comparison(NamedTuple):
+class EntryContents(NamedTuple):
     """What a rank has of one entry.
 
     Attributes:
@@ -85,14 +85,14 @@ class Comparison(NamedTuple):
         checksums: of their bytes, in the same order.
     """
 
-    pieces: list[Piece]
+    pieces: list[HeldTensor]
     checksums: list[int]
 
     @property
-    def plain(self) -> Comparison:
+    def plain(self) -> EntryContents:
         """What the rank has as a whole."""
         pairs = [pair for pair in zip(self.pieces, self.checksums, strict=True) if pair[0].is_whole]
-        return Comparison([piece for piece, _ in pairs], [checksum for _, checksum in pairs])
+        return EntryContents([piece for piece, _ in pairs], [checksum for _, checksum in pairs])
 
     @property
     def digests(self) -> Digests:
@@ -205,11 +205,11 @@ def _copied(copies: dict[tuple[str | int, ...], Any], path: tuple[str | int, ...
 # -- comparing, on the background thread
 
 
-def contents(copied: Mapping[str, Any], buffers: Collection[str]) -> dict[str, Comparison]:
+def contents(copied: Mapping[str, Any], buffers: Collection[str]) -> dict[str, EntryContents]:
     """Return what this rank has of each entry of a staged copy, without ``buffers`` and what is no dense tensor."""
-    found: dict[str, Comparison] = {}
+    found: dict[str, EntryContents] = {}
     for name, value in copied.items():
-        pieces: list[Piece] = []
+        pieces: list[HeldTensor] = []
         checksums: list[int] = []
         first: dict[tuple[int, torch.Size], int] = {}
         for path, x in walk(value, name):
@@ -219,10 +219,10 @@ def contents(copied: Mapping[str, Any], buffers: Collection[str]) -> dict[str, C
                 continue
             local = (x.to_local() if isinstance(x, DTensor) else x).detach()
             tied = first.setdefault((local.data_ptr(), local.shape), len(pieces)) if local.numel() else len(pieces)
-            pieces.append(Piece(path, part, local.shape, local.dtype, tied))
+            pieces.append(HeldTensor(path, part, local.shape, local.dtype, tied))
             checksums.append(crc32(view_of(local.cpu().contiguous())) if local.numel() else 0)
         if pieces:
-            found[name] = Comparison(pieces, checksums)
+            found[name] = EntryContents(pieces, checksums)
     return found
 
 
@@ -272,7 +272,7 @@ def doubtful(digests: Sequence[Mapping[str, Digests]]) -> list[dict[str, bool]]:
     return found
 
 
-def expect_alike(tables: Mapping[int, Sequence[Comparison]]) -> None:
+def expect_alike(tables: Mapping[int, Sequence[EntryContents]]) -> None:
     """Raise ``CheckpointError`` if ranks have different values of one name.
 
     Args:
@@ -301,7 +301,7 @@ def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {[*shape]}"
 
 
-def shares(own: Mapping[str, Comparison], replicas: Mapping[str, Sequence[int]], rank: int) -> Shares:
+def shares(own: Mapping[str, EntryContents], replicas: Mapping[str, Sequence[int]], rank: int) -> Shares:
     """Return this rank's shares of the entries that others have as well."""
     found = Shares({}, {})
     for name, ranks in replicas.items():
@@ -312,7 +312,7 @@ def shares(own: Mapping[str, Comparison], replicas: Mapping[str, Sequence[int]],
     return found
 
 
-def _cuts(pieces: Sequence[Piece], count: int, index: int) -> list[Cut]:
+def _cuts(pieces: Sequence[HeldTensor], count: int, index: int) -> list[Cut]:
     """Return the share of one of ``count`` ranks."""
     sizes = [_nbytes(piece) if piece.tied == i else 0 for i, piece in enumerate(pieces)]
     begin, end = (sum(sizes) * each // count for each in (index, index + 1))
@@ -334,7 +334,7 @@ def _cuts(pieces: Sequence[Piece], count: int, index: int) -> list[Cut]:
     return cuts
 
 
-def _nbytes(piece: Piece) -> int:
+def _nbytes(piece: HeldTensor) -> int:
     return piece.shape.numel() * piece.dtype.itemsize
 
 
