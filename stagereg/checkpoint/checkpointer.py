@@ -24,6 +24,7 @@ import torch.distributed as dist
 import stagereg.checkpoint.options as options
 import stagereg.checkpoint.restoring as restoring
 import stagereg.record as record
+from stagereg.checkpoint.ending import Ending
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import StoreLock
 from stagereg.checkpoint.manifest import new_token
@@ -31,7 +32,7 @@ from stagereg.checkpoint.pending_save import Background, CheckpointStats, SaveTa
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.rank_group import DisagreementError, RankGroup
 from stagereg.checkpoint.requests import Requests
-from stagereg.checkpoint.saver import Saver, a_step
+from stagereg.checkpoint.saver import Saver, a_state, a_step
 from stagereg.checkpoint.schedule import Automatic, Schedule
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -165,6 +166,8 @@ class Checkpointer:
         alike |= {"verify": verify, "on_error": on_error, "grace": grace, "storage": name_of(self._storage)}
         options.expect_alike(self._ranks.run_on_all("The ranks could not compare their options", lambda: alike))
         opened = self._ranks.run_on_all(f"checkpoint.dir={dir} cannot be written to", self._open)
+        if resume == "never":
+            self._store.spared.clear()
         # The training threads have groups of their own: one for each kind of exchange, since not all ranks may come to
         # each, and those of two kinds must not meet.
         if every == "auto":
@@ -175,6 +178,7 @@ class Checkpointer:
         self.stats = self._background.stats
         training = None if self._ranks.group is None else process_group or dist.group.WORLD
         self._requests = Requests(training, f"checkpoint/{opened[0]}/saves")
+        self._ending = Ending(training, f"checkpoint/{opened[0]}/end")
         if grace is not None:
             newest = self._background.describe_newest
             exchanges = Requests(training, f"checkpoint/{opened[0]}/signals")
@@ -265,6 +269,14 @@ class Checkpointer:
             self.preemption.loop_ended()
 
     def _save(self, what: str, step: int, follows: bool = False) -> None:
+        if self._store.spared and self.saved is None:
+            _log.warning(
+                "stagereg: restore() was not called, and %s has checkpoints of an earlier run, among them %s: each is "
+                "deleted when this run has passed its step. Call restore(state) before the loop to go on from them; or "
+                "give this run another directory, or say that it starts anew, with resume='never'.",
+                self.dir,
+                ", ".join(sorted(os.path.basename(each) for each in self._store.spared)[-2:]),
+            )
         if what == _LEAVE:
             assert self.preemption is not None
             self._saver.leave(step, self.preemption, str(self.dir), follows)
@@ -303,6 +315,7 @@ class Checkpointer:
         self._check_open()
         if not self.enable:
             return None
+        a_state(state)
         self._background.finish()
         if self._background.hanging:  # in an exchange with the other ranks, which another one must not meet
             self._background.raise_failure()
@@ -315,6 +328,7 @@ class Checkpointer:
         restored = restoring.restore(
             self._store, self.resume, self.verify, state, self._storage, self._ranks, self._saver.names
         )
+        self._store.spared.clear()
         if self._ranks.rank == 0:
             begins = "training starts from scratch" if restored is None else f"resumed from {restored.path}"
             _log.info("stagereg: checkpoints go to %s; %s", self.dir, begins)
@@ -337,9 +351,9 @@ class Checkpointer:
             self._closed = True
             self._stager.close()
             return
+        self._ending.leave()
         with contextlib.suppress(RuntimeError):  # the store is gone
-            while (entry := self._requests.take()) is not None:
-                self._answer(entry)
+            self._answer_all()
         ended = self._background.finish()
         self._closed = True
         if self.preemption is not None:
@@ -364,9 +378,10 @@ class Checkpointer:
             return
         interrupted = isinstance(error, KeyboardInterrupt)
         if interrupted and self._ranks.rank == 0:
-            _log.warning("stagereg: interrupted. %s", self._describe_end())
+            _log.warning("stagereg: interrupted. %s", self._describe_end(finished=False))
         try:
             if error is None and self.save_last:
+                self._ending.wait(self._seen, self._at_the_end, self._ranks.limit.total_seconds())
                 self._saver.save_last(self._seen)
         finally:
             try:
@@ -376,7 +391,7 @@ class Checkpointer:
                     raise
                 _log.error("While another error ended the training: %s", also)
         if self._ranks.rank == 0 and not interrupted:
-            _log.info("stagereg: %s", self._describe_end())
+            _log.info("stagereg: %s", self._describe_end(finished=error is None))
 
     @property
     def latest(self) -> Path | str | None:
@@ -397,13 +412,23 @@ class Checkpointer:
     def remember(self, state: MutableMapping[str, Any]) -> None:
         """Keep what this rank would have to save if it left a loop; done by :meth:`maybe_save` and :meth:`restore`."""
         if self.enable:
-            self._saver.remember(state)
+            self._saver.remember(a_state(state))
 
     def _look_for_missed(self) -> None:
         """Answer what other ranks wait for, where this one has passed over it; on the background thread."""
         if self.preemption is not None:
             self.preemption.look_for_missed()
         self._answer(self._requests.missed())
+        self._ending.look()
+
+    def _answer_all(self) -> None:
+        """Answer what ranks still ask for, now that this one has come to its end."""
+        while (entry := self._requests.take()) is not None:
+            self._answer(entry)
+
+    def _at_the_end(self) -> None:
+        self._answer_all()
+        self._background.raise_failure()
 
     def _answer(self, entry: str | None) -> None:
         """Have other ranks know that this one does not save what they do."""
@@ -416,14 +441,14 @@ class Checkpointer:
     def _refuse_to_restore(self) -> None:
         raise DisagreementError(f"{name_ranks([self._ranks.rank])} did not call restore(), which is for all ranks")
 
-    def _describe_end(self) -> str:
+    def _describe_end(self, finished: bool) -> str:
         """Return what there is to go on from, and how."""
         newest = self._background.describe_newest()
         if self._background.newest is None:
             return newest
         command = command_to_go_on(str(self.dir))
         if command == "the same command":
-            return f"{newest} The same command goes on from there."
+            return f"{newest} The same command goes on from there{', if it has more steps to take' * finished}."
         return f"{newest} The same command would start anew, in a directory of its own; to go on, run {command}."
 
     def _open(self) -> str:

@@ -290,7 +290,7 @@ def _expect_all_called(step: int, prepared: Sequence[_Prepared]) -> None:
         others = [rank for rank in range(len(prepared)) if rank not in missed]
         raise DisagreementError(
             f"{name_ranks(others)} called save(step {step}), {name_ranks(missed)} did not: call save and maybe_save on "
-            "all ranks, and not under `if rank == 0`."
+            "all ranks, with an empty batch too, and not under `if rank == 0`."
         )
 
 

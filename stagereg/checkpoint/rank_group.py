@@ -14,6 +14,7 @@ from __future__ import annotations
 import datetime
 import logging
 import pickle
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -33,10 +34,12 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
 
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of an object; of no use, and another one on each rank
 _LONGEST = 1000  # characters of the text of one error; some print what they could not handle
 _PATIENCE = datetime.timedelta(days=30)  # longer than any storage is waited for
 _USUAL = datetime.timedelta(minutes=30)  # what torch's own groups have
 _LONG_S = 5.0  # after which a rank that waits for others says so
+_TOGETHER_S = 120.0  # within which all ranks construct theirs
 _SHOWN = 4  # ranks whose errors a message has
 
 
@@ -49,7 +52,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error).strip()
     try:
-        text = " ".join(str(error).split("\n")).strip()
+        text = _ADDRESS.sub("", " ".join(str(error).split("\n"))).strip()
     except Exception:
         text = "(its message cannot be made)"
     if len(text) > _LONGEST:
@@ -80,13 +83,16 @@ class RankGroup:
 
     Constructing it is collective: every rank does so, in the same order as its other groups. ``timeout`` is for the
     exchanges without a limit of their own, at least half an hour.
+
+    Attributes:
+        limit: that time-out.
     """
 
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, timeout: datetime.timedelta | None = None
     ) -> None:
         self.group: dist.ProcessGroup | None = None
-        self._limit = min(max(timeout or _USUAL, _USUAL), _PATIENCE)
+        self.limit = min(max(timeout or _USUAL, _USUAL), _PATIENCE)
         self.rank, self.size = 0, 1
         if not (dist.is_available() and dist.is_initialized()):
             return
@@ -106,7 +112,7 @@ class RankGroup:
     def _await_all(self, training: Any, size: int) -> Callable[[], object]:
         """Wait until all ranks construct theirs, and say so where it takes long; what is returned clears that away."""
         store = PrefixStore(resources_of(training).next_name("ranks"), training.get_group_store())
-        rank, ends = dist.get_rank(training), time.monotonic() + self._limit.total_seconds()
+        rank, ends = dist.get_rank(training), time.monotonic() + _TOGETHER_S
         store.set(str(rank), "")
         warned = False
         while not wait_for_keys(store, [str(each) for each in range(size)], _LONG_S):
@@ -117,7 +123,10 @@ class RankGroup:
                 _log.warning("stagereg: %s", text)
             warned = True
             if time.monotonic() > ends:
-                raise CheckpointError(text)
+                raise CheckpointError(
+                    f"{text} This rank has waited {_TOGETHER_S:g} s; where a rank prepares something before, let the "
+                    "others wait for it in torch.distributed.barrier()."
+                )
         return partial(store.delete_key, str(rank))
 
     def check_still_all(self) -> None:
@@ -135,7 +144,7 @@ class RankGroup:
         work = None if self.group is None else dist.all_reduce(greatest, dist.ReduceOp.MAX, self.group, async_op=True)
 
         def wait(seconds: float | None = None) -> list[float]:
-            limit = self._limit if seconds is None else datetime.timedelta(seconds=seconds)
+            limit = self.limit if seconds is None else datetime.timedelta(seconds=seconds)
             try:
                 if work is not None:
                     work.wait(limit)
@@ -151,7 +160,7 @@ class RankGroup:
 
         Raises as :meth:`round_trip`, and ``CheckpointError`` if the other ranks have not come in time.
         """
-        return self.round_trip(failing, act, lambda values: [values] * self.size, self._limit)
+        return self.round_trip(failing, act, lambda values: [values] * self.size, self.limit)
 
     def round_trip(
         self,

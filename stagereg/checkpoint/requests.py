@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from stagereg.join.failure import collectives_of
 from stagereg.kernel.channel import resources_of
 
-__all__ = ["Requests"]
+__all__ = ["Requests", "position_in"]
 
 
 class Requests:
@@ -70,5 +70,9 @@ class Requests:
         return int(position), what
 
     def _position(self) -> int:
-        """How many collectives this rank has run, and how many joins it has entered."""
-        return 0 if self._group is None else collectives_of(self._group) + resources_of(self._group).counts["join"]
+        return position_in(self._group)
+
+
+def position_in(group: dist.ProcessGroup | None) -> int:
+    """Return how many collectives this rank has run, and how many joins it has entered."""
+    return 0 if group is None else collectives_of(group) + resources_of(group).counts["join"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
@@ -26,9 +26,16 @@ from stagereg.checkpoint.schedule import Schedule
 from stagereg.errors import CheckpointError
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies
 
-__all__ = ["Saver", "a_step"]
+__all__ = ["Saver", "a_state", "a_step"]
 
 _log = logging.getLogger(__name__)
+
+_OPTIMIZER = {"state", "param_groups"}
+_A_COPY = (
+    "stagereg: the entry %r of the state is the state dict of an optimizer, and restore() changes that dict alone. Put "
+    "the optimizer itself in its place, as in {'model': model, 'optimizer': optimizer}; or give the dict to its "
+    "load_state_dict after restore()."
+)
 
 
 class Saver:
@@ -49,12 +56,17 @@ class Saver:
         self._target, self._stager = target, stager
         self._background, self._schedule = background, schedule
         self._taken: Counter[str] = Counter()  # steps of each optimizer in the state
+        self._warned = target.ranks.rank > 0  # of a state dict in the place of its optimizer
 
     def remember(self, state: MutableMapping[str, Any]) -> None:
         """Keep what is to be saved, also after this rank has left a loop, and count the steps of its optimizers."""
         if state is self.state:
             return
         self.state, before = state, self.state or {}
+        copies = [name for name, value in state.items() if isinstance(value, Mapping) and value.keys() >= _OPTIMIZER]
+        if copies and not self._warned:
+            self._warned = True
+            _log.warning(_A_COPY, copies[0])
         for name, value in state.items() if self._target.ranks.group is not None else ():
             if isinstance(value, Optimizer) and before.get(name) is not value:
                 value.register_step_post_hook(lambda *_, taken=self._taken, name=name: taken.update([name]))
@@ -163,3 +175,13 @@ def a_step(step: int) -> int:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MOST:
         raise CheckpointError(f"A step is a whole number from 0 on, below 2**63, not {step!r:.100}.")
     return step
+
+
+def a_state(state: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Return a state. Raises: ``CheckpointError`` if it is none."""
+    if not isinstance(state, MutableMapping):
+        raise CheckpointError(
+            "A state is a dict of names to objects, as in save(step, {'model': model, 'optimizer': optimizer}), not a "
+            f"{type(state).__name__}."
+        )
+    return state

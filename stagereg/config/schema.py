@@ -292,7 +292,8 @@ def _misfit(value: Any, hint: Any) -> str:
         near = nearest(str(value), map(str, arguments))
         return "" if is_one else f".{near} It is one of: {', '.join(map(repr, arguments))}"
     if _is_factory(hint):
-        what = "the config of a {0} ({0}@KEY=NAME; for none ~{0}@KEY)".format(factory_of(hint) or "component")
+        kind = factory_of(hint) or "component"
+        what = f"the config of a {kind} (+{kind}@KEY=NAME, without + if one is chosen; for none ~{kind}@KEY)"
     elif plain in (*_SEQUENCES, *_MAPPINGS):
         classes, what = ((list, tuple), "a list") if plain in _SEQUENCES else (Mapping, "a mapping")
     elif _is_dataclass(hint):

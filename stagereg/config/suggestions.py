@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterable
 
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
@@ -17,9 +18,9 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 import stagereg.config.docstring as docstring
 import stagereg.registry as registry
 from stagereg.config.resolved_tree import SWITCHES
-from stagereg.errors import nearest
+from stagereg.errors import ConfigError, nearest
 
-__all__ = ["explain"]
+__all__ = ["explain", "refuse_unused"]
 
 _CHOSEN = {"joinable": "+joinable@join.joinables.NAME", "join_hook": "+join_hook@join.joinables.NAME.hook"}
 """How an option of a kind is chosen, where that is not by the name of the kind alone."""
@@ -39,6 +40,17 @@ def explain(error: BaseException | None) -> str:
             line = off[0] if off else line
         error = error.__cause__ or error.__context__
     return line
+
+
+def refuse_unused(overrides: Iterable[str]) -> None:
+    """Raise ``ConfigError`` for ``+joinable=NAME``: no join looks for it at the top of the config."""
+    for override in overrides:
+        kind, _, name = override.removeprefix("+").partition("=")
+        if override.startswith("+") and kind in _CHOSEN:
+            raise ConfigError(
+                f"{override} has no effect: no join looks for a {kind} at the top of the config. Write "
+                f"{_CHOSEN[kind]}={name}, where NAME is the joinable's, as in stagereg.instantiate(cfg.join, NAME=...)."
+            )
 
 
 def _unknown_key(error: OmegaConfBaseException) -> str:

@@ -164,6 +164,10 @@ class FailureDetector:
         if self._running and not isinstance(error, PeerFailedError):
             message = "".join(traceback.format_exception_only(error)).strip()[:_LONGEST]
             text = f"rank {self._rank} failed: {message}\nThe cause is there: read the output of rank {self._rank}."
+            if isinstance(error, SystemExit):
+                text = (
+                    f"rank {self._rank} left the join by itself, with {message}. Let all ranks leave at the same step."
+                )
             self._publish(PeerFailedError(text, self._rank, message))
 
     def explain(self, error: BaseException) -> PeerFailedError | None:

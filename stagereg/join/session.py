@@ -23,7 +23,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from stagereg.errors import JoinError, PeerFailedError, Preempted, Stopped, UnevenInputsError, nearest
+from stagereg.errors import (
+    JoinError,
+    PeerFailedError,
+    Preempted,
+    StageregError,
+    Stopped,
+    UnevenInputsError,
+    nearest,
+)
 from stagereg.join.batches import SampleCounter, emptied_or_error, fetch, publish
 from stagereg.join.failure import FailureDetector
 from stagereg.join.responder import Responder
@@ -285,7 +293,7 @@ class JoinSession:
             if cause is not None:
                 raise cause from error
         self.detector.report(error)
-        if membership is not None and membership.empty:
+        if membership is not None and membership.empty and not isinstance(error, StageregError):
             error.add_note(
                 "This rank has no more data, and join.iterate ran the loop body on an empty batch. What the body does "
                 "with samples must bear that there are none: x.flatten(1), not x.view(len(x), -1); sums, not means."

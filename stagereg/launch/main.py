@@ -187,12 +187,15 @@ class _Job:
         from hydra.core.utils import env_override
         from hydra.types import RunMode
 
+        from stagereg.config.suggestions import refuse_unused
+
         hydra = HydraConfig.get()
         one_of_several = hydra.mode == RunMode.MULTIRUN
         with env_override({_FULL_ERROR: self._full_error}):
             if self._rank is not None:
                 return self._rank.run(self._task, cfg)
             try:
+                refuse_unused(hydra.overrides.task)
                 return self._run(cfg, hydra, one_of_several)
             except StageregError as error:
                 if one_of_several:

@@ -42,8 +42,9 @@ from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.output import echo
 from stagereg.sweep.comparison import compare
 from stagereg.sweep.figures import figures
+from stagereg.sweep.interleaved import ContainedTask
 from stagereg.sweep.metric import directed, usual
-from stagereg.sweep.result import KEYS, JobResult, results, split
+from stagereg.sweep.result import KEYS, JobResult, completed_before, results, split
 from stagereg.sweep.run import Run
 
 __all__ = ["Compare"]
@@ -69,6 +70,7 @@ class Compare(Callback):
         self._direction = direction
         # Workers of a launcher get a copy of this and know nothing of the command line.
         self._start = _started_as()
+        self._kept: JobResult | None = None
         self._begin()
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -80,6 +82,7 @@ class Compare(Callback):
 
     def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
         self._begin()
+        self._kept = completed_before(config.hydra) if isinstance(task_function, ContainedTask) else None
 
     def _begin(self) -> None:
         self._began = record.now()
@@ -97,9 +100,10 @@ class Compare(Callback):
         value = job_return._return_value
         found: dict[str, float] = {}
         try:
-            result = self._result(config, None if failed else value, value if failed else None)
+            result = self._kept or self._result(config, None if failed else value, value if failed else None)
             found = result.figures
-            result.write()
+            if not self._kept:
+                result.write()
         except Exception as error:
             log.error("The result of this job could not be written: %s", _one_text(error))
         if config.hydra.mode != RunMode.MULTIRUN:

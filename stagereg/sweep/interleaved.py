@@ -5,32 +5,55 @@ another one than the round before: a machine that gets slower or busier on the w
 job more runs the first combination again as if it were another one; how far it is off shows the noise here.
 Which is which stands in ``sweep.repeat`` and ``sweep.again`` of a job's config.
 
-A job that leaves by ``sys.exit`` has failed or ended, and ends no other. What the jobs are compared by is left to
-:mod:`stagereg.sweep`, starting them to Hydra's launchers. Imports nothing heavy: Hydra scans this at every start.
+A job that leaves by ``sys.exit`` has failed or ended, and ends no other. Two jobs with one directory are refused
+before the first one runs. The same sweep once more runs what was not completed. What the jobs are compared by is left
+to :mod:`stagereg.sweep`, starting them to Hydra's launchers. Imports nothing heavy: Hydra scans this at every start.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import logging
 import signal
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from stagereg.errors import RESUME_CODE, ConfigError, LaunchError
-from stagereg.sweep.result import KEYS
+from stagereg.sweep.result import KEYS, completed_before
 
-__all__ = ["ContainedTask", "InterleavedSweeper", "SweepError", "check_repeats", "check_swept", "interleaved"]
+__all__ = [
+    "ContainedTask",
+    "InterleavedSweeper",
+    "SweepError",
+    "check_directories",
+    "check_repeats",
+    "check_swept",
+    "interleaved",
+]
+
+log = logging.getLogger(__name__)
 
 _REPEAT, _AGAIN = "++sweep.repeat", "++sweep.again"
 _STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1)
 _STOPPED = {RESUME_CODE, *(128 + number for number in _STOPS)}
 """Exit codes of a program that was stopped by a signal: no matter of one job."""
+_SHARED = {
+    "hydra.sweep.subdir": "jobs {} and {} would both write to {dir}, and one overwrite the result of the other. Leave "
+    "out hydra.sweep.subdir: then each job has a directory of its own.",
+    "checkpoint.dir": "jobs {} and {} would both have checkpoint.dir={dir}, and one resume from the other. Leave out "
+    "checkpoint.dir: then each job has its own, below hydra.sweep.dir=PATH.",
+}
+"""What is wrong where two jobs have one directory, by the key that says which."""
 
 
 class SweepError(ConfigError, ConfigCompositionException):
@@ -75,6 +98,12 @@ class InterleavedSweeper(BasicSweeper):
         (combinations,) = BasicSweeper.split_arguments(overrides, None)
         return list(self.split_overrides_to_chunks(interleaved(combinations, self._repeats), max_batch_size))
 
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """Compose each job, those of all batches before the first one is launched."""
+        context: Any = self.hydra_context
+        if self.batch_index == 1 and self.overrides and self.config:
+            check_directories(context.config_loader, self.config, itertools.chain.from_iterable(self.overrides))
+
 
 def interleaved(combinations: Sequence[Sequence[str]], repeats: int) -> list[list[str]]:
     """Return the overrides of the jobs that run each of ``combinations`` ``repeats`` times, in their order.
@@ -99,7 +128,10 @@ def interleaved(combinations: Sequence[Sequence[str]], repeats: int) -> list[lis
 
 
 class ContainedTask:
-    """A task whose ``sys.exit`` ends it alone; picklable when the task is."""
+    """A task whose ``sys.exit`` ends it alone, and which returns what an earlier run of the same job has returned.
+
+    Picklable when the task is.
+    """
 
     __wrapped__: Callable[[Any], Any]
 
@@ -107,6 +139,9 @@ class ContainedTask:
         functools.update_wrapper(self, task, updated=())
 
     def __call__(self, cfg: Any) -> Any:
+        if kept := completed_before(HydraConfig.get()):
+            log.info("This job was completed before, its result is kept; to run it again, delete %s", kept.directory)
+            return kept.returned
         try:
             return self.__wrapped__(cfg)
         except SystemExit as left:
@@ -130,3 +165,30 @@ def check_swept(overrides: Iterable[Override]) -> None:
             raise SweepError(
                 f"{override.input_line}: {override.key_or_group} goes for the whole sweep and takes one value"
             )
+
+
+def check_directories(loader: ConfigLoader, config: DictConfig, jobs: Iterable[Sequence[str]]) -> None:
+    """Compose jobs from their overrides; raise ``SweepError`` if two have one directory for output or checkpoints."""
+    before, taken = HydraConfig.instance().cfg, dict[tuple[str, str], int]()
+    try:
+        for number, overrides in enumerate(jobs):
+            for place in _directories(loader.load_sweep_config(config, list(overrides)), number).items():
+                if taken.setdefault(place, number) != number:
+                    raise SweepError(_SHARED[place[0]].format(taken[place], number, dir=place[1]))
+    finally:
+        HydraConfig.instance().cfg = before
+
+
+def _directories(job: DictConfig, number: int) -> dict[str, str]:
+    """Where a job writes, by the key that it comes from."""
+    with read_write(job):
+        OmegaConf.update(job, "hydra.job.num", number, force_add=True)
+        OmegaConf.update(job, "hydra.job.id", str(number), force_add=True)
+        HydraConfig.instance().set_config(job)
+        output = Path(job.hydra.sweep.dir, str(job.hydra.sweep.subdir)).absolute()
+    with read_write(job.hydra):
+        OmegaConf.update(job, "hydra.runtime.output_dir", str(output), force_add=True)
+    found = {"hydra.sweep.subdir": str(output)}
+    if OmegaConf.select(job, "checkpoint.enable", default=True, throw_on_resolution_failure=False):
+        found["checkpoint.dir"] = OmegaConf.select(job, "checkpoint.dir", throw_on_resolution_failure=False)
+    return {key: str(place) for key, place in found.items() if place}

@@ -36,7 +36,7 @@ from omegaconf import DictConfig, OmegaConf
 import stagereg.config.schema as schema
 import stagereg.registry as registry
 from stagereg.sweep.figures import number
-from stagereg.sweep.interleaved import ContainedTask, SweepError, check_repeats, check_swept
+from stagereg.sweep.interleaved import ContainedTask, SweepError, check_directories, check_repeats, check_swept
 from stagereg.sweep.metric import directed
 from stagereg.sweep.result import KEYS
 
@@ -100,6 +100,7 @@ class OptunaSweeper(Sweeper):
         swept.sort(key=lambda override: "." in override.key_or_group)
         self._space = {override.get_key_element(): self._distribution(override) for override in swept}
         self._fixed = [str(override.input_line) for override in overrides if not override.is_sweep_override()]
+        check_directories(self._loader, self._config, [[*self._fixed, f"++sweep.repeat={job}"] for job in range(2)])
         directory = Path(self._config.hydra.sweep.dir)
         directory.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self._config, directory / "multirun.yaml")

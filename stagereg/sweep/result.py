@@ -7,6 +7,7 @@ one that was probably meant. Reading never changes anything.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from stagereg.record import file_name
 from stagereg.sweep.figures import figures, number
 from stagereg.sweep.run import Run
 
-__all__ = ["CONFIG", "FORMAT", "KEYS", "RESULT", "JobResult", "kind_of", "results", "split"]
+__all__ = ["CONFIG", "FORMAT", "KEYS", "RESULT", "JobResult", "completed_before", "kind_of", "results", "split"]
 
 KEYS = ("sweep.repeats", "sweep.metric", "sweep.direction", "sweep.repeat", "sweep.again")
 """What goes for a sweep and not for what its jobs do."""
@@ -181,6 +182,21 @@ def split(overrides: Sequence[str]) -> tuple[tuple[str, ...], int, bool]:
     found = {mark[1]: mark[2] for mark in marks if mark is not None}
     repeat = found.get("repeat", "")
     return kept, int(repeat) if repeat.isdecimal() else 0, found.get("again", "").lower() == "true"
+
+
+def completed_before(hydra: Any) -> JobResult | None:
+    """Return the result of the same job in an earlier run of its sweep, if it was completed.
+
+    Args:
+        hydra: the ``hydra`` node of the job's config, with its output directory.
+    """
+    if hydra.mode.name != "MULTIRUN":
+        return None
+    with contextlib.suppress(ConfigError):
+        found = JobResult.read(hydra.runtime.output_dir)
+        if found.status == "completed" and (found.overrides, found.repeat, found.again) == split(hydra.overrides.task):
+            return found
+    return None
 
 
 # -- folders

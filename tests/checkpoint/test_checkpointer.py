@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import random
 from pathlib import Path
@@ -253,3 +254,57 @@ def test_a_checkpoint_is_found_by_any_path_to_it(tmp_path: Path, monkeypatch: py
             checkpointer.save(2, {"x": 2})
             with pytest.raises(CheckpointError, match=newest):
                 checkpointer.wait()
+
+
+def test_a_run_that_forgot_restore_deletes_no_later_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def run(first: int, last: int, restores: bool, **options: Any) -> list[str]:
+        caplog.clear()
+        with Checkpointer(str(tmp_path), every=5, keep=2, **options) as checkpointer:
+            if restores:
+                checkpointer.restore({"x": 0})
+            for step in range(first, last + 1):
+                checkpointer.maybe_save(step, {"x": step})
+        return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+    assert run(1, 30, restores=True) == []
+    assert run(1, 15, restores=False) == [
+        f"stagereg: restore() was not called, and {tmp_path} has checkpoints of an earlier run, among them "
+        "step-00000025, step-00000030: each is deleted when this run has passed its step. Call restore(state) before "
+        "the loop to go on from them; or give this run another directory, or say that it starts anew, with "
+        "resume='never'."
+    ]
+    assert names(tmp_path) == ["latest", *(f"step-{step:08}" for step in (10, 15, 25, 30))]
+    assert len(run(1, 40, restores=False)) == 1
+    assert names(tmp_path) == ["latest", "step-00000035", "step-00000040"]
+    assert run(1, 15, restores=False, resume="never") == []
+    assert names(tmp_path) == ["latest", "step-00000010", "step-00000015"]
+
+
+def test_a_state_dict_for_an_optimizer_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with Checkpointer(str(tmp_path), every=1) as checkpointer:
+        for step in (1, 2):
+            checkpointer.maybe_save(step, {"model": model, "opt": optimizer.state_dict()})
+        assert [record.getMessage() for record in caplog.records] == [
+            "stagereg: the entry 'opt' of the state is the state dict of an optimizer, and restore() changes that dict "
+            "alone. Put the optimizer itself in its place, as in {'model': model, 'optimizer': optimizer}; or give the "
+            "dict to its load_state_dict after restore()."
+        ]
+    again = torch.optim.Adam(model.parameters())
+    state = {"opt": again.state_dict()}
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        assert checkpointer.restore(state) == 2
+    again.load_state_dict(state["opt"])
+    assert torch.equal(again.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("call", ["save", "maybe_save", "restore"])
+def test_what_is_no_state_is_refused_with_what_one_is(tmp_path: Path, call: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        arguments: tuple[Any, ...] = ([model],) if call == "restore" else ({"model": model}, 1)
+        with pytest.raises(CheckpointError, match=r"A state is a dict .*, as in save\(step, .*, not a (list|int)\."):
+            getattr(checkpointer, call)(*arguments)

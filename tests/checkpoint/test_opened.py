@@ -266,6 +266,56 @@ def test_a_directory_of_plain_torch_is_opened_without_pickle(tmp_path: Path) -> 
         stagereg.open_checkpoint(tmp_path, verify=True)
 
 
+class TrainState:
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": torch.tensor(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def save_as_torchtitan(rank: int, world_size: int, root: str) -> dict[str, torch.Tensor]:
+    from torchtitan.components.checkpointer.dcp import CheckpointManager
+    from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
+    from torchtitan.components.optimizer.optimizer import OptimizersContainer, ParamGroupConfig
+
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 1))
+    whole = {name: x.clone() for name, x in model.state_dict().items()}
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    every = [ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.1})]
+    optimizers = OptimizersContainer(
+        OptimizersContainer.Config(param_groups=every, implementation="for-loop"), model_parts=[model]
+    )
+    manager = CheckpointManager(
+        CheckpointManager.Config(enable=True, interval=1, folder="titan", keep_latest_k=0),
+        dataloader=None,
+        model_parts=[model],
+        optimizers=optimizers,
+        lr_schedulers=LRSchedulersContainer(optimizers, lambda step: 1.0),
+        states={"train_state": TrainState()},
+        sd_adapter=None,
+        base_folder=root,
+    )
+    assert manager.save(1)
+    return whole
+
+
+def test_what_torchtitan_saved_is_opened_and_converted(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan")
+    whole = run_ranks(save_as_torchtitan, nproc=2, args=(str(tmp_path),))[0]
+    with stagereg.open_checkpoint(tmp_path / "titan" / "step-1") as checkpoint:
+        assert all(alike(checkpoint[name], x) for name, x in whole.items())
+        assert checkpoint["optimizer.state.0.weight.exp_avg"].shape == whole["0.weight"].shape
+        assert checkpoint["train_state.step"] == 3
+    out = tmp_path / "x.safetensors"
+    assert (
+        main(["convert", str(tmp_path / "titan" / "step-1"), str(out), "--map", "^(optimizer|train_state)[.].*="]) == 0
+    )
+    found = pytest.importorskip("safetensors.torch").load_file(out)
+    assert set(found) == set(whole)
+    assert all(alike(x, whole[name]) for name, x in found.items())
+
+
 # -- restoring some names
 
 

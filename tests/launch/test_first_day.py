@@ -91,7 +91,7 @@ def shown(text: str) -> list[str]:
 
 SAVE_ALONE = f"""\
 rank N: Step 10 was not saved: rank 0 called save(step 10), ranks 1, 2 did not: call save and maybe_save on all ranks, \
-and not under `if rank == 0`. {NONE}"""
+with an empty batch too, and not under `if rank == 0`. {NONE}"""
 RESTORE_ALONE = """\
 rank N: Nothing was restored: rank 1 did not call restore(), which is for all ranks; rank 2 did not call restore(), \
 which is for all ranks"""
@@ -155,7 +155,7 @@ GOES_ON = {
         0,
         [
             "checkpoints go to RUN/checkpoints; resumed from RUN/checkpoints/step-00000025",
-            newest(25, "The same command goes on from there."),
+            newest(25, "The same command goes on from there, if it has more steps to take."),
         ],
     ),
     "hydra.run.dir=outputs/2/${now:a} what=interrupt": (130, [BEGINS, f"interrupted. {newest(20)}"]),

@@ -13,6 +13,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
+import stagereg.sweep.optuna_sweeper as optuna_sweeper
 from stagereg.sweep.interleaved import SweepError
 from stagereg.sweep.optuna_sweeper import OptunaSweeper
 
@@ -40,6 +41,7 @@ class Search:
         self.numbers: list[int] = []
         # Hydra's own would scan for plugins, and import some of its modules anew.
         monkeypatch.setattr(Plugins, "instance", lambda: SimpleNamespace(instantiate_launcher=lambda **_: self))
+        monkeypatch.setattr(optuna_sweeper, "check_directories", lambda *_: None)  # there is nothing to compose
 
     def __call__(self, value: Callable[[Job], Any], *overrides: str, **settings: Any) -> list[dict[str, str]]:
         """Search, and return the jobs that were run for it."""
@@ -217,6 +219,13 @@ def test_a_search_of_a_program_ends_with_the_comparison(tmp_path: Path) -> None:
     again = app.sweep(*OPTUNA, "a=fine,raise", "b=range(1,4)", "sweep.direction=maximize", "hydra.sweeper.n_trials=6")
     assert len(app.results()) == 6
     assert "Best by returned.score: a=fine b=3" in again.stdout
+
+
+def test_a_search_in_one_directory_is_refused_before_a_job(tmp_path: Path) -> None:
+    app = App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
+    ended = app.sweep(*OPTUNA, "b=1,2", "checkpoint.dir=one", "hydra.sweeper.n_trials=2")
+    assert ended.stderr.startswith("stagereg: jobs 0 and 1 would both have checkpoint.dir=one, and one resume from ")
+    assert (ended.returncode, app.results()) == (1, [])
 
 
 def test_without_optuna_one_line_says_what_to_install(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,54 @@ def test_jobs_run_in_rounds_and_know_which_repeat_they_are(app: App) -> None:
 def test_a_job_may_leave_by_itself_but_a_signal_stops_the_sweep(code: int, ran: int, app: App) -> None:
     ended = app.sweep("a=exit,fine", f"+code={code}")
     assert (ended.returncode, len(list(app.folder.glob("out/*/.hydra")))) == (code, ran)
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        (
+            "checkpoint.dir=one",
+            "jobs 0 and 1 would both have checkpoint.dir=one, and one resume from the other. Leave out checkpoint.dir: "
+            "then each job has its own, below hydra.sweep.dir=PATH.",
+        ),
+        (
+            "hydra.sweep.subdir=x",
+            "jobs 0 and 1 would both write to OUT/x, and one overwrite the result of the other. Leave out "
+            "hydra.sweep.subdir: then each job has a directory of its own.",
+        ),
+    ],
+)
+def test_two_jobs_never_have_one_directory(setting: str, line: str, tmp_path: Path) -> None:
+    app = App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
+    for repeated in (["b=1,2"], ["b=1", "sweep.repeats=2"], ["b=1,2", "hydra.sweeper.max_batch_size=1"]):
+        ended = app.sweep(setting, *repeated)
+        said = ended.stderr.replace(str(tmp_path / "out"), "OUT")
+        assert (ended.returncode, said) == (1, f"stagereg: {line}\n")
+        assert not list(app.folder.glob("**/.hydra")), "before the first job"
+
+
+def test_directories_by_number_override_or_value_are_fine(tmp_path: Path) -> None:
+    app = App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
+    for setting in ("number_${hydra:job.num}", "value_${b}"):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        by_override = "hydra.sweep.subdir=${hydra.job.override_dirname}"
+        ended = app.sweep("b=1,2", f"checkpoint.dir=c/{setting}", by_override, "nproc=1")
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {"number_0", "number_1", "value_1", "value_2"}
+
+
+def test_the_same_sweep_once_more_runs_what_is_not_completed(app: App) -> None:
+    first = app.sweep("b=1,2,3", "a=fine")
+    assert first.returncode == 0
+    before = app.results()
+    (app.folder / "out" / "1" / "result.json").unlink()
+    again = app.sweep("b=1,2,3", "a=fine")
+    assert again.returncode == 0, again.stderr
+    after = app.results()
+    assert [new == old for new, old in zip(after, before, strict=True)] == [True, False, True]
+    assert [job["figures"] for job in after] == [job["figures"] for job in before]
+    kept = "This job was completed before, its result is kept; to run it again, delete out/"
+    assert [again.stdout.replace(f"{app.folder}/", "").count(kept + n) for n in "012"] == [1, 0, 1]
+    assert "Best by returned.score: " in again.stdout
+    other = app.sweep("b=3,2,1", "a=fine")
+    assert [other.stdout.count(f"out/{n}\n") for n in "012"] == [0, 1, 0], "only the job that is the same"

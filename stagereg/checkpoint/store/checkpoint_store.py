@@ -75,11 +75,14 @@ class CheckpointStore:
         root: its full path or URL, as messages name it; without a slash at its end.
         distrusted: full paths of checkpoints that look complete and were found to be damaged, which retention neither
             counts nor deletes; whoever reads content adds them.
+        spared: full paths of checkpoints that were there at the start, which retention neither counts nor deletes
+            before the run has come to their step; cleared by whoever knows that the run goes on from them.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = os.fspath(root)
         self.distrusted: set[str] = set()
+        self.spared: set[str] = set()
         self._hold: StoreLock | None = None
 
     # -- reading
@@ -170,6 +173,7 @@ class CheckpointStore:
         for path in self.leftovers():
             self.discard(path)
         complete, damaged = self.checkpoints()
+        self.spared = {each.path for each in complete}
         # One that points to what is damaged stays as it is: that the newest is lost must not go unnoticed.
         if complete and self._pointed() not in [complete[0].name, *(each.name for each in damaged)]:
             self._point(complete[0].name)  # its run was killed right after the commit
@@ -369,7 +373,9 @@ class CheckpointStore:
                 self.distrusted.discard(each.path)
                 text = "stagereg: the damaged checkpoint %s is replaced: step %d was saved again."
                 _log.warning(text, each.path, step)
-        counted = [each.path for each in _complete(before) if each.path not in replaced | self.distrusted]
+        later = {each.path for each in before if each.step is not None and each.step > step}
+        stays = replaced | self.distrusted | (self.spared & later)
+        counted = [each.path for each in _complete(before) if each.path not in stays]
         pointed = f"{self.root}/{self._pointed()}"
         return [old for old in (*counted[keep - 1 :], *sorted(replaced)) if old not in (path, pointed)]
 

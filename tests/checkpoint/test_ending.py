@@ -1,0 +1,129 @@
+"""The end of a run: all ranks come to it together, or each says in seconds what is wrong."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import stagereg
+import stagereg.checkpoint.rank_group as rank_group
+from stagereg import Checkpointer
+from stagereg.errors import CheckpointError
+from stagereg.testing import run_ranks
+
+SECONDS = 20
+STEP_2 = " The newest good checkpoint is step 2, in ROOT."
+ADVICE = (
+    ". If their inputs are uneven, put the loop into a join: `with join:` and `for batch in join.iterate(loader)`. All "
+    "ranks take the same steps, and leave the Checkpointer's `with` together."
+)
+
+
+class Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def skips_empty_batches(rank: int, checkpointer: Checkpointer, model: Any, state: Any) -> None:
+    loader = [torch.ones(4, 8)] * (2 + 2 * rank)
+    step = 0
+    with stagereg.Join([model], mode="auto", timeout=SECONDS) as join:
+        for x in join.iterate(loader):
+            if len(x) == 0:
+                continue
+            model(x).sum().backward()
+            step += 1
+            checkpointer.maybe_save(step, state)
+
+
+def forgets_the_join(rank: int, checkpointer: Checkpointer, model: Any, state: Any) -> None:
+    for step in range(1, 3 + rank):
+        model(torch.ones(4, 8)).sum().backward()
+        checkpointer.maybe_save(step, state)
+    checkpointer.wait()
+
+
+def is_slow(rank: int, checkpointer: Checkpointer, model: Any, state: Any) -> None:
+    for step in range(1, 4):
+        model(torch.ones(4, 8)).sum().backward()
+        checkpointer.maybe_save(step, state)
+    time.sleep(7 * rank)
+
+
+def fails(rank: int, checkpointer: Checkpointer, model: Any, state: Any) -> None:
+    checkpointer.maybe_save(1, state)
+    if rank == 1:
+        raise ValueError("a bad sample")
+
+
+def trained(rank: int, world_size: int, root: str, train: Any) -> tuple[float, str, list[str]]:
+    model = DistributedDataParallel(torch.nn.Linear(8, 4))
+    state = {"model": model}
+    messages = Messages()
+    logging.getLogger("stagereg").addHandler(messages)
+    error = ""
+    began = time.monotonic()
+    try:
+        with Checkpointer(root, every=2) as checkpointer:
+            checkpointer.restore(state)
+            train(rank, checkpointer, model, state)
+    except (CheckpointError, ValueError, RuntimeError) as raised:
+        error = str(raised).replace(root, "ROOT")
+    seconds = time.monotonic() - began
+    if error and dist.is_initialized():
+        dist.destroy_process_group()  # ends the collectives that others wait in, as the end of a process does
+    return seconds, error, messages.texts
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        (
+            skips_empty_batches,
+            "Step 4 was not saved: rank 1 called save(step 4), rank 0 did not: call save and maybe_save on all ranks, "
+            f"with an empty batch too, and not under `if rank == 0`.{STEP_2}",
+        ),
+        (forgets_the_join, f"rank 0 came to the end after step 2, rank 1 went on with another step{ADVICE}"),
+        (fails, "The last step was not saved: rank 1 left with an error."),
+    ],
+)
+def test_ranks_that_do_not_end_together_say_so_in_seconds(tmp_path: Path, train: Any, expected: str) -> None:
+    ended = run_ranks(trained, 2, args=(str(tmp_path), train), timeout_s=60)
+    assert ended[0][1] == expected
+    assert ended[1][1]
+    assert all(seconds < SECONDS for seconds, _, _ in ended)
+
+
+def test_ranks_wait_for_a_slow_one_and_save_the_last_step(tmp_path: Path) -> None:
+    ended = run_ranks(trained, 2, args=(str(tmp_path), is_slow), timeout_s=60)
+    assert [error for _, error, _ in ended] == ["", ""]
+    assert ended[0][2] == [f"stagereg: rank 0 came to the end after step 3, rank 1 did not{ADVICE}"]
+    assert (tmp_path / "step-00000003").is_dir()
+
+
+def alone(rank: int, world_size: int, root: str) -> str:
+    if rank == 1:
+        time.sleep(6)
+        return ""
+    with mock.patch.object(rank_group, "_TOGETHER_S", 1.0), pytest.raises(CheckpointError) as raised:
+        Checkpointer(root)
+    return str(raised.value)
+
+
+def test_a_checkpointer_on_one_rank_alone_is_an_error(tmp_path: Path) -> None:
+    assert run_ranks(alone, 2, args=(str(tmp_path),), timeout_s=60)[0] == (
+        "rank 0 made a Checkpointer, rank 1 did not: make it on all ranks. This rank has waited 1 s; where a rank "
+        "prepares something before, let the others wait for it in torch.distributed.barrier()."
+    )
