@@ -96,7 +96,8 @@ class Checkpointer:
         on_error: what a save that fails does at the next call: ``"raise"``, or ``"warn"`` in the log, at once, and let
             training go on; then the process ends with exit status 1 if its last save has failed.
         timeout: of one save, from the end of the one before it to its commit. One that takes longer has failed, and
-            until it ends no other begins. A store that does not answer at the start is waited for as long.
+            until it ends no other begins; one whose ``stage`` has not returned by then ends the process. A store that
+            does not answer at the start is waited for as long.
         grace: how long after SIGTERM or SIGUSR1 the ranks have to agree on a step, save it and leave. ``None`` leaves
             the two signals alone.
         save_last: whether the end of a ``with`` block, where nothing was raised, saves the last step that
@@ -416,6 +417,7 @@ class Checkpointer:
 
     def _look_for_missed(self) -> None:
         """Answer what other ranks wait for, where this one has passed over it; on the background thread."""
+        self._saver.look_for_hang()
         if self.preemption is not None:
             self.preemption.look_for_missed()
         self._answer(self._requests.missed())

@@ -33,7 +33,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -143,6 +143,8 @@ class PendingSave:
     failure: str | None = None
     settled: threading.Event = field(default_factory=threading.Event)  # ``failure`` is as it will be
     missed: bool = False  # other ranks have called save, and this one has not
+    names: Collection[str] = ()  # of the entries that the stager is given
+    stager: str = ""  # its class
     follows: bool = False  # this rank has left its loop, and saves since others do
     taken: Mapping[str, int] = field(default_factory=dict)  # steps that each optimizer and schedule has taken
     began: float = 0.0  # when the stager was asked to copy
@@ -199,6 +201,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
             return _Prepared(save.step, None)
         save.at = "waiting for its copy"
         copy = save.copy()
+        _expect_whole(save, copy)
         structures.update({name: encode(value, name) for name, value in copy.items()})  # refuses what cannot be saved
         groups.update(groups_of(copy))
         failpoint("staged")
@@ -284,6 +287,13 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
     return began, nbytes
 
 
+def _expect_whole(save: PendingSave, copy: object) -> None:
+    if not isinstance(copy, dict):
+        raise CheckpointError(f"stage() of {save.stager} returned {copy!r:.80}, and has to return a copy of its dict")
+    if lost := [name for name in save.names if name not in copy]:
+        raise CheckpointError(f"stage() of {save.stager} returned a copy without {', '.join(map(repr, lost))}")
+
+
 def _expect_all_called(step: int, prepared: Sequence[_Prepared]) -> None:
     missed = [rank for rank, each in enumerate(prepared) if each.plan is None]
     if missed:
@@ -347,6 +357,8 @@ class Background:
         newest: the step of the newest checkpoint there that this run knows to be good.
         last: why the last save that has ended failed; ``None`` if it did not.
         stats: of its saves.
+        timeout_s: as ``timeout``, in seconds.
+        warns: as given.
     """
 
     def __init__(
@@ -356,9 +368,9 @@ class Background:
         self.last: CheckpointError | None = None
         self.stats = CheckpointStats()
         self._target = target
-        self._timeout_s = timeout.total_seconds()
+        self.timeout_s = timeout.total_seconds()
         self._schedule = schedule
-        self._warns = warns
+        self.warns = warns
         self._status: CheckpointError | None = None  # what the end reports if failures are warnings
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -422,7 +434,7 @@ class Background:
 
     def raise_or_warn(self, error: BaseException) -> None:
         """Raise what has kept this rank from staging; log it if failures are warnings."""
-        if not self._warns or not isinstance(error, CheckpointError):
+        if not self.warns or not isinstance(error, CheckpointError):
             raise error
         self._warn(error)
 
@@ -431,7 +443,7 @@ class Background:
         if self._status is not None:
             shutdown.withdraw_error(self._status)
         self._status = None
-        if self._warns and failed is not None:
+        if self.warns and failed is not None:
             text = f"the last save has failed, of step {failed}, so the exit status is 1. {self.describe_newest()}"
             self._status = CheckpointError(text)
             shutdown.report_error(self._status)
@@ -470,7 +482,7 @@ class Background:
             return first
 
     def _lateness(self, save: PendingSave) -> CheckpointError:
-        ranks, seconds = self._target.ranks, self._timeout_s
+        ranks, seconds = self._target.ranks, self.timeout_s
         who = "it" if ranks.group is None else f"rank {ranks.rank}"
         limit = f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"
         return CheckpointError(
@@ -481,7 +493,7 @@ class Background:
     def _keep(self, step: int, failure: CheckpointError, everywhere: bool = True) -> None:
         self.last = failure
         self.set_status(step)
-        if self._warns:
+        if self.warns:
             self._warn(failure, everywhere)
         else:
             shutdown.report_error(failure)
@@ -495,7 +507,7 @@ class Background:
     # -- on the thread
 
     def _write(self, save: PendingSave) -> None:
-        save.until = time.monotonic() + self._timeout_s
+        save.until = time.monotonic() + self.timeout_s
         failure: CheckpointError | None = None
         try:
             began, nbytes = write_and_commit(save)
