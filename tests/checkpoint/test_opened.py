@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fsspec.implementations.memory import MemoryFileSystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -173,6 +174,23 @@ def test_a_url_is_read_through_its_store() -> None:
         assert all(alike(checkpoint[f"x.{name}"], x) for name, x in tensors.items())
         checkpoint["x.tied"].zero_()
         assert alike(checkpoint["x.tied"], tensors["tied"])
+
+
+def test_of_a_url_the_blocks_that_are_needed_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = save(f"memory://{uuid.uuid4().hex}/runs", {"large": torch.ones(20 * MIB), "small": torch.ones(9)})
+    fetched = []
+    cat_file = MemoryFileSystem.cat_file
+
+    def counted(self: MemoryFileSystem, *arguments: Any, **more: Any) -> bytes:
+        fetched.append(cat_file(self, *arguments, **more))
+        return bytes(fetched[-1])
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", counted)
+    with stagereg.open_checkpoint(root) as checkpoint:
+        opening = sum(map(len, fetched))
+        assert checkpoint["small"].sum() == 9
+    assert opening < MIB
+    assert opening < sum(map(len, fetched)) <= opening + 2 * 16 * MIB  # of 80
 
 
 def test_bytes_at_any_offset_are_read(tmp_path: Path) -> None:
