@@ -157,7 +157,8 @@ class CheckpointFiles(ExitStack):
             return None
         [chunk] = stored.chunks
         file = self._file(chunk.file)
-        if not file.local or chunk.layout == ARCHIVE or chunk.offset % stored.dtype.itemsize:
+        unaligned = chunk.offset % stored.dtype.itemsize != 0
+        if not file.local or not chunk.length or chunk.layout == ARCHIVE or unaligned:
             return None
         if chunk.offset + chunk.length > len(file.mapping):
             raise OSError(f"{chunk.file} ends at byte {len(file.mapping)}")

@@ -7,6 +7,7 @@ the steps of the optimizers in it, so that a rank whose values are stale is foun
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Mapping, MutableMapping
 from concurrent.futures import Future
@@ -17,13 +18,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import stagereg.checkpoint.entries as entries
 import stagereg.record as record
+import stagereg.shutdown as shutdown
 from stagereg.checkpoint.manifest import MOST
 from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.pending_save import Background, PendingSave, SaveTarget
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.schedule import Schedule
-from stagereg.errors import CheckpointError
+from stagereg.checkpoint.sharing import Replicas
+from stagereg.crash_report import summarize_exception
+from stagereg.errors import CheckpointError, StageregError
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies
 
 __all__ = ["Saver", "a_state", "a_step"]
@@ -39,7 +43,7 @@ _A_COPY = (
 
 
 class Saver:
-    """For the training thread, but for :meth:`miss`.
+    """For the training thread, but for :meth:`miss` and :meth:`look_for_hang`.
 
     Attributes:
         state: as it was given last; ``None`` before.
@@ -48,13 +52,22 @@ class Saver:
         names: of the parameters in it.
     """
 
-    def __init__(self, target: SaveTarget, stager: AsyncStager, background: Background, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        target: SaveTarget,
+        stager: AsyncStager,
+        background: Background,
+        schedule: Schedule,
+        replicas: Replicas,
+    ) -> None:
         self.state: MutableMapping[str, Any] | None = None
         self.saved: int | None = None
         self.leaving = False
         self.names = ParameterNames()
         self._target, self._stager = target, stager
-        self._background, self._schedule = background, schedule
+        self._background, self._schedule, self._replicas = background, schedule, replicas
+        self._copying: PendingSave | None = None  # what the stager is at
+        self._stager_name = f"{type(stager).__module__}.{type(stager).__qualname__}"
         self._taken: Counter[str] = Counter()  # steps of each optimizer in the state
         self._warned = target.ranks.rank > 0  # of a state dict in the place of its optimizer
 
@@ -76,6 +89,7 @@ class Saver:
         schedules = {name: x.last_epoch for name, x in (self.state or {}).items() if isinstance(x, LRScheduler)}
         save = PendingSave(a_step(step), self._target, follows=follows, taken={**schedules, **self._taken})
         self.saved = step
+        save.replicas, (save.number, save.compares) = self._replicas, self._replicas.begin()
         try:
             self._background.admit(save)
             self._stage(save)
@@ -131,6 +145,27 @@ class Saver:
         self._background.submit(PendingSave(step, self._target, missed=True))
         self._schedule.held(step, 0.0)
 
+    def _share(self, save: PendingSave, captured: dict[str, Any]) -> dict[str, Any]:
+        """Return what this rank stages of what it has, and note what the save has to know of it."""
+        if not save.compares:
+            captured, save.parts, save.shares_of = self._replicas.cut(save.number, captured)
+        elif not save.follows:
+            state = self.state or {}
+            save.buffers, save.replicated = entries.buffers(state), entries.replicated(state)
+        return captured
+
+    def look_for_hang(self) -> None:
+        """End the process, whose training thread can raise nothing, if ``stage`` takes longer than a save may."""
+        save, limit_s = self._copying, self._background.timeout_s
+        if save is None or record.now() < save.began + limit_s:
+            return
+        self._copying = None
+        who = f"stage() of {self._stager_name} has not returned for {limit_s:g} s (checkpoint.timeout)"
+        text = f"rank {self._target.ranks.rank}: Step {save.step} was not saved: {who}. "
+        print(f"stagereg: {text}{self._background.describe_newest()}", file=sys.stderr, flush=True)
+        if not self._background.warns:
+            shutdown.exit_now(1)
+
     def _stage(self, save: PendingSave) -> None:
         if self.state is None:
             raise CheckpointError(
@@ -141,9 +176,19 @@ class Saver:
             ranks = self._target.ranks
             ranks.check_still_all()
             captured = entries.capture(self.state, save.step, ranks.rank, ranks.size, self.names)
+            if ranks.size > 1:
+                captured = self._share(save, captured)
             save.began = record.now()
             if isinstance(self._stager, ReleasesCopies):
                 save.release = self._stager.release
+            save.names, save.stager = captured.keys(), self._stager_name
+            self._copy(save, captured)
+        except Exception as error:
+            raise CheckpointError(f"Step {save.step} was not saved: {reason(error)}") from error
+
+    def _copy(self, save: PendingSave, captured: dict[str, Any]) -> None:
+        self._copying = save
+        try:
             save.staged = self._stager.stage(captured)
             if not isinstance(save.staged, Future):
                 if not self._stager.should_synchronize_after_execute:
@@ -152,8 +197,13 @@ class Saver:
                 save.staged.result()
             else:
                 save.staged.add_done_callback(lambda _: save.complete())
+        except StageregError:
+            raise
         except Exception as error:
-            raise CheckpointError(f"Step {save.step} was not saved: {reason(error)}") from error
+            what = summarize_exception(error, __file__)
+            raise CheckpointError(f"{what}, raised in stage() of {self._stager_name}") from error
+        finally:
+            self._copying = None
 
     def _settle(self, save: PendingSave) -> None:
         """Let the stager wait for what it has to wait for while the writer is at work, in torch's order of calls."""

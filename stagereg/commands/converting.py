@@ -61,7 +61,7 @@ def run(asked: argparse.Namespace) -> int:
     from stagereg.checkpoint.export import SAFETENSORS, SUFFIXES, TensorOptions, export
     from stagereg.checkpoint.index import DTYPES
     from stagereg.checkpoint.opened import open_files
-    from stagereg.checkpoint.plain_dcp import is_plain_dcp, open_plain_dcp
+    from stagereg.checkpoint.plain_dcp import by_name, is_plain_dcp, open_plain_dcp
 
     out = Path(asked.out).expanduser().absolute()
     if out.suffix not in SUFFIXES:
@@ -79,6 +79,7 @@ def run(asked: argparse.Namespace) -> int:
     if is_plain_dcp(asked.checkpoint):
         path, which = asked.checkpoint, f"{asked.checkpoint} of plain torch"
         files, parts = open_plain_dcp(path)
+        parts = by_name(files, parts)
     else:
         output.progress(f"reading {asked.checkpoint}")
         try:
@@ -105,10 +106,9 @@ def run(asked: argparse.Namespace) -> int:
         return 0
     more = f" and {len(written) - 1} files beside it" if len(written) > 1 else ""
     output.echo(f"{written[-1]}{more}: {which}, {nbytes:,} bytes")
-    output.echo(f"In it: {', '.join(map(_shown, names)) or 'nothing'}")
+    output.echo(f"In it: {_listed(names) or 'nothing'}")
     if left_out:
-        more = f", and {len(left_out) - _SHOWN} more (--json names all)" if len(left_out) > _SHOWN else ""
-        output.echo(f"Not in it, being no tensors: {', '.join(map(_shown, left_out[:_SHOWN]))}{more}")
+        output.echo(f"Not in it, being no tensors: {_listed(left_out)}")
     return 0
 
 
@@ -132,6 +132,8 @@ def _size(text: str | None) -> int | None:
     return size
 
 
-def _shown(name: str) -> str:
-    """A name as the checkpoint has it, without what a terminal would take for a command."""
-    return name if name.isprintable() else ascii(name)
+def _listed(names: list[str]) -> str:
+    """Names as the checkpoint has them, without what a terminal would take for a command; of many the first."""
+    shown = [name if name.isprintable() else ascii(name) for name in names[:_SHOWN]]
+    more = [f"and {len(names) - _SHOWN} more (--json names all)"] if len(names) > _SHOWN else []
+    return ", ".join(shown + more)

@@ -97,7 +97,7 @@ def test_while_a_save_hangs_no_memory_is_taken_nor_restored(tmp_path: Path) -> N
     assert len(staged) == 1
     with pytest.raises(CheckpointError, match="Nothing was restored"):
         checkpointer.restore({"x": 0})
-    checkpointer._background._timeout_s = 60.0  # of those to come
+    checkpointer._background.timeout_s = 60.0  # of those to come
     release.touch()
     wait_while_it_hangs(checkpointer)
     checkpointer.save(50, {"x": 50})

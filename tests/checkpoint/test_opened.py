@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fsspec.implementations.memory import MemoryFileSystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -175,6 +176,23 @@ def test_a_url_is_read_through_its_store() -> None:
         assert alike(checkpoint["x.tied"], tensors["tied"])
 
 
+def test_of_a_url_the_blocks_that_are_needed_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = save(f"memory://{uuid.uuid4().hex}/runs", {"large": torch.ones(20 * MIB), "small": torch.ones(9)})
+    fetched = []
+    cat_file = MemoryFileSystem.cat_file
+
+    def counted(self: MemoryFileSystem, *arguments: Any, **more: Any) -> bytes:
+        fetched.append(cat_file(self, *arguments, **more))
+        return bytes(fetched[-1])
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", counted)
+    with stagereg.open_checkpoint(root) as checkpoint:
+        opening = sum(map(len, fetched))
+        assert checkpoint["small"].sum() == 9
+    assert opening < MIB
+    assert opening < sum(map(len, fetched)) <= opening + 2 * 16 * MIB  # of 80
+
+
 def test_bytes_at_any_offset_are_read(tmp_path: Path) -> None:
     expected = torch.arange(6, dtype=torch.int32)
     content = b"x" + expected.numpy().tobytes()
@@ -264,6 +282,56 @@ def test_a_directory_of_plain_torch_is_opened_without_pickle(tmp_path: Path) -> 
         assert checkpoint.entry("lr") == 0.1
     with pytest.raises(CheckpointError, match="plain torch, without checksums"):
         stagereg.open_checkpoint(tmp_path, verify=True)
+
+
+class TrainState:
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": torch.tensor(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def save_as_torchtitan(rank: int, world_size: int, root: str) -> dict[str, torch.Tensor]:
+    from torchtitan.components.checkpointer.dcp import CheckpointManager
+    from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
+    from torchtitan.components.optimizer.optimizer import OptimizersContainer, ParamGroupConfig
+
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 1))
+    whole = {name: x.clone() for name, x in model.state_dict().items()}
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    every = [ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.1})]
+    optimizers = OptimizersContainer(
+        OptimizersContainer.Config(param_groups=every, implementation="for-loop"), model_parts=[model]
+    )
+    manager = CheckpointManager(
+        CheckpointManager.Config(enable=True, interval=1, folder="titan", keep_latest_k=0),
+        dataloader=None,
+        model_parts=[model],
+        optimizers=optimizers,
+        lr_schedulers=LRSchedulersContainer(optimizers, lambda step: 1.0),
+        states={"train_state": TrainState()},
+        sd_adapter=None,
+        base_folder=root,
+    )
+    assert manager.save(1)
+    return whole
+
+
+def test_what_torchtitan_saved_is_opened_and_converted(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan")
+    whole = run_ranks(save_as_torchtitan, nproc=2, args=(str(tmp_path),))[0]
+    with stagereg.open_checkpoint(tmp_path / "titan" / "step-1") as checkpoint:
+        assert all(alike(checkpoint[name], x) for name, x in whole.items())
+        assert checkpoint["optimizer.state.0.weight.exp_avg"].shape == whole["0.weight"].shape
+        assert checkpoint["train_state.step"] == 3
+    out = tmp_path / "x.safetensors"
+    assert (
+        main(["convert", str(tmp_path / "titan" / "step-1"), str(out), "--map", "^(optimizer|train_state)[.].*="]) == 0
+    )
+    found = pytest.importorskip("safetensors.torch").load_file(out)
+    assert set(found) == set(whole)
+    assert all(alike(x, whole[name]) for name, x in found.items())
 
 
 # -- restoring some names

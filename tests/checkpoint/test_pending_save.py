@@ -79,7 +79,7 @@ def test_a_save_behind_one_that_hangs_is_written_after_it(write: Write, caplog: 
     assert not background.finish()
     assert first.late
     assert not second.late
-    background._timeout_s = LONG_S
+    background.timeout_s = LONG_S
     write.go.set()
     assert second.over.wait(30)
     assert background.finish()

@@ -36,6 +36,7 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.encoding import decode
 from stagereg.checkpoint.index import INDEX, Index
 from stagereg.checkpoint.manifest import MANIFEST, Checkpoint, Manifest, file_mark
+from stagereg.checkpoint.opened import open_checkpoint
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
@@ -136,6 +137,11 @@ def saved(value: Any, **how: Any) -> bytes:
     return stream.getvalue()
 
 
+def read_all(path: Path) -> None:
+    with open_checkpoint(path) as checkpoint:
+        assert len([*checkpoint.values(), *map(checkpoint.entry, checkpoint.entries)]) > 0
+
+
 def refused(path: Path, seen: str = "") -> str:
     """Restore from a forged checkpoint, which is refused in a short message with nothing done; return the message."""
     state = full_state()
@@ -144,6 +150,8 @@ def refused(path: Path, seen: str = "") -> str:
         warnings.simplefilter("ignore")
         with pytest.raises(CheckpointError, match=seen) as caught:
             restore(path, state)
+        with pytest.raises(CheckpointError, match=seen):
+            read_all(path)
     assert audited == []
     assert state["model"]["w"].sum() == 0, "refused, and loaded"
     assert len(str(caught.value)) < 1500

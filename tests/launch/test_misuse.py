@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import stagereg
 def train(cfg):
     import torch
 
-    model = torch.nn.Linear(8, 4)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
     state = {"model": model, "more": {"a": torch.ones(3), "b": 2}}
     stagereg.instantiate(cfg.join, model=model)
     with stagereg.instantiate(cfg.checkpoint) as checkpointer:
@@ -28,12 +29,37 @@ def train(cfg):
 if __name__ == "__main__":
     train()
 """
+MINE = """
+import time
+import stagereg
+from stagereg.stagers.blocking import BlockingStager
+
+class Base(BlockingStager):
+    def __init__(self, n: int = 3):
+        super().__init__()
+
+@stagereg.register("stager", "raises")
+class Raises(Base):
+    def stage(self, state_dict): raise KeyError("no cheese")
+
+@stagereg.register("stager", "nothing")
+class Nothing(Base):
+    def stage(self, state_dict): pass
+
+@stagereg.register("stager", "less")
+class Less(Base):
+    def stage(self, state_dict): return {k: v for k, v in super().stage(state_dict).items() if k != "more"}
+
+@stagereg.register("stager", "hangs")
+class Hangs(Base):
+    def stage(self, state_dict): time.sleep(600)
+"""
 CONFIG = "defaults: [stagereg, _self_]\nnproc: 1\ncheckpoint: {every: 2}\n"
 
 
 @pytest.fixture
 def app(tmp_path: Path) -> App:
-    return App(tmp_path, {"app.py": TRAIN, "conf/app.yaml": CONFIG})
+    return App(tmp_path, {"app.py": TRAIN, "mine.py": MINE, "conf/app.yaml": CONFIG})
 
 
 def test_a_joinable_or_hook_goes_where_a_join_looks_for_it(app: App) -> None:
@@ -48,3 +74,25 @@ def test_a_joinable_or_hook_goes_where_a_join_looks_for_it(app: App) -> None:
         "where the config of a joinable (+joinable@join.joinables.model=NAME, without + if one is chosen; for none "
         "~joinable@join.joinables.model) is needed.\n"
     )
+
+
+def test_a_stager_that_fails_is_named_with_its_line(app: App) -> None:
+    lines = [("plugins=[mine]", f"stager={name}") for name in ("raises", "nothing", "less")]
+    raises, nothing, less = [app.refusal(each) for each in app.run_each(*lines)]
+    line = 1 + MINE.splitlines().index('    def stage(self, state_dict): raise KeyError("no cheese")')
+    where = f"({app.folder / 'mine.py'}:{line}), raised in stage() of mine.Raises"
+    assert f"rank 0: Step 2 was not saved: KeyError: 'no cheese' {where}\n" in raises
+    assert ": stage() of mine.Nothing returned None, and has to return a copy of its dict. This run has no " in nothing
+    assert ": stage() of mine.Less returned a copy without 'more'. This run has no complete checkpoint" in less
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_stager_that_hangs_ends_the_run_within_the_timeout(nproc: int, app: App) -> None:
+    began = time.monotonic()
+    done = app.run("plugins=[mine]", "stager=hangs", "checkpoint.timeout=2s", f"nproc={nproc}")
+    assert done.returncode == 1
+    assert time.monotonic() - began < 60
+    said = (
+        "rank 0: Step 2 was not saved: stage() of mine.Hangs has not returned for 2 s (checkpoint.timeout). This run "
+    )
+    assert f"stagereg: {said}has no complete checkpoint" in done.stderr
