@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.options as options
 import stagereg.checkpoint.restoring as restoring
 import stagereg.record as record
@@ -84,7 +85,8 @@ class Checkpointer:
         keep: how many checkpoints stay, at least 1; the newest are kept. The disk needs space for one more, since an
             old one goes only when the new one is complete.
         resume: what ``restore`` loads: ``"auto"`` the newest undamaged checkpoint, if there is one; ``"never"``
-            nothing; ``"latest"`` the newest, which must be there; or the path of a checkpoint directory.
+            nothing; ``"latest"`` the newest, which must be there; or the path of a checkpoint directory, also of one
+            that ``torch.distributed.checkpoint.save`` wrote.
         stager: copies the state; the checkpointer closes it. ``None`` builds the stager registered as
             ``pinned_cached``.
         storage: writes the files; ``None`` builds the storage registered as ``dcp``. A checkpoint is read through the
@@ -313,7 +315,8 @@ class Checkpointer:
         what is wrong with each, and how many steps are lost; nothing has got into any object by then.
 
         Args:
-            state: the same names as were saved, or some of them.
+            state: the same names as were saved, or some of them; of what others saved, modules and optimizers are
+                found by the names of their parameters.
 
         Returns:
             The step of the checkpoint, or ``None`` if none was to be loaded.
@@ -343,7 +346,8 @@ class Checkpointer:
         if self._ranks.rank == 0:
             begins = "training starts from scratch" if restored is None else f"resumed from {restored.path}"
             _log.info("stagereg: checkpoints go to %s; %s", self.dir, begins)
-        if restored is None:
+        if restored is None:  # now, and not at the first save
+            self._ranks.run_on_all("No save could succeed", partial(entries.expect_savable, state))
             return None
         self._schedule.restored(restored.manifest.step)
         if os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(self._store.root):

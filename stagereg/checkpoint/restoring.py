@@ -27,7 +27,9 @@ from stagereg.checkpoint.damage import Condition, Unclear, differences
 from stagereg.checkpoint.encoding import Leaf, fill
 from stagereg.checkpoint.file_shares import marks_of_shares, share
 from stagereg.checkpoint.manifest import MANIFEST, Checkpoint
+from stagereg.checkpoint.matching import MatchedFiles, describe
 from stagereg.checkpoint.optimizer_state import ParameterNames
+from stagereg.checkpoint.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.protocol import Storage
@@ -104,6 +106,9 @@ def _choice(store: CheckpointStore, resume: str) -> list[Condition]:
     Raises:
         CheckpointError: there is none, or one could not be looked at.
     """
+    if resume not in ("auto", "latest") and is_plain_dcp(resume):
+        described = describe(resume)
+        return [Condition(described.path, described.manifest)]
     if resume not in ("auto", "latest"):
         condition = open_parent_store(resume).condition(resume)
         _expect_certain(condition)
@@ -209,7 +214,9 @@ def _restored(
     failing, failure = f"{chosen.path} could not be restored", None
     with ExitStack() as opened:
         try:
-            files = opened.enter_context(CheckpointFiles.of(chosen, own))
+            plain = is_plain_dcp(chosen.path)
+            files = MatchedFiles(chosen.path, state, names) if plain else CheckpointFiles.of(chosen, own)
+            opened.enter_context(files)
             found, left = entries.find(files, state, chosen.manifest.world_size, ranks.rank, ranks.size, names)
         except Exception as error:
             failure, left = error, {}
@@ -267,7 +274,8 @@ def _load(
         elif ranks.rank == 0:
             own = [name for name in state if name not in found]
             more = f", and {', '.join(own)} (each rank's own) stay as they are" if own else ""
-            _log.warning("%s is of %d ranks: random numbers start anew%s.", chosen.path, saved_size, more)
+            by = f"of {saved_size} ranks" if saved_size else "of plain torch"
+            _log.warning("%s is %s: random numbers start anew%s.", chosen.path, by, more)
 
     return assign
 
