@@ -284,9 +284,9 @@ def expect_samples_alike(ranks: Sequence[Mapping[str, int]]) -> None:
             other, expected = seen.setdefault(name, (rank, crc))
             if crc != expected:
                 raise CheckpointError(
-                    f"{name.partition('.')[2]!r} was the same on {name_ranks([other, rank])}, so each staged a share of "
-                    "it, and is not any more. Replicas of one model have drifted apart; or, if each rank trains a model "
-                    "of its own, mark it so: stagereg.per_rank(value)."
+                    f"{name.partition('.')[2]!r} was the same on {name_ranks([other, rank])}, so each staged a share, "
+                    "and is not any more. Replicas of one model have drifted apart; or, if each rank trains a model of "
+                    "its own, mark it so: stagereg.per_rank(value)."
                 )
 
 

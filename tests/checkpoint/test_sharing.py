@@ -147,7 +147,7 @@ def test_what_is_not_alike_under_one_name_is_refused(tmp_path: Path) -> None:
     assert "Step 3 was not saved" in found["drift"]
     assert "'model.bias' is not the same on ranks 0, 1 (other values)" in found["drift"]
     assert "Step 3 was not saved" in found["apart"]
-    assert "'model' was the same on ranks 0, 1, so each staged a share of it, and is not any more." in found["apart"]
+    assert "'model' was the same on ranks 0, 1, so each staged a share, and is not any more." in found["apart"]
     assert "'optimizer.param_groups.weight.lr' is not the same on all ranks" in found["options"]
 
 
