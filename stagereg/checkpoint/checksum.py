@@ -10,7 +10,11 @@ import importlib
 import zlib
 from collections.abc import Callable
 
-__all__ = ["crc32"]
+__all__ = ["combined", "crc32"]
+
+_POLYNOMIAL = 0xEDB88320  # the highest bit is the coefficient of x**0
+_ONE = 1 << 31
+_EIGHTH_POWER = 1 << 23  # x**8, which a byte of zeros multiplies by
 
 
 def _fastest() -> Callable[..., int]:
@@ -25,3 +29,27 @@ def _fastest() -> Callable[..., int]:
 
 crc32 = _fastest()
 """CRC-32 of bytes; given the number of the bytes before as well, that of all so far. Any thread."""
+
+
+def combined(first: int, second: int, length: int) -> int:
+    """Return the CRC-32 of bytes from that of their first part, and that of the rest, which has ``length`` bytes.
+
+    A CRC is a remainder modulo a polynomial over GF(2): what follows the first part multiplies its remainder.
+    """
+    power = _EIGHTH_POWER
+    while length:
+        if length & 1:
+            first = _product(first, power)
+        power, length = _product(power, power), length >> 1
+    return first ^ second
+
+
+def _product(a: int, b: int) -> int:
+    """Multiply two polynomials."""
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = (a << 1) & 0xFFFFFFFF
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product

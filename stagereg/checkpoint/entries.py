@@ -23,13 +23,27 @@ import stagereg.checkpoint.module_state as module_state
 import stagereg.checkpoint.optimizer_state as optimizer_state
 import stagereg.checkpoint.rng as rng
 from stagereg.checkpoint.advice import listed
-from stagereg.checkpoint.encoding import Leaf, leaves, marks
+from stagereg.checkpoint.encoding import Leaf, encode, leaves, marks
 from stagereg.checkpoint.index import Stored
 from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.errors import CheckpointError, nearest
 
-__all__ = ["PerRank", "assign", "capture", "find", "keep", "pair", "parts", "per_rank", "refusal", "rng_name"]
+__all__ = [
+    "PerRank",
+    "assign",
+    "buffers",
+    "capture",
+    "expect_savable",
+    "find",
+    "keep",
+    "pair",
+    "parts",
+    "per_rank",
+    "refusal",
+    "replicated",
+    "rng_name",
+]
 
 _RESERVED = "stagereg"
 _OTHERS = (
@@ -104,8 +118,31 @@ def _current(state: Mapping[str, Any], name: str, names: ParameterNames) -> Any:
     return value.state_dict() if _is_stateful(value) else value
 
 
+def expect_savable(state: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` if a plain value of ``state`` is one that no checkpoint takes."""
+    for name in state:
+        value = _value(state, name)
+        if not (_is_stateful(value) or module_state.modules_of(value) or optimizer_state.optimizers_of(value)):
+            encode(value, name)
+
+
 def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def buffers(state: Mapping[str, Any]) -> set[str]:
+    """Return the dotted names of the buffers of modules, in which replicas may drift apart."""
+    found = ((name, module) for name in state for module in module_state.modules_of(state[name]))
+    return {
+        f"{name}.{module_state.plain_name(module, buffer)}"
+        for name, module in found
+        for buffer, _ in module.named_buffers(remove_duplicate=False)
+    }
+
+
+def replicated(state: Mapping[str, Any]) -> list[str]:
+    """Return the names of modules and optimizers, which stay alike on ranks that train one model."""
+    return [name for name, x in state.items() if module_state.modules_of(x) or optimizer_state.optimizers_of(x)]
 
 
 # -- what there is in a checkpoint

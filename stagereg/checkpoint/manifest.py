@@ -147,10 +147,10 @@ def new_token() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def file_mark(stream: IO[bytes]) -> FileMark:
-    """Read a stream to its end, in blocks, and return its size and checksum."""
+def file_mark(stream: IO[bytes], most: int = MOST) -> FileMark:
+    """Read a stream to its end, or ``most`` bytes of it, in blocks, and return size and checksum of that."""
     size = crc = 0
-    while block := stream.read(_BLOCK_BYTES):
+    while block := stream.read(min(_BLOCK_BYTES, most - size)):
         size += len(block)
         crc = crc32(block, crc)
     return FileMark(size, crc)

@@ -1,9 +1,10 @@
 """Chooses a checkpoint to resume from, and loads it into the objects of a run.
 
 Rank 0 lists the store, so that all ranks use the same list: complete checkpoints, newest first, and directories that
-are none by their manifest or a size. Then the content of the files is compared with the manifest, each rank reading a
-share. A file that could not be looked at (no permission, a server that does not answer) is not damage but an error:
-passing over it would give up steps that may be fine.
+are none by their manifest or a size. Then the content of the files is compared with the manifest. Each rank reads a
+share, of a disk of its machine among those of the machine, else among all. A file that could not be looked at (no
+permission, a server that does not answer) is not damage but an error: passing over it would give up steps that may be
+fine.
 
 After that every rank opens what it needs, and reads what does not go straight into a live tensor. The ranks agree after
 each part, and no object changes before all of them have come that far. What is read into live tensors comes last, from
@@ -22,14 +23,18 @@ from typing import Any
 import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.rng as rng
 import stagereg.record as record
-from stagereg.checkpoint.damage import Condition, Found, Unclear, differences
+from stagereg.checkpoint.damage import Condition, Unclear, differences
 from stagereg.checkpoint.encoding import Leaf, fill
+from stagereg.checkpoint.file_shares import marks_of_shares, share
 from stagereg.checkpoint.manifest import MANIFEST, Checkpoint
+from stagereg.checkpoint.matching import MatchedFiles, describe
 from stagereg.checkpoint.optimizer_state import ParameterNames
+from stagereg.checkpoint.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.mounts import is_shared, machine_name
 from stagereg.checkpoint.store.open_store import open_parent_store
 from stagereg.errors import CheckpointError
 
@@ -101,6 +106,9 @@ def _choice(store: CheckpointStore, resume: str) -> list[Condition]:
     Raises:
         CheckpointError: there is none, or one could not be looked at.
     """
+    if resume not in ("auto", "latest") and is_plain_dcp(resume):
+        described = describe(resume)
+        return [Condition(described.path, described.manifest)]
     if resume not in ("auto", "latest"):
         condition = open_parent_store(resume).condition(resume)
         _expect_certain(condition)
@@ -138,15 +146,30 @@ def _expect_certain(condition: Condition) -> None:
         )
 
 
-def _compared(store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup) -> Condition:
-    """Read all files of a checkpoint, each rank a share, and return what is wrong with them. Collective.
+def _machines(path: str, ranks: RankGroup) -> list[list[int]]:
+    """Return the ranks by who sees the same files: those of a machine, or all of them. Collective."""
+    failing = f"{path} could not be read"
+    seen = ranks.run_on_all(failing, lambda: (machine_name(), is_shared(path)))
+    if any(shared for _, shared in seen):
+        return [[*range(ranks.size)]]
+    by_name: dict[str, list[int]] = {}
+    for rank, (name, _) in enumerate(seen):
+        by_name.setdefault(name, []).append(rank)
+    return [*by_name.values()]
+
+
+def _compared(
+    store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup, machines: Sequence[Sequence[int]]
+) -> Condition:
+    """Read all files of a checkpoint, each rank of a machine a share, and return what is wrong. Collective.
 
     Raises:
         CheckpointError: on all ranks: a file could not be looked at, or not by every rank.
     """
-    share = sorted(chosen.manifest.files)[ranks.rank :: ranks.size]
+    [own] = [machine for machine in machines if ranks.rank in machine]
+    part = share(chosen.manifest.files, own.index(ranks.rank), len(own))
     failing = f"{chosen.path} could not be read"
-    shares = ranks.run_on_all(failing, lambda: store.contents(chosen.path, share))
+    shares = ranks.run_on_all(failing, lambda: store.contents(chosen.path, part))
     marks = [(rank, name, mark) for rank, found in enumerate(shares) for name, mark in found.items()]
     unclear = [f"rank {rank}: {name}: {mark}" for rank, name, mark in marks if isinstance(mark, Unclear)]
     if unclear:
@@ -160,8 +183,10 @@ def _compared(store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup) -> C
                 f"Rank {rank} does not find {chosen.path}/{name}, which rank {complete.index(True)} does: all ranks "
                 f"have to see the same files in {store.root}."
             )
-    every: dict[str, Found] = {name: mark for _, name, mark in marks}
-    return Condition(chosen.path, chosen.manifest, differences(chosen.manifest, every))
+    wrong: dict[str, str] = {}
+    for machine in machines:
+        wrong |= differences(chosen.manifest, marks_of_shares([shares[rank] for rank in machine]))
+    return Condition(chosen.path, chosen.manifest, wrong)
 
 
 # -- reading it
@@ -182,13 +207,16 @@ def _restored(
         CheckpointError: on all ranks, if some rank cannot read it although its files are what was written.
     """
     good = Condition(chosen.path, chosen.manifest)
-    condition = _compared(store, chosen, ranks) if verify == "full" else good
+    machines = _machines(chosen.path, ranks)
+    condition = _compared(store, chosen, ranks, machines) if verify == "full" else good
     if condition.damages:
         return condition
     failing, failure = f"{chosen.path} could not be restored", None
     with ExitStack() as opened:
         try:
-            files = opened.enter_context(CheckpointFiles.of(chosen, own))
+            plain = is_plain_dcp(chosen.path)
+            files = MatchedFiles(chosen.path, state, names) if plain else CheckpointFiles.of(chosen, own)
+            opened.enter_context(files)
             found, left = entries.find(files, state, chosen.manifest.world_size, ranks.rank, ranks.size, names)
         except Exception as error:
             failure, left = error, {}
@@ -202,7 +230,7 @@ def _restored(
             except Exception as error:
                 failure = error
         if any(ranks.run_on_all(failing, lambda: failure is not None)):
-            condition = _compared(store, chosen, ranks)
+            condition = _compared(store, chosen, ranks, machines)
             if condition.damages:
                 return condition
             ranks.run_on_all(failing, partial(_raise, failure))
@@ -246,7 +274,8 @@ def _load(
         elif ranks.rank == 0:
             own = [name for name in state if name not in found]
             more = f", and {', '.join(own)} (each rank's own) stay as they are" if own else ""
-            _log.warning("%s is of %d ranks: random numbers start anew%s.", chosen.path, saved_size, more)
+            by = f"of {saved_size} ranks" if saved_size else "of plain torch"
+            _log.warning("%s is %s: random numbers start anew%s.", chosen.path, by, more)
 
     return assign
 

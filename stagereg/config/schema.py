@@ -266,7 +266,8 @@ def _first_that_reads(path: NodePath, value: Any, members: tuple[Any, ...], inne
             return inner(path, value, member)
         except ConfigError as refusal:
             refusals.append(str(refusal))
-    raise ConfigError("\nOr: ".join(refusals))
+    others = [each.removeprefix(f"{path}: {value!r} is not ") for each in refusals[1:]]
+    raise ConfigError("\nOr: ".join([refusals[0], *others]))
 
 
 def _dataclass(path: NodePath, value: dict[Any, Any], original: Any, inner: Callable[..., Any]) -> Call:

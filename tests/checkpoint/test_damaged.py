@@ -220,10 +220,10 @@ def test_an_io_error_is_damage_and_a_lost_server_an_error(
 ) -> None:
     real = local.mark_file
 
-    def mark_file(path: Path) -> Any:
+    def mark_file(path: Path, part: range) -> Any:
         if path == path_of(root, 200) / DATA:
             raise OSError(number, errno.errorcode[number])
-        return real(path)
+        return real(path, part)
 
     monkeypatch.setattr(local, "mark_file", mark_file)
     if step is not None:

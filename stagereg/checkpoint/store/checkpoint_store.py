@@ -29,12 +29,15 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.damage import Condition, Found, Unclear, differences, of_error
 from stagereg.checkpoint.failpoints import failpoint
+from stagereg.checkpoint.file_shares import WHOLE, joined
 from stagereg.checkpoint.lock import Owner, StoreLock, holder
 from stagereg.checkpoint.manifest import (
     LATEST,
@@ -42,7 +45,6 @@ from stagereg.checkpoint.manifest import (
     Checkpoint,
     FileMark,
     Manifest,
-    file_mark,
     new_token,
     step_name,
     step_of,
@@ -55,6 +57,10 @@ FILE_URL = "file://"
 _LEFTOVER = re.compile(r"\.step-\d+\.[0-9a-f]+\.tmp")
 _MANIFEST_BYTES = 1 << 28
 """What is longer is not read: with some hundred bytes for each file, that is far more than any run writes."""
+
+_THREADS = min(4, os.cpu_count() or 1)
+_PIECE_BYTES = 1 << 23
+_BLOCK_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -103,20 +109,21 @@ class CheckpointStore:
         except OSError as error:
             return Condition(path, None, {MANIFEST: Unclear(f"cannot be looked at ({error})")})
 
-    def contents(self, path: str, names: Iterable[str]) -> dict[str, Found]:
-        """Read files of the checkpoint in the directory ``path`` to their ends, and return what they are, by name.
+    def contents(self, path: str, parts: Mapping[str, range]) -> dict[str, Found]:
+        """Read these bytes of files of the checkpoint in the directory ``path``, and return what was found, by name.
 
-        :func:`.damage.differences` compares them with the manifest. Any rank.
+        :func:`.damage.differences` compares whole files with the manifest, and :func:`.file_shares.marks_of_shares`
+        puts them together of parts. Any rank.
         """
         try:
             sizes = self._sizes(path)
         except OSError as error:
-            return dict.fromkeys(names, of_error(error))
+            return dict.fromkeys(parts, of_error(error))
         found: dict[str, Found] = {}
-        for name in names:
+        for name, part in parts.items():
             there = sizes.get(name, "missing")
             try:
-                found[name] = self._mark(f"{path}/{name}") if isinstance(there, int) else there
+                found[name] = self._mark(f"{path}/{name}", part) if isinstance(there, int) else there
             except OSError as error:
                 found[name] = of_error(error)
         return found
@@ -129,7 +136,8 @@ class CheckpointStore:
         condition = self.condition(path)
         if condition.manifest is None:
             return condition
-        wrong = differences(condition.manifest, self.contents(condition.path, condition.manifest.files))
+        every = dict.fromkeys(condition.manifest.files, WHOLE)
+        wrong = differences(condition.manifest, self.contents(condition.path, every))
         if wrong and self.condition(path).manifest != condition.manifest:
             return self.examine(path)
         return Condition(condition.path, condition.manifest, wrong)
@@ -266,9 +274,9 @@ class CheckpointStore:
         """Read a small file."""
         return Path(path).read_bytes()
 
-    def _mark(self, path: str) -> FileMark:
-        """Read a file to its end."""
-        return mark_file(Path(path))
+    def _mark(self, path: str, part: range = WHOLE) -> FileMark:
+        """Read a file to its end, or a part of it."""
+        return mark_file(Path(path), part)
 
     def _write(self, path: str, data: bytes) -> None:
         """Write a small file, and have it safely stored."""
@@ -386,10 +394,23 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     return Path(expanded).absolute()
 
 
-def mark_file(path: Path) -> FileMark:
-    """Read a file once and return its size and checksum."""
-    with path.open("rb") as file:
-        return file_mark(file)
+def mark_file(path: Path, part: range = WHOLE) -> FileMark:
+    """Read a file, or a part of it, once, on a few threads, and return size and checksum."""
+    with path.open("rb", buffering=0) as file:
+        end = min(part.stop, os.fstat(file.fileno()).st_size)
+        pieces = [range(at, min(at + _PIECE_BYTES, end)) for at in range(part.start, end, _PIECE_BYTES)]
+        if len(pieces) < 2:
+            return joined(_mark_piece(file.fileno(), piece) for piece in pieces)
+        with ThreadPoolExecutor(min(_THREADS, len(pieces))) as threads:
+            return joined(threads.map(partial(_mark_piece, file.fileno()), pieces))
+
+
+def _mark_piece(descriptor: int, piece: range) -> FileMark:
+    block = memoryview(bytearray(min(_BLOCK_BYTES, len(piece))))
+    at, crc = piece.start, 0
+    while at < piece.stop and (count := os.preadv(descriptor, [block[: piece.stop - at]], at)):
+        at, crc = at + count, crc32(block[:count], crc)
+    return FileMark(at - piece.start, crc)
 
 
 def _settled(look: Callable[[], list[Condition]]) -> list[Condition]:

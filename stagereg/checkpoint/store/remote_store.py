@@ -14,6 +14,7 @@ import logging
 
 from stagereg.checkpoint.damage import Condition
 from stagereg.checkpoint.failpoints import failpoint
+from stagereg.checkpoint.file_shares import WHOLE
 from stagereg.checkpoint.lock import Owner, StoreLock
 from stagereg.checkpoint.manifest import LATEST, MANIFEST, FileMark, file_mark, step_name, step_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -64,9 +65,10 @@ class RemoteStore(CheckpointStore):
     def _read(self, path: str) -> bytes:
         return self.objects.get(path)
 
-    def _mark(self, path: str) -> FileMark:
+    def _mark(self, path: str, part: range = WHOLE) -> FileMark:
         with self.objects.open(path) as stream:
-            return file_mark(stream)
+            stream.seek(part.start)
+            return file_mark(stream, len(part))
 
     # -- writing
 

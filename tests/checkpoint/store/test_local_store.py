@@ -12,6 +12,7 @@ import pytest
 
 import stagereg.checkpoint.store.checkpoint_store as local
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.file_shares import WHOLE
 from stagereg.checkpoint.manifest import Checkpoint
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
@@ -97,7 +98,7 @@ def test_a_file_is_flushed_to_be_marked_and_not_to_be_verified(root: Path, monke
     flushed: list[Path] = []
     monkeypatch.setattr(local, "_sync", flushed.append)
     path, name = root / "step-00000002", "__0_0.distcp"
-    assert CheckpointStore(root).contents(str(path), [name]) == {name: local.mark_file(path / name)}
+    assert CheckpointStore(root).contents(str(path), {name: WHOLE}) == {name: local.mark_file(path / name)}
     assert flushed == []
     assert CheckpointStore(root).mark(str(path), name) == local.mark_file(path / name)
     assert flushed == [path / name]

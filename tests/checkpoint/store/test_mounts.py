@@ -1,0 +1,32 @@
+"""The type of a mount says whether other machines see what is in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import stagereg.checkpoint.store.mounts as mounts
+
+TABLE = """\
+/dev/sda / ext4 rw 0 0
+server:/home {root}/home nfs4 rw 0 0
+/dev/sdb {root}/home/me/disk xfs rw 0 0
+me@host: {root}/with\\040space fuse.sshfs rw 0 0
+none {root}/overlay fuse.fuse-overlayfs rw 0 0
+scratch {root}/scratch lustre rw 0 0
+"""
+
+
+def test_the_innermost_mount_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "mounts"
+    table.write_text(TABLE.format(root=tmp_path))
+    monkeypatch.setattr(mounts, "MOUNTS", table)
+    shared = {"home", "home/me/runs", "with space/runs", "scratch"}
+    local = {"home/me/disk/runs", "overlay/runs", "scratchy", ""}
+    assert {name for name in shared | local if mounts.is_shared(str(tmp_path / name))} == shared
+    (tmp_path / "link").symlink_to(tmp_path / "scratch")
+    assert mounts.is_shared(str(tmp_path / "link"))
+    assert mounts.is_shared("s3://bucket/runs")
+    monkeypatch.setattr(mounts, "MOUNTS", tmp_path / "none")
+    assert not mounts.is_shared(str(tmp_path / "home"))
