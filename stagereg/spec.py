@@ -71,6 +71,8 @@ OPTIONAL = {
     "storage": [
         "@property\n    def marks(self) -> Mapping[str, FileMark]",
         "wraps: Storage | None = None",
+        "@property\n    def repeats(self) -> bool",
+        "def finish_again(self) -> None",
         "padding: tuple[int, int] = (0, 0)",
         "remote: bool = False",
     ],

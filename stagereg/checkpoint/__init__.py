@@ -5,6 +5,7 @@ here. One idea a module:
 
 Saving: ``options`` checks the arguments, ``pending_save`` is one save, from the copy to the commit, and the thread that
 works off saves, ``requests`` what ranks do together, ``state_planner`` who writes what, ``rank_group`` the ranks,
+``unchanged`` what they need not send again,
 ``advice`` the hint for an error of a disk, ``failpoints`` the named moments of a save, ``schedule`` when to save,
 ``interval`` how often is best, ``preemption_consensus`` when to leave.
 

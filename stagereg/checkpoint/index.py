@@ -25,7 +25,19 @@ from stagereg.checkpoint.encoding import Encoded, without_gc
 from stagereg.checkpoint.storage.protocol import ArchiveResult, TensorResult
 from stagereg.errors import CheckpointError
 
-__all__ = ["ARCHIVE", "DTYPES", "INDEX", "INDEX_BYTES", "Chunk", "Index", "Stored", "make_index", "tables"]
+__all__ = [
+    "ARCHIVE",
+    "DTYPES",
+    "INDEX",
+    "INDEX_BYTES",
+    "Chunk",
+    "Index",
+    "Stored",
+    "describe_tensors",
+    "make_index",
+    "overlap",
+    "tables",
+]
 
 INDEX = "index.json"
 INDEX_BYTES = 1 << 30
@@ -139,22 +151,30 @@ def _part(whole: list[int], part: list[Any]) -> tuple[tuple[int, ...], tuple[int
 # -- writing
 
 
-def make_index(metadata: Metadata, results: Iterable[Iterable[WriteResult]], state: Mapping[str, Encoded]) -> bytes:
-    """Return the content of ``index.json``.
+@without_gc()
+def describe_tensors(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects: Container[str]) -> str:
+    """Return what ``index.json`` has of tensors and objects.
 
     Args:
         metadata: of the checkpoint, as torch has planned it.
         results: of each rank's ``write_data``.
+        objects: their names; all else that is no tensor stands in the structure, and torch alone reads it.
+    """
+    return json.dumps(tables(metadata, results, objects))[:-1]
+
+
+def make_index(tensors: str, state: Mapping[str, Encoded]) -> bytes:
+    """Return the content of ``index.json``.
+
+    Args:
+        tensors: as :func:`describe_tensors` returns it.
         state: the structures of the entries, by name.
 
     Raises:
         CheckpointError: it would be longer than what is read back.
     """
-    with without_gc():
-        # All else that is no tensor stands in the structure; torch alone reads it.
-        head = tables(metadata, results, {name for encoded in state.values() for name in encoded.objects})
-        texts = ",\n".join(f"{json.dumps(name)}: {encoded.text}" for name, encoded in state.items())
-        data = f'{json.dumps(head)[:-1]},\n"state": {{\n{texts}\n}}}}\n'.encode()
+    texts = ",\n".join(f"{json.dumps(name)}: {encoded.text}" for name, encoded in state.items())
+    data = f'{tensors},\n"state": {{\n{texts}\n}}}}\n'.encode()
     if len(data) > INDEX_BYTES:
         largest = max(state, key=lambda name: len(state[name].text))
         raise CheckpointError(
@@ -252,7 +272,7 @@ def _check_chunks(name: str, whole: list[int], elements: int, chunks: list[Any],
         if layout not in (None, ARCHIVE):
             _check_strides(shape, layout)
         boxes.append((start, shape))
-    if sum(math.prod(shape) for _, shape in boxes) != elements or (len(boxes) > 1 and _overlap(boxes)):
+    if sum(math.prod(shape) for _, shape in boxes) != elements or (len(boxes) > 1 and overlap(boxes)):
         raise ValueError(f"the chunks of {name!r:.100} do not cover it once")
 
 
@@ -266,8 +286,11 @@ def _check_strides(shape: Sequence[int], strides: Any) -> None:
         expected *= size
 
 
-def _overlap(boxes: list[_Box]) -> bool:
-    """Whether two of them have an element in common; goes through them along the dimension that is cut most often."""
+def overlap(boxes: list[_Box]) -> bool:
+    """Whether two boxes, of the same dimensions, have an element in common.
+
+    Goes through them along the dimension that is cut most often.
+    """
     along = max(range(len(boxes[0][0])), key=lambda i: len({start[i] for start, _ in boxes}), default=None)
     if along is None:
         return True

@@ -19,10 +19,10 @@ import stagereg.checkpoint.sharing as sharing
 from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.encoding import PER_RANK, Encoded, encode
 from stagereg.checkpoint.optimizer_state import groups_of
-from stagereg.checkpoint.sharing import Digests, EntryContents
+from stagereg.checkpoint.sharing import Digests, EntryContents, Place
 from stagereg.errors import CheckpointError
 
-__all__ = ["EntryDigests", "RankEntries", "Request", "Sent", "merge", "put_together", "requests"]
+__all__ = ["EntryDigests", "RankEntries", "Request", "Sent", "entries_of", "merge", "put_together", "requests"]
 
 
 class EntryDigests(NamedTuple):
@@ -32,6 +32,14 @@ class EntryDigests(NamedTuple):
     contents: dict[str, Digests]
     samples: dict[str, int]
 
+    def known(self, names: Collection[str], entries: Mapping[tuple[str, int], Sent]) -> Sent:
+        """Return what rank 0 need not ask for: ``entries`` of the last save by name and checksum, of these names."""
+        found = Sent({}, {}, [])
+        for entry in self.structures.items():
+            if entry[0] in names and entry in entries:
+                found = entries[entry].joined(found)
+        return found
+
 
 class Request(NamedTuple):
     """What rank 0 asks a rank for, and tells it.
@@ -39,12 +47,16 @@ class Request(NamedTuple):
     Attributes:
         structures: the names of entries, each with the ranks whose structure is the same.
         comparisons: the names of entries, and whether parts of tensors are asked for as well.
-        replicas: the ranks that have the same of an entry.
+        replicas: of those that have the same of an entry, the rank's place.
     """
 
     structures: dict[str, list[int]]
     comparisons: dict[str, bool]
-    replicas: dict[str, list[int]]
+    replicas: dict[str, Place]
+
+    def of_rank(self, known: Sent) -> Request:
+        """Return what the rank has to be told: what is not ``known`` of it, and not which ranks have the same."""
+        return self._replace(structures={name: [] for name in self.structures if name not in known.structures})
 
 
 class Sent(NamedTuple):
@@ -53,6 +65,10 @@ class Sent(NamedTuple):
     structures: dict[str, Encoded]
     groups: dict[str, dict[str, list[str]]]
     comparisons: list[EntryContents]
+
+    def joined(self, other: Sent) -> Sent:
+        """Return this, and the structures and groups of ``other`` as well."""
+        return self._replace(structures={**other.structures, **self.structures}, groups={**other.groups, **self.groups})
 
 
 class RankEntries:
@@ -74,7 +90,7 @@ class RankEntries:
 
     def digests(self) -> EntryDigests:
         """Return what the other ranks have to know of them."""
-        structures = {name: crc32(each.text.encode()) for name, each in self._structures.items()}
+        structures = {name: checksum_of(each) for name, each in self._structures.items()}
         return EntryDigests(structures, {name: each.digests for name, each in self.contents.items()}, self._samples)
 
     def answer(self, request: Request) -> Sent:
@@ -103,6 +119,22 @@ def requests(digests: Sequence[EntryDigests], order: Sequence[int]) -> list[Requ
             structures[first.setdefault(entry, rank)].setdefault(entry[0], []).append(rank)
     contents = [each.contents for each in digests]
     return list(map(Request, structures, sharing.doubtful(contents), sharing.groups(contents)))
+
+
+def entries_of(sent: Sequence[Sent]) -> dict[tuple[str, int], Sent]:
+    """Return what ranks have sent, each entry by its name and checksum."""
+    return {
+        (name, checksum_of(encoded)): Sent(
+            {name: encoded}, {name: each.groups[name]} if name in each.groups else {}, []
+        )
+        for each in sent
+        for name, encoded in each.structures.items()
+    }
+
+
+def checksum_of(encoded: Encoded) -> int:
+    """Return the checksum of the structure of an entry."""
+    return crc32(encoded.text.encode())
 
 
 def put_together(

@@ -52,16 +52,17 @@ import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.advice import advice, causes
 from stagereg.checkpoint.failpoints import failpoint
-from stagereg.checkpoint.index import INDEX, make_index
+from stagereg.checkpoint.index import INDEX, describe_tensors, make_index
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.merging import EntryDigests, RankEntries, Request, Sent
 from stagereg.checkpoint.rank_group import DisagreementError, RankGroup, reason
 from stagereg.checkpoint.schedule import Schedule
 from stagereg.checkpoint.sharing import SAMPLES, Part, Replicas, shares
-from stagereg.checkpoint.state_planner import StatePlanner, name_for_each
+from stagereg.checkpoint.state_planner import StatePlanner, by_number, from_numbers, name_for_each
 from stagereg.checkpoint.storage.protocol import Storage, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.retry import within
+from stagereg.checkpoint.unchanged import Unchanged
 from stagereg.errors import CheckpointError, name_ranks
 
 __all__ = ["Background", "CheckpointStats", "PendingSave", "SaveTarget"]
@@ -93,17 +94,18 @@ class CheckpointStats:
 
 
 class _Prepared(NamedTuple):
-    """What a rank sends that has staged; without a plan it has not."""
+    """What a rank sends with its plan when it has staged."""
 
     step: int
-    plan: SavePlan | None
+    called: bool = True
     follows: bool = False
     taken: Mapping[str, int] = {}
     digests: EntryDigests = EntryDigests({}, {}, {})
     shares_of: int | None = None
 
 
-_Written: TypeAlias = tuple[list[WriteResult], dict[str, FileMark], Sent]
+_Written: TypeAlias = tuple[dict[str, FileMark], Sent]
+_Lasting: TypeAlias = Sequence[tuple[Any, Any]] | None  # of all ranks, if there is something new
 
 
 @dataclass
@@ -119,6 +121,11 @@ class SaveTarget:
     def __post_init__(self) -> None:
         self.storage_name = name_of(self.storage)  # for manifests
         self._tokens = random.Random(self.token)
+        repeats = isinstance(self.storage, Storage) and self.storage.repeats
+        self.plans, self.results = Unchanged(repeats), Unchanged(repeats)
+        self.dealt: SavePlan | None = None  # what this rank was told to write in the last save
+        self.entries: dict[tuple[str, int], Sent] = {}  # on rank 0: what ranks had of each in the last save
+        self.described: tuple[Any, str] = None, ""  # on rank 0: by what, and the tensors in the last index
 
     def next_token(self) -> str:
         """Return the token of the next save, the same on all ranks without an exchange."""
@@ -193,13 +200,15 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
     planner = StatePlanner(save.parts)
     metadata: list[Metadata] = []
     own_entries: list[RankEntries] = []
+    own_plan: list[SavePlan] = []
     order = list(range(ranks.size))
     requests: list[Request] = []
+    known: list[Sent] = []
     follows: set[int] = set()
 
-    def prepare() -> _Prepared:
+    def prepare() -> tuple[_Prepared, Any, None]:
         if save.missed:
-            return _Prepared(save.step, None)
+            return _Prepared(save.step, False), None, None
         save.at = "waiting for its copy"
         copy = save.copy()
         _expect_whole(save, copy)
@@ -214,11 +223,12 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         takes_more = "kwargs" in inspect.signature(to.storage.set_up_storage_writer).parameters  # as torch asks
         more = {"rank": ranks.rank, "use_collectives": True} if takes_more else {}
         to.storage.set_up_storage_writer(ranks.rank == 0, **more)
-        plan = to.storage.prepare_local_plan(planner.create_local_plan())
+        own_plan.append(to.storage.prepare_local_plan(planner.create_local_plan()))
         save.at = _WAITING
-        return _Prepared(save.step, plan, save.follows, save.taken, own_entries[0].digests(), save.shares_of)
+        sent = _Prepared(save.step, True, save.follows, save.taken, own_entries[0].digests(), save.shares_of)
+        return sent, (own_plan[0], save.follows), None
 
-    def share_out(prepared: list[_Prepared]) -> list[tuple[SavePlan, Request]]:
+    def share_out(prepared: Sequence[_Prepared], lasting: _Lasting) -> list[tuple[Any, Request]]:
         steps = [each.step for each in prepared]
         _expect_all_called(save.step, prepared)
         if len(set(steps)) > 1:
@@ -230,17 +240,26 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         order.sort(key=lambda rank: prepared[rank].follows)
         if len({each.shares_of for each in prepared}) > 1:
             raise CheckpointError("The ranks did not all know who has a share of what; the next save compares anew.")
-        plans, described = planner.create_global_plan(_plans(prepared, order))
-        metadata.append(described)
-        requests.extend(merging.requests([each.digests for each in prepared], order))
+        requests[:] = merging.requests([each.digests for each in prepared], order)
         follows.update(rank for rank in order if prepared[rank].follows)
-        dealt = to.storage.prepare_global_plan([plans[order.index(rank)] for rank in range(ranks.size)])
-        return list(zip(dealt, requests, strict=True))
+        known[:] = [each.digests.known(of.structures, to.entries) for each, of in zip(prepared, requests, strict=True)]
+        asked = [request.of_rank(there) for request, there in zip(requests, known, strict=True)]
+        if lasting is None:
+            return [(None, each) for each in asked]
+        given = [plan for (plan, _), _ in lasting]
+        plans = dict(zip(order, plan_all(given), strict=True))
+        dealt = to.storage.prepare_global_plan([plans[rank] for rank in range(ranks.size)])
+        return list(zip(map(by_number, dealt, given), asked, strict=True))
 
-    def write() -> _Written:
+    def plan_all(given: Sequence[SavePlan]) -> list[SavePlan]:
+        plans, described = planner.create_global_plan(_in_order(given, order, follows))
+        metadata[:] = [described]
+        return plans
+
+    def write() -> tuple[_Written, list[WriteResult], SavePlan | None]:
         failpoint("agreed")
         save.at = "writing its files"
-        own = planner.finish_plan(plan)
+        own = planner.finish_plan(cast("SavePlan", to.dealt))
         results = to.storage.write_data(own, planner).wait()
         planner.state_dict = {}
         copy, save.staged = save.copy(), {}
@@ -252,35 +271,51 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         marks = _marks(to, path) if ranks.rank > 0 else {}  # those of rank 0 come with the metadata's
         failpoint("written")
         save.at = _WAITING
-        return results, marks, own_entries[0].answer(asked)
+        # Where all plans are as before, nobody has sent them in this save.
+        return (marks, own_entries[0].answer(asked)), results, own_plan[0] if dealt is None else None
 
-    def commit(written: list[_Written]) -> list[int]:
+    def commit(written: Sequence[_Written], lasting: _Lasting) -> list[int] | None:
         save.at = "committing"
         if save.abandoned:
             raise CheckpointError("it took too long and was given up")
-        results = [each for each, _, _ in written]
-        state = merging.put_together([sent for _, _, sent in written], requests, order, follows)
-        index = make_index(metadata[0], results, state)
-        name_for_each(metadata[0], results, {name: of for _, _, sent in written for name, of in sent.groups.items()})
-        to.storage.finish(metadata[0], results)
+        all_sent = [sent.joined(there) for (_, sent), there in zip(written, known, strict=True)]
+        state = merging.put_together(all_sent, requests, order, follows)
+        groups = {name: of for sent in all_sent for name, of in sent.groups.items()}
+        by = groups, {name for encoded in state.values() for name in encoded.objects}
+        if lasting is None:
+            if to.described[0] != by:
+                return None
+            to.storage.finish_again()
+        else:
+            if not metadata:
+                plan_all([plan for _, plan in lasting])
+            results = [each for each, _ in lasting]
+            to.described = by, describe_tensors(metadata[0], results, by[1])
+            name_for_each(metadata[0], results, groups)
+            to.storage.finish(metadata[0], results)
         own = _marks(to, path)
-        files = {name: mark for _, marks, _ in written for name, mark in marks.items()} | own
-        files[INDEX] = to.store.put(path, INDEX, index)
+        files = {name: mark for marks, _ in written for name, mark in marks.items()} | own
+        files[INDEX] = to.store.put(path, INDEX, make_index(to.described[1], state))
         files |= {name: to.store.mark(path, name) for name in to.store.files(path) if name not in files}
         failpoint("marked")
+        to.entries = merging.entries_of(all_sent)
         to.store.publish(path, save.step, ranks.size, to.storage_name, files, to.keep)
-        return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each for _, each, _ in written[1:])]]
+        return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each for each, _ in written[1:])]]
 
     try:
         with within(_TRYING * (save.until - time.monotonic())):
-            plan, asked = ranks.round_trip(failing, prepare, share_out)
+            dealt, asked = to.plans.round_trip(ranks, failing, prepare, share_out)
+            if dealt is not None:
+                to.dealt = from_numbers(dealt, own_plan[0])
             began = record.now()
-            nbytes = ranks.round_trip(failing, write, commit)
+            nbytes = to.results.round_trip(ranks, failing, write, commit)
             failpoint("ended")
         if save.replicas is not None and save.compares:
             alike = {name: of for name, of in asked.replicas.items() if name in save.replicated}
-            save.replicas.agree(save.number, shares(own_entries[0].contents, alike, ranks.rank))
+            save.replicas.agree(save.number, shares(own_entries[0].contents, alike))
     except BaseException:
+        to.plans.forget()
+        to.results.forget()
         if save.replicas is not None:
             save.replicas.forget()
         if ranks.rank == 0:
@@ -300,7 +335,7 @@ def _expect_whole(save: PendingSave, copy: object) -> None:
 
 
 def _expect_all_called(step: int, prepared: Sequence[_Prepared]) -> None:
-    missed = [rank for rank, each in enumerate(prepared) if each.plan is None]
+    missed = [rank for rank, each in enumerate(prepared) if not each.called]
     if missed:
         others = [rank for rank in range(len(prepared)) if rank not in missed]
         raise DisagreementError(
@@ -324,19 +359,18 @@ def _expect_all_up_to_date(step: int, prepared: Sequence[_Prepared]) -> None:
             )
 
 
-def _plans(prepared: Sequence[_Prepared], order: Sequence[int]) -> list[SavePlan]:
-    """Return the plans in order; a rank that has left its loop leaves to the others what they have shares of."""
-    plans = [(cast("SavePlan", prepared[rank].plan), prepared[rank].follows) for rank in order]
-    if not any(follows for _, follows in plans):
-        return [plan for plan, _ in plans]
-    shared = {item.index.fqn for plan, follows in plans if not follows for item in plan.items if _is_shard(item)}
+def _in_order(given: Sequence[SavePlan], order: Sequence[int], follows: Collection[int]) -> list[SavePlan]:
+    """Return plans in order; a rank that has left its loop leaves to the others what they have shares of."""
+    if not follows:
+        return [given[rank] for rank in order]
+    active = (plan for rank, plan in enumerate(given) if rank not in follows)
+    shared = {item.index.fqn for plan in active for item in plan.items if _is_shard(item)}
+
+    def own(plan: SavePlan) -> list[WriteItem]:
+        return [each for each in plan.items if _is_shard(each) or each.index.fqn not in shared]
+
     return [
-        dataclasses.replace(
-            plan, items=[each for each in plan.items if _is_shard(each) or each.index.fqn not in shared]
-        )
-        if follows
-        else plan
-        for plan, follows in plans
+        dataclasses.replace(given[rank], items=own(given[rank])) if rank in follows else given[rank] for rank in order
     ]
 
 

@@ -26,6 +26,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from stagereg.errors import CheckpointError, name_ranks
 from stagereg.kernel.channel import resources_of, wait_for_keys
+from stagereg.kernel.memory import view_of
 
 __all__ = ["DisagreementError", "RankGroup", "portable", "reason"]
 
@@ -76,6 +77,10 @@ def portable(error: BaseException) -> BaseException:
     except Exception:
         return RuntimeError(reason(error))
     return error
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 class RankGroup:
@@ -203,8 +208,7 @@ class RankGroup:
         if limit is not None:
             self._wait_for_all(limit)
         # As bytes: what could not be pickled or read on one rank alone must not keep it from the exchange.
-        posts: list[Any] = [None] * self.size
-        dist.gather_object(post, posts if self.rank == 0 else None, group=self.group, group_dst=0)
+        posts = self._collect(post)
         answers: list[bytes] = []
         if self.rank == 0:
             try:
@@ -214,9 +218,7 @@ class RankGroup:
             except BaseException as error:
                 failure, errors = error, {0: portable(error)}
             answers = answers or [pickle.dumps((None, errors))] * self.size
-        received: list[Any] = [None]
-        dist.scatter_object_list(received, answers or None, group=self.group, group_src=0)
-        answered, errors = pickle.loads(received[0])
+        answered, errors = pickle.loads(self._hand_out(answers))
         if failure is not None:
             errors[self.rank] = failure  # with what it was raised from
             if not isinstance(failure, Exception):
@@ -227,6 +229,33 @@ class RankGroup:
             cause = next(iter(errors.values())) if failure is None else failure
             raise CheckpointError(f"{failing}: {'; '.join(texts[:_SHOWN] + more)}") from cause
         return cast("U", answered)
+
+    def _collect(self, post: bytes) -> list[bytes]:
+        """Return on rank 0 the posts of all; torch's ``gather_object`` would fill up each to the longest."""
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        own = torch.tensor([len(post)])
+        dist.gather(own, [*sizes.split(1)] if self.rank == 0 else None, group=self.group, group_dst=0)
+        if self.rank > 0:
+            dist.send(_as_tensor(post), group=self.group, group_dst=0)
+            return []
+        others = [torch.empty(int(size), dtype=torch.uint8) for size in sizes[1:]]
+        for work in [dist.irecv(x, group=self.group, group_src=rank) for rank, x in enumerate(others, 1)]:
+            cast("dist.Work", work).wait()
+        return [post, *(bytes(view_of(x)) for x in others)]
+
+    def _hand_out(self, answers: Sequence[bytes]) -> bytes:
+        """Return on each rank the answer for it, of which rank 0 has all."""
+        own = torch.zeros(1, dtype=torch.int64)
+        sizes = [torch.tensor([len(each)]) for each in answers] or None
+        dist.scatter(own, sizes, group=self.group, group_src=0)
+        if self.rank > 0:
+            x = torch.empty(int(own), dtype=torch.uint8)
+            dist.recv(x, group=self.group, group_src=0)
+            return bytes(view_of(x))
+        others = map(_as_tensor, answers[1:])
+        for work in [dist.isend(x, group=self.group, group_dst=rank) for rank, x in enumerate(others, 1)]:
+            cast("dist.Work", work).wait()
+        return answers[0]
 
     def _wait_for_all(self, limit: datetime.timedelta) -> None:
         try:

@@ -31,6 +31,7 @@ __all__ = [
     "Digests",
     "EntryContents",
     "Part",
+    "Place",
     "Replicas",
     "Shares",
     "contents",
@@ -141,6 +142,14 @@ class Shares(NamedTuple):
     cuts: dict[str, list[Cut]]
     parts: dict[str, Part | None]
     first: dict[str, int]
+
+
+class Place(NamedTuple):
+    """Of a rank among those that have the same of an entry: their first, how many there are, and its number."""
+
+    first: int
+    ranks: int
+    number: int
 
 
 class Replicas:
@@ -290,13 +299,17 @@ def expect_samples_alike(ranks: Sequence[Mapping[str, int]]) -> None:
                 )
 
 
-def groups(digests: Sequence[Mapping[str, Digests]]) -> list[dict[str, list[int]]]:
-    """Return for each rank which ranks have the same of each entry, itself among them."""
+def groups(digests: Sequence[Mapping[str, Digests]]) -> list[dict[str, Place]]:
+    """Return for each rank its place among those that have the same of each entry, itself among them."""
     alike: dict[tuple[str, bytes], list[int]] = {}
     for rank, each in enumerate(digests):
         for name, digest in each.items():
             alike.setdefault((name, digest.content), []).append(rank)
-    return [{name: alike[name, digest.content] for name, digest in each.items()} for each in digests]
+    found: list[dict[str, Place]] = [{} for _ in digests]
+    for (name, _), ranks in alike.items():
+        for number, rank in enumerate(ranks):
+            found[rank][name] = Place(ranks[0], len(ranks), number)
+    return found
 
 
 def doubtful(digests: Sequence[Mapping[str, Digests]]) -> list[dict[str, bool]]:
@@ -352,14 +365,14 @@ def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {[*shape]}"
 
 
-def shares(own: Mapping[str, EntryContents], replicas: Mapping[str, Sequence[int]], rank: int) -> Shares:
+def shares(own: Mapping[str, EntryContents], places: Mapping[str, Place]) -> Shares:
     """Return this rank's shares of the entries that others have as well."""
     found = Shares({}, {}, {})
-    for name, ranks in replicas.items():
-        if len(ranks) > 1:
+    for name, (first, ranks, number) in places.items():
+        if ranks > 1:
             pieces = own[name].pieces
-            found.cuts[name] = _cuts(pieces, len(ranks), ranks.index(rank))
-            found.first[name] = ranks[0]
+            found.cuts[name] = _cuts(pieces, ranks, number)
+            found.first[name] = first
             found.parts.update({piece.name: cut.part for piece, cut in zip(pieces, found.cuts[name], strict=True)})
     return found
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.sharing import EntryContents, HeldTensor, Part, shares
+from stagereg.checkpoint.sharing import EntryContents, HeldTensor, Part, Place, shares
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
@@ -188,7 +188,7 @@ def test_shares_cover_each_tensor_once_and_are_balanced(shapes: list[torch.Size]
         for i, shape in enumerate(shapes)
     ]
     own = {"x": EntryContents(pieces, [0] * len(pieces))}
-    each = [shares(own, {"x": list(range(count))}, rank).cuts["x"] for rank in range(count)]
+    each = [shares(own, {"x": Place(0, count, rank)}).cuts["x"] for rank in range(count)]
     total, staged = sum(shape.numel() for shape in shapes), [0] * count
     for i, shape in enumerate(shapes):
         parts = []

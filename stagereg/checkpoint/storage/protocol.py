@@ -71,6 +71,19 @@ class Storage(StorageWriter):
         """
 
     @property
+    def repeats(self) -> bool:
+        """Whether it has :meth:`finish_again`, and ``prepare_global_plan`` makes the same of the same plans."""
+        return False
+
+    def finish_again(self) -> None:
+        """Do as the last ``finish`` of this process, in another directory: nothing in its arguments has changed.
+
+        Only ranks that write the same as in the save before, at the same places, have it called. So they need not send
+        one another what that is.
+        """
+        raise NotImplementedError
+
+    @property
     def marks(self) -> Mapping[str, FileMark]:
         """Size and CRC-32 of each file that this process wrote in the last ``write_data`` and ``finish``, if known.
 

@@ -1,0 +1,112 @@
+"""An exchange in which a rank sends what is as it was in the save before as a checksum only.
+
+What a rank would write, and where its storage has put it, is large and the same in every save of a state that keeps its
+shapes. Rank 0 keeps a checksum of each rank's, and what came of all of them together, so neither its memory nor its
+time goes with the ranks and tensors there are. As long as no rank has something new, that goes for the next save too.
+If one has, all send everything once more: rank 0 asks them to. It does so as well when a rank has nothing to go by, as
+after a save that has failed, of which all ranks forget what they sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from stagereg.checkpoint.encoding import without_gc
+from stagereg.checkpoint.rank_group import RankGroup
+
+__all__ = ["Post", "Unchanged"]
+
+U = TypeVar("U")
+V = TypeVar("V")
+
+
+class Post(NamedTuple):
+    """What a rank sends.
+
+    Attributes:
+        varying: what is another in each save.
+        digest: of what hardly ever is.
+        packed: that itself; ``None`` if it is as in the save before.
+    """
+
+    varying: Any
+    digest: bytes = b""
+    packed: bytes | None = None
+
+
+class Unchanged:
+    """One of the exchanges of a save. One thread at a time.
+
+    Args:
+        possible: whether ranks may leave out what is as before; the same on all of them.
+    """
+
+    def __init__(self, possible: bool) -> None:
+        self._possible = possible
+        self._own = b""  # the checksum of what this rank has sent last
+        self._all: list[bytes] = []  # of what each rank has, on rank 0
+
+    def forget(self) -> None:
+        """Send everything next time."""
+        self._own, self._all = b"", []
+
+    def round_trip(
+        self,
+        ranks: RankGroup,
+        failing: str,
+        act: Callable[[], tuple[V, Any, Any]],
+        answer: Callable[[Sequence[V], Sequence[tuple[Any, Any]] | None], Sequence[U] | None],
+    ) -> U:
+        """As :meth:`.RankGroup.round_trip`, which has the arguments that are not here.
+
+        Args:
+            ranks: those that take part.
+            failing: see there.
+            act: returns what is another in each save; what hardly ever is; and what has to go with that if it is sent.
+            answer: is given the first of these, and pairs of the others; ``None`` if no rank has others than in the
+                save before, in which case it may return ``None`` to be called again with all of it.
+        """
+        if ranks.group is None:
+            return ranks.round_trip(failing, act, lambda acts: answer([acts[0][0]], [acts[0][1:]]) or [])
+        posts: list[Post] = []
+
+        def send() -> Post:
+            posts.append(self.post(*act()))
+            same = self._possible and posts[0].digest == self._own
+            return posts[0]._replace(packed=None) if same else posts[0]
+
+        found = ranks.round_trip(failing, send, lambda posts: self.reply(posts, answer))
+        if found is None:
+            found = ranks.round_trip(failing, lambda: posts[0], lambda posts: self.reply(posts, answer))
+        assert found is not None
+        self._own = posts[0].digest
+        return found[0]
+
+    def post(self, varying: Any, lasting: Any, more: Any) -> Post:
+        """Return all of what a rank has to send."""
+        digest = hashlib.blake2b(pickle.dumps(lasting), digest_size=16).digest()
+        return Post(varying, digest, zlib.compress(pickle.dumps((lasting, more)), 1))
+
+    def reply(
+        self,
+        posts: Sequence[Post],
+        answer: Callable[[Sequence[Any], Sequence[tuple[Any, Any]] | None], Sequence[U] | None],
+    ) -> Sequence[tuple[U] | None]:
+        """Return what each rank gets on rank 0: an answer, or ``None`` if it has to send everything."""
+        varying, digests = [each.varying for each in posts], [each.digest for each in posts]
+        packed = [each.packed for each in posts if each.packed is not None]
+        found: Sequence[U] | None = None
+        if len(packed) == len(posts):
+            with without_gc():
+                lasting = [pickle.loads(zlib.decompress(each)) for each in packed]
+            found = answer(varying, lasting)
+        elif not packed and digests == self._all:
+            found = answer(varying, None)
+        if found is None:
+            return [None] * len(posts)
+        self._all = digests
+        return [(each,) for each in found]

@@ -1,0 +1,103 @@
+"""What a rank would write is sent once, as long as it stays as it is; and anew where it does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.rank_group import RankGroup
+from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.errors import CheckpointError
+from stagereg.stagers.blocking import BlockingAsyncStager
+from stagereg.testing.ranks import run_ranks
+
+
+class Failing(DcpStorage):
+    """Fails to write on one rank when it is told to."""
+
+    fails = False
+
+    def write_files(self, *args: Any) -> Any:
+        if self.fails:
+            raise OSError("the disk is full")
+        return super().write_files(*args)
+
+
+def save(rank: int, size: int, root: str, happens: str) -> tuple[list[int], list[int], bool]:
+    """Save eight steps; return the bytes of this rank's messages in each, and how many; and whether all came back."""
+    counts: list[list[int]] = []
+    collect, hand_out = RankGroup._collect, RankGroup._hand_out
+
+    def collected(group: RankGroup, post: bytes) -> list[bytes]:
+        counts[-1].append(len(post))
+        return collect(group, post)
+
+    def handed_out(group: RankGroup, answers: Any) -> bytes:
+        answer = hand_out(group, answers)
+        counts[-1].append(len(answer))
+        return answer
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(20)))
+    optimizer = torch.optim.Adam(model.parameters())
+    storage = Failing()
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
+    with Checkpointer(root, keep=9, stager=BlockingAsyncStager(), storage=storage) as keeper:
+        RankGroup._collect, RankGroup._hand_out = collected, handed_out  # type: ignore[method-assign]
+        for step in range(8):
+            for x in model.parameters():
+                x.grad = torch.full_like(x, step)
+            optimizer.step()
+            state["step"] = step
+            if step == 6 and happens == "one rank has more":
+                state["more"] = {str(each): torch.ones(3) for each in range(1 + rank)}
+            if step == 6 and happens == "another object":
+                state["step"] = (torch.ones(2), 1)
+            storage.fails = rank == 1 and step == 5 and happens == "a save fails"
+            counts.append([])
+            try:
+                keeper.save(step, state)
+                keeper.wait()
+            except CheckpointError:
+                assert storage.fails or happens == "a save fails"
+    RankGroup._collect, RankGroup._hand_out = collect, hand_out  # type: ignore[method-assign]
+    other = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(20)))
+    fresh = {"model": other, "optimizer": torch.optim.Adam(other.parameters()), "step": 0}
+    with Checkpointer(root, stager=BlockingAsyncStager(), storage=Failing()) as keeper:
+        assert keeper.restore(fresh) == 7
+    same = all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    return (
+        [sum(each) for each in counts],
+        [len(each) for each in counts],
+        same and str(fresh["step"]) == str(state["step"]),
+    )
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cases = ("nothing", "a save fails", "one rank has more", "another object")
+    return {
+        case: run_ranks(save, 2, args=(str(tmp_path_factory.mktemp("root") / "x"), case), timeout_s=120)
+        for case in cases
+    }
+
+
+def test_a_warm_save_sends_less_than_a_thousand_bytes(ran: dict[str, Any]) -> None:
+    nbytes, calls, same = ran["nothing"][1]
+    assert same
+    assert nbytes[0] > 3000
+    assert max(nbytes[4:]) < 1000, nbytes
+    assert calls == [4] * 8
+
+
+@pytest.mark.parametrize("case", ["a save fails", "one rank has more", "another object"])
+def test_what_changed_is_sent_anew_and_comes_back(ran: dict[str, Any], case: str) -> None:
+    nbytes, _, same = ran[case][1]
+    assert same
+    assert nbytes[6] > 3000, nbytes
+
+
+def test_a_rank_that_has_nothing_new_sends_all_when_asked(ran: dict[str, Any]) -> None:
+    assert ran["another object"][0][1][6] > 4, "a further round"
