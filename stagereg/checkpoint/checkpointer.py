@@ -93,6 +93,10 @@ class Checkpointer:
         mtbf: for ``every="auto"``: mean time between failures of the whole job, all its machines together.
         verify: what :meth:`restore` looks at before it loads: ``"full"`` the content of every file, ``"fast"`` the
             manifest and the sizes.
+        read: how :meth:`restore` reads. ``"each"``: every rank what it needs, after the ranks of a machine have checked
+            the files between them. ``"once"``: every byte is read by one rank, which checks it and passes it on to the
+            ranks that need it, so objects may have changed before damage is found. ``"auto"``: ``"once"`` from URLs
+            and network file systems, where there are several ranks, else ``"each"``.
         on_error: what a save that fails does at the next call: ``"raise"``, or ``"warn"`` in the log, at once, and let
             training go on; then the process ends with exit status 1 if its last save has failed.
         timeout: of one save, from the end of the one before it to its commit. One that takes longer has failed, and
@@ -132,6 +136,7 @@ class Checkpointer:
         process_group: dist.ProcessGroup | None = None,
         mtbf: datetime.timedelta = datetime.timedelta(hours=6),
         verify: Literal["full", "fast"] = "full",
+        read: Literal["auto", "each", "once"] = "auto",
         on_error: Literal["raise", "warn"] = "raise",
         timeout: datetime.timedelta = datetime.timedelta(minutes=30),
         grace: datetime.timedelta | None = datetime.timedelta(seconds=25),
@@ -139,11 +144,11 @@ class Checkpointer:
         enable: bool = True,
     ) -> None:
         durations = {"mtbf": mtbf, "timeout": timeout, "grace": timeout if grace is None else grace}
-        options.check_all(dir, every, keep, resume, verify, on_error, **durations)
+        options.check_all(dir, every, keep, resume, verify, read, on_error, **durations)
         self.enable = enable
         self._store = open_store(dir)
         self.dir = path_or_url(self._store.root)
-        self.keep, self.resume, self.verify = keep, resume, verify
+        self.keep, self.resume, self.verify, self.read = keep, resume, verify, read
         self.timeout, self.grace = timeout, grace
         self._stager: AsyncStager = options.component("stager", stager, "pinned_cached")
         self._storage: Storage = options.component("storage", storage, "dcp")
@@ -164,7 +169,13 @@ class Checkpointer:
         if not enable:
             return
         alike: dict[str, Any] = {"dir": self._store.root, "every": every, "keep": keep, "resume": resume}
-        alike |= {"verify": verify, "on_error": on_error, "grace": grace, "storage": name_of(self._storage)}
+        alike |= {
+            "verify": verify,
+            "read": read,
+            "on_error": on_error,
+            "grace": grace,
+            "storage": name_of(self._storage),
+        }
         options.expect_alike(self._ranks.run_on_all("The ranks could not compare their options", lambda: alike))
         opened = self._ranks.run_on_all(f"checkpoint.dir={dir} cannot be written to", self._open)
         if resume == "never":
@@ -327,7 +338,7 @@ class Checkpointer:
             return None
         self.remember(state)
         restored = restoring.restore(
-            self._store, self.resume, self.verify, state, self._storage, self._ranks, self._saver.names
+            self._store, self.resume, self.verify, self.read, state, self._storage, self._ranks, self._saver.names
         )
         self._store.spared.clear()
         if self._ranks.rank == 0:

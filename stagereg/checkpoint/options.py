@@ -16,7 +16,9 @@ __all__ = ["at_least_one", "check_all", "check_duration", "component", "expect_a
 _RESUME = ("auto", "latest", "never", "the path of a checkpoint")
 
 
-def check_all(dir: Any, every: Any, keep: Any, resume: Any, verify: Any, on_error: Any, **durations: Any) -> None:
+def check_all(
+    dir: Any, every: Any, keep: Any, resume: Any, verify: Any, read: Any, on_error: Any, **durations: Any
+) -> None:
     """Check those of a checkpointer."""
     if not isinstance(dir, (str, os.PathLike)) or not os.fspath(dir):
         raise ConfigError(f"checkpoint.dir must be the path or URL of a directory, not {dir!r}.")
@@ -25,6 +27,7 @@ def check_all(dir: Any, every: Any, keep: Any, resume: Any, verify: Any, on_erro
     if resume.isidentifier() and not os.path.exists(resume):
         one_of("checkpoint.resume", resume, _RESUME)
     one_of("checkpoint.verify", verify, ("full", "fast"))
+    one_of("checkpoint.read", read, ("auto", "each", "once"))
     one_of("checkpoint.on_error", on_error, ("raise", "warn"))
     if isinstance(every, str):
         one_of("checkpoint.every", every, ("auto", "a number of steps"))
