@@ -9,7 +9,8 @@ works off saves, ``requests`` what ranks do together, ``state_planner`` who writ
 ``interval`` how often is best, ``preemption_consensus`` when to leave.
 
 The content: ``entries``, with ``rng`` as a part of it, ``module_state`` and ``optimizer_state`` state by the names of
-parameters, ``encoding`` its structure as JSON, ``merging`` what ranks have of one entry put together, ``pickled``
+parameters, ``encoding`` its structure as JSON, ``merging`` what ranks have of one entry put together,
+``replicas`` what they have alike, and each a share of, ``pickled``
 objects that JSON cannot carry, ``index`` where each tensor lies, ``storage`` the bytes in the files, ``manifest`` the
 parts of a checkpoint, ``store`` the directory that has them, ``lock`` who may write there.
 

@@ -34,6 +34,7 @@ from stagereg.checkpoint.rank_group import DisagreementError, RankGroup
 from stagereg.checkpoint.requests import Requests
 from stagereg.checkpoint.saver import Saver, a_state, a_step
 from stagereg.checkpoint.schedule import Automatic, Schedule
+from stagereg.checkpoint.sharing import Replicas
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store, path_or_url
@@ -83,7 +84,8 @@ class Checkpointer:
         keep: how many checkpoints stay, at least 1; the newest are kept. The disk needs space for one more, since an
             old one goes only when the new one is complete.
         resume: what ``restore`` loads: ``"auto"`` the newest undamaged checkpoint, if there is one; ``"never"``
-            nothing; ``"latest"`` the newest, which must be there; or the path of a checkpoint directory.
+            nothing; ``"latest"`` the newest, which must be there; or the path of a checkpoint directory, also of one
+            that ``torch.distributed.checkpoint.save`` wrote.
         stager: copies the state; the checkpointer closes it. ``None`` builds the stager registered as
             ``pinned_cached``.
         storage: writes the files; ``None`` builds the storage registered as ``dcp``. A checkpoint is read through the
@@ -93,10 +95,6 @@ class Checkpointer:
         mtbf: for ``every="auto"``: mean time between failures of the whole job, all its machines together.
         verify: what :meth:`restore` looks at before it loads: ``"full"`` the content of every file, ``"fast"`` the
             manifest and the sizes.
-        read: how :meth:`restore` reads. ``"each"``: every rank what it needs, after the ranks of a machine have checked
-            the files between them. ``"once"``: every byte is read by one rank, which checks it and passes it on to the
-            ranks that need it, so objects may have changed before damage is found. ``"auto"``: ``"once"`` from URLs
-            and network file systems, where there are several ranks, else ``"each"``.
         on_error: what a save that fails does at the next call: ``"raise"``, or ``"warn"`` in the log, at once, and let
             training go on; then the process ends with exit status 1 if its last save has failed.
         timeout: of one save, from the end of the one before it to its commit. One that takes longer has failed, and
@@ -107,6 +105,14 @@ class Checkpointer:
         save_last: whether the end of a ``with`` block, where nothing was raised, saves the last step that
             :meth:`maybe_save` or :meth:`due` was called with, unless it is saved.
         enable: False makes all methods do nothing: nothing is saved, and nothing is restored.
+        replicas: ``"share"`` has ranks that hold the same parameters and optimizer state each stage and write a share
+            of them, from the third save on; ``"first"`` has all of them stage it, and the lowest write it.
+        verify_replicas: compare these in every that many saves, by checksums of the bytes, and fail the save if they
+            have drifted apart; such a save is not shared. 0 for the first save only.
+        read: how :meth:`restore` reads. ``"each"``: every rank what it needs, after the ranks of a machine have checked
+            the files between them. ``"once"``: every byte is read by one rank, which checks it and passes it on to the
+            ranks that need it, so objects may have changed before damage is found. ``"auto"``: ``"once"`` from URLs
+            and network file systems, where there are several ranks, else ``"each"``.
 
     Attributes:
         preemption: whether the ranks are to leave; ``None`` without ``grace``.
@@ -136,15 +142,19 @@ class Checkpointer:
         process_group: dist.ProcessGroup | None = None,
         mtbf: datetime.timedelta = datetime.timedelta(hours=6),
         verify: Literal["full", "fast"] = "full",
-        read: Literal["auto", "each", "once"] = "auto",
         on_error: Literal["raise", "warn"] = "raise",
         timeout: datetime.timedelta = datetime.timedelta(minutes=30),
         grace: datetime.timedelta | None = datetime.timedelta(seconds=25),
         save_last: bool = True,
         enable: bool = True,
+        replicas: Literal["share", "first"] = "share",
+        verify_replicas: int = 0,
+        read: Literal["auto", "each", "once"] = "auto",
     ) -> None:
         durations = {"mtbf": mtbf, "timeout": timeout, "grace": timeout if grace is None else grace}
-        options.check_all(dir, every, keep, resume, verify, read, on_error, **durations)
+        options.check_all(dir, every, keep, resume, verify, on_error, **durations)
+        options.check_replicas(replicas, verify_replicas)
+        options.one_of("checkpoint.read", read, ("auto", "each", "once"))
         self.enable = enable
         self._store = open_store(dir)
         self.dir = path_or_url(self._store.root)
@@ -169,13 +179,8 @@ class Checkpointer:
         if not enable:
             return
         alike: dict[str, Any] = {"dir": self._store.root, "every": every, "keep": keep, "resume": resume}
-        alike |= {
-            "verify": verify,
-            "read": read,
-            "on_error": on_error,
-            "grace": grace,
-            "storage": name_of(self._storage),
-        }
+        alike |= {"verify": verify, "on_error": on_error, "grace": grace, "storage": name_of(self._storage)}
+        alike |= {"replicas": replicas, "verify_replicas": verify_replicas, "read": read}
         options.expect_alike(self._ranks.run_on_all("The ranks could not compare their options", lambda: alike))
         opened = self._ranks.run_on_all(f"checkpoint.dir={dir} cannot be written to", self._open)
         if resume == "never":
@@ -186,7 +191,8 @@ class Checkpointer:
             self._schedule = Automatic(mtbf.total_seconds(), RankGroup(process_group))
         target = SaveTarget(self._store, keep, self._storage, self._ranks, opened[0])
         self._background = Background(target, timeout, self._schedule, on_error == "warn")
-        self._saver = Saver(target, self._stager, self._background, self._schedule)
+        shared = Replicas(verify_replicas, replicas == "share")
+        self._saver = Saver(target, self._stager, self._background, self._schedule, shared)
         self.stats = self._background.stats
         training = None if self._ranks.group is None else process_group or dist.group.WORLD
         self._requests = Requests(training, f"checkpoint/{opened[0]}/saves")
@@ -314,7 +320,8 @@ class Checkpointer:
         what is wrong with each, and how many steps are lost; nothing has got into any object by then.
 
         Args:
-            state: the same names as were saved, or some of them.
+            state: the same names as were saved, or some of them; of what others saved, modules and optimizers are
+                found by the names of their parameters.
 
         Returns:
             The step of the checkpoint, or ``None`` if none was to be loaded.

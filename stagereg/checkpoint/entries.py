@@ -29,7 +29,20 @@ from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.errors import CheckpointError, nearest
 
-__all__ = ["PerRank", "assign", "capture", "find", "keep", "pair", "parts", "per_rank", "refusal", "rng_name"]
+__all__ = [
+    "PerRank",
+    "assign",
+    "buffers",
+    "capture",
+    "find",
+    "keep",
+    "pair",
+    "parts",
+    "per_rank",
+    "refusal",
+    "replicated",
+    "rng_name",
+]
 
 _RESERVED = "stagereg"
 _OTHERS = (
@@ -106,6 +119,21 @@ def _current(state: Mapping[str, Any], name: str, names: ParameterNames) -> Any:
 
 def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def buffers(state: Mapping[str, Any]) -> set[str]:
+    """Return the dotted names of the buffers of modules, in which replicas may drift apart."""
+    found = ((name, module) for name in state for module in module_state.modules_of(state[name]))
+    return {
+        f"{name}.{module_state.plain_name(module, buffer)}"
+        for name, module in found
+        for buffer, _ in module.named_buffers(remove_duplicate=False)
+    }
+
+
+def replicated(state: Mapping[str, Any]) -> list[str]:
+    """Return the names of modules and optimizers, which stay alike on ranks that train one model."""
+    return [name for name, x in state.items() if module_state.modules_of(x) or optimizer_state.optimizers_of(x)]
 
 
 # -- what there is in a checkpoint

@@ -1,8 +1,8 @@
 """Puts together what ranks have of one entry: pipeline stages its parts, all of them what differs between ranks.
 
-Each rank has encoded the structure of its own (:mod:`.encoding`), and sends a checksum of it. Of alike ones rank 0 asks
-for one. Mappings are joined, key by key. A plain value that differs between ranks, such as a loss or a position in the
-data, is kept for each of them::
+Each rank has encoded the structure of its own (:mod:`.encoding`), and sends a checksum of it; of alike ones rank 0 asks
+for one. Where ranks compare (:mod:`.sharing`), the same goes for their tensors. Mappings are joined, key by key. A
+plain value that differs between ranks, such as a loss or a position in the data, is kept for each of them::
 
     {"type": "per_rank", "value": {"0": 0.25, "1": 0.5}}
 
@@ -13,47 +13,111 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-from stagereg.checkpoint.encoding import PER_RANK, Encoded
+import stagereg.checkpoint.sharing as sharing
+from stagereg.checkpoint.checksum import crc32
+from stagereg.checkpoint.encoding import PER_RANK, Encoded, encode
+from stagereg.checkpoint.optimizer_state import groups_of
+from stagereg.checkpoint.sharing import Digests, EntryContents
 from stagereg.errors import CheckpointError
 
-__all__ = ["merge", "merge_all", "wanted"]
+__all__ = ["EntryDigests", "RankEntries", "Request", "Sent", "merge", "put_together", "requests"]
 
 
-def wanted(digests: Sequence[Mapping[str, int]], order: Sequence[int]) -> list[dict[str, list[int]]]:
-    """Return which structures each rank is to send, each with the ranks whose structures are alike.
+class EntryDigests(NamedTuple):
+    """What a rank sends of its entries first: checksums of their structures, and what the ranks compare."""
+
+    structures: dict[str, int]
+    contents: dict[str, Digests]
+
+
+class Request(NamedTuple):
+    """What rank 0 asks a rank for, and tells it.
+
+    Attributes:
+        structures: the names of entries, each with the ranks whose structure is the same.
+        comparisons: the names of entries, and whether parts of tensors are asked for as well.
+        replicas: the ranks that have the same of an entry.
+    """
+
+    structures: dict[str, list[int]]
+    comparisons: dict[str, bool]
+    replicas: dict[str, list[int]]
+
+
+class Sent(NamedTuple):
+    """What a rank was asked for; of entries that are optimizers the groups of parameters as well."""
+
+    structures: dict[str, Encoded]
+    groups: dict[str, dict[str, list[str]]]
+    comparisons: list[EntryContents]
+
+
+class RankEntries:
+    """What one rank has of the entries of a save.
 
     Args:
-        digests: of each rank's structures, by name.
-        order: the ranks; of alike structures the first one's is sent.
+        copied: the staged copy.
+        buffers: names of tensors in which ranks may differ; ``None`` in a save in which they do not compare.
+
+    Raises:
+        CheckpointError: something in them could not be read back.
     """
-    found: list[dict[str, list[int]]] = [{} for _ in digests]
+
+    def __init__(self, copied: Mapping[str, Any], buffers: Collection[str] | None) -> None:
+        self._structures = {name: encode(value, name) for name, value in copied.items()}
+        self._groups = groups_of(copied)
+        self.contents = {} if buffers is None else sharing.contents(copied, buffers)
+
+    def digests(self) -> EntryDigests:
+        """Return what the other ranks have to know of them."""
+        structures = {name: crc32(each.text.encode()) for name, each in self._structures.items()}
+        return EntryDigests(structures, {name: each.digests for name, each in self.contents.items()})
+
+    def answer(self, request: Request) -> Sent:
+        """Return what rank 0 asks for."""
+        return Sent(
+            {name: self._structures[name] for name in request.structures},
+            {name: self._groups[name] for name in request.structures if name in self._groups},
+            [
+                self.contents[name] if parts else self.contents[name].plain
+                for name, parts in request.comparisons.items()
+            ],
+        )
+
+
+def requests(digests: Sequence[EntryDigests], order: Sequence[int]) -> list[Request]:
+    """Return what to ask each rank for; of what several ranks have alike, the first one in ``order``."""
+    structures: list[dict[str, list[int]]] = [{} for _ in digests]
     first: dict[tuple[str, int], int] = {}
     for rank in order:
-        for entry in digests[rank].items():
-            found[first.setdefault(entry, rank)].setdefault(entry[0], []).append(rank)
-    return found
+        for entry in digests[rank].structures.items():
+            structures[first.setdefault(entry, rank)].setdefault(entry[0], []).append(rank)
+    contents = [each.contents for each in digests]
+    return list(map(Request, structures, sharing.doubtful(contents), sharing.groups(contents)))
 
 
-def merge_all(
-    sent: Sequence[Mapping[str, Encoded]],
-    asked: Sequence[Mapping[str, Sequence[int]]],
-    order: Sequence[int],
-    stale: Collection[int],
+def put_together(
+    sent: Sequence[Sent], asked: Sequence[Request], order: Sequence[int], stale: Collection[int]
 ) -> dict[str, Encoded]:
-    """Return one structure of each entry. Raises: as :func:`merge`.
+    """Return one structure of each entry.
 
     Args:
         sent: what each rank has sent.
-        asked: what :func:`wanted` has returned.
+        asked: what :func:`requests` has returned.
         order: the ranks, those first whose values go before others'.
         stale: the ranks that have left their loop.
+
+    Raises:
+        CheckpointError: as :func:`merge`; ranks have different tensors of one name.
     """
+    sharing.expect_alike({rank: sent[rank].comparisons for rank in order})
     parts: dict[str, list[tuple[Encoded, list[int]]]] = {}
     for rank in order:
-        for name, encoded in sent[rank].items():
-            parts.setdefault(name, []).append((encoded, [each for each in asked[rank][name] if each not in stale]))
+        for name, encoded in sent[rank].structures.items():
+            of = [each for each in asked[rank].structures[name] if each not in stale]
+            parts.setdefault(name, []).append((encoded, of))
     return {name: merge(name, each) for name, each in parts.items()}
 
 

@@ -24,7 +24,7 @@ from stagereg.checkpoint.advice import listed
 from stagereg.checkpoint.encoding import Leaf
 from stagereg.checkpoint.located import newest
 from stagereg.checkpoint.manifest import Checkpoint, Manifest
-from stagereg.checkpoint.plain_dcp import is_plain_dcp, open_plain_dcp
+from stagereg.checkpoint.plain_dcp import by_name, is_plain_dcp, open_plain_dcp
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.errors import CheckpointError, nearest
@@ -144,7 +144,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Op
     if is_plain_dcp(path):
         if verify:
             raise CheckpointError(f"{path} was written by plain torch, without checksums: nothing can be verified.")
-        return OpenCheckpoint(*open_plain_dcp(path), None, False)
+        files, structures = open_plain_dcp(path)
+        return OpenCheckpoint(files, by_name(files, structures), None, False)
     chosen, passed = newest(path, verify)
     for each in passed:
         _log.warning("%s is damaged and passed over: %s", each.path, each)

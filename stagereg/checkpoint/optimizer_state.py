@@ -19,7 +19,7 @@ by position, as torch does it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -40,6 +40,7 @@ __all__ = [
     "is_by_name",
     "joined",
     "load",
+    "of_dotted",
     "optimizers_of",
     "select",
     "state_of",
@@ -111,8 +112,12 @@ def _names(optimizer: Optimizer, params: Sequence[torch.Tensor], state: Mapping[
 
 
 def optimizers_of(value: Any) -> list[Optimizer]:
-    """Return the optimizer or optimizers that ``value`` is; none if it is something else."""
-    each = list(value) if isinstance(value, (list, tuple)) else [value]
+    """Return the optimizer or optimizers that ``value`` is; none if it is something else.
+
+    An optimizer that has others to go through, such as torchtitan's ``OptimizersContainer``, is those.
+    """
+    of_many = isinstance(value, Optimizer) and isinstance(value, Iterable)
+    each = list(value) if of_many or isinstance(value, (list, tuple)) else [value]
     return each if all(isinstance(one, Optimizer) for one in each) else []
 
 
@@ -142,6 +147,37 @@ def as_by_name(saved: Any) -> Mapping[str, Any] | None:
     groups = [{**group, _PARAMS: [*map(str, group[_PARAMS])]} for group in saved[_GROUPS] if group[_PARAMS]]
     state = {str(key): part for key, part in saved[_STATE].items()}
     return {_STATE: state, _GROUPS: {group[_PARAMS][0]: group for group in groups}}
+
+
+def of_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state by name of what others have saved with dotted names.
+
+    ``state.fc.weight.exp_avg`` is the same with all. torch's flattened state dicts and torchtitan have
+    ``param_groups.fc.weight.lr`` for each parameter, where groups are those with the same options; others have
+    ``param_groups.0.lr``, and ``param_groups.0.params``.
+    """
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, rest = key.partition(".")
+        if section == _GROUPS:
+            of, _, option = rest.rpartition(".")
+            options.setdefault(of, {})[option] = value
+    alike: dict[str, dict[str, Any]] = {}
+    for of, own in options.items():
+        shown = of if _PARAMS in own else repr(_hyperparameters(own))
+        group = alike.setdefault(shown, {**_hyperparameters(own), _PARAMS: []})
+        group[_PARAMS] += map(str, own.get(_PARAMS, [of]))
+    groups = {group[_PARAMS][0]: group for group in alike.values() if group[_PARAMS]}
+    state: dict[str, Any] = {name: {} for group in groups.values() for name in group[_PARAMS]}
+    for key, value in values.items():
+        section, *way = key.split(".")
+        ends = (end for end in range(len(way) - 1, 0, -1) if ".".join(way[:end]) in state)
+        if section == _STATE and (end := next(ends, 0)):
+            at = state[".".join(way[:end])]
+            for part in way[end:-1]:
+                at = at.setdefault(part, {})
+            at[way[-1]] = value
+    return {_STATE: {name: each for name, each in state.items() if each}, _GROUPS: groups}
 
 
 def as_torchs(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,14 +11,12 @@ from stagereg.errors import ConfigError, RegistryError, nearest
 from stagereg.registry import build
 from stagereg.spec import check
 
-__all__ = ["at_least_one", "check_all", "check_duration", "component", "expect_alike", "one_of"]
+__all__ = ["at_least_one", "check_all", "check_duration", "check_replicas", "component", "expect_alike", "one_of"]
 
 _RESUME = ("auto", "latest", "never", "the path of a checkpoint")
 
 
-def check_all(
-    dir: Any, every: Any, keep: Any, resume: Any, verify: Any, read: Any, on_error: Any, **durations: Any
-) -> None:
+def check_all(dir: Any, every: Any, keep: Any, resume: Any, verify: Any, on_error: Any, **durations: Any) -> None:
     """Check those of a checkpointer."""
     if not isinstance(dir, (str, os.PathLike)) or not os.fspath(dir):
         raise ConfigError(f"checkpoint.dir must be the path or URL of a directory, not {dir!r}.")
@@ -27,7 +25,6 @@ def check_all(
     if resume.isidentifier() and not os.path.exists(resume):
         one_of("checkpoint.resume", resume, _RESUME)
     one_of("checkpoint.verify", verify, ("full", "fast"))
-    one_of("checkpoint.read", read, ("auto", "each", "once"))
     one_of("checkpoint.on_error", on_error, ("raise", "warn"))
     if isinstance(every, str):
         one_of("checkpoint.every", every, ("auto", "a number of steps"))
@@ -35,6 +32,13 @@ def check_all(
         at_least_one(f"checkpoint.{name}", steps)
     for name, duration in durations.items():
         check_duration(f"checkpoint.{name}", duration)
+
+
+def check_replicas(replicas: Any, every: Any) -> None:
+    """Check what ranks do with what they have alike."""
+    one_of("checkpoint.replicas", replicas, ("share", "first"))
+    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+        raise ConfigError(f"checkpoint.verify_replicas must be a whole number from 0 on, not {every!r}.")
 
 
 def check_duration(name: str, given: object) -> None:

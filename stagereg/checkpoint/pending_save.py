@@ -22,6 +22,7 @@ daemon thread, and every wait here ends with the time-out.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import inspect
 import logging
@@ -42,21 +43,21 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 import stagereg.checkpoint.merging as merging
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.advice import advice, causes
-from stagereg.checkpoint.checksum import crc32
-from stagereg.checkpoint.encoding import Encoded, encode
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.index import INDEX, make_index
 from stagereg.checkpoint.manifest import FileMark
-from stagereg.checkpoint.optimizer_state import groups_of
+from stagereg.checkpoint.merging import EntryDigests, RankEntries, Request, Sent
 from stagereg.checkpoint.rank_group import DisagreementError, RankGroup, reason
 from stagereg.checkpoint.schedule import Schedule
+from stagereg.checkpoint.sharing import Part, Replicas, shares
 from stagereg.checkpoint.state_planner import StatePlanner, name_for_each
 from stagereg.checkpoint.storage.protocol import Storage, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -98,17 +99,11 @@ class _Prepared(NamedTuple):
     plan: SavePlan | None
     follows: bool = False
     taken: Mapping[str, int] = {}
-    digests: Mapping[str, int] = {}
+    digests: EntryDigests = EntryDigests({}, {})
+    shares_of: int | None = None
 
 
-class _Sent(NamedTuple):
-    """What rank 0 has asked a rank for: structures by name, and of those that are optimizers the groups."""
-
-    structures: dict[str, Encoded]
-    groups: dict[str, dict[str, list[str]]]
-
-
-_Written: TypeAlias = tuple[list[WriteResult], dict[str, FileMark], _Sent]
+_Written: TypeAlias = tuple[list[WriteResult], dict[str, FileMark], Sent]
 
 
 @dataclass
@@ -147,6 +142,13 @@ class PendingSave:
     stager: str = ""  # its class
     follows: bool = False  # this rank has left its loop, and saves since others do
     taken: Mapping[str, int] = field(default_factory=dict)  # steps that each optimizer and schedule has taken
+    replicas: Replicas | None = None  # that is given what the ranks have alike
+    number: int = 0  # among the saves of this run
+    compares: bool = False  # whether ranks compare what they have
+    buffers: Collection[str] | None = None  # if this rank takes part in that: tensors in which they may differ
+    replicated: Collection[str] = ()  # entries of which ranks may have a share
+    parts: Mapping[str, Part | None] = field(default_factory=dict)  # where what this rank has a share of lies
+    shares_of: int | None = None  # the number of the save in which ranks compared what they share now
     began: float = 0.0  # when the stager was asked to copy
     copied: float = 0.0  # when the copy was complete; 0 as long as that is not known
     nbytes: int | None = None  # of the copy's tensor data, once it is there
@@ -188,12 +190,11 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
     failing, to, ranks = f"Step {save.step} was not saved", save.to, save.to.ranks
     token = to.next_token()
     path = to.store.temporary(save.step, token)
-    planner = StatePlanner()
+    planner = StatePlanner(save.parts)
     metadata: list[Metadata] = []
-    structures: dict[str, Encoded] = {}
-    groups: dict[str, dict[str, list[str]]] = {}
+    own_entries: list[RankEntries] = []
     order = list(range(ranks.size))
-    wanted: list[dict[str, list[int]]] = []
+    requests: list[Request] = []
     follows: set[int] = set()
 
     def prepare() -> _Prepared:
@@ -202,8 +203,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         save.at = "waiting for its copy"
         copy = save.copy()
         _expect_whole(save, copy)
-        structures.update({name: encode(value, name) for name, value in copy.items()})  # refuses what cannot be saved
-        groups.update(groups_of(copy))
+        own_entries.append(RankEntries(copy, save.buffers))  # refuses what cannot be saved
         failpoint("staged")
         save.at = "preparing its files"
         to.storage.reset(path)
@@ -214,10 +214,9 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         to.storage.set_up_storage_writer(ranks.rank == 0, **more)
         plan = to.storage.prepare_local_plan(planner.create_local_plan())
         save.at = _WAITING
-        digests = {name: crc32(each.text.encode()) for name, each in structures.items()}
-        return _Prepared(save.step, plan, save.follows, save.taken, digests)
+        return _Prepared(save.step, plan, save.follows, save.taken, own_entries[0].digests(), save.shares_of)
 
-    def share_out(prepared: list[_Prepared]) -> list[tuple[SavePlan, list[str]]]:
+    def share_out(prepared: list[_Prepared]) -> list[tuple[SavePlan, Request]]:
         steps = [each.step for each in prepared]
         _expect_all_called(save.step, prepared)
         if len(set(steps)) > 1:
@@ -227,12 +226,14 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         _expect_all_up_to_date(save.step, prepared)
         # Of what several ranks have alike the first one's is stored: numbers are stale on one that has left its loop.
         order.sort(key=lambda rank: prepared[rank].follows)
-        plans, described = planner.create_global_plan([cast("SavePlan", prepared[rank].plan) for rank in order])
+        if len({each.shares_of for each in prepared}) > 1:
+            raise CheckpointError("The ranks did not all know who has a share of what; the next save compares anew.")
+        plans, described = planner.create_global_plan(_plans(prepared, order))
         metadata.append(described)
-        wanted.extend(merging.wanted([each.digests for each in prepared], order))
+        requests.extend(merging.requests([each.digests for each in prepared], order))
         follows.update(rank for rank in order if prepared[rank].follows)
-        shares = to.storage.prepare_global_plan([plans[order.index(rank)] for rank in range(ranks.size)])
-        return [(plan, [*names]) for plan, names in zip(shares, wanted, strict=True)]
+        dealt = to.storage.prepare_global_plan([plans[order.index(rank)] for rank in range(ranks.size)])
+        return list(zip(dealt, requests, strict=True))
 
     def write() -> _Written:
         failpoint("agreed")
@@ -249,17 +250,14 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         marks = _marks(to, path) if ranks.rank > 0 else {}  # those of rank 0 come with the metadata's
         failpoint("written")
         save.at = _WAITING
-        sent = _Sent(
-            {name: structures[name] for name in asked}, {name: groups[name] for name in asked if name in groups}
-        )
-        return results, marks, sent
+        return results, marks, own_entries[0].answer(asked)
 
     def commit(written: list[_Written]) -> list[int]:
         save.at = "committing"
         if save.abandoned:
             raise CheckpointError("it took too long and was given up")
         results = [each for each, _, _ in written]
-        state = merging.merge_all([sent.structures for _, _, sent in written], wanted, order, follows)
+        state = merging.put_together([sent for _, _, sent in written], requests, order, follows)
         index = make_index(metadata[0], results, state)
         name_for_each(metadata[0], results, {name: of for _, _, sent in written for name, of in sent.groups.items()})
         to.storage.finish(metadata[0], results)
@@ -277,7 +275,12 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
             began = record.now()
             nbytes = ranks.round_trip(failing, write, commit)
             failpoint("ended")
+        if save.replicas is not None and save.compares:
+            alike = {name: of for name, of in asked.replicas.items() if name in save.replicated}
+            save.replicas.agree(save.number, shares(own_entries[0].contents, alike, ranks.rank))
     except BaseException:
+        if save.replicas is not None:
+            save.replicas.forget()
         if ranks.rank == 0:
             with within(save.until - time.monotonic()):
                 to.store.discard(path)
@@ -319,11 +322,31 @@ def _expect_all_up_to_date(step: int, prepared: Sequence[_Prepared]) -> None:
             )
 
 
+def _plans(prepared: Sequence[_Prepared], order: Sequence[int]) -> list[SavePlan]:
+    """Return the plans in order; a rank that has left its loop leaves to the others what they have shares of."""
+    plans = [(cast("SavePlan", prepared[rank].plan), prepared[rank].follows) for rank in order]
+    if not any(follows for _, follows in plans):
+        return [plan for plan, _ in plans]
+    shared = {item.index.fqn for plan, follows in plans if not follows for item in plan.items if _is_shard(item)}
+    return [
+        dataclasses.replace(
+            plan, items=[each for each in plan.items if _is_shard(each) or each.index.fqn not in shared]
+        )
+        if follows
+        else plan
+        for plan, follows in plans
+    ]
+
+
+def _is_shard(item: WriteItem) -> bool:
+    return item.type is WriteItemType.SHARD
+
+
 def _parts(x: Any) -> list[torch.Tensor]:
     """Return what this rank has of a tensor."""
     if isinstance(x, ShardedTensor):
         return [shard.tensor for shard in x.local_shards()]
-    return [x] if isinstance(x, torch.Tensor) else []
+    return [x.to_local() if isinstance(x, DTensor) else x] if isinstance(x, torch.Tensor) else []
 
 
 def _marks(to: SaveTarget, path: str) -> dict[str, FileMark]:

@@ -1,4 +1,4 @@
-"""Directories that plain ``torch.distributed.checkpoint.save`` wrote, for ``stagereg convert`` alone.
+"""Directories that plain ``torch.distributed.checkpoint.save`` wrote, as torchtitan, Lightning and accelerate call it.
 
 torch reads ``.metadata`` and all values with ``pickle``, which runs whatever they name. Here ``.metadata`` may name the
 types of torch's metadata and nothing else, and values are read as in checkpoints of this project
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path, PosixPath
@@ -19,16 +20,18 @@ import torch.distributed.checkpoint.filesystem as filesystem
 import torch.distributed.checkpoint.metadata as torch_metadata
 from torch.distributed.checkpoint._traverse import set_element
 
-from stagereg.checkpoint.encoding import Leaf
+import stagereg.checkpoint.optimizer_state as optimizer_state
+from stagereg.checkpoint.encoding import Leaf, walk
 from stagereg.checkpoint.index import INDEX, Index, tables
 from stagereg.checkpoint.manifest import MANIFEST
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.protocol import ArchiveResult
 from stagereg.errors import CheckpointError
 
-__all__ = ["is_plain_dcp", "open_plain_dcp"]
+__all__ = ["by_name", "is_plain_dcp", "open_plain_dcp"]
 
 _METADATA = ".metadata"
+_EMPTY = 10_000  # items of a list of which nothing is saved
 _ENCODING = torch_metadata._MEM_FORMAT_ENCODING
 _TYPES = (
     torch_metadata.Metadata,
@@ -77,12 +80,34 @@ def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
         state: dict[str, Any] = {}
         for name in metadata.state_dict_metadata:
             way = (metadata.planner_data or {}).get(name, (name,))
+            if any(type(key) is int and key > len(content["tensors"]) + _EMPTY for key in way):
+                raise ValueError(f"{name!r:.100} is said to be in a list with more items than there are")
             set_element(state, way, Leaf(name, files.index.find(name)))
     except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(f"{path} was not read: {type(error).__name__}: {str(error)[:300]}") from error
     return files, state
+
+
+def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return structures with the states of optimizers in them as torch has them, with the names of parameters.
+
+    Reads the options of groups, since flattened ones are a group where they are the same. Raises: as ``files.read``.
+    """
+    found = {}
+    for name, value in structures.items():
+        if not isinstance(value, dict):
+            found[name] = value
+        elif any(key.split(".")[0] == "param_groups" for key in value):
+            dotted = {".".join(map(str, path)): leaf for path, leaf in walk(value)}
+            options = [key for key in dotted if key.startswith("param_groups.") and dotted[key].stored.dtype is None]
+            files.read([dotted[key] for key in options])
+            saved = optimizer_state.of_dotted({**dotted, **{key: dotted[key].value for key in options}})
+            found[name] = optimizer_state.as_torchs(saved)
+        else:
+            found[name] = by_name(files, value)
+    return found
 
 
 class _Unpickler(pickle.Unpickler):

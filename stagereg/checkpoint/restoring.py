@@ -32,7 +32,9 @@ from stagereg.checkpoint.encoding import fill
 from stagereg.checkpoint.file_shares import marks_of_shares, share
 from stagereg.checkpoint.index import INDEX
 from stagereg.checkpoint.manifest import MANIFEST, Checkpoint
+from stagereg.checkpoint.matching import MatchedFiles, describe
 from stagereg.checkpoint.optimizer_state import ParameterNames
+from stagereg.checkpoint.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.reading import CheckpointFiles, Transfer
 from stagereg.checkpoint.shared_read import SharedRead, shared_index
@@ -136,6 +138,9 @@ def _choice(store: CheckpointStore, resume: str) -> list[Condition]:
     Raises:
         CheckpointError: there is none, or one could not be looked at.
     """
+    if resume not in ("auto", "latest") and is_plain_dcp(resume):
+        described = describe(resume)
+        return [Condition(described.path, described.manifest)]
     if resume not in ("auto", "latest"):
         condition = open_parent_store(resume).condition(resume)
         _expect_certain(condition)
@@ -246,7 +251,10 @@ def _restored(
     failing, failure = f"{chosen.path} could not be restored", None
     with ExitStack() as opened:
         try:
-            files = opened.enter_context(CheckpointFiles.of(chosen, own, shared_index(chosen, ranks) if once else None))
+            plain = is_plain_dcp(chosen.path)
+            index = shared_index(chosen, ranks) if once else None
+            files = MatchedFiles(chosen.path, state, names) if plain else CheckpointFiles.of(chosen, own, index)
+            opened.enter_context(files)
             found, left = entries.find(files, state, chosen.manifest.world_size, ranks.rank, ranks.size, names)
         except Exception as error:
             failure, left = error, {}
@@ -320,7 +328,8 @@ def _load(
         elif ranks.rank == 0:
             own = [name for name in state if name not in found]
             more = f", and {', '.join(own)} (each rank's own) stay as they are" if own else ""
-            _log.warning("%s is of %d ranks: random numbers start anew%s.", chosen.path, saved_size, more)
+            by = f"of {saved_size} ranks" if saved_size else "of plain torch"
+            _log.warning("%s is %s: random numbers start anew%s.", chosen.path, by, more)
 
     return transfer, assign
 

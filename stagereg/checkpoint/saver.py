@@ -25,6 +25,7 @@ from stagereg.checkpoint.pending_save import Background, PendingSave, SaveTarget
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.schedule import Schedule
+from stagereg.checkpoint.sharing import Replicas
 from stagereg.crash_report import summarize_exception
 from stagereg.errors import CheckpointError, StageregError
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies
@@ -51,13 +52,20 @@ class Saver:
         names: of the parameters in it.
     """
 
-    def __init__(self, target: SaveTarget, stager: AsyncStager, background: Background, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        target: SaveTarget,
+        stager: AsyncStager,
+        background: Background,
+        schedule: Schedule,
+        replicas: Replicas,
+    ) -> None:
         self.state: MutableMapping[str, Any] | None = None
         self.saved: int | None = None
         self.leaving = False
         self.names = ParameterNames()
         self._target, self._stager = target, stager
-        self._background, self._schedule = background, schedule
+        self._background, self._schedule, self._replicas = background, schedule, replicas
         self._copying: PendingSave | None = None  # what the stager is at
         self._stager_name = f"{type(stager).__module__}.{type(stager).__qualname__}"
         self._taken: Counter[str] = Counter()  # steps of each optimizer in the state
@@ -81,6 +89,7 @@ class Saver:
         schedules = {name: x.last_epoch for name, x in (self.state or {}).items() if isinstance(x, LRScheduler)}
         save = PendingSave(a_step(step), self._target, follows=follows, taken={**schedules, **self._taken})
         self.saved = step
+        save.replicas, (save.number, save.compares) = self._replicas, self._replicas.begin()
         try:
             self._background.admit(save)
             self._stage(save)
@@ -136,6 +145,15 @@ class Saver:
         self._background.submit(PendingSave(step, self._target, missed=True))
         self._schedule.held(step, 0.0)
 
+    def _share(self, save: PendingSave, captured: dict[str, Any]) -> dict[str, Any]:
+        """Return what this rank stages of what it has, and note what the save has to know of it."""
+        if not save.compares:
+            captured, save.parts, save.shares_of = self._replicas.cut(save.number, captured)
+        elif not save.follows:
+            state = self.state or {}
+            save.buffers, save.replicated = entries.buffers(state), entries.replicated(state)
+        return captured
+
     def look_for_hang(self) -> None:
         """End the process, whose training thread can raise nothing, if ``stage`` takes longer than a save may."""
         save, limit_s = self._copying, self._background.timeout_s
@@ -158,6 +176,8 @@ class Saver:
             ranks = self._target.ranks
             ranks.check_still_all()
             captured = entries.capture(self.state, save.step, ranks.rank, ranks.size, self.names)
+            if ranks.size > 1:
+                captured = self._share(save, captured)
             save.began = record.now()
             if isinstance(self._stager, ReleasesCopies):
                 save.release = self._stager.release

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from stagereg.checkpoint.encoding import walk, without_gc
+from stagereg.checkpoint.sharing import Part
 from stagereg.errors import CheckpointError
 
 __all__ = ["StatePlanner", "name_for_each"]
@@ -41,7 +42,14 @@ class StatePlanner(DefaultSavePlanner):
 
     Of an entry that several ranks have, it takes the lowest rank's: buffers that drift between replicas, such as
     running statistics under DDP, come from the rank that DDP broadcasts them from.
+
+    Args:
+        parts: where a tensor that is a share of a whole lies in it, by dotted name; ``None`` for what others have.
     """
+
+    def __init__(self, parts: Mapping[str, Part | None] | None = None) -> None:
+        super().__init__()
+        self._parts = parts or {}
 
     @without_gc()
     def set_up_planner(
@@ -66,6 +74,10 @@ class StatePlanner(DefaultSavePlanner):
             if type(x) is not torch.Tensor:
                 others[name] = x
                 continue
+            if name in self._parts:
+                if (part := self._parts[name]) is not None:
+                    items.append(_shard(name, x, part))
+                continue
             kind = x.dtype, x.shape, x.requires_grad, x.layout
             data = alike.get(kind)
             if data is None:
@@ -79,7 +91,7 @@ class StatePlanner(DefaultSavePlanner):
 
     @without_gc()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Leave each item to the lowest rank that has it, and describe what there will be.
+        """Leave each item to the first rank that has it, and describe what there will be.
 
         Raises:
             CheckpointError: the parts of a tensor do not make up the whole, or ranks have different kinds of one name.
@@ -119,6 +131,11 @@ class StatePlanner(DefaultSavePlanner):
         """Return what an item stands for."""
         value = self.state_dict.get(write_item.index.fqn)
         return value if type(value) is torch.Tensor else super().resolve_data(write_item)
+
+
+def _shard(name: str, x: torch.Tensor, part: Part) -> WriteItem:
+    data = TensorWriteData(ChunkStorageMetadata(part.offset, x.shape), TensorProperties(dtype=x.dtype), part.whole)
+    return WriteItem(MetadataIndex(name, part.offset), WriteItemType.SHARD, tensor_data=data)
 
 
 @without_gc()

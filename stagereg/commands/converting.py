@@ -61,7 +61,7 @@ def run(asked: argparse.Namespace) -> int:
     from stagereg.checkpoint.export import SAFETENSORS, SUFFIXES, TensorOptions, export
     from stagereg.checkpoint.index import DTYPES
     from stagereg.checkpoint.opened import open_files
-    from stagereg.checkpoint.plain_dcp import is_plain_dcp, open_plain_dcp
+    from stagereg.checkpoint.plain_dcp import by_name, is_plain_dcp, open_plain_dcp
 
     out = Path(asked.out).expanduser().absolute()
     if out.suffix not in SUFFIXES:
@@ -79,6 +79,7 @@ def run(asked: argparse.Namespace) -> int:
     if is_plain_dcp(asked.checkpoint):
         path, which = asked.checkpoint, f"{asked.checkpoint} of plain torch"
         files, parts = open_plain_dcp(path)
+        parts = by_name(files, parts)
     else:
         output.progress(f"reading {asked.checkpoint}")
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from collections import deque
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
@@ -127,13 +129,23 @@ class OverlappedStager(HostStager):
 
         def may_defer(region: Region) -> bool:
             tensors = [pending.sources[i] for i in region.members]
-            known = all(owned.get((x.get_device(), x.data_ptr()), 0) >= x.nbytes for x in tensors)
+            known = all(_lies_in(x, owned, starts) for x in tensors)
             return region.nbytes >= self._worth_deferring and known and inference.isdisjoint(region.members)
 
         if self._split is None or self._split_of != (pending.layout, owned, inference):
+            starts = sorted(owned)
             self._split = CopySplit(pending.layout, may_defer)
             self._split_of = (pending.layout, owned, inference)
         return self._split
+
+
+def _lies_in(x: torch.Tensor, owned: Mapping[tuple[int, int], int], starts: Sequence[tuple[int, int]]) -> bool:
+    """Whether a tensor, which may be rows of another one, lies in memory that only an optimizer writes."""
+    device, address = x.get_device(), x.data_ptr()
+    at = bisect.bisect_right(starts, (device, address)) - 1
+    if at < 0 or starts[at][0] != device:
+        return False
+    return address + x.nbytes <= starts[at][1] + owned[starts[at]]
 
 
 class _CopyFuture(Future[StateDict]):

@@ -319,7 +319,7 @@ class Groups:
         return self._first[size] if dist.get_rank() < size else self._rest[size]
 
     @contextmanager
-    def checkpointer(self, size: int, root: str, storage: str = "dcp") -> Iterator[Checkpointer]:
+    def checkpointer(self, size: int, root: str, storage: str = "dcp", **options: Any) -> Iterator[Checkpointer]:
         """A checkpointer on the first ranks; the others have one elsewhere.
 
         Torch names a group that only its own ranks make after the number of groups there were, which has to be the same
@@ -327,7 +327,8 @@ class Groups:
         """
         own = root if dist.get_rank() < size else f"{root}-others"
         chosen = build("storage", storage)
-        with Checkpointer(own, stager=BlockingAsyncStager(), storage=chosen, process_group=self[size]) as found:
+        options |= {"storage": chosen, "process_group": self[size]}
+        with Checkpointer(own, stager=BlockingAsyncStager(), **options) as found:
             yield found
 
 

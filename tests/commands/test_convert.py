@@ -488,6 +488,7 @@ def test_a_directory_of_plain_torch_becomes_a_pt(tmp_path: Path, command: Comman
         ("shape", "'x' has another shape or dtype"),
         ("hole", "the chunks of 'x' do not cover it once"),
         ("twice", "the chunks of 'x' do not cover it once"),
+        ("list", "'x' is said to be in a list with more items than there are"),
     ],
 )
 def test_plain_torch_runs_nothing_and_damage_is_one_line(
@@ -503,6 +504,10 @@ def test_plain_torch_runs_nothing_and_damage_is_one_line(
         data.write_bytes(data.read_bytes()[:100])
     elif what == "elsewhere":
         metadata.write_bytes(metadata.read_bytes().replace(b"__0_0.distcp", b"../_0.distcp"))
+    elif what == "list":
+        described = pickle.loads(metadata.read_bytes())
+        described.planner_data["x"] = ("x", 1 << 30)
+        metadata.write_bytes(pickle.dumps(described))
     elif what in ("shape", "hole", "twice"):
         described = pickle.loads(metadata.read_bytes())
         entry = described.state_dict_metadata["x"]

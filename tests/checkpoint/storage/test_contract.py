@@ -238,7 +238,7 @@ def save_and_load_shards(rank: int, world_size: int, root: str, storage: str) ->
         content = full if fill is None else torch.full_like(full, fill)
         placed = {name: distribute_tensor(content.clone(), mesh, [p]) for name, p in PLACEMENTS.items()}
         uneven = distribute_tensor(content[:1].clone(), mesh, [Shard(0)])  # nothing on the last rank
-        whole = content.clone() + (rank if fill is None else 0)
+        whole = content.clone()
         return {"sharded": placed, "uneven": uneven, "whole": whole, f"own.rank{rank}": torch.full((2,), rank + 1)}
 
     with checkpointer(Path(root), storage) as saving:
@@ -250,7 +250,7 @@ def save_and_load_shards(rank: int, world_size: int, root: str, storage: str) ->
         assert type(x) is DTensor
         assert torch.equal(x.full_tensor(), full), name
     assert torch.equal(loaded["uneven"].full_tensor(), full[:1])
-    assert torch.equal(loaded["whole"], full)  # the lowest rank's
+    assert torch.equal(loaded["whole"], full)
     assert loaded[f"own.rank{rank}"].tolist() == [rank + 1] * 2
     dist.barrier()
     return sorted(os.listdir(os.path.join(root, "latest")))

@@ -1,0 +1,348 @@
+"""What several ranks have alike: found by comparing, and then each stages and writes a share of it.
+
+Under DDP all ranks have the same parameters and optimizer state, under HSDP those that hold the same shards. Nothing
+declares that, so a save in which ranks compare, the first one and every ``verify_replicas``-th, has checksums of the
+bytes of each tensor. What has one name and is not alike is refused: of two values one would be lost without a word.
+Ranks whose entry is alike are a group of replicas, and from the second save after that on each of them has a share:
+the bytes of the entry in order, cut at rows into as many parts as there are ranks. Large tensors are cut, small ones
+stay whole. Buffers are no part of it, since replicas may drift there (running statistics): of them the lowest rank's is
+stored. Every save carries which comparison its shares are of, so ranks never put together shares of different ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from stagereg.checkpoint.checksum import crc32
+from stagereg.checkpoint.encoding import walk
+from stagereg.errors import CheckpointError, name_ranks
+from stagereg.kernel.memory import view_of
+
+__all__ = [
+    "Digests",
+    "EntryContents",
+    "Part",
+    "Replicas",
+    "Shares",
+    "contents",
+    "doubtful",
+    "expect_alike",
+    "groups",
+    "shares",
+]
+
+_LEAST_BYTES = 1 << 16  # a tensor of fewer is not cut
+_SHOWN = 10
+_NOTHING = torch.empty(0)
+
+
+class Part(NamedTuple):
+    """Where what a rank has of a tensor lies in the whole."""
+
+    offset: torch.Size
+    whole: torch.Size
+
+
+class HeldTensor(NamedTuple):
+    """What a rank has of one tensor, but for its bytes."""
+
+    path: tuple[str | int, ...]
+    part: Part
+    shape: torch.Size
+    dtype: torch.dtype
+    tied: int  # to the piece with that number; its own number if to none
+
+    @property
+    def name(self) -> str:
+        """Its dotted name."""
+        return ".".join(map(str, self.path))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank has all of the tensor."""
+        return self.shape == self.part.whole
+
+
+class Digests(NamedTuple):
+    """Of one entry on one rank: of its layout, of all of it, and of the tensors that a rank has as a whole."""
+
+    layout: bytes
+    content: bytes
+    whole: bytes
+
+
+class EntryContents(NamedTuple):
+    """What a rank has of one entry.
+
+    Attributes:
+        pieces: of its tensors.
+        checksums: of their bytes, in the same order.
+    """
+
+    pieces: list[HeldTensor]
+    checksums: list[int]
+
+    @property
+    def plain(self) -> EntryContents:
+        """What the rank has as a whole."""
+        pairs = [pair for pair in zip(self.pieces, self.checksums, strict=True) if pair[0].is_whole]
+        return EntryContents([piece for piece, _ in pairs], [checksum for _, checksum in pairs])
+
+    @property
+    def digests(self) -> Digests:
+        """What other ranks need to know to find out whether they are replicas."""
+        plain = self.plain
+        return Digests(_digest(self.pieces), _digest(self), _digest(plain) if plain.pieces else b"")
+
+
+class Cut(NamedTuple):
+    """What one rank stages of a tensor that its replicas have as well.
+
+    Attributes:
+        holder: the keys that lead to the mapping or list with the tensor, in its entry.
+        key: of the tensor, there.
+        shape: of the whole tensor.
+        dtype: of the tensor.
+        rows: the dimension, the first row and how many; ``None`` if it stages all of it, or nothing.
+        part: where that lies in the whole; ``None`` if it stages nothing.
+    """
+
+    holder: tuple[str | int, ...]
+    key: str | int
+    shape: torch.Size
+    dtype: torch.dtype
+    rows: tuple[int, int, int] | None
+    part: Part | None
+
+
+class Shares(NamedTuple):
+    """What one rank stages: of each entry, and where it lies by dotted name (``None``: nowhere, others have it)."""
+
+    cuts: dict[str, list[Cut]]
+    parts: dict[str, Part | None]
+
+
+class Replicas:
+    """Decides in which saves ranks compare, and what this rank stages in the others. For the training thread.
+
+    Args:
+        every: they compare in every that many saves; 0 for the first alone.
+        share: whether what is alike is shared.
+    """
+
+    def __init__(self, every: int, share: bool) -> None:
+        self._every, self._share = every, share
+        self._saves = 0
+        self._anew = True  # whether the next save compares
+        self._agreed: list[tuple[int, Shares]] = []  # the number of a save, and what came of it
+
+    def begin(self) -> tuple[int, bool]:
+        """Return the number of the save that begins, and whether ranks compare in it."""
+        number, self._saves = self._saves, self._saves + 1
+        compares, self._anew = self._anew or (self._every > 0 and number % self._every == 0), False
+        return number, compares
+
+    def agree(self, number: int, shares: Shares) -> None:
+        """Note what the comparison in a save has come to. On the background thread."""
+        self._agreed = [*self._agreed[-1:], (number, shares)] if self._share else []
+
+    def forget(self) -> None:
+        """Share nothing, and compare anew: a save has failed. On the background thread."""
+        self._agreed, self._anew = [], True
+
+    def cut(self, number: int, entries: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Part | None], int | None]:
+        """Return entries with this rank's shares in place of what its replicas have as well.
+
+        Returns:
+            The entries; where each share lies in the whole, by dotted name, ``None`` for what others have; and the
+            number of the comparison, ``None`` if nothing is shared.
+        """
+        # A save is over when the second one after it begins, on each rank; so all of them know what came of it.
+        known = [(of, shares) for of, shares in self._agreed if of + 2 <= number]
+        if not known:
+            return dict(entries), {}, None
+        of, shares = known[-1]
+        found = {**entries, **{name: _staged(entries.get(name), cuts) for name, cuts in shares.cuts.items()}}
+        if any(found[name] is None for name in shares.cuts):  # as by an optimizer's first step
+            self._anew = True
+            return dict(entries), {}, None
+        return found, shares.parts, of
+
+
+def _staged(value: Any, cuts: Sequence[Cut]) -> Any:
+    """Return an entry with shares in it; ``None`` if a tensor is not there, or is another one."""
+    copies: dict[tuple[str | int, ...], Any] = {(): copy.copy(value)}
+    try:
+        for holder, key, shape, dtype, rows, part in cuts:
+            there = copies.get(holder) or _copied(copies, holder)
+            x = there[key]
+            if x.shape != shape or x.dtype is not dtype:
+                return None
+            if part is None:
+                there[key] = _NOTHING
+            elif rows is not None:
+                there[key] = (x.to_local() if isinstance(x, DTensor) else x).detach().narrow(*rows)
+            elif isinstance(x, DTensor):
+                there[key] = x.to_local()
+    except (AttributeError, LookupError, TypeError):
+        return None
+    return copies[()]
+
+
+def _copied(copies: dict[tuple[str | int, ...], Any], path: tuple[str | int, ...]) -> Any:
+    if path not in copies:
+        parent = _copied(copies, path[:-1])
+        copies[path] = parent[path[-1]] = copy.copy(parent[path[-1]])
+    return copies[path]
+
+
+# -- comparing, on the background thread
+
+
+def contents(copied: Mapping[str, Any], buffers: Collection[str]) -> dict[str, EntryContents]:
+    """Return what this rank has of each entry of a staged copy, without ``buffers`` and what is no dense tensor."""
+    found: dict[str, EntryContents] = {}
+    for name, value in copied.items():
+        pieces: list[HeldTensor] = []
+        checksums: list[int] = []
+        first: dict[tuple[int, torch.Size], int] = {}
+        for path, x in walk(value, name):
+            dotted = ".".join(map(str, path))
+            part = _part(x) if isinstance(x, torch.Tensor) and dotted not in buffers else None
+            if part is None:
+                continue
+            local = (x.to_local() if isinstance(x, DTensor) else x).detach()
+            tied = first.setdefault((local.data_ptr(), local.shape), len(pieces)) if local.numel() else len(pieces)
+            pieces.append(HeldTensor(path, part, local.shape, local.dtype, tied))
+            checksums.append(crc32(view_of(local.cpu().contiguous())) if local.numel() else 0)
+        if pieces:
+            found[name] = EntryContents(pieces, checksums)
+    return found
+
+
+def _digest(what: object) -> bytes:
+    return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
+
+
+def _part(x: torch.Tensor) -> Part | None:
+    """Return where in the whole this rank's part of a tensor lies; ``None`` if it is not one dense part."""
+    if isinstance(x, DTensor):
+        chunks = x.__create_chunk_list__()
+        return Part(chunks[0].offsets, x.shape) if len(chunks) == 1 else None
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided and not x.is_quantized
+    return Part(torch.Size([0] * x.ndim), x.shape) if plain else None
+
+
+def groups(digests: Sequence[Mapping[str, Digests]]) -> list[dict[str, list[int]]]:
+    """Return for each rank which ranks have the same of each entry, itself among them."""
+    alike: dict[tuple[str, bytes], list[int]] = {}
+    for rank, each in enumerate(digests):
+        for name, digest in each.items():
+            alike.setdefault((name, digest.content), []).append(rank)
+    return [{name: alike[name, digest.content] for name, digest in each.items()} for each in digests]
+
+
+def doubtful(digests: Sequence[Mapping[str, Digests]]) -> list[dict[str, bool]]:
+    """Return the entries of which each rank has to send its comparison, and whether of parts of tensors as well.
+
+    That is of entries in which ranks have different tensors as a whole; and of those with the same parts, but other
+    bytes. Of ranks that have the same the first one sends it.
+    """
+    found: list[dict[str, bool]] = [{} for _ in digests]
+    for name in dict.fromkeys(name for each in digests for name in each):
+        wholes: dict[bytes, int] = {}
+        layouts: dict[bytes, dict[bytes, int]] = {}
+        for rank, each in enumerate(digests):
+            if name in each:
+                layout, content, whole = each[name]
+                layouts.setdefault(layout, {}).setdefault(content, rank)
+                if whole:
+                    wholes.setdefault(whole, rank)
+        for rank in wholes.values() if len(wholes) > 1 else ():
+            found[rank][name] = False
+        for ranks in layouts.values():
+            for rank in ranks.values() if len(ranks) > 1 else ():
+                found[rank][name] = True
+    return found
+
+
+def expect_alike(tables: Mapping[int, Sequence[EntryContents]]) -> None:
+    """Raise ``CheckpointError`` if ranks have different values of one name.
+
+    Args:
+        tables: what ranks have sent, as :func:`doubtful` asks for.
+    """
+    seen: dict[tuple[str, torch.Size], tuple[int, Any]] = {}
+    wrong: list[str] = []
+    for rank, of_rank in tables.items():
+        for piece, checksum in (pair for each in of_rank for pair in zip(each.pieces, each.checksums, strict=True)):
+            what = (piece.part.whole, piece.shape, piece.dtype, checksum)
+            other, there = seen.setdefault((piece.name, piece.part.offset), (rank, what))
+            if there != what:
+                same_kind = there[:3] == what[:3]
+                kind = "other values" if same_kind else f"{_kind(*what[1:3])}, not {_kind(*there[1:3])}"
+                wrong.append(f"{piece.name!r} is not the same on {name_ranks([other, rank])} ({kind})")
+    if wrong:
+        more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise CheckpointError(
+            f"{'; '.join(wrong[:_SHOWN])}{more}. Of values with one name a checkpoint has one. If they are replicas "
+            "of a model, they have drifted apart; parts of one tensor have to be a DTensor; and what each rank has for "
+            "itself is marked stagereg.per_rank(value), or has a name of its own."
+        )
+
+
+def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {[*shape]}"
+
+
+def shares(own: Mapping[str, EntryContents], replicas: Mapping[str, Sequence[int]], rank: int) -> Shares:
+    """Return this rank's shares of the entries that others have as well."""
+    found = Shares({}, {})
+    for name, ranks in replicas.items():
+        if len(ranks) > 1:
+            pieces = own[name].pieces
+            found.cuts[name] = _cuts(pieces, len(ranks), ranks.index(rank))
+            found.parts.update({piece.name: cut.part for piece, cut in zip(pieces, found.cuts[name], strict=True)})
+    return found
+
+
+def _cuts(pieces: Sequence[HeldTensor], count: int, index: int) -> list[Cut]:
+    """Return the share of one of ``count`` ranks."""
+    sizes = [_nbytes(piece) if piece.tied == i else 0 for i, piece in enumerate(pieces)]
+    begin, end = (sum(sizes) * each // count for each in (index, index + 1))
+    rows: list[tuple[int, int, int] | None] = []
+    cuts: list[Cut] = []
+    at = 0
+    for i, piece in enumerate(pieces):
+        rows.append(rows[piece.tied] if piece.tied != i else _rows(piece.shape, _nbytes(piece), begin - at, end - at))
+        at += sizes[i]
+        kind = (piece.path[1:-1], piece.path[-1], piece.part.whole, piece.dtype)
+        if (mine := rows[i]) is None:
+            cuts.append(Cut(*kind, None, None))
+            continue
+        offset = list(piece.part.offset)
+        if offset:
+            offset[mine[0]] += mine[1]
+        is_all = not piece.shape or mine[2] == piece.shape[mine[0]]
+        cuts.append(Cut(*kind, None if is_all else mine, Part(torch.Size(offset), piece.part.whole)))
+    return cuts
+
+
+def _nbytes(piece: HeldTensor) -> int:
+    return piece.shape.numel() * piece.dtype.itemsize
+
+
+def _rows(shape: torch.Size, nbytes: int, begin: int, end: int) -> tuple[int, int, int] | None:
+    """Return the rows of a tensor between two bytes of it, the nearest ones; of a small one all, if it begins there."""
+    dim = next((i for i, size in enumerate(shape) if size > 1), None)
+    if dim is None or nbytes < _LEAST_BYTES:
+        return (0, 0, shape[0] if shape else 1) if begin <= 0 < end else None
+    rows = shape[dim]
+    first, last = (min(max(0, round(byte * rows / nbytes)), rows) for byte in (begin, end))
+    return (dim, first, last - first) if first < last else None

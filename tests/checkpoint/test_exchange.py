@@ -1,0 +1,246 @@
+"""What torch's own functions have saved, in the layouts of those who call them, is restored into any split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import stagereg
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.errors import CheckpointError
+from stagereg.stagers.blocking import BlockingAsyncStager
+from stagereg.testing.ranks import run_ranks
+
+from . import splits
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def layout(name: str, model: Any, optimizer: Any) -> dict[str, Any]:
+    """The state that each of them gives to ``dcp.save``."""
+    flat = name in ("torch flat", "torchtitan")
+    weights, state = get_state_dict(model, optimizer, options=FLAT if flat else None)
+    if name == "torchtitan":
+        return {
+            **weights,
+            "optimizer": state,
+            "lr_scheduler": {"last_epoch": 5},
+            "train_state": {"step": torch.tensor(7, dtype=torch.int32), "ntokens_seen": torch.tensor(70)},
+            "dataloader": None,
+        }
+    if name == "lightning":  # whose module has the network as an attribute
+        groups = [{**group, "params": [f"net.{of}" for of in group["params"]]} for group in state["param_groups"]]
+        named = {"state": {f"net.{of}": each for of, each in state["state"].items()}, "param_groups": groups}
+        return {"state_dict": {f"net.{of}": x for of, x in weights.items()}, "optimizer_0": named}
+    if name == "a recipe of torch":
+        return {"app": {"model": weights, "optim": state}, "epoch": 3}
+    return {"model": weights, "optim": state}
+
+
+LAYOUTS = ["torch flat", "torch nested", "torchtitan", "lightning", "a recipe of torch"]
+
+
+def exchange(rank: int, world_size: int, root: str, cases: Sequence[tuple[str, str, str]]) -> list[Any]:
+    """Save each layout from one split with torch's own functions, and restore it into another split."""
+    groups, differing = splits.Groups(), []
+    for name, source, target in cases:
+        path, whole = f"{root}/{name} {source}/step-7", None
+        make, size = splits.MAKERS[source]
+        if rank < size:
+            split = splits.Split(groups[size], size, seed=1)
+            make(split)
+            split.step()
+            split.step()
+            dcp.save(layout(name, split.parts[0], split.optimizers), checkpoint_id=path, process_group=groups[size])
+            whole = split.whole()
+        saved = splits.shown(whole)
+        make, size = splits.MAKERS[target]
+        with groups.checkpointer(size, f"{root}/own", resume=path) as keeper:
+            if rank < size:
+                split = splits.Split(groups[size], size, seed=2)
+                make(split)
+                assert keeper.restore({key: split.state[key] for key in ("model", "optimizer")}) == 7
+                found = split.whole()
+                keys = saved.keys() | found.keys()
+                differing += [(name, source, target, key) for key in keys if found.get(key) != saved.get(key)]
+    return differing
+
+
+def test_what_others_saved_is_restored_into_any_split(tmp_path: Path) -> None:
+    cases = [
+        ("torch flat", "ddp", "plain"),
+        ("torch flat", "fsdp2", "interleaved"),
+        ("torch flat", "pp", "fsdp2"),
+        ("torch nested", "fsdp2", "interleaved_each"),
+        ("torch nested", "tp", "zero"),
+        ("torchtitan", "fsdp2", "ddp"),
+        ("torchtitan", "plain", "pp4"),
+        ("torchtitan", "pp", "tp_fsdp2"),
+        ("lightning", "fsdp2", "plain"),
+        ("a recipe of torch", "ddp", "fsdp2"),
+    ]
+    results = run_ranks(exchange, nproc=4, args=(str(tmp_path), cases), timeout_s=120)
+    assert results == [[]] * 4
+
+
+def trained(options: dict[str, Any] | None = None) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A network and its optimizer, after a step if ``options`` are given."""
+    torch.manual_seed(0 if options is None else 1)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    groups = [{"params": [*model[0].parameters()]}, {"params": [*model[1].parameters()], "weight_decay": 0.5}]
+    optimizer = torch.optim.AdamW(groups, **(options or {}))
+    if options is not None:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def restored(path: Path, state: dict[str, Any]) -> int | None:
+    with Checkpointer(str(path.parent / "own"), resume=str(path), stager=BlockingAsyncStager()) as checkpointer:
+        return checkpointer.restore(state)
+
+
+def bits(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    state = optimizer.state_dict()
+    parts = [splits.full(x) for x in model.state_dict().values()]
+    return (
+        parts,
+        [{key: splits.full(x) for key, x in each.items()} for each in state["state"].values()],
+        [
+            {key: splits.full(x) if isinstance(x, torch.Tensor) else x for key, x in group.items()}
+            for group in state["param_groups"]
+        ],
+    )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("lr", [0.25, torch.tensor(0.25)], ids=["number", "tensor"])
+def test_groups_and_their_options_are_those_that_were_saved(tmp_path: Path, name: str, lr: Any) -> None:
+    model, optimizer = trained({"lr": lr})
+    dcp.save(layout(name, model, optimizer), checkpoint_id=tmp_path / "there", no_dist=True)
+    fresh = trained()
+    assert restored(tmp_path / "there", dict(zip(("model", "optimizer"), fresh, strict=True))) == (
+        7 if name == "torchtitan" else 0
+    )
+    assert bits(*fresh) == bits(model, optimizer)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_opened_and_converted_its_optimizer_goes_by_names(tmp_path: Path, name: str) -> None:
+    model, optimizer = trained({"lr": 0.25})
+    dcp.save(layout(name, model, optimizer), checkpoint_id=tmp_path / "there", no_dist=True)
+    with stagereg.open_checkpoint(tmp_path / "there") as checkpoint:
+        entry = {"torchtitan": "optimizer", "lightning": "optimizer_0", "a recipe of torch": "app"}.get(name, "optim")
+        found = checkpoint.entry(entry)
+    found = found["optim"] if entry == "app" else found
+    before = "net." if name == "lightning" else ""
+    own = [before + of for of, _ in model.named_parameters()]
+    assert [group["params"] for group in found["param_groups"]] == [own[:2], own[2:]]
+    assert [group["weight_decay"] for group in found["param_groups"]] == [0.01, 0.5]
+    fresh = trained()
+    fresh[1].load_state_dict(found)
+    assert bits(model, fresh[1]) == bits(model, optimizer)
+
+
+def test_numbered_states_are_taken_by_position(tmp_path: Path) -> None:
+    model, optimizer = trained({"lr": 0.25})
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "seen": [torch.ones(2)]}
+    dcp.save(saved, checkpoint_id=tmp_path / "epoch=0-step=12.ckpt", no_dist=True)
+    fresh = trained()
+    state = {"net": fresh[0], "adam": fresh[1], "epoch": 0, "seen": [torch.zeros(2)]}
+    assert restored(tmp_path / "epoch=0-step=12.ckpt", state) == 12
+    assert bits(*fresh) == bits(model, optimizer)
+    assert (state["epoch"], state["seen"][0].tolist()) == (3, [1, 1])
+
+
+def test_of_two_that_fit_the_one_of_that_name_is_taken(tmp_path: Path) -> None:
+    models = {name: trained({"lr": lr}) for name, lr in (("generator", 0.25), ("critic", 0.5))}
+    saved = {name: model.state_dict() for name, (model, _) in models.items()}
+    saved |= {f"{name}_optim": get_state_dict(*pair, options=FLAT)[1] for name, pair in models.items()}
+    dcp.save(saved | {"step": 9}, checkpoint_id=tmp_path / "there", no_dist=True)
+    fresh = trained()
+    assert restored(tmp_path / "there", {"critic": fresh[0], "critic_optim": fresh[1]}) == 9
+    assert bits(*fresh) == bits(*models["critic"])
+    before = bits(*fresh)
+    for state, kinds in (({"model": fresh[0]}, ""), ({"model": fresh[0], "optim": fresh[1]}, "")):
+        with pytest.raises(CheckpointError, match=f"'model' may be any of generator{kinds}, critic{kinds} in it: call"):
+            restored(tmp_path / "there", state)
+    assert bits(*fresh) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {}}, "There is no 'model' in it, and nothing with the same parameters, only epoch, optim"),
+        ({"optim": {}}, "There is no 'optimizer' in it, and nothing with the same parameters, only epoch, model"),
+        (
+            {"model": {"0.weight": torch.ones(4, 3), "1.bias": torch.ones(9)}},
+            "2 missing in it: 0.bias, 1.weight; 1 of an",
+        ),
+        ({"model": {"more": torch.ones(2)}}, "1 in it that nothing here takes: more"),
+        ({"epoch": print}, "'epoch' was not read: it has builtins.print"),
+        (
+            {"optim": {"param_groups.0.weight.lr": print}},
+            "'optim.param_groups.0.weight.lr' was not read: it has builtins",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path, change: Any, message: str) -> None:
+    model, optimizer = trained({"lr": 0.25})
+    weights, state = get_state_dict(model, optimizer, options=FLAT)
+    saved: dict[str, Any] = {"model": weights, "optim": state, "epoch": 3}
+    for name, parts in change.items():
+        replaced = not parts or (name == "model" and "more" not in parts) or not isinstance(parts, dict)
+        saved[name] = parts if replaced else {**saved[name], **parts}
+    dcp.save(saved, checkpoint_id=tmp_path / "there", no_dist=True)
+    fresh = trained()
+    before = bits(*fresh)
+    with pytest.raises(CheckpointError) as raised:
+        restored(tmp_path / "there", {"model": fresh[0], "optimizer": fresh[1], "epoch": 0})
+    assert message in str(raised.value)
+    assert bits(*fresh) == before
+
+
+def read_back(rank: int, world_size: int, root: str) -> list[str]:
+    """Save several groups under FSDP2, and have torch alone read them."""
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def make(seed: int, **options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 1))
+        fully_shard(model, mesh=mesh)
+        groups = [{"params": [*model[0].parameters()]}, {"params": [*model[1].parameters()], "lr": 0.5}]
+        return model, torch.optim.AdamW(groups, **options)
+
+    model, optimizer = make(1, lr=0.25, weight_decay=0.125)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    with Checkpointer(root, stager=BlockingAsyncStager()) as checkpointer:
+        checkpointer.save(3, {"model": model, "optimizer": optimizer, "epoch": 4})
+    fresh = make(2)
+    weights, state = get_state_dict(*fresh, options=FLAT)
+    template = {"model": weights, "optimizer": state, "epoch": 0}
+    dcp.load(template, checkpoint_id=f"{root}/latest")
+    set_state_dict(*fresh, model_state_dict=weights, optim_state_dict=state, options=FLAT)
+    assert template["epoch"] == 4
+    pairs = [("weights", x, y) for x, y in zip(model.parameters(), fresh[0].parameters(), strict=True)]
+    for x, y in zip(model.parameters(), fresh[0].parameters(), strict=True):
+        pairs += [(key, item, fresh[1].state[y][key]) for key, item in optimizer.state[x].items()]
+    differing = [name for name, x, y in pairs if splits.full(x) != splits.full(y)]
+    for one, other in zip(optimizer.param_groups, fresh[1].param_groups, strict=True):
+        differing += [key for key in one if key != "params" and one[key] != other.get(key)]
+    dist.barrier()
+    return differing
+
+
+def test_torch_alone_reads_groups_of_sharded_parameters(tmp_path: Path) -> None:
+    assert run_ranks(read_back, nproc=2, args=(str(tmp_path),)) == [[], []]

@@ -1,0 +1,224 @@
+"""Of what ranks have alike each stages and writes a share; what is not alike under one name is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stagereg
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.sharing import EntryContents, HeldTensor, Part, shares
+from stagereg.errors import CheckpointError, ConfigError
+from stagereg.stagers.blocking import BlockingAsyncStager
+from stagereg.testing.ranks import run_ranks
+
+from . import splits
+
+WIDE = 400
+
+
+class Wide(torch.nn.Module):
+    """Some 640 kB of parameters, of which a share is visible, and a buffer that replicas do not have alike."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up = torch.nn.Linear(WIDE, WIDE)
+        self.scale = torch.nn.Parameter(torch.randn(3))
+        self.tied = self.scale
+        self.register_buffer("mean", torch.full((2,), float(dist.get_rank())))
+
+
+def written(root: str, step: int, rank: int) -> int:
+    """Bytes of tensors that a rank has written."""
+    folder = Path(root) / f"step-{step:08d}"
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    return sum(mark["bytes"] for name, mark in files.items() if name.startswith(f"__{rank}_"))
+
+
+def share(rank: int, size: int, root: str, options: dict[str, Any]) -> tuple[list[float], list[int], list[str]]:
+    """Save five steps; return what was staged in each as a share of the state, what was written, and what differs."""
+    model = Wide(1)
+    optimizer = torch.optim.Adam(model.parameters())
+    state = {"model": model, "optimizer": optimizer, "epoch": 7}
+    whole = 3 * sum(x.nbytes for x in model.parameters())
+    staged: list[float] = []
+    with Checkpointer(root, keep=9, stager=BlockingAsyncStager(), **options) as keeper:
+        for step in range(1, 6):
+            for x in model.parameters():
+                x.grad = x.detach() * step
+            optimizer.step()
+            before = keeper.stats.bytes_staged
+            keeper.save(step, state)
+            keeper.wait()
+            staged.append((keeper.stats.bytes_staged - before) / whole)
+    other = Wide(2)
+    fresh = torch.optim.Adam(other.parameters())
+    with Checkpointer(root, stager=BlockingAsyncStager()) as keeper:
+        keeper.restore({"model": other, "optimizer": fresh, "epoch": 0})
+    pairs = dict(zip(model.parameters(), other.parameters(), strict=True))
+    same = all(torch.equal(a, b) for a, b in pairs.items())
+    same &= all(torch.equal(x, fresh.state[b][key]) for a, b in pairs.items() for key, x in optimizer.state[a].items())
+    assert other.mean.tolist() == [0.0, 0.0]  # type: ignore[union-attr,operator]
+    return staged, [written(root, step, rank) for step in (1, 5)], [] if same else ["differs"]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_rank_stages_and_writes_its_share(tmp_path: Path, size: int) -> None:
+    ranks = run_ranks(share, size, args=(str(tmp_path), {}), timeout_s=120)
+    assert [differing for *_, differing in ranks] == [[]] * size
+    for staged, _, _ in ranks:
+        assert staged[:2] == pytest.approx([1.0, 1.0], abs=0.01)
+        assert staged[2:] == pytest.approx([1 / size] * 3, rel=0.1)
+    files = [bytes_of for _, bytes_of, _ in ranks]
+    assert [first < 100_000 for first, _ in files] == [False, *[True] * (size - 1)]
+    assert max(last for _, last in files) < 1.15 * min(last for _, last in files)
+
+
+def test_replicas_first_and_comparing_saves_are_whole(tmp_path: Path) -> None:
+    first, compared = ({"replicas": "first"}, {"verify_replicas": 2})
+    staged = run_ranks(share, 2, args=(str(tmp_path / "first"), first))[1][0]
+    assert staged == pytest.approx([1.0] * 5, abs=0.01)
+    staged = run_ranks(share, 2, args=(str(tmp_path / "compared"), compared))[1][0]
+    assert staged == pytest.approx([1.0, 1.0, 1.0, 0.5, 1.0], rel=0.1)
+
+
+def refused(rank: int, size: int, root: str) -> dict[str, str]:
+    """What is said of values that ranks have differently."""
+    found: dict[str, str] = {}
+
+    def save(name: str, state: Any, drift: Any = None, **options: Any) -> None:
+        with Checkpointer(f"{root}/{name}", stager=BlockingAsyncStager(), grace=None, **options) as keeper:
+            try:
+                for step in range(1, 4):
+                    keeper.save(step, state)
+                    keeper.wait()
+                    if drift is not None and step == 2:
+                        drift()
+                found[name] = ""
+            except CheckpointError as error:
+                found[name] = str(error)
+
+    save("values", {"x": {"a": torch.full((2,), float(rank))}})
+    save("shapes", {"x": torch.ones(2 + rank)})
+    save("alike", {"x": torch.ones(2), "loss": rank / 2})
+    model = torch.nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(1.0)
+
+    def drift() -> None:
+        if rank == 1:
+            with torch.no_grad():
+                model.bias[1] = 3.0
+
+    save("drift", {"model": model}, drift, verify_replicas=2)
+    torch.manual_seed(1)
+    other = torch.nn.Linear(2, 2)
+    groups: Any = [{"params": [other.weight], "lr": 0.1 * (rank + 1)}, {"params": [other.bias]}]
+    save("options", {"model": other, "optimizer": torch.optim.SGD(groups, lr=1.0)})
+    return found
+
+
+def test_what_is_not_alike_under_one_name_is_refused(tmp_path: Path) -> None:
+    ranks = run_ranks(refused, 3, args=(str(tmp_path),))
+    assert ranks[0] == ranks[1] == ranks[2]
+    found = ranks[0]
+    assert "'x.a' is not the same on ranks 0, 1 (other values); 'x.a' is not the same on ranks 0, 2" in found["values"]
+    assert "'x' is not the same on ranks 0, 1 (float32 [3], not float32 [2])" in found["shapes"]
+    assert "stagereg.per_rank(value)" in found["values"]
+    assert found["alike"] == ""
+    assert "Step 3 was not saved" in found["drift"]
+    assert "'model.bias' is not the same on ranks 0, 1 (other values)" in found["drift"]
+    assert "'optimizer.param_groups.weight.lr' is not the same on all ranks" in found["options"]
+
+
+def own_values(rank: int, size: int, root: str) -> tuple[Any, Any]:
+    """Restore what each rank has for itself."""
+    loader = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0), 1)
+    loader.last_epoch = 10 + rank
+    with Checkpointer(root, stager=BlockingAsyncStager()) as keeper:
+        own = stagereg.per_rank({"x": torch.full((1,), rank)})
+        state = {"loss": rank / 2, "own": own, "at": stagereg.per_rank(loader)}
+        keeper.save(1, state)
+        keeper.wait()
+        loader.last_epoch = 0
+        fresh = {"loss": 9.0, "own": stagereg.per_rank({}), "at": stagereg.per_rank(loader)}
+        keeper.restore(fresh)
+    return fresh["loss"], (fresh["own"].value["x"].item(), loader.last_epoch)
+
+
+def test_each_rank_restores_what_is_its_own(tmp_path: Path) -> None:
+    assert run_ranks(own_values, 2, args=(str(tmp_path),)) == [(0.0, (0, 10)), (0.5, (1, 11))]
+
+
+@pytest.mark.parametrize(("replicas", "every"), [("shared", 0), ("share", -1), ("share", True)])
+def test_wrong_options_are_refused(tmp_path: Path, replicas: Any, every: Any) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.(replicas|verify_replicas) must be"):
+        Checkpointer(str(tmp_path), replicas=replicas, verify_replicas=every)
+
+
+tensors = st.lists(st.lists(st.integers(0, 40_000), max_size=3).map(torch.Size), max_size=6).filter(
+    lambda shapes: sum(shape.numel() for shape in shapes) < 10**8
+)
+
+
+@given(tensors, st.integers(2, 5))
+def test_shares_cover_each_tensor_once_and_are_balanced(shapes: list[torch.Size], count: int) -> None:
+    pieces = [
+        HeldTensor(("x", str(i)), Part(torch.Size([0] * len(shape)), shape), shape, torch.float32, i)
+        for i, shape in enumerate(shapes)
+    ]
+    own = {"x": EntryContents(pieces, [0] * len(pieces))}
+    each = [shares(own, {"x": list(range(count))}, rank).cuts["x"] for rank in range(count)]
+    total, staged = sum(shape.numel() for shape in shapes), [0] * count
+    for i, shape in enumerate(shapes):
+        parts = []
+        for rank, cuts in enumerate(each):
+            if cuts[i].part is not None:
+                dim, begin, rows = cuts[i].rows or (0, 0, shape[0] if shape else 1)
+                assert cuts[i].part == Part(torch.Size([begin * (at == dim) for at in range(len(shape))]), shape)
+                parts.append((begin, begin + rows))
+                staged[rank] += shape.numel() * rows // (shape[dim] if shape else 1) if shape.numel() else 0
+        if shape.numel():
+            assert parts[0][0] == 0
+            assert all(one[1] == other[0] for one, other in itertools.pairwise(parts))
+    assert sum(staged) == total
+    rows_of = [shape.numel() // next((size for size in shape if size > 1), 1) for shape in shapes]
+    assert all(abs(of_rank - total / count) <= (1 << 16) + max(rows_of, default=0) for of_rank in staged)
+
+
+def hybrid(rank: int, size: int, root: str) -> tuple[list[int], list[str]]:
+    """HSDP on two times two ranks: what each rank stages, and what differs after restoring."""
+    splits.Groups()
+    split = splits.Split(dist.group.WORLD, size, seed=1)
+    splits.hsdp(split)
+    staged = []
+    with Checkpointer(root, stager=BlockingAsyncStager()) as keeper:
+        for step in range(1, 5):
+            split.step()
+            before = keeper.stats.bytes_staged
+            keeper.save(step, split.state)
+            keeper.wait()
+            staged.append(keeper.stats.bytes_staged - before)
+    whole = split.whole()
+    other = splits.Split(dist.group.WORLD, size, seed=2)
+    splits.fsdp2(other)
+    with Checkpointer(root, stager=BlockingAsyncStager()) as keeper:
+        keeper.restore(other.state)
+    found = other.whole()
+    return staged, [name for name in whole if found.get(name) != whole[name]]
+
+
+def test_replicas_of_shards_share_them_too(tmp_path: Path) -> None:
+    ranks = run_ranks(hybrid, 4, args=(str(tmp_path),), timeout_s=120)
+    assert [differing for _, differing in ranks] == [[]] * 4
+    assert sum(staged[-1] for staged, _ in ranks) < 0.6 * sum(staged[0] for staged, _ in ranks)
