@@ -52,7 +52,7 @@ def import_plugins(asked: argparse.Namespace) -> None:
 
     sys.path.insert(0, os.getcwd())  # where Python looks for the modules of a script, too
     with output.stdout_to_stderr():
-        plugins.from_config(OmegaConf.create({"plugins": modules}))
+        plugins.from_config(OmegaConf.create({"plugins": modules}), "--plugins")
 
 
 def list_components(asked: argparse.Namespace) -> int:
