@@ -199,6 +199,12 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return `` Did you mean 'x'?`` for the closest of ``choices``, or an empty string when none is close."""
-    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
+    """Return `` Did you mean 'x'?`` for the closest of ``choices``, or an empty string when none is close.
+
+    One that only begins like ``name`` is close too: ``pined`` may mean ``pinned_cached``.
+    """
+    names = list(choices)
+    beginnings = {each[: len(name) + 1]: each for each in names}
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    close = close or [beginnings[each] for each in difflib.get_close_matches(name, beginnings, n=1, cutoff=0.8)]
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -203,7 +203,7 @@ def _real(name: str, value: Any) -> float:
     shape = getattr(value, "shape", None)
     if isinstance(value, numbers.Real) or (getattr(value, "ndim", None) == 0 and hasattr(value, "__float__")):
         with contextlib.suppress(Exception):  # of a class that is not ours
-            return float(value)
+            return float(value.detach() if hasattr(value, "detach") else value)
     shown = f"a {type(value).__name__} of shape {list(shape)}" if shape else f"{value!r:.60}"
     raise ConfigError(f"stagereg.log: {name} takes a real number or a tensor of no dimension, not {shown}")
 

@@ -150,7 +150,7 @@ class Registry:
         self._packages: dict[tuple[str, str], list[Entry]] = {}
         self._unreadable: list[tuple[str, str]] = []
 
-    def register(self, kind: str, name: str) -> Callable[[T], T]:
+    def register(self, kind: str, name: str = "") -> Callable[[T], T]:
         """Register the decorated class or factory function under ``name``; it is returned unchanged.
 
         The component is checked against the protocol of ``kind`` here: a class at once, a factory function by its
@@ -165,6 +165,10 @@ class Registry:
             RegistryError: the name is taken by another definition (the message names both places), is not a name, or
                 the component does not fit the protocol of its kind (the message shows the lines to write).
         """
+        if callable(kind):
+            raise RegistryError(
+                'Write @stagereg.register("stager", "my_name"): the kind, and the name to choose it by.'
+            )
         _require_kind(kind)
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise RegistryError(f"{name!r} is not a name for a {kind}: use letters, digits, '_' and '-'.")

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+import stagereg
 from stagereg import cli
 from stagereg.checkpoint.failpoints import POINTS
 from stagereg.sweep.metric import METRICS
@@ -159,6 +161,39 @@ def test_every_command_of_a_page_prints_what_it_shows(tmp_path: Path, page: Page
         command.check("".join(f"{each.rstrip()}\n" for each in ended.stdout.splitlines()))
 
 
+BEFORE_THE_DIFF = """\
+from itertools import islice
+import stagereg, torch
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+data = TensorDataset(torch.arange(320.0).view(40, 8).sin(), torch.arange(40) % 3)
+loader = DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(1))
+
+def Model():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3))
+
+"""
+
+
+def test_the_program_of_the_guide_resumes_bit_for_bit(tmp_path: Path) -> None:
+    (diff,) = Page("guide.md").of("diff")
+    program = "".join(f"{line[1:]}\n" for line in diff.splitlines() if line[0] in " +")
+    app = App(tmp_path, {"conf/train.yaml": "defaults: [stagereg, _self_]\nnproc: 2\n"})
+    (tmp_path / "train.py").write_text(f'{BEFORE_THE_DIFF}{program}\nif __name__ == "__main__":\n    train()\n')
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    for folder in (whole, resumed):
+        done = app.run(f"checkpoint.dir={folder}", "checkpoint.every=5", script="train.py")
+        assert done.returncode == 0, done.stderr
+        assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000005", "step-00000010"]
+        if folder == whole:
+            shutil.copytree(whole / "step-00000005", resumed / "step-00000005")
+    ends = [stagereg.open_checkpoint(folder / "step-00000010") for folder in (whole, resumed)]
+    assert list(ends[0]) == list(ends[1])
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
 def test_the_program_of_the_readme_runs_as_it_is_printed(tmp_path: Path) -> None:
     (program,) = Page("../README.md").of("python")[:1]
     (tmp_path / "train.py").write_text(program)
@@ -169,4 +204,5 @@ def test_the_program_of_the_readme_runs_as_it_is_printed(tmp_path: Path) -> None
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         assert done.returncode == 0, done.stderr
         assert begins in done.stdout + done.stderr
-    assert sorted(path.name for path in (tmp_path / "kept").glob("step-*")) == ["step-00000040", "step-00000060"]
+        assert sorted(path.name for path in (tmp_path / "kept").glob("step-*")) == ["step-00000020", "step-00000030"]
+        shutil.rmtree(tmp_path / "kept/step-00000030")  # the next run resumes at step 20, and repeats no batch

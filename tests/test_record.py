@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -234,7 +235,11 @@ def test_numbers_are_written_as_numbers_and_nan_as_null(tmp_path: Path) -> None:
         record.emit("write", bytes=torch.tensor(7), price=decimal.Decimal("1.25"), dir=tmp_path)
         stagereg.log(3, loss=torch.tensor(0.5), rate=1, grown=math.inf)
         stagereg.log(4, loss=math.nan)
-    _, write, first, second, _ = recorded(tmp_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch's, of a number with a gradient
+            stagereg.log(5, loss=torch.tensor(0.5, requires_grad=True))
+    _, write, first, second, third, _ = recorded(tmp_path)
+    assert third["values"] == {"loss": 0.5}
     assert (write["bytes"], write["price"], write["dir"]) == (7, 1.25, str(tmp_path))
     assert (first["step"], first["values"]) == (3, {"loss": 0.5, "rate": 1.0, "grown": None})
     assert (second["step"], second["values"]) == (4, {"loss": None})

@@ -100,6 +100,8 @@ def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
     nearest = r"No stager named 'pinned_cahced'\. Did you mean 'pinned_cached'\?\n.*blo"
     with pytest.raises(UnknownNameError, match=nearest):
         stagereg.build("stager", "pinned_cahced")
+    with pytest.raises(UnknownNameError, match=r"No stager named 'pined'\. Did you mean 'pinned_cached'\?\n"):
+        stagereg.build("stager", "pined")
 
 
 def test_what_cannot_be_an_option_is_refused() -> None:

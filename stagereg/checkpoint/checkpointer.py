@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.options as options
 import stagereg.checkpoint.restoring as restoring
 import stagereg.record as record
@@ -351,7 +352,8 @@ class Checkpointer:
         if self._ranks.rank == 0:
             begins = "training starts from scratch" if restored is None else f"resumed from {restored.path}"
             _log.info("stagereg: checkpoints go to %s; %s", self.dir, begins)
-        if restored is None:
+        if restored is None:  # now, and not at the first save
+            self._ranks.run_on_all("No save could succeed", partial(entries.expect_savable, state))
             return None
         self._schedule.restored(restored.manifest.step)
         if os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(self._store.root):

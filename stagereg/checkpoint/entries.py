@@ -23,7 +23,7 @@ import stagereg.checkpoint.module_state as module_state
 import stagereg.checkpoint.optimizer_state as optimizer_state
 import stagereg.checkpoint.rng as rng
 from stagereg.checkpoint.advice import listed
-from stagereg.checkpoint.encoding import Leaf, leaves, marks
+from stagereg.checkpoint.encoding import Leaf, encode, leaves, marks
 from stagereg.checkpoint.index import Stored
 from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.reading import CheckpointFiles
@@ -34,6 +34,7 @@ __all__ = [
     "assign",
     "buffers",
     "capture",
+    "expect_savable",
     "find",
     "keep",
     "pair",
@@ -115,6 +116,14 @@ def _current(state: Mapping[str, Any], name: str, names: ParameterNames) -> Any:
         each = [optimizer_state.state_of(one, names.of(one, state)) for one in optimizers]
         return optimizer_state.joined(each)
     return value.state_dict() if _is_stateful(value) else value
+
+
+def expect_savable(state: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` if a plain value of ``state`` is one that no checkpoint takes."""
+    for name in state:
+        value = _value(state, name)
+        if not (_is_stateful(value) or module_state.modules_of(value) or optimizer_state.optimizers_of(value)):
+            encode(value, name)
 
 
 def _is_stateful(value: Any) -> bool:

@@ -30,6 +30,7 @@ class EntryDigests(NamedTuple):
 
     structures: dict[str, int]
     contents: dict[str, Digests]
+    samples: dict[str, int]
 
 
 class Request(NamedTuple):
@@ -66,14 +67,15 @@ class RankEntries:
     """
 
     def __init__(self, copied: Mapping[str, Any], buffers: Collection[str] | None) -> None:
-        self._structures = {name: encode(value, name) for name, value in copied.items()}
+        self._samples = sharing.sampled(copied)
+        self._structures = {name: encode(value, name) for name, value in copied.items() if name != sharing.SAMPLES}
         self._groups = groups_of(copied)
         self.contents = {} if buffers is None else sharing.contents(copied, buffers)
 
     def digests(self) -> EntryDigests:
         """Return what the other ranks have to know of them."""
         structures = {name: crc32(each.text.encode()) for name, each in self._structures.items()}
-        return EntryDigests(structures, {name: each.digests for name, each in self.contents.items()})
+        return EntryDigests(structures, {name: each.digests for name, each in self.contents.items()}, self._samples)
 
     def answer(self, request: Request) -> Sent:
         """Return what rank 0 asks for."""
@@ -88,7 +90,12 @@ class RankEntries:
 
 
 def requests(digests: Sequence[EntryDigests], order: Sequence[int]) -> list[Request]:
-    """Return what to ask each rank for; of what several ranks have alike, the first one in ``order``."""
+    """Return what to ask each rank for; of what several ranks have alike, the first one in ``order``.
+
+    Raises:
+        CheckpointError: ranks that share an entry have drifted apart.
+    """
+    sharing.expect_samples_alike([each.samples for each in digests])
     structures: list[dict[str, list[int]]] = [{} for _ in digests]
     first: dict[tuple[str, int], int] = {}
     for rank in order:

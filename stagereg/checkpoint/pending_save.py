@@ -57,7 +57,7 @@ from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.merging import EntryDigests, RankEntries, Request, Sent
 from stagereg.checkpoint.rank_group import DisagreementError, RankGroup, reason
 from stagereg.checkpoint.schedule import Schedule
-from stagereg.checkpoint.sharing import Part, Replicas, shares
+from stagereg.checkpoint.sharing import SAMPLES, Part, Replicas, shares
 from stagereg.checkpoint.state_planner import StatePlanner, name_for_each
 from stagereg.checkpoint.storage.protocol import Storage, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -99,7 +99,7 @@ class _Prepared(NamedTuple):
     plan: SavePlan | None
     follows: bool = False
     taken: Mapping[str, int] = {}
-    digests: EntryDigests = EntryDigests({}, {})
+    digests: EntryDigests = EntryDigests({}, {}, {})
     shares_of: int | None = None
 
 
@@ -207,7 +207,9 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         failpoint("staged")
         save.at = "preparing its files"
         to.storage.reset(path)
-        planner.set_up_planner(copy, to.storage.storage_meta(), ranks.rank == 0)
+        planner.set_up_planner(
+            {name: copy[name] for name in copy if name != SAMPLES}, to.storage.storage_meta(), ranks.rank == 0
+        )
         save.nbytes = sum(part.nbytes for x in planner.state_dict.values() for part in _parts(x))
         takes_more = "kwargs" in inspect.signature(to.storage.set_up_storage_writer).parameters  # as torch asks
         more = {"rank": ranks.rank, "use_collectives": True} if takes_more else {}
@@ -259,7 +261,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         results = [each for each, _, _ in written]
         state = merging.put_together([sent for _, _, sent in written], requests, order, follows)
         index = make_index(metadata[0], results, state)
-        name_for_each(metadata[0], results, {name: of for _, _, sent in written for name, of in sent.groups.items()})
+        name_for_each(metadata[0], results, [sent.groups for _, _, sent in written])
         to.storage.finish(metadata[0], results)
         own = _marks(to, path)
         files = {name: mark for _, marks, _ in written for name, mark in marks.items()} | own

@@ -16,6 +16,7 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
+from stagereg.checkpoint.rank_group import reason
 from stagereg.errors import CheckpointError
 
 __all__ = ["expect_loadable", "load"]
@@ -53,7 +54,7 @@ def expect_loadable(name: str, value: Any) -> None:
     except Exception as error:
         kind = f"a {type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
         raise CheckpointError(
-            f"{name!r} cannot be saved: it is {kind}, and pickling that fails ({type(error).__name__}: {error}). "
+            f"{name!r} cannot be saved: it is {kind}, and pickling that fails ({reason(error)}). "
             "Leave it out of the state, or give what it consists of."
         ) from error
     try:

@@ -6,12 +6,14 @@ bytes of each tensor. What has one name and is not alike is refused: of two valu
 Ranks whose entry is alike are a group of replicas, and from the second save after that on each of them has a share:
 the bytes of the entry in order, cut at rows into as many parts as there are ranks. Large tensors are cut, small ones
 stay whole. Buffers are no part of it, since replicas may drift there (running statistics): of them the lowest rank's is
-stored. Every save carries which comparison its shares are of, so ranks never put together shares of different ones.
+stored. Every save carries which comparison its shares are of, so ranks never put together shares of different ones; and
+a few elements of what is shared from each rank, which find out at once where ranks have begun to train apart.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +27,7 @@ from stagereg.errors import CheckpointError, name_ranks
 from stagereg.kernel.memory import view_of
 
 __all__ = [
+    "SAMPLES",
     "Digests",
     "EntryContents",
     "Part",
@@ -33,13 +36,18 @@ __all__ = [
     "contents",
     "doubtful",
     "expect_alike",
+    "expect_samples_alike",
     "groups",
+    "sampled",
     "shares",
 ]
 
 _LEAST_BYTES = 1 << 16  # a tensor of fewer is not cut
 _SHOWN = 10
+_SAMPLED = 16  # tensors, and elements of each
 _NOTHING = torch.empty(0)
+SAMPLES = "stagereg.samples"
+"""The entry of a staged copy that goes into no checkpoint: elements of what ranks share, to be compared each time."""
 
 
 class Part(NamedTuple):
@@ -122,10 +130,17 @@ class Cut(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What one rank stages: of each entry, and where it lies by dotted name (``None``: nowhere, others have it)."""
+    """What one rank stages of each entry.
+
+    Attributes:
+        cuts: by the names of entries.
+        parts: where it lies in the whole by dotted name; ``None`` for what others stage.
+        first: of the ranks that share an entry, the lowest.
+    """
 
     cuts: dict[str, list[Cut]]
     parts: dict[str, Part | None]
+    first: dict[str, int]
 
 
 class Replicas:
@@ -172,7 +187,21 @@ class Replicas:
         if any(found[name] is None for name in shares.cuts):  # as by an optimizer's first step
             self._anew = True
             return dict(entries), {}, None
+        found[SAMPLES] = {
+            f"{shares.first[name]}.{name}": _sample(entries[name], shares.cuts[name]) for name in shares.cuts
+        }
         return found, shares.parts, of
+
+
+def _sample(value: Any, cuts: Sequence[Cut]) -> list[torch.Tensor]:
+    """Return some elements of some tensors, the same on all ranks and in each save."""
+    found = []
+    for holder, key, *_ in cuts[:: max(1, len(cuts) // _SAMPLED)]:
+        x = functools.reduce(lambda at, step: at[step], (*holder, key), value)
+        x = (x.to_local() if isinstance(x, DTensor) else x).detach()
+        if x.is_contiguous():
+            found.append(x.view(-1)[x.numel() // 2 :][:_SAMPLED])
+    return found
 
 
 def _staged(value: Any, cuts: Sequence[Cut]) -> Any:
@@ -239,6 +268,28 @@ def _part(x: torch.Tensor) -> Part | None:
     return Part(torch.Size([0] * x.ndim), x.shape) if plain else None
 
 
+def sampled(copied: Mapping[str, Any]) -> dict[str, int]:
+    """Return a checksum of what was sampled of each entry, by a name that only ranks that share it have."""
+    return {
+        name: functools.reduce(lambda crc, x: crc32(view_of(x.cpu().contiguous()), crc), each, 0)
+        for name, each in copied.get(SAMPLES, {}).items()
+    }
+
+
+def expect_samples_alike(ranks: Sequence[Mapping[str, int]]) -> None:
+    """Raise ``CheckpointError`` if ranks that share an entry do not have the same of it any more."""
+    seen: dict[str, tuple[int, int]] = {}
+    for rank, each in enumerate(ranks):
+        for name, crc in each.items():
+            other, expected = seen.setdefault(name, (rank, crc))
+            if crc != expected:
+                raise CheckpointError(
+                    f"{name.partition('.')[2]!r} was the same on {name_ranks([other, rank])}, so each staged a share, "
+                    "and is not any more. Replicas of one model have drifted apart; or, if each rank trains a model of "
+                    "its own, mark it so: stagereg.per_rank(value)."
+                )
+
+
 def groups(digests: Sequence[Mapping[str, Digests]]) -> list[dict[str, list[int]]]:
     """Return for each rank which ranks have the same of each entry, itself among them."""
     alike: dict[tuple[str, bytes], list[int]] = {}
@@ -303,11 +354,12 @@ def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
 
 def shares(own: Mapping[str, EntryContents], replicas: Mapping[str, Sequence[int]], rank: int) -> Shares:
     """Return this rank's shares of the entries that others have as well."""
-    found = Shares({}, {})
+    found = Shares({}, {}, {})
     for name, ranks in replicas.items():
         if len(ranks) > 1:
             pieces = own[name].pieces
             found.cuts[name] = _cuts(pieces, len(ranks), ranks.index(rank))
+            found.first[name] = ranks[0]
             found.parts.update({piece.name: cut.part for piece, cut in zip(pieces, found.cuts[name], strict=True)})
     return found
 

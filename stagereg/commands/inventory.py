@@ -93,7 +93,8 @@ def verify(asked: argparse.Namespace) -> int:
     how = "By manifests and sizes, no content was read" if asked.fast else "The content of every file was read"
     output.echo(f"\n{how}: {count}", "bold red" if bad else "")
     if bad and not found.one:
-        output.echo("None is good." if good is None else f"The newest good one is {good}")
+        which = "newest one of the right size, not read," if asked.fast else "newest good one"
+        output.echo("None is good." if good is None else f"The {which} is {good}")
     return int(bad > 0)
 
 

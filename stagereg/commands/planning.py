@@ -86,6 +86,8 @@ def run(asked: argparse.Namespace) -> int:
     """
     each_s, nodes = asked.mtbf_per_node, asked.nodes
     if (asked.mtbf is None) == (each_s is None) or (nodes is None) != (each_s is None):
+        if asked.mtbf is None and (each_s is None) != (nodes is None):
+            raise ConfigError(f"{'--mtbf-per-node' if each_s is None else '--nodes'} is missing: the two go together.")
         text = "Give one: --mtbf 6h, of all its machines together; or --mtbf-per-node 50000h --nodes 128, of each."
         raise ConfigError(f"How often does the job fail? {text}")
     job = _costs(asked)

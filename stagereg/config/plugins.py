@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import pkgutil
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -97,13 +98,13 @@ def from_overrides(overrides: Iterable[str]) -> None:
             _import_all(value, "The command line")
 
 
-def from_config(config: Any) -> None:
-    """Import the modules that ``plugins`` of a composed config names.
+def from_config(config: Any, where: str = "The config") -> None:
+    """Import the modules that ``plugins`` of a composed config, or of ``where``, names.
 
     Raises:
         PluginError: one of them cannot be imported, or is no module.
     """
-    _import_all(_named(config), "The config")
+    _import_all(_named(config), where)
 
 
 def _named(config: Any) -> Any:
@@ -127,7 +128,7 @@ def _import_all(value: Any, where: str) -> None:
         except RegistryError as error:
             near = ""
             if isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name == module:
-                near = nearest(module, (found.name for found in pkgutil.iter_modules()))
+                near = nearest(module, {found.name for found in pkgutil.iter_modules()} - sys.stdlib_module_names)
                 near += " Modules are looked for beside the script, on PYTHONPATH, and among the installed ones."
             message = f"{where} names the plugin {module!r}, which cannot be imported.{near}\n{error}"
             raise PluginError(message) from error

@@ -14,7 +14,6 @@ after a way through YAML. ``hydra.utils.instantiate`` passes it to a component a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -77,9 +76,15 @@ def options(component: Callable[..., Any]) -> dict[str, Option]:
         if not _can_hold(hint, anything=nested or default not in (MISSING, None)):
             continue  # where neither annotation nor default says what a config has to hold, the program passes it
         option = Option(name, hint, _config_type(hint), to_config(default), help_.get(name, ""))
-        with contextlib.suppress(OmegaConfBaseException, TypeError, ValueError):  # OmegaConf cannot hold the default
+        try:
             OmegaConf.structured(dataclasses.make_dataclass("probe", [_field(option)]))
             found[name] = option
+        except (OmegaConfBaseException, TypeError, ValueError) as error:  # OmegaConf cannot hold the default
+            if isinstance(default, (str, int, float)) and value_type(hint) is not None:
+                who = getattr(component, "__qualname__", component)
+                raise ConfigError(
+                    f"{who}: the default of {name}, {default!r}, is not of its type {hint.__name__}."
+                ) from error
     return found
 
 
@@ -261,7 +266,8 @@ def _first_that_reads(path: NodePath, value: Any, members: tuple[Any, ...], inne
             return inner(path, value, member)
         except ConfigError as refusal:
             refusals.append(str(refusal))
-    raise ConfigError("\nOr: ".join(refusals))
+    others = [each.removeprefix(f"{path}: {value!r} is not ") for each in refusals[1:]]
+    raise ConfigError("\nOr: ".join([refusals[0], *others]))
 
 
 def _dataclass(path: NodePath, value: dict[Any, Any], original: Any, inner: Callable[..., Any]) -> Call:

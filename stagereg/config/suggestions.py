@@ -8,16 +8,19 @@ app's own config and for its config groups alike. For ``GROUP=null`` it says how
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from hydra.errors import MissingConfigException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 import stagereg.config.docstring as docstring
 import stagereg.registry as registry
 from stagereg.config.resolved_tree import SWITCHES
+from stagereg.config.schema import options
 from stagereg.errors import ConfigError, nearest
 
 __all__ = ["explain", "refuse_unused"]
@@ -34,6 +37,10 @@ def explain(error: BaseException | None) -> str:
             line = _wrong_type(error) if isinstance(error, ValidationError) else _unknown_key(error)
         elif isinstance(error, MissingConfigException):
             line = _unknown_option(error)
+        elif found := re.match(
+            r"Multiple values for ([\w@.]+)\. To override a value use 'override \1: (.*)'", str(error)
+        ):
+            line = f"{found[1]} is chosen already. Write {found[1]}={found[2]}, without +"
         elif isinstance(error, ValueError) and str(error).startswith("Config group override must be"):
             line = "a config group takes the name of an option. For none write ~GROUP, in place of GROUP=null"
             off = [hint for group, hint in SWITCHES.items() if f"{group}=null" in sys.argv]
@@ -57,12 +64,25 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
     parent, owner = error.parent_node, error.object_type
     if not isinstance(parent, DictConfig) or parent._is_missing() or parent._is_none() or error.key in (None, *parent):
         return ""
-    typed = isinstance(owner, type) and dataclasses.is_dataclass(owner)
-    what = owner.__name__ if owner and typed else parent._get_full_key(None) or "the config"
+    hint = _hint(parent)
+    if hint is not Any and not dataclasses.is_dataclass(hint):
+        return f"{parent._get_full_key(None)} takes any key, with a +: +{error.full_key}=..."
+    typed = (isinstance(owner, type) and dataclasses.is_dataclass(owner)) or hint is not Any
+    what = owner.__name__ if dataclasses.is_dataclass(owner) else parent._get_full_key(None) or "the config"
     takes = [str(key) for key in parent if not str(key).startswith("_") and (what, key) != ("the config", "hydra")]
     more = "" if typed else f". To add it, write +{error.full_key}=..."
     near = nearest(str(error.key), takes)
     return f"{what} takes no {str(error.key)!r}.{near} It takes: {', '.join(takes) or 'nothing'}{more}"
+
+
+def _hint(node: DictConfig) -> Any:
+    """The annotation of the option of a component that ``node`` is the value of; ``Any`` if it is none."""
+    above, key = node._get_parent(), node._key()
+    kind, _, name = getattr(OmegaConf.get_type(above), "__name__", "").partition("/")
+    if kind not in registry.kinds() or name not in registry.names(kind):
+        return Any
+    option = options(registry.find(kind, name).load()).get(key)
+    return option.hint if option else Any
 
 
 def _wrong_type(error: OmegaConfBaseException) -> str:

@@ -93,8 +93,12 @@ def _parsed(type_: type, parse: Callable[[str], Any], value: Any) -> Any:
     if isinstance(value, type_):
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ConfigError(f"{value!r} is not the text of a {type_.__name__}.")
+        what = f"a {_MEANT.get(type_.__name__, type_.__name__)} is needed"
+        raise ConfigError(f"{'null' if value is None else repr(value)} is given, where {what}.")
     return parse(str(value))
+
+
+_MEANT = {"ByteSize": "size, such as 4GiB,", "timedelta": "duration, such as 30s,"}
 
 
 def _dtype(text: str) -> Any:

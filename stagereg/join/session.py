@@ -293,7 +293,7 @@ class JoinSession:
             if cause is not None:
                 raise cause from error
         self.detector.report(error)
-        if membership is not None and membership.empty and not isinstance(error, StageregError):
+        if membership is not None and membership.empty and _is_foreign(error):
             error.add_note(
                 "This rank has no more data, and join.iterate ran the loop body on an empty batch. What the body does "
                 "with samples must bear that there are none: x.flatten(1), not x.view(len(x), -1); sums, not means."
@@ -476,6 +476,11 @@ class Loop:
         """This rank's share of the keys that the loop leaves in the store."""
         begun = self.decided.keys if isinstance(self.decided, StoreMembership) else ()
         return [*begun, *(["example"] if self._channel.rank == 0 else [])]
+
+
+def _is_foreign(error: BaseException) -> bool:
+    """Whether it may be of code that does not bear an empty batch."""
+    return isinstance(error, Exception) and not isinstance(error, StageregError)
 
 
 def _wait_for_work(work: Any, seconds: float) -> bool:

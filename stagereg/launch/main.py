@@ -19,7 +19,7 @@ from typing import Any
 
 import stagereg.shutdown as shutdown
 from stagereg.crash_report import format_error
-from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped
+from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped, nearest
 from stagereg.launch.command_line import CommandLine, parsed
 from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
 from stagereg.launch.rank import Rank, alone, is_rank, print_exit, publish_run, resume_override, run_recorded
@@ -167,6 +167,7 @@ def _with_plugins(task: Callable[[Any], Any], cfg: Any) -> Any:
         group = getattr(error, "key", None)
         if group in SWITCHES and group not in cfg:
             begin = "begin the config with defaults: [stagereg, _self_]"
+            begin += "".join(f" (not {key}:)" for key in cfg if nearest(str(key), ["defaults"]))
             raise LaunchError(f"the config has no {group}: {begin}; or {SWITCHES[group]}") from error
         raise
 

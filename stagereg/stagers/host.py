@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stagereg.errors import RegistryError
 from stagereg.kernel.copier import HostCopier
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 from stagereg.stagers.bounded import BoundedCopier
@@ -36,6 +37,11 @@ class HostStager(AsyncStager):
     def __init__(self, copier: HostCopier) -> None:
         self._copier = copier
         self._synchronize_after_execute = isinstance(copier, BoundedCopier)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_copier":
+            raise RegistryError(f"{type(self).__name__}.__init__ does not call super().__init__(), which it has to.")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def stage(self, state_dict: StateDict) -> StateDict:
         """Return a complete copy of ``state_dict`` in host memory; blocks until the bytes are there.

@@ -163,7 +163,7 @@ def kind_of(directory: Path) -> Literal["run", "sweep"]:
         return "sweep"
     if not directory.exists():
         raise ConfigError(f"There is no directory {directory}.")
-    within = next((one for one in directory.absolute().parents if _is_job(one) or _is_sweep(one)), None)
+    within = next((one for one in directory.resolve().parents if _is_job(one) or _is_sweep(one)), None)
     if within is not None:
         raise ConfigError(f"{directory} is a part of a run or a sweep. Name that:\n{_command(within)}")
     below = _folders(directory, lambda path: _is_job(path) or _is_sweep(path))

@@ -308,3 +308,12 @@ def test_what_is_no_state_is_refused_with_what_one_is(tmp_path: Path, call: str)
         arguments: tuple[Any, ...] = ([model],) if call == "restore" else ({"model": model}, 1)
         with pytest.raises(CheckpointError, match=r"A state is a dict .*, as in save\(step, .*, not a (list|int)\."):
             getattr(checkpointer, call)(*arguments)
+
+
+def test_what_cannot_be_saved_is_named_by_restore(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        for value, text in ((lambda: 0, "'x.f' cannot be saved: it is a function"), (datetime.datetime.now(), "'x.f'")):
+            with pytest.raises(CheckpointError, match=f"^No save could succeed: {text}") as error:
+                checkpointer.restore({"x": {"f": value}})
+            assert " at 0x" not in str(error.value)  # which would make another message of it on each rank
+        assert checkpointer.restore({"x": {"f": 1}}) is None

@@ -153,7 +153,7 @@ def on_two_ranks(rank: int, world_size: int, root: str) -> list[Any]:
     checkpointer.save(4, {"x": torch.full((10,), 4.0), f"rank{rank}": rank})
     checkpointer.close()
     limited = RankGroup()
-    limited._limit = datetime.timedelta(milliseconds=100)
+    limited.limit = datetime.timedelta(milliseconds=100)
     gone = ""
     if rank == 0:
         try:

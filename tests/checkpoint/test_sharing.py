@@ -122,6 +122,14 @@ def refused(rank: int, size: int, root: str) -> dict[str, str]:
 
     save("drift", {"model": model}, drift, verify_replicas=2)
     torch.manual_seed(1)
+    apart = torch.nn.Linear(2, 2)
+
+    def train_apart() -> None:
+        with torch.no_grad():
+            apart.weight.mul_(rank + 1)
+
+    save("apart", {"model": apart}, train_apart)
+    torch.manual_seed(1)
     other = torch.nn.Linear(2, 2)
     groups: Any = [{"params": [other.weight], "lr": 0.1 * (rank + 1)}, {"params": [other.bias]}]
     save("options", {"model": other, "optimizer": torch.optim.SGD(groups, lr=1.0)})
@@ -138,6 +146,8 @@ def test_what_is_not_alike_under_one_name_is_refused(tmp_path: Path) -> None:
     assert found["alike"] == ""
     assert "Step 3 was not saved" in found["drift"]
     assert "'model.bias' is not the same on ranks 0, 1 (other values)" in found["drift"]
+    assert "Step 3 was not saved" in found["apart"]
+    assert "'model' was the same on ranks 0, 1, so each staged a share, and is not any more." in found["apart"]
     assert "'optimizer.param_groups.weight.lr' is not the same on all ranks" in found["options"]
 
 

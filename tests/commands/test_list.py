@@ -89,4 +89,6 @@ def test_a_module_of_this_directory_can_be_named(tmp_path: Path) -> None:
     assert json.loads(shown.stdout)["file"] == f"{tmp_path / 'mine_listed.py'}:3"
     missed = asked("list", "--plugins", "mine_lsted")
     assert (missed.returncode, missed.stdout) == (2, "")
+    assert missed.stderr.startswith("stagereg: --plugins names the plugin 'mine_lsted', which cannot be imported. Did ")
     assert "mine_listed" in missed.stderr
+    assert "opcode" not in asked("list", "--plugins", "nope").stderr, "no module of Python itself"

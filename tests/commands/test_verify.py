@@ -85,6 +85,8 @@ def test_the_newest_good_one_is_named_beside_the_damaged(tmp_path: Path, command
     seen = command("verify", tmp_path, code=1).out
     assert "3 checkpoints, 1 not good." in seen
     assert f"The newest good one is {path_of(tmp_path, 200)}" in seen
+    fast = command("verify", tmp_path, "--fast", code=1).out
+    assert f"The newest one of the right size, not read, is {path_of(tmp_path, 200)}" in fast
     assert any(line.split()[4:] == ["damaged", "b:", "missing"] for line in seen.splitlines())
 
 

@@ -120,7 +120,7 @@ INVALID: list[tuple[Any, Any, str]] = [
     (torch.device, "cuad:0", rf"^'cuad:0' {DEVICE}one of cpu, cuda, "),
     *((torch.device, text, rf"{DEVICE}Invalid") for text in ("cuda:x", "0")),
     (torch.device, "", rf"{DEVICE}must not be empty"),
-    *((timedelta, value, "is not the text of a timedelta") for value in (True, None, [1])),
+    *((timedelta, value, "is given, where a duration, such as 30s, is needed") for value in (True, None, [1])),
 ]
 
 

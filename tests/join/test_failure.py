@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 import stagereg.testing.ranks as ranks
-from stagereg.errors import JoinError, PeerFailedError, UnevenInputsError
+from stagereg.errors import CheckpointError, JoinError, PeerFailedError, UnevenInputsError
 from stagereg.join.failure import FailureDetector, RankStatus, abort, is_broken_operation, is_timeout
 from stagereg.kernel.channel import resources_of
 from stagereg.testing import RankFailure, run_ranks
@@ -607,3 +607,40 @@ def test_a_join_not_entered_or_that_fails_changes_nothing() -> None:
             assert unentered[mark] == before[mark]
         assert after == before
         assert enabled == [False, False, False]
+
+
+def leaves_on_empty(rank: int, world_size: int, error: BaseException) -> tuple[str, list[str]]:
+    """Rank 0 is without data in the second step, and leaves with the error."""
+    ddp = model()
+    try:
+        with stagereg.Join([ddp], mode="auto", timeout=20) as join:
+            for x in join.iterate([batch(rank, 0, step) for step in range(1 + rank)]):
+                if len(x) == 0:
+                    raise error
+                ddp(x).sum().backward()
+    except BaseException as raised:
+        return str(raised), getattr(raised, "__notes__", [])
+    return "", []
+
+
+@pytest.mark.parametrize(
+    ("error", "notes", "elsewhere"),
+    [
+        (
+            ValueError("no samples"),
+            1,
+            "rank 0 failed: ValueError: no samples\nThe cause is there: read the output of rank 0.",
+        ),
+        (
+            CheckpointError("no save"),
+            0,
+            "rank 0 failed: stagereg.errors.CheckpointError: no save\nThe cause is there: read the output of rank 0.",
+        ),
+        (SystemExit(3), 0, "rank 0 left the join by itself, with SystemExit: 3. Let all ranks leave at the same step."),
+    ],
+)
+def test_foreign_errors_on_an_empty_batch_get_a_note(error: BaseException, notes: int, elsewhere: str) -> None:
+    own, other = run_ranks(leaves_on_empty, 2, args=(error,), timeout_s=60)
+    assert own[0] == str(error)
+    assert len(own[1]) == notes
+    assert other == (elsewhere, [])

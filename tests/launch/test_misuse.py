@@ -30,8 +30,10 @@ if __name__ == "__main__":
     train()
 """
 MINE = """
+import dataclasses
 import time
 import stagereg
+from stagereg import ByteSize
 from stagereg.stagers.blocking import BlockingStager
 
 class Base(BlockingStager):
@@ -50,16 +52,35 @@ class Nothing(Base):
 class Less(Base):
     def stage(self, state_dict): return {k: v for k, v in super().stage(state_dict).items() if k != "more"}
 
+@stagereg.register("stager", "half_made")
+class HalfMade(BlockingStager):
+    def __init__(self, n: int = 3): self.n = n
+
+@stagereg.register("stager", "wrong_default")
+class WrongDefault(Base):
+    def __init__(self, n: int = "abc"): super().__init__()
+
+@dataclasses.dataclass
+class Retry:
+    times: int = 3
+
+@stagereg.register("stager", "options")
+class Options(Base):
+    def __init__(
+        self, limit: ByteSize = ByteSize("1MiB"), retry: Retry = Retry(), more: dict[str, ByteSize] | None = None
+    ): super().__init__()
+
 @stagereg.register("stager", "hangs")
 class Hangs(Base):
     def stage(self, state_dict): time.sleep(600)
 """
+BARE = "import stagereg\n\n@stagereg.register\nclass Mine: ..."
 CONFIG = "defaults: [stagereg, _self_]\nnproc: 1\ncheckpoint: {every: 2}\n"
 
 
 @pytest.fixture
 def app(tmp_path: Path) -> App:
-    return App(tmp_path, {"app.py": TRAIN, "mine.py": MINE, "conf/app.yaml": CONFIG})
+    return App(tmp_path, {"app.py": TRAIN, "mine.py": MINE, "bare.py": BARE, "conf/app.yaml": CONFIG})
 
 
 def test_a_joinable_or_hook_goes_where_a_join_looks_for_it(app: App) -> None:
@@ -96,3 +117,30 @@ def test_a_stager_that_hangs_ends_the_run_within_the_timeout(nproc: int, app: Ap
         "rank 0: Step 2 was not saved: stage() of mine.Hangs has not returned for 2 s (checkpoint.timeout). This run "
     )
     assert f"stagereg: {said}has no complete checkpoint" in done.stderr
+
+
+MISUSES = {
+    ("stager=half_made",): "rank 0: HalfMade.__init__ does not call super().__init__(), which it has to.",
+    ("stager=wrong_default",): "stagereg: WrongDefault: the default of n, 'abc', is not of its type int.",
+    (
+        "stager=options",
+        "stager.limit=null",
+    ): "rank 0: stager.limit: null is given, where a size, such as 4GiB, is needed.",
+    (
+        "stager=options",
+        "stager.retry.tmes=3",
+    ): "stagereg: stager.retry takes no 'tmes'. Did you mean 'times'? It takes: times",
+    ("stager=options", "stager.more.a=1"): "stagereg: stager.more takes any key, with a +: +stager.more.a=...",
+    ("+stager=options",): "stagereg: stager is chosen already. Write stager=options, without +",
+    ("plugins=[bare]",): 'stagereg.errors.RegistryError: Write @stagereg.register("stager", "my_name"): the kind, and '
+    "the name to choose it by. (FOLDER/bare.py:3)",
+    ("-cn", "misspelt"): "rank 0: the config has no join: begin the config with defaults: [stagereg, _self_] (not "
+    "defualts:); or to train without a join write join.enable=false: the join then does nothing",
+}
+
+
+def test_a_misuse_is_one_line_that_says_what_to_write(app: App) -> None:
+    app.write("conf/misspelt.yaml", CONFIG.replace("defaults", "defualts"))
+    done = app.run_each(*(("plugins=[mine]", *line) if "stager=" in line[0] else line for line in MISUSES))
+    said = [app.refusal(each).replace(str(app.folder), "FOLDER").splitlines()[-1] for each in done]
+    assert said == list(MISUSES.values())

@@ -169,6 +169,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sweep(tmp_path / SWEEP, {"stager=blocking": 30.0}, repeats=1, others=False)
     (tmp_path / RUN / "checkpoints" / "step-00000010").mkdir(parents=True)
     (tmp_path / "other" / "conf").mkdir(parents=True)
+    (tmp_path / RUN / ".." / ".." / "empty").mkdir()
     write_run(tmp_path / "trials" / "0")
     return tmp_path
 
@@ -187,6 +188,7 @@ def test_runs_and_sweeps_are_recognised(here: Path) -> None:
         ("multirun", f"has 1 below. The newest:\n  stagereg report {SWEEP}  # a sweep"),
         ("outputs", f"2 below. The newest:\n  stagereg report {LATER}  # a run"),
         ("other", "other holds no job: there is no folder with result.json, .hydra/overrides.yaml or metrics.jsonl"),
+        (f"{RUN}/../../empty", "empty holds no job: there is no folder with result.json"),
         ("outptus/x", "There is no directory outptus/x."),
     ],
 )
