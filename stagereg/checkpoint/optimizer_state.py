@@ -18,6 +18,7 @@ by position, as torch does it.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -45,6 +46,8 @@ __all__ = [
     "select",
     "state_of",
 ]
+
+_log = logging.getLogger(__name__)
 
 _STATE, _GROUPS, _PARAMS, _ALIASES = "state", "param_groups", "params", "aliases"
 _OF_THE_PARAMETERS = (_PARAMS, "param_names")
@@ -275,6 +278,7 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
     missing = [name for name in source if source[name] not in group_of]
     if missing:
         raise CheckpointError(f"it has nothing of {len(missing)} parameters of the optimizer: {listed(missing)}")
+    _warn_of_another_kind(optimizer, group_of.values())
     found: dict[str, Any] = {}
     for own in here:
         each = {id(group_of[source[name]]): group_of[source[name]] for name in own}
@@ -291,6 +295,17 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
     local = [names.of[param] for param in parameters_of(_inner(optimizer))] if names.flat is None else [*source]
     state = {name: saved[_STATE][source[name]] for name in local if source[name] in saved[_STATE]}
     return {_STATE: state, _GROUPS: found}, {*source.values(), *names.aliases}
+
+
+def _warn_of_another_kind(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> None:
+    there = {key for group in saved for key in _hyperparameters(group)}
+    here = {key for group in optimizer.param_groups for key in _hyperparameters(group)}
+    if there - here and here - there:  # options that one side alone has more are those of another version of torch
+        _log.warning(
+            "The state of an optimizer of another kind, with %s, is restored into a %s: it may mean something else.",
+            ", ".join(sorted(there - here)),
+            type(optimizer).__name__,
+        )
 
 
 def _groups_here(optimizer: Optimizer, names: Names) -> list[list[str]]:

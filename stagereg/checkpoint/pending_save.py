@@ -261,7 +261,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         results = [each for each, _, _ in written]
         state = merging.put_together([sent for _, _, sent in written], requests, order, follows)
         index = make_index(metadata[0], results, state)
-        name_for_each(metadata[0], results, {name: of for _, _, sent in written for name, of in sent.groups.items()})
+        name_for_each(metadata[0], results, [sent.groups for _, _, sent in written])
         to.storage.finish(metadata[0], results)
         own = _marks(to, path)
         files = {name: mark for _, marks, _ in written for name, mark in marks.items()} | own
