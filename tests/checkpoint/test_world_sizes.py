@@ -29,12 +29,13 @@ def test_another_split_restores_a_checkpoint_bit_for_bit(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("storage", ["dcp", "safetensors"])
-def test_every_split_restores_every_other(tmp_path: Path, storage: str) -> None:
+@pytest.mark.parametrize(("storage", "first"), [("dcp", 0), ("safetensors", 1)])
+def test_every_split_restores_every_other(tmp_path: Path, storage: str, first: int) -> None:
     pairs = [*itertools.product(splits.SPLITS, splits.SPLITS), *itertools.product(splits.TRAINED, splits.TRAINED)]
+    pairs = pairs[first::2]
     results = run_ranks(splits.restore_all, nproc=4, args=(str(tmp_path), pairs, storage), timeout_s=1100)
     assert [differing for differing, _ in results] == [[]] * 4
-    assert len(results[0][1]) == len(splits.SPLITS) + len(splits.TRAINED)
+    assert len(results[0][1]) == len({source for source, _ in pairs})
 
 
 def adafactor(rank: int, world_size: int, root: str) -> list[list[list[float]]]:
