@@ -19,6 +19,7 @@ by position, as torch does it.
 from __future__ import annotations
 
 import logging
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -58,7 +59,7 @@ class Names(NamedTuple):
     """Of the parameters of an optimizer.
 
     Attributes:
-        of: the name of each.
+        of: the name of each, in the order of the groups.
         aliases: further names of tied ones, each with the first.
         flat: the module of FSDP1 that has them, for torch to take apart.
     """
@@ -81,7 +82,7 @@ class ParameterNames:
             CheckpointError: two parameters have one name.
         """
         params, found = parameters_of(optimizer), self._found.get(optimizer)
-        if found is None or not all(param in found.of for param in params):
+        if found is None or len(params) != len(found.of) or not all(map(operator.is_, params, found.of)):
             found = self._found[optimizer] = _names(optimizer, params, state)
         return found
 
@@ -143,9 +144,7 @@ def as_by_name(saved: Any) -> Mapping[str, Any] | None:
     """Return the state of an optimizer, or its structure, by name, also where torch made it; ``None`` if it is none."""
     if is_by_name(saved):
         return cast("Mapping[str, Any]", saved)
-    if not (isinstance(saved, Mapping) and isinstance(saved.get(_STATE), Mapping) and type(saved.get(_GROUPS)) is list):
-        return None
-    if not all(isinstance(group, Mapping) and type(group.get(_PARAMS)) is list for group in saved[_GROUPS]):
+    if not _is_torchs(saved):
         return None
     groups = [{**group, _PARAMS: [*map(str, group[_PARAMS])]} for group in saved[_GROUPS] if group[_PARAMS]]
     state = {str(key): part for key, part in saved[_STATE].items()}
@@ -181,6 +180,13 @@ def of_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
                 at = at.setdefault(part, {})
             at[way[-1]] = value
     return {_STATE: {name: each for name, each in state.items() if each}, _GROUPS: groups}
+
+
+def _is_torchs(saved: Any) -> bool:
+    """Whether it is what torch has as the state of an optimizer, with numbers or names."""
+    if not (isinstance(saved, Mapping) and isinstance(saved.get(_STATE), Mapping) and type(saved.get(_GROUPS)) is list):
+        return False
+    return all(isinstance(group, Mapping) and type(group.get(_PARAMS)) is list for group in saved[_GROUPS])
 
 
 def as_torchs(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,12 +238,15 @@ def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
         return {_STATE: whole[_STATE], _GROUPS: {each[_PARAMS][0]: each for each in whole[_GROUPS] if each[_PARAMS]}}
     inner = _inner(optimizer)
     found = inner.state_dict()
-    order = [names.of[param] for param in parameters_of(inner)]
-    if as_by_name(found) is None or not all(type(number) is int for number in found[_STATE]):
+    every = [*names.of.values()]
+    order = every if inner is optimizer else [names.of[param] for param in parameters_of(inner)]
+    if not _is_torchs(found) or not all(type(number) is int for number in found[_STATE]):
         return found
     groups: dict[str, Any] = {}
+    at = 0
     for part, group in zip(found[_GROUPS], optimizer.param_groups, strict=True):
-        own = [names.of[param] for param in group[_PARAMS]]
+        own = every[at : at + len(group[_PARAMS])]
+        at += len(own)
         # A scheduler writes into the outer groups of ZeRO, and the inner optimizer gets it at its next step only.
         outer = {} if inner is optimizer else _hyperparameters(group)
         if own:

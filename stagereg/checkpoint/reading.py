@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import stagereg.checkpoint.encoding as encoding
 import stagereg.checkpoint.pickled as pickled
@@ -115,7 +115,7 @@ class CheckpointFiles(ExitStack):
         """Read leaves, each into its ``value``.
 
         A tensor is read into ``live`` where it is to be read ``in_place``; else into fresh host memory, or, where
-        ``live`` is a ``DTensor`` of the same shape, into one that is sharded alike.
+        ``live`` is a ``DTensor``, into one: of the same shape sharded alike, else, of as many dimensions, replicated.
 
         Raises:
             CheckpointError: a file is no regular one, or an object is refused. ``OSError``.
@@ -258,6 +258,9 @@ def _memory_for(leaf: Leaf) -> torch.Tensor:
         return leaf.live
     if isinstance(leaf.live, DTensor) and leaf.live.shape == leaf.stored.shape:
         return torch.empty_like(leaf.live, dtype=leaf.stored.dtype)
+    if isinstance(leaf.live, DTensor) and len(leaf.stored.shape) == leaf.live.ndim > 1:  # Adafactor's rows and columns
+        whole, mesh = torch.empty(leaf.stored.shape, dtype=leaf.stored.dtype), leaf.live.device_mesh
+        return DTensor.from_local(whole.to(leaf.live.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
     return torch.empty(leaf.stored.shape, dtype=leaf.stored.dtype)
 
 

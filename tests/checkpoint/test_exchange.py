@@ -159,6 +159,17 @@ def test_numbered_states_are_taken_by_position(tmp_path: Path) -> None:
     assert (state["epoch"], state["seen"][0].tolist()) == (3, [1, 1])
 
 
+def test_model_and_optimizer_may_be_directories_each(tmp_path: Path) -> None:
+    model, optimizer = trained({"lr": 0.25})
+    weights, state = get_state_dict(model, optimizer)
+    for name, each in {"pytorch_model_fsdp_0": {"model": weights}, "optimizer_0": {"optimizer": state}}.items():
+        dcp.save(each, checkpoint_id=tmp_path / name, no_dist=True)  # as accelerate does
+    fresh = trained()
+    restored(tmp_path / "pytorch_model_fsdp_0", {"model": fresh[0]})
+    restored(tmp_path / "optimizer_0", {"optimizer": fresh[1]})
+    assert bits(*fresh) == bits(model, optimizer)
+
+
 def test_of_two_that_fit_the_one_of_that_name_is_taken(tmp_path: Path) -> None:
     models = {name: trained({"lr": lr}) for name, lr in (("generator", 0.25), ("critic", 0.5))}
     saved = {name: model.state_dict() for name, (model, _) in models.items()}
