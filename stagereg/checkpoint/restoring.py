@@ -22,7 +22,7 @@ import shlex
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.rng as rng
@@ -47,6 +47,18 @@ from stagereg.errors import CheckpointError
 __all__ = ["restore"]
 
 _log = logging.getLogger(__name__)
+
+
+class _Asked(NamedTuple):
+    """The arguments of :func:`restore`, and the paths of checkpoints that have got into objects in part."""
+
+    verify: str
+    read: str
+    state: MutableMapping[str, Any]
+    own: Storage
+    ranks: RankGroup
+    names: ParameterNames
+    touched: list[str]
 
 
 def restore(
@@ -83,30 +95,22 @@ def restore(
             ``"auto"`` found none of them good; some rank's objects do not take what was saved; reading failed after
             the check, and an object has changed in part.
     """
-    touched: list[str] = []
+    asked = _Asked(verify, read, state, own, ranks, names, touched=[])
     try:
-        return _tried(store, resume, verify, read, state, own, ranks, names, touched)
+        return _tried(store, resume, asked)
     except CheckpointError as error:
-        if not touched:
+        if not asked.touched:
             raise
         raise CheckpointError(
-            f"{str(error).rstrip()}\nThe objects hold a mixture of what they had and what was read of {touched[0]}, "
-            "since read=once checks on the way: do not train with them; restore another checkpoint, or start anew."
+            f"{str(error).rstrip()}\nThe objects hold a mixture of what they had and what was read of "
+            f"{asked.touched[0]}, since read=once checks on the way: do not train with them; restore another "
+            "checkpoint, or start anew."
         ) from error
 
 
-def _tried(
-    store: CheckpointStore,
-    resume: str,
-    verify: str,
-    read: str,
-    state: MutableMapping[str, Any],
-    own: Storage,
-    ranks: RankGroup,
-    names: ParameterNames,
-    touched: list[str],
-) -> Checkpoint | None:
-    """As :func:`restore`; ``touched`` gets the path of each checkpoint that has got into objects in part."""
+def _tried(store: CheckpointStore, resume: str, asked: _Asked) -> Checkpoint | None:
+    """As :func:`restore`."""
+    ranks = asked.ranks
     failing = f"Nothing was restored from {store.root}"
     listed = ranks.run_on_all(failing, lambda: _choice(store, resume) if ranks.rank == 0 else [])[0]
     if resume == "auto":
@@ -116,7 +120,7 @@ def _tried(
         candidate = condition.checkpoint
         if candidate is not None:
             where = store if resume in ("auto", "latest") else open_parent_store(candidate.path)
-            condition = _restored(where, candidate, verify, read, state, own, ranks, names, touched)
+            condition = _restored(where, candidate, asked)
             if not condition.damages:
                 _log_fallback(candidate, passed, ranks)
                 return candidate
@@ -224,17 +228,7 @@ def _compared(
 # -- reading it
 
 
-def _restored(
-    store: CheckpointStore,
-    chosen: Checkpoint,
-    verify: str,
-    read: str,
-    state: MutableMapping[str, Any],
-    own: Storage,
-    ranks: RankGroup,
-    names: ParameterNames,
-    touched: list[str],
-) -> Condition:
+def _restored(store: CheckpointStore, chosen: Checkpoint, asked: _Asked) -> Condition:
     """Restore a checkpoint, or return what is wrong with its files. Collective.
 
     Nothing has changed then, unless its path is in ``touched``.
@@ -242,6 +236,7 @@ def _restored(
     Raises:
         CheckpointError: on all ranks, if some rank cannot read it although its files are what was written.
     """
+    verify, read, state, own, ranks, names, touched = asked
     good = Condition(chosen.path, chosen.manifest)
     machines, shared = _machines(chosen.path, ranks)
     once = INDEX in chosen.manifest.files and (read == "once" or (read == "auto" and shared and ranks.size > 1))
@@ -251,8 +246,8 @@ def _restored(
     failing, failure = f"{chosen.path} could not be restored", None
     with ExitStack() as opened:
         try:
-            plain = is_plain_dcp(chosen.path)
             index = shared_index(chosen, ranks) if once else None
+            plain = is_plain_dcp(chosen.path)
             files = MatchedFiles(chosen.path, state, names) if plain else CheckpointFiles.of(chosen, own, index)
             opened.enter_context(files)
             found, left = entries.find(files, state, chosen.manifest.world_size, ranks.rank, ranks.size, names)
