@@ -168,6 +168,12 @@ def test_model_and_optimizer_may_be_directories_each(tmp_path: Path) -> None:
     restored(tmp_path / "pytorch_model_fsdp_0", {"model": fresh[0]})
     restored(tmp_path / "optimizer_0", {"optimizer": fresh[1]})
     assert bits(*fresh) == bits(model, optimizer)
+    named = [*reversed([*trained()[0].named_parameters()])]  # by position these would be others
+    by_name = torch.optim.AdamW([{"params": named[:2]}, {"params": named[2:]}])
+    restored(tmp_path / "optimizer_0", {"optimizer": by_name})
+    for (_, x), y in zip(named, [*reversed([*model.parameters()])], strict=True):
+        assert torch.equal(by_name.state[x]["exp_avg"], optimizer.state[y]["exp_avg"])
+    assert [group["weight_decay"] for group in by_name.param_groups] == [0.5, 0.01]
 
 
 def test_of_two_that_fit_the_one_of_that_name_is_taken(tmp_path: Path) -> None:
