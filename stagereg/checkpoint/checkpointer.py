@@ -110,6 +110,10 @@ class Checkpointer:
             of them, from the third save on; ``"first"`` has all of them stage it, and the lowest write it.
         verify_replicas: compare these in every that many saves, by checksums of the bytes, and fail the save if they
             have drifted apart; such a save is not shared. 0 for the first save only.
+        read: how :meth:`restore` reads. ``"each"``: every rank what it needs, after the ranks of a machine have checked
+            the files between them. ``"once"``: every byte is read by one rank, which checks it and passes it on to the
+            ranks that need it, so objects may have changed before damage is found. ``"auto"``: ``"once"`` from URLs
+            and network file systems, where there are several ranks, else ``"each"``.
 
     Attributes:
         preemption: whether the ranks are to leave; ``None`` without ``grace``.
@@ -146,14 +150,16 @@ class Checkpointer:
         enable: bool = True,
         replicas: Literal["share", "first"] = "share",
         verify_replicas: int = 0,
+        read: Literal["auto", "each", "once"] = "auto",
     ) -> None:
         durations = {"mtbf": mtbf, "timeout": timeout, "grace": timeout if grace is None else grace}
         options.check_all(dir, every, keep, resume, verify, on_error, **durations)
         options.check_replicas(replicas, verify_replicas)
+        options.one_of("checkpoint.read", read, ("auto", "each", "once"))
         self.enable = enable
         self._store = open_store(dir)
         self.dir = path_or_url(self._store.root)
-        self.keep, self.resume, self.verify = keep, resume, verify
+        self.keep, self.resume, self.verify, self.read = keep, resume, verify, read
         self.timeout, self.grace = timeout, grace
         self._stager: AsyncStager = options.component("stager", stager, "pinned_cached")
         self._storage: Storage = options.component("storage", storage, "dcp")
@@ -175,7 +181,7 @@ class Checkpointer:
             return
         alike: dict[str, Any] = {"dir": self._store.root, "every": every, "keep": keep, "resume": resume}
         alike |= {"verify": verify, "on_error": on_error, "grace": grace, "storage": name_of(self._storage)}
-        alike |= {"replicas": replicas, "verify_replicas": verify_replicas}
+        alike |= {"replicas": replicas, "verify_replicas": verify_replicas, "read": read}
         options.expect_alike(self._ranks.run_on_all("The ranks could not compare their options", lambda: alike))
         opened = self._ranks.run_on_all(f"checkpoint.dir={dir} cannot be written to", self._open)
         if resume == "never":
@@ -340,7 +346,7 @@ class Checkpointer:
             return None
         self.remember(state)
         restored = restoring.restore(
-            self._store, self.resume, self.verify, state, self._storage, self._ranks, self._saver.names
+            self._store, self.resume, self.verify, self.read, state, self._storage, self._ranks, self._saver.names
         )
         self._store.spared.clear()
         if self._ranks.rank == 0:

@@ -50,13 +50,22 @@ class Ending:
 
         Raises:
             CheckpointError: a rank has gone on to steps that this one does not take, has left by an error, or has not
-                come within ``limit_s``.
+                come within ``limit_s``; or the store is gone.
         """
         if self._group is None:
             return
         self._came = True
-        rank, ranks = dist.get_rank(self._group), [str(each) for each in range(self._group.size())]
-        self._store.compare_set("first", "", f"{rank} {position_in(self._group)} {_text(step)}")
+        try:
+            self._wait(self._group, step, meanwhile, limit_s)
+        except dist.DistError as error:
+            raise CheckpointError(
+                f"The last step was not saved: the job's store does not answer ({error}). The process that has it, "
+                "rank 0 or the launcher, has ended: look at the end of its output."
+            ) from error
+
+    def _wait(self, group: dist.ProcessGroup, step: int | None, meanwhile: Callable[[], None], limit_s: float) -> None:
+        rank, ranks = dist.get_rank(group), [str(each) for each in range(group.size())]
+        self._store.compare_set("first", "", f"{rank} {position_in(group)} {_text(step)}")
         self._store.set(str(rank), _text(step))
         started, warned = time.monotonic(), False
         while not wait_for_keys(self._store, ranks, _LOOK_S):

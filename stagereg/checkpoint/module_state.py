@@ -96,9 +96,9 @@ def _state(module: torch.nn.Module) -> dict[str, Any]:
     if has_flat_parameters([module]):
         return get_model_state_dict(module)
     state: dict[str, Any] = module.state_dict()
-    names = [plain_name(module, key) for key in state]
-    if names == list(state):
+    if not any(map(_MAY_BE_WRAPPED.search, state)):
         return state
+    names = [plain_name(module, key) for key in state]
     plain: OrderedDict[str, Any] = OrderedDict(zip(names, state.values(), strict=True))
     if len(plain) < len(state):
         twice = next(name for i, name in enumerate(names) if name in names[:i])

@@ -18,6 +18,8 @@ by position, as torch does it.
 
 from __future__ import annotations
 
+import logging
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -46,6 +48,8 @@ __all__ = [
     "state_of",
 ]
 
+_log = logging.getLogger(__name__)
+
 _STATE, _GROUPS, _PARAMS, _ALIASES = "state", "param_groups", "params", "aliases"
 _OF_THE_PARAMETERS = (_PARAMS, "param_names")
 """What a group has one of for each parameter; all else goes for the group."""
@@ -55,7 +59,7 @@ class Names(NamedTuple):
     """Of the parameters of an optimizer.
 
     Attributes:
-        of: the name of each.
+        of: the name of each, in the order of the groups.
         aliases: further names of tied ones, each with the first.
         flat: the module of FSDP1 that has them, for torch to take apart.
     """
@@ -78,7 +82,7 @@ class ParameterNames:
             CheckpointError: two parameters have one name.
         """
         params, found = parameters_of(optimizer), self._found.get(optimizer)
-        if found is None or not all(param in found.of for param in params):
+        if found is None or len(params) != len(found.of) or not all(map(operator.is_, params, found.of)):
             found = self._found[optimizer] = _names(optimizer, params, state)
         return found
 
@@ -140,9 +144,7 @@ def as_by_name(saved: Any) -> Mapping[str, Any] | None:
     """Return the state of an optimizer, or its structure, by name, also where torch made it; ``None`` if it is none."""
     if is_by_name(saved):
         return cast("Mapping[str, Any]", saved)
-    if not (isinstance(saved, Mapping) and isinstance(saved.get(_STATE), Mapping) and type(saved.get(_GROUPS)) is list):
-        return None
-    if not all(isinstance(group, Mapping) and type(group.get(_PARAMS)) is list for group in saved[_GROUPS]):
+    if not _is_torchs(saved):
         return None
     groups = [{**group, _PARAMS: [*map(str, group[_PARAMS])]} for group in saved[_GROUPS] if group[_PARAMS]]
     state = {str(key): part for key, part in saved[_STATE].items()}
@@ -178,6 +180,13 @@ def of_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
                 at = at.setdefault(part, {})
             at[way[-1]] = value
     return {_STATE: {name: each for name, each in state.items() if each}, _GROUPS: groups}
+
+
+def _is_torchs(saved: Any) -> bool:
+    """Whether it is what torch has as the state of an optimizer, with numbers or names."""
+    if not (isinstance(saved, Mapping) and isinstance(saved.get(_STATE), Mapping) and type(saved.get(_GROUPS)) is list):
+        return False
+    return all(isinstance(group, Mapping) and type(group.get(_PARAMS)) is list for group in saved[_GROUPS])
 
 
 def as_torchs(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,12 +238,15 @@ def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
         return {_STATE: whole[_STATE], _GROUPS: {each[_PARAMS][0]: each for each in whole[_GROUPS] if each[_PARAMS]}}
     inner = _inner(optimizer)
     found = inner.state_dict()
-    order = [names.of[param] for param in parameters_of(inner)]
-    if as_by_name(found) is None or not all(type(number) is int for number in found[_STATE]):
+    every = [*names.of.values()]
+    order = every if inner is optimizer else [names.of[param] for param in parameters_of(inner)]
+    if not _is_torchs(found) or not all(type(number) is int for number in found[_STATE]):
         return found
     groups: dict[str, Any] = {}
+    at = 0
     for part, group in zip(found[_GROUPS], optimizer.param_groups, strict=True):
-        own = [names.of[param] for param in group[_PARAMS]]
+        own = every[at : at + len(group[_PARAMS])]
+        at += len(own)
         # A scheduler writes into the outer groups of ZeRO, and the inner optimizer gets it at its next step only.
         outer = {} if inner is optimizer else _hyperparameters(group)
         if own:
@@ -275,6 +287,7 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
     missing = [name for name in source if source[name] not in group_of]
     if missing:
         raise CheckpointError(f"it has nothing of {len(missing)} parameters of the optimizer: {listed(missing)}")
+    _warn_of_another_kind(optimizer, group_of.values())
     found: dict[str, Any] = {}
     for own in here:
         each = {id(group_of[source[name]]): group_of[source[name]] for name in own}
@@ -291,6 +304,17 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
     local = [names.of[param] for param in parameters_of(_inner(optimizer))] if names.flat is None else [*source]
     state = {name: saved[_STATE][source[name]] for name in local if source[name] in saved[_STATE]}
     return {_STATE: state, _GROUPS: found}, {*source.values(), *names.aliases}
+
+
+def _warn_of_another_kind(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> None:
+    there = {key for group in saved for key in _hyperparameters(group)}
+    here = {key for group in optimizer.param_groups for key in _hyperparameters(group)}
+    if there - here and here - there:  # options that one side alone has more are those of another version of torch
+        _log.warning(
+            "The state of an optimizer of another kind, with %s, is restored into a %s: it may mean something else.",
+            ", ".join(sorted(there - here)),
+            type(optimizer).__name__,
+        )
 
 
 def _groups_here(optimizer: Optimizer, names: Names) -> list[list[str]]:

@@ -280,7 +280,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
             raise CheckpointError("it took too long and was given up")
         all_sent = [sent.joined(there) for (_, sent), there in zip(written, known, strict=True)]
         state = merging.put_together(all_sent, requests, order, follows)
-        groups = {name: of for sent in all_sent for name, of in sent.groups.items()}
+        groups = [sent.groups for sent in all_sent]
         by = groups, {name for encoded in state.values() for name in encoded.objects}
         if lasting is None:
             if to.described[0] != by:

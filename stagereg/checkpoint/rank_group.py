@@ -257,6 +257,18 @@ class RankGroup:
             cast("dist.Work", work).wait()
         return answers[0]
 
+    def exchange(self, numbers: Sequence[Sequence[tuple[int, int, int]]]) -> list[list[tuple[int, int, int]]]:
+        """Give each rank the triples that this one has for it, and return those that each has for this. Collective."""
+        if self.group is None:
+            return [[*each] for each in numbers]
+        counts = torch.tensor([3 * len(each) for each in numbers])
+        coming = torch.empty_like(counts)
+        dist.all_to_all_single(coming, counts, group=self.group)
+        sent = torch.tensor([triple for each in numbers for triple in each], dtype=torch.int64).flatten()
+        got = torch.empty(int(coming.sum()), dtype=torch.int64)
+        dist.all_to_all_single(got, sent, coming.tolist(), counts.tolist(), group=self.group)
+        return [[(a, b, c) for a, b, c in part.view(-1, 3).tolist()] for part in got.split(coming.tolist())]
+
     def _wait_for_all(self, limit: datetime.timedelta) -> None:
         try:
             dist.monitored_barrier(self.group, limit)

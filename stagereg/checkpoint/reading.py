@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import stagereg.checkpoint.encoding as encoding
 import stagereg.checkpoint.pickled as pickled
@@ -46,7 +46,7 @@ from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import CheckpointError
 
-__all__ = ["CheckpointFiles", "Transfer"]
+__all__ = ["CheckpointFiles", "File", "Transfer", "Whole", "read_index"]
 
 _THREADS = min(4, os.cpu_count() or 1)
 _SMALL_BYTES = 1 << 16  # less is read together with what lies beside it
@@ -66,30 +66,24 @@ class CheckpointFiles(ExitStack):
     def __init__(self, path: str, index: Index, storage: Storage | None = None) -> None:
         super().__init__()
         self.path, self.index, self._storage = path, index, storage
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, File] = {}
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, own: Storage) -> CheckpointFiles:
+    def of(cls, checkpoint: Checkpoint, own: Storage, index: bytes | None = None) -> CheckpointFiles:
         """Return those of a complete checkpoint.
 
         Args:
             checkpoint: which.
             own: the storage of the program; another one that wrote the checkpoint is built by its name.
+            index: the content of its index, if that is read already.
 
         Raises:
             CheckpointError: it has no index, or one that is refused; it was written by a storage that is not there.
                 ``OSError``.
         """
         path, marks = checkpoint.path, checkpoint.manifest.files
-        storage, mark = named(checkpoint.manifest.storage, own), marks.get(INDEX)
-        if mark is None or mark.bytes > INDEX_BYTES:
-            what = f"no {INDEX}" if mark is None else f"an {INDEX} of {mark.bytes:,} bytes, which none has"
-            raise CheckpointError(f"{path} has {what}.")
-        file = _File(f"{path}/{INDEX}")
-        with file.stream:
-            data = file.read(0, mark.bytes)
-        if crc32(data) != mark.crc32:
-            raise CheckpointError(f"{INDEX} of {path} is not what was written.") from ValueError("CRC-32")
+        storage = named(checkpoint.manifest.storage, own)
+        data = read_index(checkpoint) if index is None else index
         try:
             return cls(path, Index.loads(data, {name: mark.bytes for name, mark in marks.items()}), storage)
         except CheckpointError as error:
@@ -115,19 +109,23 @@ class CheckpointFiles(ExitStack):
         """Open what leaves lie in. Raises: ``CheckpointError`` if a file is no regular one; ``OSError``."""
         for leaf in leaves:
             for chunk in leaf.stored.chunks or ():
-                self._file(chunk.file)
+                self.file(chunk.file)
 
-    @without_gc()
     def read(self, leaves: Sequence[Leaf]) -> None:
         """Read leaves, each into its ``value``.
 
         A tensor is read into ``live`` where it is to be read ``in_place``; else into fresh host memory, or, where
-        ``live`` is a ``DTensor`` of the same shape, into one that is sharded alike.
+        ``live`` is a ``DTensor``, into one: of the same shape sharded alike, else, of as many dimensions, replicated.
 
         Raises:
             CheckpointError: a file is no regular one, or an object is refused. ``OSError``.
         """
-        transfer = Transfer(self._file)
+        self.plan(leaves).run()
+
+    @without_gc()
+    def plan(self, leaves: Sequence[Leaf]) -> Transfer:
+        """Return what is to be read for :meth:`read`. What only the storage that wrote it can read is read already."""
+        transfer = Transfer(self.file)
         elsewhere: dict[str, Any] = {}
         for leaf in leaves:
             if leaf.stored.dtype is not None:
@@ -139,11 +137,11 @@ class CheckpointFiles(ExitStack):
             else:
                 for start, part in _parts(leaf.value):
                     transfer.add(part, start, leaf.stored, leaf.name)
-        transfer.run()
         if elsewhere:
             self._read_elsewhere(elsewhere)
             for leaf in leaves:
                 leaf.value = elsewhere.get(leaf.name, leaf.value)
+        return transfer
 
     def mapped(self, stored: Stored) -> torch.Tensor | None:
         """Return a tensor in the memory of its file, if it lies in a local one as a whole.
@@ -156,7 +154,7 @@ class CheckpointFiles(ExitStack):
         if stored.dtype is None or stored.chunks is None or len(stored.chunks) != 1:
             return None
         [chunk] = stored.chunks
-        file = self._file(chunk.file)
+        file = self.file(chunk.file)
         unaligned = chunk.offset % stored.dtype.itemsize != 0
         if not file.local or not chunk.length or chunk.layout == ARCHIVE or unaligned:
             return None
@@ -180,14 +178,29 @@ class CheckpointFiles(ExitStack):
                 raise error from None
             raise CheckpointError(reason(error)) from error
 
-    def _file(self, name: str) -> _File:
+    def file(self, name: str) -> File:
+        """Return one of them, open. Raises as :meth:`open`."""
         if name not in self._files:
-            self._files[name] = _File(os.path.join(self.path, name))
+            self._files[name] = File(os.path.join(self.path, name))
             self.callback(self._files[name].stream.close)
         return self._files[name]
 
 
-class _File:
+def read_index(checkpoint: Checkpoint) -> bytes:
+    """Return the content of the index of a checkpoint. Raises: ``CheckpointError``, ``OSError``."""
+    path, mark = checkpoint.path, checkpoint.manifest.files.get(INDEX)
+    if mark is None or mark.bytes > INDEX_BYTES:
+        what = f"no {INDEX}" if mark is None else f"an {INDEX} of {mark.bytes:,} bytes, which none has"
+        raise CheckpointError(f"{path} has {what}.")
+    file = File(f"{path}/{INDEX}")
+    with file.stream:
+        data = bytes(file.read(0, mark.bytes))
+    if crc32(data) != mark.crc32:
+        raise CheckpointError(f"{INDEX} of {path} is not what was written.") from ValueError("CRC-32")
+    return data
+
+
+class File:
     """A file of a checkpoint, open for reading; several threads may read a local one."""
 
     def __init__(self, path: str) -> None:
@@ -220,6 +233,16 @@ class _File:
                 raise OSError(f"{self._path} ends at byte {offset}")
             memory, offset = memory[count:], offset + count
 
+    def fetch_into(self, offset: int, memory: memoryview) -> None:
+        """As :meth:`read_into`, with one request where it is remote; any thread."""
+        if self.local:
+            self.read_into(offset, memory)
+            return
+        data = ObjectStore(self._path).get(self._path, offset, offset + len(memory))
+        if len(data) != len(memory):
+            raise OSError(f"{self._path} ends at byte {offset + len(data)}")
+        memory[:] = data
+
     def read(self, offset: int, length: int) -> bytearray:
         """Return bytes of it."""
         data = bytearray(length)
@@ -235,6 +258,9 @@ def _memory_for(leaf: Leaf) -> torch.Tensor:
         return leaf.live
     if isinstance(leaf.live, DTensor) and leaf.live.shape == leaf.stored.shape:
         return torch.empty_like(leaf.live, dtype=leaf.stored.dtype)
+    if isinstance(leaf.live, DTensor) and len(leaf.stored.shape) == leaf.live.ndim > 1:  # Adafactor's rows and columns
+        whole, mesh = torch.empty(leaf.stored.shape, dtype=leaf.stored.dtype), leaf.live.device_mesh
+        return DTensor.from_local(whole.to(leaf.live.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
     return torch.empty(leaf.stored.shape, dtype=leaf.stored.dtype)
 
 
@@ -262,21 +288,34 @@ class _Move(NamedTuple):
     address: int
 
 
-class Transfer:
-    """What is to be read, and where to."""
+class Whole(NamedTuple):
+    """Bytes of a file that are needed together, and what takes them."""
 
-    def __init__(self, file: Callable[[str], _File]) -> None:
+    file: str
+    offset: int
+    length: int
+    take: Callable[[bytearray], None]
+
+
+class Transfer:
+    """What is to be read, and where to.
+
+    Attributes:
+        moves: by file.
+        wholes: objects, and chunks that do not lie as the tensor has its elements.
+    """
+
+    def __init__(self, file: Callable[[str], File]) -> None:
         self._file = file
-        self._moves: dict[_File, list[_Move]] = defaultdict(list)
-        self._others: list[Callable[[], None]] = []
+        self.moves: dict[str, list[_Move]] = defaultdict(list)
+        self.wholes: list[Whole] = []
 
     def add(self, part: torch.Tensor, start: tuple[int, ...], stored: Stored, name: str) -> None:
         """Have ``part``, which begins at ``start``, filled from the chunks of a tensor."""
         plain = part.is_cpu and part.is_contiguous()
         for chunk in stored.chunks or ():
-            file = self._file(chunk.file)
             if plain and chunk.layout is None and chunk.start == start and chunk.shape == part.shape:
-                self._move(file, chunk.offset, part)
+                self._move(chunk.file, chunk.offset, part)
                 continue
             low = [max(a, b) for a, b in zip(chunk.start, start, strict=True)]
             high = [min(a + n, b + m) for a, n, b, m in zip(chunk.start, chunk.shape, start, part.shape, strict=True)]
@@ -285,38 +324,38 @@ class Transfer:
             to, box = part[_slices(low, high, start)], _slices(low, high, chunk.start)
             there = torch.empty(chunk.shape, dtype=stored.dtype, device="meta")[box]
             if plain and chunk.layout is None and to.is_contiguous() and there.is_contiguous():
-                self._move(file, chunk.offset + int(there.storage_offset()) * there.itemsize, to)
+                self._move(chunk.file, chunk.offset + int(there.storage_offset()) * there.itemsize, to)
             else:
-                self._others.append(partial(_copy, file, chunk, box, to, name))
+                take = partial(_copy, chunk, box, to, name)
+                self.wholes.append(Whole(chunk.file, chunk.offset, chunk.length, take))
 
-    def _move(self, file: _File, offset: int, to: torch.Tensor) -> None:
+    def _move(self, file: str, offset: int, to: torch.Tensor) -> None:
         for at in range(0, to.nbytes, _PIECE_BYTES):
             length = min(_PIECE_BYTES, to.nbytes - at)
-            self._moves[file].append(_Move(offset + at, length, to.data_ptr() + at))
+            self.moves[file].append(_Move(offset + at, length, to.data_ptr() + at))
 
     def add_object(self, leaf: Leaf) -> None:
         """Have an object loaded."""
         [chunk] = leaf.stored.chunks
-        file = self._file(chunk.file)
 
-        def read() -> None:
-            leaf.value = pickled.load(leaf.name, file.read(chunk.offset, chunk.length))
+        def take(data: bytearray) -> None:
+            leaf.value = pickled.load(leaf.name, data)
 
-        self._others.append(read)
+        self.wholes.append(Whole(chunk.file, chunk.offset, chunk.length, take))
 
     def run(self) -> None:
         """Read all of it."""
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="stagereg-read") as threads:
-            for file, moves in self._moves.items():
+            for name, moves in self.moves.items():
+                file = self._file(name)
                 fetch = threads.map if file.local else map
                 list(fetch(partial(_fetch, file), _jobs(sorted(moves))))
-        for read in self._others:
-            read()
+        for name, offset, length, take in self.wholes:
+            take(self._file(name).read(offset, length))
 
 
-def _copy(file: _File, chunk: Chunk, box: tuple[slice, ...], to: torch.Tensor, name: str) -> None:
-    """Read a chunk into memory of its own, and copy what is wanted of it."""
-    data = file.read(chunk.offset, chunk.length)
+def _copy(chunk: Chunk, box: tuple[slice, ...], to: torch.Tensor, name: str, data: bytearray) -> None:
+    """Copy what is wanted of the bytes of a chunk."""
     if chunk.layout == ARCHIVE:
         stored = pickled.load(name, data)
         if not isinstance(stored, torch.Tensor) or stored.shape != chunk.shape or stored.dtype != to.dtype:
@@ -351,7 +390,7 @@ def _jobs(moves: list[_Move]) -> Iterator[list[_Move]]:
         yield run
 
 
-def _fetch(file: _File, moves: list[_Move]) -> None:
+def _fetch(file: File, moves: list[_Move]) -> None:
     """Read bytes of a file once, and leave them at the addresses of ``moves``."""
     begin, length, address = moves[0]
     if len(moves) == 1:

@@ -9,6 +9,10 @@ fine.
 After that every rank opens what it needs, and reads what does not go straight into a live tensor. The ranks agree after
 each part, and no object changes before all of them have come that far. What is read into live tensors comes last, from
 files that were checked; if the disk fails then, the error says that an object has changed in part.
+
+From an object store or a network file system each byte is read by one rank only (:mod:`.shared_read`) and checked on
+the way, so objects may have changed in part when damage is found. The checkpoint before then overwrites all of that;
+where there is none, the error says that the objects hold a mixture.
 """
 
 from __future__ import annotations
@@ -18,20 +22,22 @@ import shlex
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.rng as rng
 import stagereg.record as record
 from stagereg.checkpoint.damage import Condition, Unclear, differences
-from stagereg.checkpoint.encoding import Leaf, fill
+from stagereg.checkpoint.encoding import fill
 from stagereg.checkpoint.file_shares import marks_of_shares, share
+from stagereg.checkpoint.index import INDEX
 from stagereg.checkpoint.manifest import MANIFEST, Checkpoint
 from stagereg.checkpoint.matching import MatchedFiles, describe
 from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.rank_group import RankGroup, reason
-from stagereg.checkpoint.reading import CheckpointFiles
+from stagereg.checkpoint.reading import CheckpointFiles, Transfer
+from stagereg.checkpoint.shared_read import SharedRead, shared_index
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.mounts import is_shared, machine_name
@@ -43,10 +49,23 @@ __all__ = ["restore"]
 _log = logging.getLogger(__name__)
 
 
+class _Asked(NamedTuple):
+    """The arguments of :func:`restore`, and the paths of checkpoints that have got into objects in part."""
+
+    verify: str
+    read: str
+    state: MutableMapping[str, Any]
+    own: Storage
+    ranks: RankGroup
+    names: ParameterNames
+    touched: list[str]
+
+
 def restore(
     store: CheckpointStore,
     resume: str,
     verify: str,
+    read: str,
     state: MutableMapping[str, Any],
     own: Storage,
     ranks: RankGroup,
@@ -56,12 +75,13 @@ def restore(
 
     A checkpoint is read through the storage that wrote it: ``own``, the checkpointer's, if it is that one. One that is
     found to be damaged before the reading into live tensors begins has got into no object; ``"auto"`` then goes on to
-    the one before, and logs that.
+    the one before, and logs that. With ``"once"`` that one overwrites what the damaged one has changed.
 
     Args:
         store: the directory of checkpoints.
         resume: ``"auto"``, ``"latest"`` or the path of a checkpoint.
         verify: ``"full"`` looks at the content of every file first, ``"fast"`` at manifest and sizes.
+        read: ``"each"``, ``"once"`` or ``"auto"``, as :class:`.Checkpointer` has it.
         state: as given to ``Checkpointer.restore``.
         own: the checkpointer's storage.
         ranks: who restores.
@@ -75,6 +95,22 @@ def restore(
             ``"auto"`` found none of them good; some rank's objects do not take what was saved; reading failed after
             the check, and an object has changed in part.
     """
+    asked = _Asked(verify, read, state, own, ranks, names, touched=[])
+    try:
+        return _tried(store, resume, asked)
+    except CheckpointError as error:
+        if not asked.touched:
+            raise
+        raise CheckpointError(
+            f"{str(error).rstrip()}\nThe objects hold a mixture of what they had and what was read of "
+            f"{asked.touched[0]}, since read=once checks on the way: do not train with them; restore another "
+            "checkpoint, or start anew."
+        ) from error
+
+
+def _tried(store: CheckpointStore, resume: str, asked: _Asked) -> Checkpoint | None:
+    """As :func:`restore`."""
+    ranks = asked.ranks
     failing = f"Nothing was restored from {store.root}"
     listed = ranks.run_on_all(failing, lambda: _choice(store, resume) if ranks.rank == 0 else [])[0]
     if resume == "auto":
@@ -84,7 +120,7 @@ def restore(
         candidate = condition.checkpoint
         if candidate is not None:
             where = store if resume in ("auto", "latest") else open_parent_store(candidate.path)
-            condition = _restored(where, candidate, verify, state, own, ranks, names)
+            condition = _restored(where, candidate, asked)
             if not condition.damages:
                 _log_fallback(candidate, passed, ranks)
                 return candidate
@@ -146,16 +182,16 @@ def _expect_certain(condition: Condition) -> None:
         )
 
 
-def _machines(path: str, ranks: RankGroup) -> list[list[int]]:
-    """Return the ranks by who sees the same files: those of a machine, or all of them. Collective."""
+def _machines(path: str, ranks: RankGroup) -> tuple[list[list[int]], bool]:
+    """Return the ranks by who sees the same files, those of a machine or all, and whether it is all. Collective."""
     failing = f"{path} could not be read"
     seen = ranks.run_on_all(failing, lambda: (machine_name(), is_shared(path)))
     if any(shared for _, shared in seen):
-        return [[*range(ranks.size)]]
+        return [[*range(ranks.size)]], True
     by_name: dict[str, list[int]] = {}
     for rank, (name, _) in enumerate(seen):
         by_name.setdefault(name, []).append(rank)
-    return [*by_name.values()]
+    return [*by_name.values()], False
 
 
 def _compared(
@@ -192,30 +228,27 @@ def _compared(
 # -- reading it
 
 
-def _restored(
-    store: CheckpointStore,
-    chosen: Checkpoint,
-    verify: str,
-    state: MutableMapping[str, Any],
-    own: Storage,
-    ranks: RankGroup,
-    names: ParameterNames,
-) -> Condition:
-    """Restore a checkpoint, or return what is wrong with its files, and nothing has changed. Collective.
+def _restored(store: CheckpointStore, chosen: Checkpoint, asked: _Asked) -> Condition:
+    """Restore a checkpoint, or return what is wrong with its files. Collective.
+
+    Nothing has changed then, unless its path is in ``touched``.
 
     Raises:
         CheckpointError: on all ranks, if some rank cannot read it although its files are what was written.
     """
+    verify, read, state, own, ranks, names, touched = asked
     good = Condition(chosen.path, chosen.manifest)
-    machines = _machines(chosen.path, ranks)
-    condition = _compared(store, chosen, ranks, machines) if verify == "full" else good
+    machines, shared = _machines(chosen.path, ranks)
+    once = INDEX in chosen.manifest.files and (read == "once" or (read == "auto" and shared and ranks.size > 1))
+    condition = _compared(store, chosen, ranks, machines) if verify == "full" and not once else good
     if condition.damages:
         return condition
     failing, failure = f"{chosen.path} could not be restored", None
     with ExitStack() as opened:
         try:
+            index = shared_index(chosen, ranks) if once else None
             plain = is_plain_dcp(chosen.path)
-            files = MatchedFiles(chosen.path, state, names) if plain else CheckpointFiles.of(chosen, own)
+            files = MatchedFiles(chosen.path, state, names) if plain else CheckpointFiles.of(chosen, own, index)
             opened.enter_context(files)
             found, left = entries.find(files, state, chosen.manifest.world_size, ranks.rank, ranks.size, names)
         except Exception as error:
@@ -226,10 +259,21 @@ def _restored(
                 for name, rest in left.items():
                     common = set(rest).intersection(*(of_rank[name] for _, of_rank in every if name in of_rank))
                     entries.keep(state, name, found[name], {key: rest[key] for key in rest if key in common})
-                assign = _load(chosen, state, found, files, ranks, names)
+                if touched and state.keys() - found.keys():
+                    raise CheckpointError(f"it does not have {', '.join(sorted(state.keys() - found.keys()))}")
+                transfer, assign = _load(chosen, state, found, files, ranks, names, once)
             except Exception as error:
                 failure = error
-        if any(ranks.run_on_all(failing, lambda: failure is not None)):
+        failed = any(ranks.run_on_all(failing, lambda: failure is not None))
+        if once and not failed:
+            try:
+                shared_read = SharedRead(chosen, files, transfer, ranks, verify == "full")
+                touched.append(chosen.path)
+                if damages := shared_read.run():
+                    return Condition(chosen.path, chosen.manifest, damages)
+            except CheckpointError as error:  # on all ranks
+                failed, failure = True, error
+        if failed:
             condition = _compared(store, chosen, ranks, machines)
             if condition.damages:
                 return condition
@@ -250,15 +294,20 @@ def _load(
     files: CheckpointFiles,
     ranks: RankGroup,
     names: ParameterNames,
-) -> Callable[[], None]:
-    """Read all that does not go straight into the objects of ``state``; what is returned does the rest."""
+    once: bool,
+) -> tuple[Transfer, Callable[[], None]]:
+    """Read all that does not go straight into the objects of ``state``; what is returned second does the rest.
+
+    With ``once`` nothing is read, and what is returned first has to be before the rest.
+    """
     saved_size = chosen.manifest.world_size
-    into: dict[str, list[Leaf]] = {}
-    for name, structure in found.items():
-        leaves = entries.pair(structure, state, name, names)
-        into[name] = [leaf for leaf in leaves if leaf.in_place]
-        files.open(into[name])
+    paired = {name: entries.pair(structure, state, name, names) for name, structure in found.items()}
+    leaves = [leaf for each in paired.values() for leaf in each]
+    into = {name: [leaf for leaf in each if leaf.in_place and not once] for name, each in paired.items()}
+    if not once:
+        files.open([leaf for leaf in leaves if leaf.in_place])
         files.read([leaf for leaf in leaves if not leaf.in_place])
+    transfer = files.plan(leaves if once else [])
 
     def assign() -> None:
         for name in (each for each in state if each in found):
@@ -277,7 +326,7 @@ def _load(
             by = f"of {saved_size} ranks" if saved_size else "of plain torch"
             _log.warning("%s is %s: random numbers start anew%s.", chosen.path, by, more)
 
-    return assign
+    return transfer, assign
 
 
 # -- messages

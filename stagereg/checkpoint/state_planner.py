@@ -170,7 +170,7 @@ def from_numbers(dealt: SavePlan, given: SavePlan) -> SavePlan:
 
 @without_gc()
 def name_for_each(
-    metadata: Metadata, results: list[list[WriteResult]], groups: Mapping[str, Mapping[str, Sequence[str]]]
+    metadata: Metadata, results: list[list[WriteResult]], groups: Sequence[Mapping[str, Mapping[str, Sequence[str]]]]
 ) -> None:
     """Have the options of a group of parameters found under the name of each, as torch's flattened state dicts have it.
 
@@ -179,14 +179,19 @@ def name_for_each(
     Args:
         metadata: of the checkpoint; changes.
         results: of each rank's ``write_data``; change.
-        groups: of each optimizer, the parameters by the first one's name.
+        groups: of each rank, and there of each optimizer, the parameters by the first one's name.
     """
+    alike: dict[tuple[Any, Any], dict[str, None]] = {}
+    for of_rank in groups:
+        for name, each in of_rank.items():
+            for first, params in each.items():
+                alike.setdefault((name, first), {}).update(dict.fromkeys(params[1:]))
     for share in results:
         for result in list(share):
             path = metadata.planner_data[result.index.fqn]
-            if len(path) < 4 or path[0] not in groups or path[1] != "param_groups":
+            if len(path) < 4 or path[1] != "param_groups":
                 continue
-            for other in groups[path[0]].get(path[2], ())[1:]:
+            for other in alike.get((path[0], path[2]), ()):
                 named = (*path[:2], other, *path[3:])
                 index = dataclasses.replace(result.index, fqn=".".join(map(str, named)))
                 metadata.state_dict_metadata[index.fqn] = metadata.state_dict_metadata[result.index.fqn]

@@ -132,4 +132,7 @@ def find(text: str) -> Entry:
         choices = " or ".join(f"{kind}/{text}" for kind in having)
         raise UnknownNameError(f"{len(having)} kinds have a {text!r}. Choose one: {choices}")
     near = nearest(text, {entry.name for entry in registry.entries()})
-    raise UnknownNameError(f"No component named {text!r}.{near}\n`stagereg list` lists what there is.")
+    raise UnknownNameError(
+        f"No component named {text!r}.{near}\n`stagereg list` lists what there is; --plugins "
+        "MODULE imports a module first."
+    )

@@ -328,7 +328,7 @@ class Groups:
         own = root if dist.get_rank() < size else f"{root}-others"
         chosen = build("storage", storage)
         options |= {"storage": chosen, "process_group": self[size]}
-        with Checkpointer(own, stager=BlockingAsyncStager(), **options) as found:
+        with Checkpointer(own, stager=BlockingAsyncStager(), grace=None, **options) as found:
             yield found
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
+import stagereg.checkpoint.ending as ending
 import stagereg.checkpoint.rank_group as rank_group
 from stagereg import Checkpointer
 from stagereg.errors import CheckpointError
@@ -127,3 +128,17 @@ def test_a_checkpointer_on_one_rank_alone_is_an_error(tmp_path: Path) -> None:
         "rank 0 made a Checkpointer, rank 1 did not: make it on all ranks. This rank has waited 1 s; where a rank "
         "prepares something before, let the others wait for it in torch.distributed.barrier()."
     )
+
+
+def without_store(rank: int, world_size: int, root: str) -> str:
+    gone = mock.patch.object(ending, "wait_for_keys", side_effect=dist.DistNetworkError("Broken pipe"))
+    with pytest.raises(CheckpointError) as raised, gone, Checkpointer(root) as checkpointer:
+        checkpointer.maybe_save(1, {"x": 1})
+    return str(raised.value)
+
+
+def test_a_store_that_is_gone_at_the_end_is_named(tmp_path: Path) -> None:
+    assert run_ranks(without_store, 2, args=(str(tmp_path),), timeout_s=60) == 2 * [
+        "The last step was not saved: the job's store does not answer (Broken pipe). The process that has it, rank 0 "
+        "or the launcher, has ended: look at the end of its output."
+    ]

@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
@@ -162,6 +159,23 @@ def test_numbered_states_are_taken_by_position(tmp_path: Path) -> None:
     assert (state["epoch"], state["seen"][0].tolist()) == (3, [1, 1])
 
 
+def test_model_and_optimizer_may_be_directories_each(tmp_path: Path) -> None:
+    model, optimizer = trained({"lr": 0.25})
+    weights, state = get_state_dict(model, optimizer)
+    for name, each in {"pytorch_model_fsdp_0": {"model": weights}, "optimizer_0": {"optimizer": state}}.items():
+        dcp.save(each, checkpoint_id=tmp_path / name, no_dist=True)  # as accelerate does
+    fresh = trained()
+    restored(tmp_path / "pytorch_model_fsdp_0", {"model": fresh[0]})
+    restored(tmp_path / "optimizer_0", {"optimizer": fresh[1]})
+    assert bits(*fresh) == bits(model, optimizer)
+    named = [*reversed([*trained()[0].named_parameters()])]  # by position these would be others
+    by_name = torch.optim.AdamW([{"params": named[:2]}, {"params": named[2:]}])
+    restored(tmp_path / "optimizer_0", {"optimizer": by_name})
+    for (_, x), y in zip(named, [*reversed([*model.parameters()])], strict=True):
+        assert torch.equal(by_name.state[x]["exp_avg"], optimizer.state[y]["exp_avg"])
+    assert [group["weight_decay"] for group in by_name.param_groups] == [0.5, 0.01]
+
+
 def test_of_two_that_fit_the_one_of_that_name_is_taken(tmp_path: Path) -> None:
     models = {name: trained({"lr": lr}) for name, lr in (("generator", 0.25), ("critic", 0.5))}
     saved = {name: model.state_dict() for name, (model, _) in models.items()}
@@ -210,37 +224,29 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path, change: 
     assert bits(*fresh) == before
 
 
-def read_back(rank: int, world_size: int, root: str) -> list[str]:
-    """Save several groups under FSDP2, and have torch alone read them."""
-    mesh = init_device_mesh("cpu", (world_size,))
-
-    def make(seed: int, **options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(seed)
-        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 1))
-        fully_shard(model, mesh=mesh)
-        groups = [{"params": [*model[0].parameters()]}, {"params": [*model[1].parameters()], "lr": 0.5}]
-        return model, torch.optim.AdamW(groups, **options)
-
-    model, optimizer = make(1, lr=0.25, weight_decay=0.125)
-    model(torch.ones(2, 5)).sum().backward()
-    optimizer.step()
-    with Checkpointer(root, stager=BlockingAsyncStager()) as checkpointer:
-        checkpointer.save(3, {"model": model, "optimizer": optimizer, "epoch": 4})
-    fresh = make(2)
-    weights, state = get_state_dict(*fresh, options=FLAT)
-    template = {"model": weights, "optimizer": state, "epoch": 0}
-    dcp.load(template, checkpoint_id=f"{root}/latest")
-    set_state_dict(*fresh, model_state_dict=weights, optim_state_dict=state, options=FLAT)
-    assert template["epoch"] == 4
-    pairs = [("weights", x, y) for x, y in zip(model.parameters(), fresh[0].parameters(), strict=True)]
-    for x, y in zip(model.parameters(), fresh[0].parameters(), strict=True):
-        pairs += [(key, item, fresh[1].state[y][key]) for key, item in optimizer.state[x].items()]
-    differing = [name for name, x, y in pairs if splits.full(x) != splits.full(y)]
-    for one, other in zip(optimizer.param_groups, fresh[1].param_groups, strict=True):
-        differing += [key for key in one if key != "params" and one[key] != other.get(key)]
-    dist.barrier()
+def to_torch(rank: int, world_size: int, root: str, pairs: Sequence[tuple[str, str]]) -> list[Any]:
+    """Save a split, and have torch alone read it into the tensors of another one."""
+    groups, differing = splits.Groups(), []
+    for source, target in pairs:
+        saved = splits.save(source, groups, f"{root}/{source}", "dcp")
+        make, size = splits.MAKERS[target]
+        if rank < size:
+            split = splits.Split(groups[size], size, seed=2)
+            make(split)
+            split.step()
+            weights, state = get_state_dict(split.parts[0], split.optimizers, options=FLAT)
+            template: dict[str, Any] = {"model": weights, "optimizer": state, "seen": None}
+            dcp.load(template, checkpoint_id=f"{root}/{source}/latest", process_group=groups[size])
+            assert template["seen"] == [1]
+            for name in (of for part in split.parts for of, x in part.named_parameters() if x.requires_grad):
+                options = {key: state[f"param_groups.{name}.{key}"] for key in saved[f"options.{name}"]}
+                differing += [] if options == saved[f"options.{name}"] else [(source, target, name)]
+            found = split.whole()
+            names = [name for name in saved.keys() | found.keys() if not name.startswith("options.")]
+            differing += [(source, target, name) for name in names if saved.get(name) != found.get(name)]
     return differing
 
 
-def test_torch_alone_reads_groups_of_sharded_parameters(tmp_path: Path) -> None:
-    assert run_ranks(read_back, nproc=2, args=(str(tmp_path),)) == [[], []]
+def test_torch_alone_reads_every_split_by_names(tmp_path: Path) -> None:
+    pairs = [("fsdp2", "plain"), ("interleaved_each", "ddp"), ("pp", "fsdp2"), ("experts", "plain"), ("zero", "pp")]
+    assert run_ranks(to_torch, nproc=3, args=(str(tmp_path), pairs), timeout_s=90) == [[]] * 3

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import stagereg.checkpoint.restoring as restoring
 import stagereg.checkpoint.store.checkpoint_store as local
+from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.checksum import combined
 from stagereg.checkpoint.damage import differences
 from stagereg.checkpoint.file_shares import WHOLE, marks_of_shares, share
 from stagereg.checkpoint.manifest import FileMark, Manifest
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore, mark_file
+from stagereg.stagers.blocking import BlockingAsyncStager
+from stagereg.testing.ranks import run_ranks
 
 FILES = st.dictionaries(st.sampled_from("abcdef"), st.binary(max_size=40), max_size=6)
 
@@ -62,3 +69,40 @@ def test_any_damage_is_found_in_shares(tmp_path: Path, monkeypatch: pytest.Monke
     assert damages()["b"] == "too long: 6 of 0 bytes"
     assert damages()["c"] == "missing"
     assert mark_file(tmp_path / "b", WHOLE).bytes == 6
+
+
+def state_of(rank: int) -> dict[str, torch.Tensor]:
+    return {f"shard{rank}": torch.full((1 << 16,), 1.0 + rank), "all": torch.ones(1 << 14)}
+
+
+def restore_each(rank: int, world_size: int, root: str) -> list[int]:
+    """The bytes read: where the ranks are on one machine, and where each is on its own."""
+    with Checkpointer(root, stager=BlockingAsyncStager(), resume="never", replicas="first") as checkpointer:
+        checkpointer.save(1, state_of(rank))
+    real, counts = os.preadv, []
+    for machine in ("one", f"number {rank}"):
+        restoring.machine_name = lambda machine=machine: machine  # type: ignore[attr-defined]
+        read: list[int] = []
+
+        def preadv(*args: Any, read: list[int] = read) -> int:
+            read.append(real(*args))
+            return read[-1]
+
+        into = {name: torch.zeros_like(x) for name, x in state_of(rank).items()}
+        with Checkpointer(root, read="each", save_last=False) as checkpointer:
+            os.preadv = preadv
+            checkpointer.restore(into)
+            os.preadv = real
+        assert all(torch.equal(x, into[name]) for name, x in state_of(rank).items())
+        counts.append(sum(read))
+    return counts
+
+
+def test_a_rank_reads_its_share_of_the_check_and_what_it_needs(tmp_path: Path) -> None:
+    results = run_ranks(restore_each, args=(str(tmp_path),))
+    files = {file.name: file.stat().st_size for file in (tmp_path / "step-00000001").iterdir()}
+    total = sum(size for name, size in files.items() if name != "manifest.json")
+    needed = files["index.json"] + 4 * ((1 << 16) + (1 << 14))
+    for together, alone in results:
+        assert -10 < together - (needed + total // 2) < 20_000
+        assert 0 <= alone - (needed + total) < 20_000

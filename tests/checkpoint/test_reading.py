@@ -62,7 +62,7 @@ def test_chunks_of_any_shape_and_order_make_the_tensor(tmp_path_factory: pytest.
         sub = whole[tuple(slice(at, data.draw(st.integers(at + 1, n))) for at, n in zip(start, sizes, strict=True))]
         part, entry = torch.empty_like(sub), reading.index.find("x")
         assert entry is not None
-        transfer = Transfer(reading._file)
+        transfer = Transfer(reading.file)
         transfer.add(part, start, entry, "x")
         transfer.run()
     assert isinstance(leaf, Leaf)

@@ -101,7 +101,7 @@ def preempted(rank: int, world_size: int, root: str, mode: str | None) -> tuple[
                         time.sleep(0.5)
                         os.kill(os.getpid(), signal.SIGTERM)
                     if rank == 0:
-                        time.sleep(0.2)
+                        time.sleep(0.6)
                     run.step(x)
                     checkpointer.maybe_save(step, run.state)
     except Preempted as error:

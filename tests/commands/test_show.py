@@ -127,7 +127,10 @@ def test_a_built_in_component_is_described_in_full(kind: str, name: str) -> None
         ("pined_cached", "No component named 'pined_cached'. Did you mean 'pinned_cached'?"),
         ("stagr/shared", "No kind 'stagr' of component. Did you mean 'stager'?"),
         ("ddp", "2 kinds have a 'ddp'. Choose one: join_hook/ddp or joinable/ddp"),
-        ("zzz", "No component named 'zzz'.\n`stagereg list` lists what there is."),
+        (
+            "zzz",
+            "No component named 'zzz'.\n`stagereg list` lists what there is; --plugins MODULE imports a module first.",
+        ),
         ("shared@nobody", "No stager named 'shared@nobody'."),
     ],
 )

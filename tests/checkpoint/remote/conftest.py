@@ -37,6 +37,7 @@ class Server:
     Attributes:
         endpoint: its URL.
         seen: method, path and query of every request.
+        sent: bytes of the answers to GET, all together.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,7 @@ class Server:
         self._lock = threading.Lock()
         self._cleared = threading.Event()
         self.seen: list[tuple[str, str, str]] = []
+        self.sent = 0
         self.fail()
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=MotoRequestHandler)
         self.endpoint = f"http://127.0.0.1:{self._server.port}"
@@ -88,6 +90,8 @@ class Server:
             cleared.wait(BOUND_S)
         environ["wsgi.input"] = io.BytesIO(body) if length else environ["wsgi.input"]
         answer = list(self._app(environ, start_response))
+        with self._lock:
+            self.sent += sum(map(len, answer)) if method == "GET" else 0
         if do == "lose":
             _hang_up(environ)
         return answer

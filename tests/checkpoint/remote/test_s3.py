@@ -21,6 +21,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.errors import CheckpointError
+from stagereg.registry import build
 from stagereg.testing.ranks import run_ranks
 
 from .conftest import BUCKET, Store
@@ -184,6 +185,33 @@ def on_two_ranks(rank: int, world_size: int, url: str) -> str:
 def test_ranks_save_together(store: Store) -> None:
     assert len(set(run_ranks(on_two_ranks, nproc=2, args=(store.url,)))) == 1
     assert steps(store) == {2: {".metadata", "__0_0.distcp", "__1_0.distcp", "index.json", "manifest.json"}}
+
+
+ELEMENTS = 3 << 20
+
+
+def save_and_restore(rank: int, world_size: int, url: str, save: bool) -> bool:
+    """12 MiB that are the same on all ranks, and 12 MiB of each."""
+    mine = f"mine.rank{rank}"
+    with Checkpointer(url, save_last=False, stager=build("stager", "blocking")) as checkpointer:
+        if save:
+            whole = torch.arange(ELEMENTS, dtype=torch.int32)
+            checkpointer.save(1, {"whole": whole, mine: whole + rank})
+            return True
+        into = {"whole": torch.zeros(ELEMENTS, dtype=torch.int32), mine: torch.zeros(ELEMENTS, dtype=torch.int32)}
+        assert checkpointer.restore(into) == 1
+    expected = torch.arange(ELEMENTS, dtype=torch.int32)
+    return torch.equal(into["whole"], expected) and torch.equal(into[mine], expected + rank)
+
+
+def test_ranks_fetch_each_byte_of_a_checkpoint_once(store: Store) -> None:
+    run_ranks(save_and_restore, nproc=3, args=(store.url, True))
+    found = store.client.list_objects_v2(Bucket=BUCKET).get("Contents", [])
+    stored = sum(each["Size"] for each in found if "/step-" in each["Key"])
+    assert stored > 4 * 4 * ELEMENTS
+    before = store.server.sent
+    assert run_ranks(save_and_restore, nproc=3, args=(store.url, False)) == [True] * 3
+    assert stored < store.server.sent - before + 100_000 < 1.1 * stored
 
 
 PROGRAM = """

@@ -1,0 +1,185 @@
+"""The state of an optimizer finds its parameters by name, however they are grouped, tied, or shared out."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.errors import CheckpointError
+from stagereg.stagers.blocking import BlockingAsyncStager
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Take a step whose gradients differ in each element."""
+    for group in optimizer.param_groups:
+        for x in group["params"]:
+            x.grad = (x * 1.7 + 0.3).detach()
+    optimizer.step()
+    return optimizer
+
+
+def save(root: Path, **state: Any) -> None:
+    with Checkpointer(str(root), stager=BlockingAsyncStager()) as keeper:
+        keeper.save(1, state)
+
+
+def restore(root: Path, **state: Any) -> None:
+    with Checkpointer(str(root), stager=BlockingAsyncStager()) as keeper:
+        assert keeper.restore(state) == 1
+
+
+def refused(root: Path, **state: Any) -> str:
+    before = [x.clone() for value in state.values() if isinstance(value, torch.nn.Module) for x in value.parameters()]
+    with pytest.raises(CheckpointError) as raised:
+        restore(root, **state)
+    after = [x for value in state.values() if isinstance(value, torch.nn.Module) for x in value.parameters()]
+    assert all(map(torch.equal, before, after)), "something was assigned"
+    return str(raised.value)
+
+
+def net(seed: int, *sizes: int) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
+
+
+def alike(one: torch.optim.Optimizer, other: torch.optim.Optimizer, *pairs: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    """Whether the state of each pair of parameters is the same."""
+    return all(
+        one.state[a].keys() == other.state[b].keys()
+        and all(torch.equal(x, other.state[b][k]) for k, x in one.state[a].items())
+        for a, b in pairs
+    )
+
+
+def test_groups_may_be_cut_otherwise_if_their_options_agree(tmp_path: Path) -> None:
+    model, other = net(1, 3, 4, 2), net(2, 3, 4, 2)
+    optimizer = stepped(torch.optim.AdamW(model.parameters(), lr=0.3))
+    save(tmp_path, model=model, optimizer=optimizer)
+    several = torch.optim.AdamW([{"params": [x]} for x in reversed([*other.parameters()])], lr=0.1)
+    restore(tmp_path, model=other, optimizer=several)
+    assert alike(optimizer, several, *zip(model.parameters(), other.parameters(), strict=True))
+    assert {group["lr"] for group in several.param_groups} == {0.3}
+
+
+def test_one_group_of_several_with_other_options_is_refused(tmp_path: Path) -> None:
+    model, other = net(1, 3, 4), net(2, 3, 4)
+    groups = [{"params": [model[0].weight], "lr": 0.5}, {"params": [model[0].bias], "weight_decay": 0.0}]
+    save(tmp_path, model=model, optimizer=stepped(torch.optim.AdamW(groups, lr=0.3)))
+    text = refused(tmp_path, model=other, optimizer=torch.optim.AdamW(other.parameters()))
+    assert (
+        "'0.weight' and others are one group of parameters here, and were several with different lr, weight_decay"
+        in text
+    )
+
+
+def test_what_is_missing_or_one_too_many_is_listed(tmp_path: Path) -> None:
+    model = net(1, *[3] * 14)
+    save(tmp_path, model=model, optimizer=stepped(torch.optim.AdamW(model.parameters())))
+    larger, smaller = net(2, *[3] * 20), net(2, *[3] * 3)
+    text = refused(tmp_path, model=larger)
+    assert (
+        "'model' does not take what was saved under its name: 12 missing in it: 13.weight, 13.bias, 14.weight" in text
+    )
+    assert "and 2 more" in text
+    assert "checkpoint.resume=never" in text
+    text = refused(tmp_path, model=smaller)
+    assert "22 in it that nothing here takes: 10.bias, 10.weight, 11.bias" in text
+    optimizer = torch.optim.AdamW(larger.parameters())
+    text = refused(tmp_path, optimizer=optimizer, model=torch.nn.Sequential(*larger[:13]))
+    assert "'optimizer' does not take" in text
+    optimizer = torch.optim.AdamW(model[:2].parameters())
+    text = refused(tmp_path, model=model, optimizer=optimizer)
+    assert "'optimizer' does not take what was saved under its name: 22 in it that nothing here takes" in text
+    other = net(1, *[3] * 14).double()
+    assert "0.weight (float32 [3, 3] in it, float64 [3, 3] here)" in refused(tmp_path, model=other)
+
+
+class Tied(torch.nn.Module):
+    """Two names of one parameter, or two parameters."""
+
+    def __init__(self, tied: bool, only: str = "") -> None:
+        super().__init__()
+        if only != "head":
+            self.emb = torch.nn.Linear(3, 4, bias=False)
+        if only != "emb":
+            self.head = torch.nn.Linear(3, 4, bias=False)
+        if tied:
+            self.head.weight = self.emb.weight
+
+
+def test_tied_parameters_are_found_by_either_name(tmp_path: Path) -> None:
+    model, apart, again = Tied(True), Tied(False), Tied(True)
+    optimizer = stepped(torch.optim.AdamW(model.parameters()))
+    save(tmp_path / "tied", model=model, optimizer=optimizer)
+    two = torch.optim.AdamW(apart.parameters())
+    restore(tmp_path / "tied", model=apart, optimizer=two)
+    assert alike(optimizer, two, (model.emb.weight, apart.emb.weight), (model.emb.weight, apart.head.weight))
+    save(tmp_path / "apart", model=apart, optimizer=two)
+    one = torch.optim.AdamW(again.parameters())
+    restore(tmp_path / "apart", model=again, optimizer=one)
+    assert alike(optimizer, one, (model.emb.weight, again.emb.weight))
+
+
+def test_several_models_and_optimizers_keep_apart(tmp_path: Path) -> None:
+    def made(seed: int) -> dict[str, Any]:
+        gen, disc, shift = net(seed, 3, 4), net(seed + 1, 3, 4), torch.nn.Parameter(torch.randn(2))
+        each = {f"of_{name}": torch.optim.AdamW(x.parameters()) for name, x in (("gen", gen), ("disc", disc))}
+        both = torch.optim.SGD([*gen.parameters(), *disc.parameters(), shift], lr=0.1, momentum=0.5)
+        head = torch.optim.Adam(gen[0].parameters())
+        return {"gen": gen, "disc": disc, "shift": shift, **each, "both": both, "head": [head]}
+
+    state, fresh = made(1), made(5)
+    for optimizer in (state["of_gen"], state["of_disc"], state["both"], *state["head"]):
+        stepped(optimizer)
+    save(tmp_path, **state)
+    restore(tmp_path, **fresh)
+    pairs = [*zip(state["gen"].parameters(), fresh["gen"].parameters(), strict=True)]
+    others = [*zip(state["disc"].parameters(), fresh["disc"].parameters(), strict=True)]
+    assert alike(state["of_gen"], fresh["of_gen"], *pairs)
+    assert alike(state["of_disc"], fresh["of_disc"], *others)
+    assert alike(state["both"], fresh["both"], *pairs, *others, (state["shift"], fresh["shift"]))
+    assert alike(state["head"][0], fresh["head"][0], *pairs)
+
+
+def test_adapters_on_a_frozen_model(tmp_path: Path) -> None:
+    def made(seed: int) -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
+        model = net(seed, 3, 4, 2).requires_grad_(False)
+        model[0].register_module("lora", net(seed, 3, 1, 4))
+        return model, torch.optim.AdamW([x for x in model.parameters() if x.requires_grad])
+
+    (model, optimizer), (other, fresh) = made(1), made(2)
+    save(tmp_path, model=model, optimizer=stepped(optimizer))
+    restore(tmp_path, model=other, optimizer=fresh)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    assert alike(optimizer, fresh, *zip(model[0].lora.parameters(), other[0].lora.parameters(), strict=True))
+    assert len(fresh.state) == 4
+
+
+def test_numbers_are_matched_by_position(tmp_path: Path) -> None:
+    model, other = net(1, 3, 4), net(2, 3, 4)
+    optimizer = stepped(torch.optim.AdamW(model.parameters(), lr=0.3))
+    pairs = [*zip(model.parameters(), other.parameters(), strict=True)]
+    save(tmp_path / "alone", optimizer=optimizer)
+    save(tmp_path / "plain", optimizer=optimizer.state_dict())
+    save(tmp_path / "named", model=model, optimizer=optimizer)
+    for name in ("alone", "plain", "named"):
+        for state in ({}, {"model": other} if name == "named" else {}):
+            fresh = torch.optim.AdamW(other.parameters())
+            restore(tmp_path / name, optimizer=fresh, **state)
+            assert alike(optimizer, fresh, *pairs), name
+            assert fresh.param_groups[0]["lr"] == 0.3
+
+
+def test_an_optimizer_of_another_kind_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = net(1, 3, 4)
+    save(tmp_path, model=model, optimizer=stepped(torch.optim.AdamW(model.parameters())))
+    with caplog.at_level(logging.WARNING):
+        restore(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters()))
+    assert "The state of an optimizer of another kind, with amsgrad, betas, " in caplog.text
+    assert "is restored into a SGD" in caplog.text
