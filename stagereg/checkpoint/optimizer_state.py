@@ -18,6 +18,7 @@ by position, as torch does it.
 
 from __future__ import annotations
 
+import copy
 import logging
 import operator
 from collections import Counter
@@ -32,6 +33,7 @@ from torch.optim import Optimizer
 
 import stagereg.checkpoint.module_state as module_state
 from stagereg.checkpoint.advice import listed
+from stagereg.checkpoint.encoding import marks
 from stagereg.errors import CheckpointError
 
 __all__ = [
@@ -303,6 +305,8 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
             found[own[0]] = {**first, _PARAMS: own}
     local = [names.of[param] for param in parameters_of(_inner(optimizer))] if names.flat is None else [*source]
     state = {name: saved[_STATE][source[name]] for name in local if source[name] in saved[_STATE]}
+    _keep_apart(state)
+    _keep_apart(found)
     return {_STATE: state, _GROUPS: found}, {*source.values(), *names.aliases}
 
 
@@ -321,6 +325,16 @@ def _groups_here(optimizer: Optimizer, names: Names) -> list[list[str]]:
     if names.flat is not None:
         return [group[_PARAMS] for group in state_of(optimizer, names)[_GROUPS].values()]
     return [[names.of[param] for param in group[_PARAMS]] for group in optimizer.param_groups]
+
+
+def _keep_apart(structures: dict[str, Any]) -> None:
+    """Give each its own leaves, where two stand for the same that was saved: each is read into memory of its own."""
+    seen: set[int] = set()
+    for name, structure in structures.items():
+        leaves = {id(leaf) for leaf in marks(structure)}
+        if leaves & seen:
+            structures[name] = copy.deepcopy(structure)
+        seen |= leaves
 
 
 def _sources(own: Sequence[str], saved: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, str]:

@@ -309,6 +309,7 @@ class Transfer:
         self._file = file
         self.moves: dict[str, list[_Move]] = defaultdict(list)
         self.wholes: list[Whole] = []
+        self._kept: list[torch.Tensor] = []  # so that no address is of freed memory
 
     def add(self, part: torch.Tensor, start: tuple[int, ...], stored: Stored, name: str) -> None:
         """Have ``part``, which begins at ``start``, filled from the chunks of a tensor."""
@@ -330,6 +331,7 @@ class Transfer:
                 self.wholes.append(Whole(chunk.file, chunk.offset, chunk.length, take))
 
     def _move(self, file: str, offset: int, to: torch.Tensor) -> None:
+        self._kept.append(to)
         for at in range(0, to.nbytes, _PIECE_BYTES):
             length = min(_PIECE_BYTES, to.nbytes - at)
             self.moves[file].append(_Move(offset + at, length, to.data_ptr() + at))

@@ -65,6 +65,12 @@ def test_groups_may_be_cut_otherwise_if_their_options_agree(tmp_path: Path) -> N
     restore(tmp_path, model=other, optimizer=several)
     assert alike(optimizer, several, *zip(model.parameters(), other.parameters(), strict=True))
     assert {group["lr"] for group in several.param_groups} == {0.3}
+    save(tmp_path / "tensor", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=torch.tensor(0.25)))
+    several = torch.optim.SGD([{"params": [x]} for x in other.parameters()], lr=torch.tensor(1.0))
+    restore(tmp_path / "tensor", model=other, optimizer=several)
+    rates = [group["lr"] for group in several.param_groups]
+    assert [x.item() for x in rates] == [0.25] * 4
+    assert len({x.data_ptr() for x in rates}) == 4, "one tensor for several groups"
 
 
 def test_one_group_of_several_with_other_options_is_refused(tmp_path: Path) -> None:
@@ -120,6 +126,8 @@ def test_tied_parameters_are_found_by_either_name(tmp_path: Path) -> None:
     two = torch.optim.AdamW(apart.parameters())
     restore(tmp_path / "tied", model=apart, optimizer=two)
     assert alike(optimizer, two, (model.emb.weight, apart.emb.weight), (model.emb.weight, apart.head.weight))
+    ends = [two.state[x]["exp_avg"].data_ptr() for x in apart.parameters()]
+    assert ends[0] != ends[1], "one state for two parameters"
     save(tmp_path / "apart", model=apart, optimizer=two)
     one = torch.optim.AdamW(again.parameters())
     restore(tmp_path / "apart", model=again, optimizer=one)
