@@ -9,7 +9,7 @@ TORCH := torch==2.13.0
 WORKERS := --numprocesses 2 --dist worksteal
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: train test test-all nightly check format clean
+.PHONY: train test test-all nightly scale check format clean
 
 train: $(VENV)/.ready  ## train a small language model on two local ranks
 	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
@@ -25,6 +25,9 @@ nightly: $(HYDRA_1_4)/.ready  ## three hundred kills, five hundred saves twice, 
 	$(BIN)/stagereg bench endurance --saves 500
 	$(BIN)/stagereg bench endurance --saves 500 --stager shared --storage dcp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --hypothesis-profile=explore $(WORKERS)
+
+scale: $(VENV)/.ready  ## what a save sends and costs on thousands of simulated ranks
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python tests/checkpoint/scale.py
 
 check: $(VENV)/.ready  ## lint, format and types
 	$(BIN)/ruff check .
