@@ -326,7 +326,7 @@ def simulate(split: str, ranks: int) -> dict[str, dict[str, float]]:
             all_sent = [each.joined(there) for (_, each), there in zip(sent, known, strict=True)]
             entries.update(merging.entries_of(all_sent))
             state = merging.put_together(all_sent, requests, order, ())
-            groups = {name: of for each in all_sent for name, of in each.groups.items()}
+            groups = [each.groups for each in all_sent]
             objects = {name for each in state.values() for name in each.objects}
             if lasting is not None:
                 each = [one for one, _ in lasting]
