@@ -307,6 +307,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
             dealt, asked = to.plans.round_trip(ranks, failing, prepare, share_out)
             if dealt is not None:
                 to.dealt = from_numbers(dealt, own_plan[0])
+                to.results.forget()  # what lies where may be as before, and yet be something else: of another dtype
             began = record.now()
             nbytes = to.results.round_trip(ranks, failing, write, commit)
             failpoint("ended")

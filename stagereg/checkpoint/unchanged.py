@@ -91,6 +91,7 @@ class Unchanged:
         digest = hashlib.blake2b(pickle.dumps(lasting), digest_size=16).digest()
         return Post(varying, digest, zlib.compress(pickle.dumps((lasting, more)), 1))
 
+    @without_gc()
     def reply(
         self,
         posts: Sequence[Post],
@@ -101,9 +102,7 @@ class Unchanged:
         packed = [each.packed for each in posts if each.packed is not None]
         found: Sequence[U] | None = None
         if len(packed) == len(posts):
-            with without_gc():
-                lasting = [pickle.loads(zlib.decompress(each)) for each in packed]
-            found = answer(varying, lasting)
+            found = answer(varying, [pickle.loads(zlib.decompress(each)) for each in packed])
         elif not packed and digests == self._all:
             found = answer(varying, None)
         if found is None:

@@ -2,8 +2,8 @@
 
 ``make scale`` prints the table of docs/benchmarks.md. Each split runs the functions of a save in one process: a few
 ranks plan what torch's own ``DTensor`` says that they have, on the meta device; plans of the others are written down
-from shapes and offsets, as a check compares them with the former. What the exchanges would carry is pickled as they do
-it. Left out are copying, writing, checksums of contents, and the network.
+from shapes and offsets, which nothing compares with torch's. What the exchanges would carry is pickled as they do it.
+Left out are copying, writing, checksums of contents, the shares of replicas, and the network.
 """
 
 # ruff: noqa: B023

@@ -41,9 +41,10 @@ def save(rank: int, size: int, root: str, happens: str) -> tuple[list[int], list
         return answer
 
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(20)))
-    optimizer = torch.optim.Adam(model.parameters())
+    first, moved, *rest = model.parameters()
+    optimizer = torch.optim.Adam([{"params": [first, moved], "lr": 0.25}, {"params": rest, "lr": 0.5}])
     storage = Failing()
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0, "x": torch.ones(3)}
     with Checkpointer(root, keep=9, stager=BlockingAsyncStager(), storage=storage) as keeper:
         RankGroup._collect, RankGroup._hand_out = collected, handed_out  # type: ignore[method-assign]
         for step in range(8):
@@ -55,6 +56,11 @@ def save(rank: int, size: int, root: str, happens: str) -> tuple[list[int], list
                 state["more"] = {str(each): torch.ones(3) for each in range(1 + rank)}
             if step == 6 and happens == "another object":
                 state["step"] = (torch.ones(2), 1)
+            if step == 6 and happens == "another dtype":
+                state["x"] = torch.full((3,), 7, dtype=torch.int32)
+            if step == 6 and happens == "other groups":
+                one, other = optimizer.param_groups
+                one["params"], other["params"] = [first], [*rest, moved]
             storage.fails = rank == 1 and step == 5 and happens == "a save fails"
             counts.append([])
             try:
@@ -64,10 +70,15 @@ def save(rank: int, size: int, root: str, happens: str) -> tuple[list[int], list
                 assert storage.fails or happens == "a save fails"
     RankGroup._collect, RankGroup._hand_out = collect, hand_out  # type: ignore[method-assign]
     other = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(20)))
-    fresh = {"model": other, "optimizer": torch.optim.Adam(other.parameters()), "step": 0}
+    fresh: dict[str, Any] = {"model": other, "step": 0, "x": torch.empty(0)}
     with Checkpointer(root, stager=BlockingAsyncStager(), storage=Failing()) as keeper:
         assert keeper.restore(fresh) == 7
     same = all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    same &= fresh["x"].dtype == state["x"].dtype and torch.equal(fresh["x"], state["x"])
+    rate = "optimizer.param_groups.0.bias.lr"
+    found: dict[str, Any] = {rate: 0.0}
+    torch.distributed.checkpoint.load(found, checkpoint_id=f"{root}/latest", no_dist=True)
+    same &= found[rate] == (0.5 if happens == "other groups" else 0.25)
     return (
         [sum(each) for each in counts],
         [len(each) for each in counts],
@@ -77,7 +88,7 @@ def save(rank: int, size: int, root: str, happens: str) -> tuple[list[int], list
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    cases = ("nothing", "a save fails", "one rank has more", "another object")
+    cases = ("nothing", "a save fails", "one rank has more", "another object", "another dtype", "other groups")
     return {
         case: run_ranks(save, 2, args=(str(tmp_path_factory.mktemp("root") / "x"), case), timeout_s=120)
         for case in cases
@@ -90,6 +101,11 @@ def test_a_warm_save_sends_less_than_a_thousand_bytes(ran: dict[str, Any]) -> No
     assert nbytes[0] > 3000
     assert max(nbytes[4:]) < 1000, nbytes
     assert calls == [4] * 8
+
+
+@pytest.mark.parametrize("case", ["another dtype", "other groups"])
+def test_a_description_is_never_that_of_another_state(ran: dict[str, Any], case: str) -> None:
+    assert [same for _, _, same in ran[case]] == [True, True]
 
 
 @pytest.mark.parametrize("case", ["a save fails", "one rank has more", "another object"])
