@@ -188,6 +188,7 @@ def _directories(job: DictConfig, number: int) -> dict[str, str]:
         output = Path(job.hydra.sweep.dir, str(job.hydra.sweep.subdir)).absolute()
     with read_write(job.hydra):
         OmegaConf.update(job, "hydra.runtime.output_dir", str(output), force_add=True)
+    HydraConfig.instance().set_config(job)  # it has a copy
     found = {"hydra.sweep.subdir": str(output)}
     if OmegaConf.select(job, "checkpoint.enable", default=True, throw_on_resolution_failure=False):
         found["checkpoint.dir"] = OmegaConf.select(job, "checkpoint.dir", throw_on_resolution_failure=False)
