@@ -40,6 +40,7 @@ __all__ = ["BASES", "MODELS", "SplitTraining", "group", "measure", "measured", "
 
 MODELS = ("ddp", "fsdp2")
 _SAVE, _ASYNC, _LOAD, _AGAIN = "torch:save", "torch:async_save", "torch:load", "again:"
+_FIRST = "first:dcp"
 BASES = {"replicas": {"x torch": _SAVE}, "restore": {"x torch": _LOAD, "x ceiling": CEILING}}
 """The rows that the others are held against, by kind and the head of the column."""
 
@@ -50,7 +51,7 @@ _WIDTH, _LAYERS = 1808, 8
 def row_names(kind: str) -> list[str]:
     """The names of all rows there are."""
     if kind == "replicas":
-        return [*storages(), _SAVE, _ASYNC, _AGAIN + _SAVE]
+        return [*storages(), _FIRST, _SAVE, _ASYNC, _AGAIN + _SAVE]
     return [CEILING, *storages(), _LOAD, _AGAIN + _LOAD]
 
 
@@ -123,10 +124,12 @@ class Saving(Turn):
             self._checkpointer.close()
 
     def _prepare(self) -> None:
-        if self.way not in storages() and dist.get_rank() == 0:
+        storage = self.way.removeprefix("first:")
+        if storage not in storages() and dist.get_rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
-        elif self.way in storages() and self._checkpointer is None:
-            parts = {"stager": self._stager, "storage": build("storage", self.way)}
+        elif storage in storages() and self._checkpointer is None:
+            parts = {"stager": self._stager, "storage": build("storage", storage)}
+            parts["replicas"] = "share" if storage == self.way else "first"
             self._checkpointer = Checkpointer(str(self.folder), every=1, keep=1, **parts)
         dist.barrier()
 

@@ -67,9 +67,10 @@ class Checkpointer:
     or plain values (numbers, text, tensors, nested dicts and lists); several modules or several optimizers, such as the
     pipeline stages of a rank, may be a list. Modules and optimizers are saved by the names of parameters without those
     of wrappers, so an optimizer's modules have to be in the same state. Each rank saves what it has: shards of
-    ``DTensor`` and ``ZeroRedundancyOptimizer``, stages, experts. Of what several ranks have under one name, the lowest
-    rank's tensor is stored; plain values that differ are kept for each rank, and what else does is marked
-    :func:`stagereg.per_rank`. The step and every rank's random number generators are added by themselves.
+    ``DTensor`` and ``ZeroRedundancyOptimizer``, stages, experts. What several ranks have alike under one name is stored
+    once; plain values that differ are kept for each rank. What else differs is refused, but for buffers, of which the
+    lowest rank's are stored; what each rank has for itself is marked :func:`stagereg.per_rank`. The step
+    and every rank's random number generators are added by themselves.
 
     What some ranks have saved any other number of ranks restore, split in any other way, bit for bit; all but the
     random number generators and what is per rank, which as many ranks alone restore.
@@ -152,10 +153,10 @@ class Checkpointer:
         verify_replicas: int = 0,
         read: Literal["auto", "each", "once"] = "auto",
     ) -> None:
-        durations = {"mtbf": mtbf, "timeout": timeout, "grace": timeout if grace is None else grace}
-        options.check_all(dir, every, keep, resume, verify, on_error, **durations)
-        options.check_replicas(replicas, verify_replicas)
-        options.one_of("checkpoint.read", read, ("auto", "each", "once"))
+        alike: dict[str, Any] = {"dir": dir, "every": every, "keep": keep, "resume": resume, "verify": verify}
+        alike |= {"on_error": on_error, "grace": grace, "read": read}
+        alike |= {"replicas": replicas, "verify_replicas": verify_replicas}
+        options.check_all({**alike, "mtbf": mtbf, "timeout": timeout})
         self.enable = enable
         self._store = open_store(dir)
         self.dir = path_or_url(self._store.root)
@@ -179,9 +180,7 @@ class Checkpointer:
         self._ranks = RankGroup(process_group, timeout)
         if not enable:
             return
-        alike: dict[str, Any] = {"dir": self._store.root, "every": every, "keep": keep, "resume": resume}
-        alike |= {"verify": verify, "on_error": on_error, "grace": grace, "storage": name_of(self._storage)}
-        alike |= {"replicas": replicas, "verify_replicas": verify_replicas, "read": read}
+        alike |= {"dir": self._store.root, "storage": name_of(self._storage)}
         options.expect_alike(self._ranks.run_on_all("The ranks could not compare their options", lambda: alike))
         opened = self._ranks.run_on_all(f"checkpoint.dir={dir} cannot be written to", self._open)
         if resume == "never":
@@ -318,7 +317,8 @@ class Checkpointer:
         Objects take their state with ``load_state_dict``; plain tensors and containers change in place, other plain
         values are replaced in ``state``. The random number generators of each rank are set as well. The files are
         looked at first, as ``verify`` says. ``"auto"`` passes over damaged and incomplete checkpoints, and logs
-        what is wrong with each, and how many steps are lost; nothing has got into any object by then.
+        what is wrong with each, and how many steps are lost; nothing of them has got into any object by then, or, with
+        ``read="once"``, all of it is overwritten.
 
         Args:
             state: the same names as were saved, or some of them; of what others saved, modules and optimizers are
@@ -341,13 +341,12 @@ class Checkpointer:
             self._background.raise_failure()
             raise CheckpointError("Nothing was restored: a save has not ended yet, since the storage hangs.")
         self._requests.post(_RESTORE)
-        self._ranks.run_on_all("Nothing was restored", self.wait)
-        if self.resume == "never":
-            return None
         self.remember(state)
-        restored = restoring.restore(
-            self._store, self.resume, self.verify, self.read, state, self._storage, self._ranks, self._saver.names
-        )
+        if self.resume == "never":
+            self._ranks.run_on_all("Nothing was restored", self.wait)
+            return None
+        where = self._store, self.resume, self.verify, self.read, state, self._storage
+        restored = restoring.restore(*where, self._ranks, self._saver.names, ready=self.wait)
         self._store.spared.clear()
         if self._ranks.rank == 0:
             begins = "training starts from scratch" if restored is None else f"resumed from {restored.path}"
@@ -402,7 +401,7 @@ class Checkpointer:
             _log.warning("stagereg: interrupted. %s", self._describe_end(finished=False))
         try:
             if error is None and self.save_last:
-                self._ending.wait(self._seen, self._at_the_end, self._ranks.limit.total_seconds())
+                self._come_to_the_end()
                 self._saver.save_last(self._seen)
         finally:
             try:
@@ -448,9 +447,12 @@ class Checkpointer:
         while (entry := self._requests.take()) is not None:
             self._answer(entry)
 
-    def _at_the_end(self) -> None:
-        self._answer_all()
-        self._background.raise_failure()
+    def _come_to_the_end(self) -> None:
+        try:
+            self._ending.wait(self._seen, self._answer_all, self._ranks.limit.total_seconds())
+        except CheckpointError:
+            self._background.raise_failure()  # of a save, which says more
+            raise
 
     def _answer(self, entry: str | None) -> None:
         """Have other ranks know that this one does not save what they do."""

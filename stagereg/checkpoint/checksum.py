@@ -6,6 +6,7 @@ meanwhile. A manifest names the algorithm by its key: ``"crc32"``.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import zlib
 from collections.abc import Callable
@@ -36,12 +37,18 @@ def combined(first: int, second: int, length: int) -> int:
 
     A CRC is a remainder modulo a polynomial over GF(2): what follows the first part multiplies its remainder.
     """
-    power = _EIGHTH_POWER
+    return _product(first, _power(length)) ^ second
+
+
+@functools.lru_cache(256)  # most parts have the same length
+def _power(length: int) -> int:
+    """Return what ``length`` bytes of zeros multiply by."""
+    found, power = _ONE, _EIGHTH_POWER
     while length:
         if length & 1:
-            first = _product(first, power)
+            found = _product(found, power)
         power, length = _product(power, power), length >> 1
-    return first ^ second
+    return found
 
 
 def _product(a: int, b: int) -> int:

@@ -38,14 +38,17 @@ __all__ = [
     "find",
     "keep",
     "pair",
+    "part",
     "parts",
     "per_rank",
+    "rank_name",
     "refusal",
     "replicated",
     "rng_name",
 ]
 
 _RESERVED = "stagereg"
+_FSDP2 = "torch.distributed.fsdp._fully_shard."  # its hooks make sure that parameters are shards, and own their memory
 _OTHERS = (
     "If the checkpoint is another model's, give this one a directory of its own, checkpoint.dir=PATH, or start from "
     "scratch with checkpoint.resume=never"
@@ -58,6 +61,9 @@ class PerRank(Generic[T]):
 
     def __init__(self, value: T) -> None:
         self.value = value
+
+    def __repr__(self) -> str:
+        return f"per_rank({self.value!r})"
 
 
 def per_rank(value: T) -> PerRank[T]:
@@ -73,13 +79,14 @@ def per_rank(value: T) -> PerRank[T]:
     return PerRank(value)
 
 
-def _rank_name(name: str, rank: int) -> str:
+def rank_name(name: str, rank: int) -> str:
+    """Return the name of what a rank has for itself of the entry ``name``."""
     return f"{name}.rank{rank}"
 
 
 def rng_name(rank: int) -> str:
     """Return the name of the entry with a rank's random number generators."""
-    return _rank_name(f"{_RESERVED}.rng", rank)
+    return rank_name(f"{_RESERVED}.rng", rank)
 
 
 def capture(state: Mapping[str, Any], step: int, rank: int, world_size: int, names: ParameterNames) -> dict[str, Any]:
@@ -98,7 +105,7 @@ def capture(state: Mapping[str, Any], step: int, rank: int, world_size: int, nam
             raise CheckpointError(
                 f"The state has an entry named {name!r}; use text that does not begin with {_RESERVED!r}."
             )
-        entries[_rank_name(name, rank) if isinstance(value, PerRank) else name] = _current(state, name, names)
+        entries[rank_name(name, rank) if isinstance(value, PerRank) else name] = _current(state, name, names)
     return entries
 
 
@@ -131,13 +138,17 @@ def _is_stateful(value: Any) -> bool:
 
 
 def buffers(state: Mapping[str, Any]) -> set[str]:
-    """Return the dotted names of the buffers of modules, in which replicas may drift apart."""
-    found = ((name, module) for name in state for module in module_state.modules_of(state[name]))
-    return {
-        f"{name}.{module_state.plain_name(module, buffer)}"
-        for name, module in found
+    """Return the dotted names of the buffers of modules, in which replicas may drift apart.
+
+    Those inside of inner modules are returned without the name of the entry as well.
+    """
+    found = {
+        (name, module_state.plain_name(module, buffer))
+        for name in state
+        for module in module_state.modules_of(state[name])
         for buffer, _ in module.named_buffers(remove_duplicate=False)
     }
+    return {f"{name}.{buffer}" for name, buffer in found} | {buffer for _, buffer in found if "." in buffer}
 
 
 def replicated(state: Mapping[str, Any]) -> list[str]:
@@ -179,7 +190,7 @@ def find(
     for name, value in state.items():
         if isinstance(value, PerRank):
             if saved_size == size:
-                found[name] = _structure(files, _rank_name(name, rank))
+                found[name] = _structure(files, rank_name(name, rank))
             continue
         structure = _structure(files, name, rank if saved_size == size else None)
         try:
@@ -194,7 +205,7 @@ def _structure(files: CheckpointFiles, name: str, rank: int | None = None) -> An
     there = files.index.state
     if name in there:
         return files.structure(name, rank)
-    if _rank_name(name, 0) in there:
+    if rank_name(name, 0) in there:
         raise CheckpointError(f"{name!r} was saved by each rank for itself: restore it into per_rank({name}).")
     others = sorted(other for other in there if not other.startswith(f"{_RESERVED}."))
     raise CheckpointError(f"There is no {name!r} in it, only {listed(others)}.{nearest(name, others)}")
@@ -260,12 +271,13 @@ def keep(state: Mapping[str, Any], name: str, structure: Any, rest: Mapping[str,
 
 def parts(files: CheckpointFiles) -> dict[str, Any]:
     """Return the structures of all there is, by the names that the caller's state had; optimizers' as torch has it."""
-    found: dict[str, Any] = {}
-    for name in sorted(files.index.state):
-        if name.split(".")[0] != _RESERVED:
-            structure = files.structure(name)
-            found[name] = optimizer_state.as_torchs(structure) if optimizer_state.is_by_name(structure) else structure
-    return found
+    return {name: part(files, name) for name in sorted(files.index.state) if name.split(".")[0] != _RESERVED}
+
+
+def part(files: CheckpointFiles, name: str, rank: int | None = None) -> Any:
+    """Return one of them, with the values of ``rank`` where ranks had different ones, else of the lowest."""
+    structure = files.structure(name, rank)
+    return optimizer_state.as_torchs(structure) if optimizer_state.is_by_name(structure) else structure
 
 
 # -- into the objects
@@ -336,11 +348,13 @@ def _is_torchs_own(value: Any) -> bool:
 
 def _loads_as_torch(module: torch.nn.Module) -> bool:
     kind, plain = type(module), torch.nn.Module
+    hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
     return (
         kind.load_state_dict is plain.load_state_dict
         and kind.state_dict is plain.state_dict
         and kind._load_from_state_dict.__module__.startswith("torch.nn.")
-        and not (module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks or module._state_dict_hooks)
+        and not module._state_dict_hooks
+        and all(getattr(hook, "hook", hook).__module__.startswith(_FSDP2) for hook in hooks)
     )
 
 
@@ -364,7 +378,8 @@ def assign(state: MutableMapping[str, Any], name: str, loaded: Any, names: Param
     else:
         state[name] = _merged(value, loaded)
     for path, x in leaves(_current(state, name, names), name):
-        if isinstance(x, torch.Tensor) and x.is_meta:
+        shards = [each.tensor for each in x.local_shards()] if isinstance(x, ShardedTensor) else [x]
+        if any(isinstance(each, torch.Tensor) and each.is_meta for each in shards):
             raise CheckpointError(
                 f"{path!r} is on the meta device, which holds nothing; give it memory first, as by to_empty()"
             )

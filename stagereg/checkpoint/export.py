@@ -27,7 +27,7 @@ import stagereg.checkpoint.encoding as encoding
 from stagereg.checkpoint.advice import causes
 from stagereg.checkpoint.encoding import Leaf
 from stagereg.checkpoint.manifest import new_token
-from stagereg.checkpoint.opened import structure_of, tensors_of
+from stagereg.checkpoint.opened import OpenCheckpoint, tensors_of
 from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.safetensors import DTYPES, METADATA, head
@@ -75,39 +75,40 @@ class Exported(NamedTuple):
     files: list[Path]
 
 
-def export(
-    files: CheckpointFiles,
-    parts: Mapping[str, Any],
-    only: str | None,
-    out: Path,
-    replace: bool,
-    step: int | None,
-    options: TensorOptions,
-) -> Exported:
+def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: bool, options: TensorOptions) -> Exported:
     """Write what is in a checkpoint to a file, or to several.
 
     Args:
-        files: of the checkpoint, whose content has been looked at.
-        parts: the structures in it, by the names of the state that was saved.
-        only: one of these names; its own names are then the names in the file. ``None`` for all.
+        checkpoint: whose content has been looked at; not to be used otherwise afterwards.
+        only: one of its entries; that one's own names are then the names in the file. ``None`` for all.
         out: the path of the file; the suffix, one of :data:`SUFFIXES`, is its format. Of several the name begins with
             its stem.
         replace: whether files that are there may be replaced.
-        step: of the checkpoint, for the head of a ``.safetensors``.
         options: for a ``.safetensors``.
 
     Raises:
         CheckpointError: there is no such name, the file cannot hold a tensor, or it is there already. ``OSError``.
     """
-    if only is not None:
-        parts = {only: structure_of(parts, only, files.path)}
-    if out.suffix == SAFETENSORS:
-        return _export_tensors(files, parts, only, out, replace, step, options)
-    files.read([leaf for structure in parts.values() for leaf in encoding.marks(structure)])
-    state = {name: encoding.fill(structure) for name, structure in parts.items()}
-    whole = state if only is None else state[only]
-    _write({out: lambda file: _write_pt(file, whole)}, [out], replace)
-    return Exported(sorted(state), [], [out])
+    parts = checkpoint.structures if only is None else {only: checkpoint.structure(only)}
+    if out.suffix != SAFETENSORS:
+        checkpoint.files.read([leaf for structure in parts.values() for leaf in encoding.marks(structure)])
+        state = {name: encoding.fill(structure) for name, structure in parts.items()}
+        _write({out: partial(_write_pt, state if only is None else state[only])}, [out], replace)
+        return Exported(sorted(state), [], [out])
+    prefix = "" if only is None else f"{only}."
+    part_of = {name: part for part, structure in parts.items() for name, _ in encoding.leaves(structure, part)}
+    tensors = tensors_of(parts)
+    others = sorted(name.removeprefix(prefix) for name in part_of.keys() - tensors.keys())
+    full = {name.removeprefix(prefix): name for name in tensors}
+    sources = {new: full[old] for new, old in _renamed(full, options.renames).items()}
+    leaves = {new: tensors[name] for new, name in sources.items()}
+    if not leaves:
+        raise CheckpointError(
+            f"There is no tensor {'in it' if only is None else f'in {only!r}'}; a .pt has other values."
+        )
+    contents = _tensor_files(checkpoint, leaves, out, options)
+    _write(contents, _family(out), replace)
+    return Exported(sorted({part_of[name] for name in sources.values()}), others, [*contents])
 
 
 def _write(contents: _Contents, former: Sequence[Path], replace: bool) -> None:
@@ -151,37 +152,23 @@ def _expect_free(paths: Iterable[Path], replace: bool) -> None:
 # -- safetensors
 
 
-def _export_tensors(
-    files: CheckpointFiles,
-    parts: Mapping[str, Any],
-    only: str | None,
-    out: Path,
-    replace: bool,
-    step: int | None,
-    options: TensorOptions,
-) -> Exported:
-    prefix = "" if only is None else f"{only}."
-    part_of = {name: part for part, structure in parts.items() for name, _ in encoding.leaves(structure, part)}
-    tensors = tensors_of(parts)
-    others = sorted(name.removeprefix(prefix) for name in part_of.keys() - tensors.keys())
-    full = {name.removeprefix(prefix): name for name in tensors}
-    sources = {new: full[old] for new, old in _renamed(full, options.renames).items()}
-    leaves = {new: tensors[name] for new, name in sources.items()}
+def _tensor_files(
+    checkpoint: OpenCheckpoint, leaves: Mapping[str, Leaf], out: Path, options: TensorOptions
+) -> _Contents:
     kinds = {name: (_dtype(leaf, options.dtype), leaf.stored.shape) for name, leaf in leaves.items()}
     for name, (dtype, _) in kinds.items():
         if dtype not in DTYPES or name == METADATA:
             raise CheckpointError(f"safetensors cannot hold {name!r}, which is {dtype}; write a .pt")
-    about = {"format": "pt"} if step is None else {"format": "pt", "step": str(step)}
+    about = {"format": "pt"} if checkpoint.step is None else {"format": "pt", "step": str(checkpoint.step)}
     divided = _divided(kinds, options.file_bytes)
     paths = [out] if len(divided) == 1 else [_numbered(out, i, len(divided)) for i in range(1, len(divided) + 1)]
+    by_path = dict(zip(paths, divided, strict=True))
     contents: _Contents = {
-        path: partial(_write_tensors, files=files, leaves=leaves, kinds=each, about=about)
-        for path, each in zip(paths, divided, strict=True)
+        path: partial(_write_tensors, checkpoint.files, leaves, each, about) for path, each in by_path.items()
     }
     if len(divided) > 1:
-        contents[out.with_name(out.name + _INDEX)] = partial(_write_index, dict(zip(paths, divided, strict=True)))
-    _write(contents, [out] if options.file_bytes is None else _family(out), replace)
-    return Exported(sorted({part_of[name] for name in sources.values()}), others, [*contents])
+        contents[out.with_name(out.name + _INDEX)] = partial(_write_index, by_path)
+    return contents
 
 
 def _renamed(names: Iterable[str], renames: Sequence[tuple[re.Pattern[str], str]]) -> dict[str, str]:
@@ -239,7 +226,7 @@ def _family(out: Path) -> list[Path]:
 
 
 def _write_tensors(
-    file: IO[bytes], files: CheckpointFiles, leaves: Mapping[str, Leaf], kinds: _Kinds, about: Mapping[str, str]
+    files: CheckpointFiles, leaves: Mapping[str, Leaf], kinds: _Kinds, about: Mapping[str, str], file: IO[bytes]
 ) -> None:
     # As the library does it: by size of the elements, so that every tensor is aligned, and then by name.
     order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
@@ -267,7 +254,7 @@ def _write_index(divided: Mapping[Path, _Kinds], file: IO[bytes]) -> None:
     file.write(f"{text}\n".encode())
 
 
-def _write_pt(file: IO[bytes], state: Any) -> None:
+def _write_pt(state: Any, file: IO[bytes]) -> None:
     """Write what ``torch.load(weights_only=True)`` takes, which is tried. Raises: ``CheckpointError``, ``OSError``."""
     try:
         torch.save(state, file)

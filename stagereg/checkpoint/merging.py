@@ -1,7 +1,9 @@
 """Puts together what ranks have of one entry: pipeline stages its parts, all of them what differs between ranks.
 
-Each rank has encoded the structure of its own (:mod:`.encoding`), and sends a checksum of it; of alike ones rank 0 asks
-for one. Where ranks compare (:mod:`.sharing`), the same goes for their tensors. Mappings are joined, key by key. A
+Each rank has encoded the structure of its own (:mod:`.encoding`), and sends a digest of it; of alike ones rank 0 asks
+for one, and for none that it has from the save before. One that it does not have is sent as a whole, or by its
+:class:`Changes` to one that it has: a learning rate that a schedule sets is a few bytes between the names of all
+parameters. Where ranks compare (:mod:`.sharing`), the same goes for their tensors. Mappings are joined, key by key. A
 plain value that differs between ranks, such as a loss or a position in the data, is kept for each of them::
 
     {"type": "per_rank", "value": {"0": 0.25, "1": 0.5}}
@@ -12,63 +14,80 @@ In the state of an optimizer that is refused: there it means that the ranks trai
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import stagereg.checkpoint.sharing as sharing
-from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.encoding import PER_RANK, Encoded, encode
 from stagereg.checkpoint.optimizer_state import groups_of
-from stagereg.checkpoint.sharing import Digests, EntryContents, Place
-from stagereg.errors import CheckpointError
+from stagereg.checkpoint.sharing import EntryContents, Place, alike, digest
+from stagereg.errors import CheckpointError, name_ranks
 
-__all__ = ["EntryDigests", "RankEntries", "Request", "Sent", "entries_of", "merge", "put_together", "requests"]
+__all__ = ["Asked", "Changes", "EntryDigests", "Merging", "RankEntries", "Sent", "Structures", "groups_in", "merge"]
+
+Structures: TypeAlias = dict[tuple[str, bytes], Encoded]
+"""Those that ranks have, each by the name of its entry and its digest."""
+_BETWEEN = ", "  # the parts of a text; JSON has it between the items of containers
 
 
 class EntryDigests(NamedTuple):
-    """What a rank sends of its entries first: checksums of their structures, and what the ranks compare."""
+    """What a rank sends of its entries first: digests of their structures, and what the ranks compare.
 
-    structures: dict[str, int]
-    contents: dict[str, Digests]
+    Attributes:
+        structures: by name.
+        before: of those that have changed, their digests in the save before.
+        contents: of their tensors, in a save in which ranks compare.
+        samples: of what ranks share.
+    """
+
+    structures: dict[str, bytes]
+    before: dict[str, bytes]
+    contents: dict[tuple[str, bytes], bytes]
     samples: dict[str, int]
 
-    def known(self, names: Collection[str], entries: Mapping[tuple[str, int], Sent]) -> Sent:
-        """Return what rank 0 need not ask for: ``entries`` of the last save by name and checksum, of these names."""
-        found = Sent({}, {}, [])
-        for entry in self.structures.items():
-            if entry[0] in names and entry in entries:
-                found = entries[entry].joined(found)
-        return found
 
-
-class Request(NamedTuple):
+class Asked(NamedTuple):
     """What rank 0 asks a rank for, and tells it.
 
     Attributes:
-        structures: the names of entries, each with the ranks whose structure is the same.
-        comparisons: the names of entries, and whether parts of tensors are asked for as well.
+        structures: the names of entries, each with the digest of what it may send :class:`Changes` to; else empty.
+        comparisons: of which ranks have other tensors, as :meth:`.EntryContents.digests` has it.
         replicas: of those that have the same of an entry, the rank's place.
     """
 
-    structures: dict[str, list[int]]
-    comparisons: dict[str, bool]
+    structures: dict[str, bytes]
+    comparisons: list[tuple[str, bytes]]
     replicas: dict[str, Place]
 
-    def of_rank(self, known: Sent) -> Request:
-        """Return what the rank has to be told: what is not ``known`` of it, and not which ranks have the same."""
-        return self._replace(structures={name: [] for name in self.structures if name not in known.structures})
+
+class Changes(NamedTuple):
+    """In what a structure differs from another one: parts of its text, by their numbers."""
+
+    base: bytes  # the digest of the other one
+    parts: dict[int, str]
+
+    @classmethod
+    def between(cls, before: Encoded, encoded: Encoded) -> Changes | None:
+        """Return them; ``None`` if other things have changed than a few values."""
+        old, new = before.text.split(_BETWEEN), encoded.text.split(_BETWEEN)
+        if len(old) != len(new) or before.objects != encoded.objects:
+            return None
+        return cls(digest(before), {i: part for i, part in enumerate(new) if part != old[i]})
+
+    def made_to(self, before: Encoded) -> Encoded:
+        """Return the structure."""
+        parts = before.text.split(_BETWEEN)
+        for i, part in self.parts.items():
+            parts[i] = part
+        return before._replace(text=_BETWEEN.join(parts))
 
 
 class Sent(NamedTuple):
-    """What a rank was asked for; of entries that are optimizers the groups of parameters as well."""
+    """What a rank was asked for."""
 
-    structures: dict[str, Encoded]
-    groups: dict[str, dict[str, list[str]]]
+    structures: dict[str, Encoded | Changes]
     comparisons: list[EntryContents]
-
-    def joined(self, other: Sent) -> Sent:
-        """Return this, and the structures and groups of ``other`` as well."""
-        return self._replace(structures={**other.structures, **self.structures}, groups={**other.groups, **self.groups})
 
 
 class RankEntries:
@@ -78,86 +97,114 @@ class RankEntries:
         copied: the staged copy.
         buffers: names of tensors in which ranks may differ; ``None`` in a save in which they do not compare.
 
+    Attributes:
+        structures: of each entry.
+        contents: of each entry, in a save in which ranks compare.
+        kinds: a digest of the objects in them, and the groups of optimizers.
+
     Raises:
         CheckpointError: something in them could not be read back.
     """
 
     def __init__(self, copied: Mapping[str, Any], buffers: Collection[str] | None) -> None:
         self._samples = sharing.sampled(copied)
-        self._structures = {name: encode(value, name) for name, value in copied.items() if name != sharing.SAMPLES}
-        self._groups = groups_of(copied)
-        self.contents = {} if buffers is None else sharing.contents(copied, buffers)
+        self.structures = {name: encode(value, name) for name, value in copied.items() if name != sharing.SAMPLES}
+        objects = {name for each in self.structures.values() for name in each.objects}
+        self.contents = {} if buffers is None else sharing.contents(copied, buffers, objects)
+        self.kinds = digest(([each.objects for each in self.structures.values()], groups_of(copied)))
 
-    def digests(self) -> EntryDigests:
-        """Return what the other ranks have to know of them."""
-        structures = {name: checksum_of(each) for name, each in self._structures.items()}
-        return EntryDigests(structures, {name: each.digests for name, each in self.contents.items()}, self._samples)
+    def digests(self, before: Mapping[str, Encoded]) -> EntryDigests:
+        """Return what the other ranks have to know of them, given what they were in the save ``before``."""
+        changed = {name: before[name] for name, each in self.structures.items() if before.get(name, each) != each}
+        return EntryDigests(
+            {name: digest(each) for name, each in self.structures.items()},
+            {name: digest(each) for name, each in changed.items()},
+            {key: value for name, each in self.contents.items() for key, value in each.digests(name).items()},
+            self._samples,
+        )
 
-    def answer(self, request: Request) -> Sent:
+    def answer(self, asked: Asked, before: Mapping[str, Encoded]) -> Sent:
         """Return what rank 0 asks for."""
-        return Sent(
-            {name: self._structures[name] for name in request.structures},
-            {name: self._groups[name] for name in request.structures if name in self._groups},
-            [
-                self.contents[name] if parts else self.contents[name].plain
-                for name, parts in request.comparisons.items()
-            ],
-        )
+        structures: dict[str, Encoded | Changes] = {}
+        for name, base in asked.structures.items():
+            own = self.structures[name]
+            structures[name] = (Changes.between(before[name], own) if base else None) or own
+        each = ((self.contents[name], layout) for name, layout in asked.comparisons)
+        return Sent(structures, [contents if layout else contents.plain for contents, layout in each])
 
 
-def requests(digests: Sequence[EntryDigests], order: Sequence[int]) -> list[Request]:
-    """Return what to ask each rank for; of what several ranks have alike, the first one in ``order``.
-
-    Raises:
-        CheckpointError: ranks that share an entry have drifted apart.
-    """
-    sharing.expect_samples_alike([each.samples for each in digests])
-    structures: list[dict[str, list[int]]] = [{} for _ in digests]
-    first: dict[tuple[str, int], int] = {}
-    for rank in order:
-        for entry in digests[rank].structures.items():
-            structures[first.setdefault(entry, rank)].setdefault(entry[0], []).append(rank)
-    contents = [each.contents for each in digests]
-    return list(map(Request, structures, sharing.doubtful(contents), sharing.groups(contents)))
-
-
-def entries_of(sent: Sequence[Sent]) -> dict[tuple[str, int], Sent]:
-    """Return what ranks have sent, each entry by its name and checksum."""
-    return {
-        (name, checksum_of(encoded)): Sent(
-            {name: encoded}, {name: each.groups[name]} if name in each.groups else {}, []
-        )
-        for each in sent
-        for name, encoded in each.structures.items()
-    }
-
-
-def checksum_of(encoded: Encoded) -> int:
-    """Return the checksum of the structure of an entry."""
-    return crc32(encoded.text.encode())
-
-
-def put_together(
-    sent: Sequence[Sent], asked: Sequence[Request], order: Sequence[int], stale: Collection[int]
-) -> dict[str, Encoded]:
-    """Return one structure of each entry.
+class Merging:
+    """On rank 0: puts together what the ranks have in one save.
 
     Args:
-        sent: what each rank has sent.
-        asked: what :func:`requests` has returned.
+        digests: what each rank has sent first.
         order: the ranks, those first whose values go before others'.
         stale: the ranks that have left their loop.
+        before: what ranks had in the save before.
 
-    Raises:
-        CheckpointError: as :func:`merge`; ranks have different tensors of one name.
+    Attributes:
+        entries: what they have in this one, once it is put together.
     """
-    sharing.expect_alike({rank: sent[rank].comparisons for rank in order})
-    parts: dict[str, list[tuple[Encoded, list[int]]]] = {}
-    for rank in order:
-        for name, encoded in sent[rank].structures.items():
-            of = [each for each in asked[rank].structures[name] if each not in stale]
-            parts.setdefault(name, []).append((encoded, of))
-    return {name: merge(name, each) for name, each in parts.items()}
+
+    def __init__(
+        self, digests: Sequence[EntryDigests], order: Sequence[int], stale: Collection[int], before: Structures
+    ) -> None:
+        self.entries: Structures = {}
+        self._digests, self._order, self._stale, self._before = digests, order, stale, before
+        self._alike = alike([each.structures for each in digests], order)
+
+    def ask(self) -> list[Asked]:
+        """Return what to ask each rank for; of what several ranks have alike, the first one.
+
+        Raises:
+            CheckpointError: ranks that share an entry have drifted apart.
+        """
+        sharing.expect_samples_alike([each.samples for each in self._digests])
+        asked = [Asked({}, [], {}) for _ in self._digests]
+        for (name, own), (rank, *_) in self._alike.items():
+            if (name, own) not in self._before:
+                base = self._digests[rank].before.get(name, b"")
+                asked[rank].structures[name] = base if (name, base) in self._before else b""
+        contents = alike([each.contents for each in self._digests], range(len(asked)))
+        kinds = Counter(key for key, _ in contents)
+        for (key, _), ranks in contents.items():
+            if kinds[key] > 1:
+                asked[ranks[0]].comparisons.append(key)
+            for number, rank in enumerate(ranks if key[1] else ()):
+                asked[rank].replicas[key[0]] = Place(ranks[0], len(ranks), number)
+        return asked
+
+    def put_together(self, sent: Sequence[Sent]) -> dict[str, Encoded]:
+        """Return one structure of each entry.
+
+        Raises:
+            CheckpointError: as :func:`merge`; ranks have different tensors of one name; or what a rank has sent is not
+                what it has.
+        """
+        sharing.expect_alike({rank: sent[rank].comparisons for rank in self._order})
+        parts: dict[str, list[tuple[Encoded, list[int]]]] = {}
+        for (name, own), ranks in self._alike.items():
+            found = self._before.get((name, own)) or self._completed(name, sent[ranks[0]].structures[name])
+            if found is None or digest(found) != own:
+                raise CheckpointError(
+                    f"What {name_ranks(ranks[:1])} sent of {name!r} is not what it has; the next save sends all of it."
+                )
+            self.entries[name, own] = found
+            parts.setdefault(name, []).append((found, [rank for rank in ranks if rank not in self._stale]))
+        return {name: merge(name, each) for name, each in parts.items()}
+
+    def _completed(self, name: str, sent: Encoded | Changes) -> Encoded | None:
+        if isinstance(sent, Encoded):
+            return sent
+        before = self._before.get((name, sent.base))
+        return None if before is None else sent.made_to(before)
+
+
+def groups_in(state: Mapping[str, Encoded]) -> dict[str, dict[str, list[str]]]:
+    """Return the groups of each optimizer in the structures of a state: their parameters, by the first one's name."""
+    trees = {name: json.loads(encoded.text) for name, encoded in state.items()}
+    groups = {name: _groups(tree) for name, tree in trees.items() if _is_optimizer(tree)}
+    return {name: {first: group["value"]["params"] for first, group in each.items()} for name, each in groups.items()}
 
 
 def merge(name: str, parts: Sequence[tuple[Encoded, Sequence[int]]]) -> Encoded:

@@ -86,7 +86,9 @@ def state_of(modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
     whole: OrderedDict[str, Any] = OrderedDict()
     for state in states:
         if twice := sorted(whole.keys() & state.keys()):
-            raise CheckpointError(f"Two of the modules have a {twice[0]!r}; give them different names.")
+            raise CheckpointError(
+                f"Two of its modules have a parameter or buffer {twice[0]!r}; give them different names."
+            )
         whole.update(state)
     _set_versions(whole, {path: each for state in states for path, each in _versions(state).items()})
     return whole

@@ -12,8 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,15 +20,16 @@ import torch
 import stagereg.checkpoint.encoding as encoding
 import stagereg.checkpoint.entries as entries
 from stagereg.checkpoint.advice import listed
+from stagereg.checkpoint.damage import Condition
 from stagereg.checkpoint.encoding import Leaf
 from stagereg.checkpoint.located import newest
-from stagereg.checkpoint.manifest import Checkpoint, Manifest
+from stagereg.checkpoint.manifest import Manifest
 from stagereg.checkpoint.plain_dcp import by_name, is_plain_dcp, open_plain_dcp
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.errors import CheckpointError, nearest
 
-__all__ = ["OpenCheckpoint", "open_checkpoint", "open_files", "structure_of", "tensors_of"]
+__all__ = ["OpenCheckpoint", "first_good", "open_checkpoint", "tensors_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         manifest: its manifest; ``None`` of a directory that plain torch wrote.
         verified: whether the content of every file was compared with its checksum.
         entries: the names that the state had.
+        files: what its tensors are read from.
+        structures: of the entries, by name, with a :class:`.Leaf` for each tensor and object, which are not read.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
     ) -> None:
         self.path, self.manifest, self.verified = files.path, manifest, verified
         self.entries = tuple(structures)
-        self._files, self._structures = files, structures
+        self.files, self.structures = files, structures
         self._tensors = tensors_of(structures)
         self._closed = False
 
@@ -65,7 +67,8 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._tensors:
-            raise KeyError(f"{self.path} has no tensor {name!r:.100}.{nearest(name, self._tensors)}")
+            more = f" entry({name!r}) returns it." if name in self.structures else nearest(name, self._tensors)
+            raise KeyError(f"{self.path} has no tensor {name!r:.100}.{more}")
         found: torch.Tensor = self._read(self._tensors[name])
         return found
 
@@ -78,28 +81,40 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def entry(self, name: str) -> Any:
+    def entry(self, name: str, rank: int | None = None) -> Any:
         """Return what was saved under a name of the state: a plain value, or a state dict, its tensors as in ``self``.
+
+        Args:
+            name: one of ``entries``; with ``rank`` also what :func:`stagereg.per_rank` has marked.
+            rank: whose values it is to have, where ranks had different ones; else the lowest rank's.
 
         Raises:
             CheckpointError: there is no such name, or it cannot be read.
         """
-        structure = copy.deepcopy(structure_of(self._structures, name, self.path))
+        structure = copy.deepcopy(self.structure(name, rank))
         for leaf in encoding.marks(structure):
             leaf.value = self._read(leaf)
         return encoding.fill(structure)
 
+    def structure(self, name: str, rank: int | None = None) -> Any:
+        """Return the structure of an entry, as :meth:`entry`. Raises: ``CheckpointError`` if there is no such name."""
+        own = name if rank is None else entries.rank_name(name, rank)
+        if own in self.structures:
+            return self.structures[own]
+        if name not in self.structures:
+            known = f"only {listed(self.entries)}.{nearest(name, self.entries)}"
+            raise CheckpointError(f"There is no {own!r} in {self.path}, {known}")
+        return self.structures[name] if self.manifest is None else entries.part(self.files, name, rank)
+
     def close(self) -> None:
         """Close the files. Nothing can be read any more."""
         self._closed = True
-        self._files.close()
+        self.files.close()
 
     def __enter__(self) -> OpenCheckpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -110,10 +125,10 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         if self._closed:
             raise CheckpointError(f"{self.path} was closed; open it again.")
         try:
-            if (found := self._files.mapped(leaf.stored)) is not None:
+            if (found := self.files.mapped(leaf.stored)) is not None:
                 return found
             wanted = Leaf(leaf.name, leaf.stored)
-            self._files.read([wanted])
+            self.files.read([wanted])
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise CheckpointError(f"{leaf.name!r:.100} of {self.path} was not read: {error}") from error
         return wanted.value
@@ -141,38 +156,34 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Op
             model.load_state_dict(checkpoint.entry("model"))
     """
     path = os.fspath(path)
+    if verify and is_plain_dcp(path):
+        raise CheckpointError(f"{path} was written by plain torch, without checksums: nothing can be verified.")
+    return first_good(path, verify, lambda each: _log.warning("%s is damaged and passed over: %s", each.path, each))
+
+
+def first_good(path: str, verify: bool, passing_over: Callable[[Condition], object]) -> OpenCheckpoint:
+    """Open a checkpoint as :func:`open_checkpoint`; of plain torch also where it was to be verified.
+
+    Args:
+        path: see there.
+        verify: see there.
+        passing_over: is told of each newer one that is not good.
+
+    Raises:
+        CheckpointError: as there; or it was deleted meanwhile. ``ConfigError`` as there.
+    """
     if is_plain_dcp(path):
-        if verify:
-            raise CheckpointError(f"{path} was written by plain torch, without checksums: nothing can be verified.")
         files, structures = open_plain_dcp(path)
         return OpenCheckpoint(files, by_name(files, structures), None, False)
     chosen, passed = newest(path, verify)
     for each in passed:
-        _log.warning("%s is damaged and passed over: %s", each.path, each)
-    files, structures = open_files(chosen)
-    return OpenCheckpoint(files, structures, chosen.manifest, verify)
-
-
-def open_files(chosen: Checkpoint) -> tuple[CheckpointFiles, dict[str, Any]]:
-    """Return the files of a complete checkpoint, and the structures in it by the names that the state had.
-
-    Raises:
-        CheckpointError: it was deleted meanwhile, or its index is refused.
-    """
+        passing_over(each)
     try:
         files = CheckpointFiles.of(chosen, DcpStorage())
     except OSError as error:
         text = f"{chosen.path} was not read: {error}. If a run has just deleted it, there is a newer one: try again."
         raise CheckpointError(text) from error
-    return files, entries.parts(files)
-
-
-def structure_of(structures: Mapping[str, Any], name: str, path: str) -> Any:
-    """Return the structure with that name. Raises: ``CheckpointError`` if there is none."""
-    if name not in structures:
-        known = listed(list(structures))
-        raise CheckpointError(f"There is no {name!r} in {path}, only {known}.{nearest(name, structures)}")
-    return structures[name]
+    return OpenCheckpoint(files, entries.parts(files), chosen.manifest, verify)
 
 
 def tensors_of(structures: Mapping[str, Any]) -> dict[str, Leaf]:

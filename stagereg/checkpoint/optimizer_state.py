@@ -19,6 +19,7 @@ by position, as torch does it.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import operator
 from collections import Counter
@@ -33,7 +34,7 @@ from torch.optim import Optimizer
 
 import stagereg.checkpoint.module_state as module_state
 from stagereg.checkpoint.advice import listed
-from stagereg.checkpoint.encoding import marks
+from stagereg.checkpoint.encoding import Leaf, marks
 from stagereg.errors import CheckpointError
 
 __all__ = [
@@ -158,7 +159,7 @@ def of_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
 
     ``state.fc.weight.exp_avg`` is the same with all. torch's flattened state dicts and torchtitan have
     ``param_groups.fc.weight.lr`` for each parameter, where groups are those with the same options; others have
-    ``param_groups.0.lr``, and ``param_groups.0.params``.
+    ``param_groups.0.lr``, and ``param_groups.0.params``. The leaves of options that are tensors have been read.
     """
     options: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
@@ -168,7 +169,8 @@ def of_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
             options.setdefault(of, {})[option] = value
     alike: dict[str, dict[str, Any]] = {}
     for of, own in options.items():
-        shown = of if _PARAMS in own else repr(_hyperparameters(own))
+        shared = {key: x.value.tolist() if isinstance(x, Leaf) else x for key, x in _hyperparameters(own).items()}
+        shown = of if _PARAMS in own else repr(shared)
         group = alike.setdefault(shown, {**_hyperparameters(own), _PARAMS: []})
         group[_PARAMS] += map(str, own.get(_PARAMS, [of]))
     groups = {group[_PARAMS][0]: group for group in alike.values() if group[_PARAMS]}
@@ -290,6 +292,7 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
     if missing:
         raise CheckpointError(f"it has nothing of {len(missing)} parameters of the optimizer: {listed(missing)}")
     _warn_of_another_kind(optimizer, group_of.values())
+    _warn_of_one_group(optimizer, [{id(group_of[source[name]]) for name in own} for own in here], here)
     found: dict[str, Any] = {}
     for own in here:
         each = {id(group_of[source[name]]): group_of[source[name]] for name in own}
@@ -315,10 +318,26 @@ def _warn_of_another_kind(optimizer: Optimizer, saved: Iterable[Mapping[str, Any
     here = {key for group in optimizer.param_groups for key in _hyperparameters(group)}
     if there - here and here - there:  # options that one side alone has more are those of another version of torch
         _log.warning(
-            "The state of an optimizer of another kind, with %s, is restored into a %s: it may mean something else.",
+            "The state of an optimizer of another kind, with %s, is restored into a %s: its learning rate and the like "
+            "are those saved, and what was saved for a parameter may mean something else here, or be missing.",
             ", ".join(sorted(there - here)),
             type(optimizer).__name__,
         )
+
+
+def _warn_of_one_group(optimizer: Optimizer, saved: Sequence[set[int]], here: Sequence[Sequence[str]]) -> None:
+    """Warn where groups whose options differ were one when they were saved; ``saved`` are those that each was."""
+    groups = [_hyperparameters(group) for group in optimizer.param_groups]
+    for (i, one), (j, other) in itertools.combinations(enumerate(saved[: len(groups)]), 2):
+        if one & other and not _alike(groups[i], groups[j]):
+            differing = sorted(key for key in groups[i] if not _alike(groups[i][key], groups[j].get(key)))
+            _log.warning(
+                "%r and %r are in different groups of parameters here, and were in one: both get its %s.",
+                here[i][0],
+                here[j][0],
+                ", ".join(differing),
+            )
+            return
 
 
 def _groups_here(optimizer: Optimizer, names: Names) -> list[list[str]]:

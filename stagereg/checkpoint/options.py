@@ -11,46 +11,46 @@ from stagereg.errors import ConfigError, RegistryError, nearest
 from stagereg.registry import build
 from stagereg.spec import check
 
-__all__ = ["at_least_one", "check_all", "check_duration", "check_replicas", "component", "expect_alike", "one_of"]
+__all__ = ["at_least", "check_all", "component", "expect_alike", "one_of"]
 
 _RESUME = ("auto", "latest", "never", "the path of a checkpoint")
+_CHOICES = {
+    "verify": ("full", "fast"),
+    "on_error": ("raise", "warn"),
+    "replicas": ("share", "first"),
+    "read": ("auto", "each", "once"),
+}
 
 
-def check_all(dir: Any, every: Any, keep: Any, resume: Any, verify: Any, on_error: Any, **durations: Any) -> None:
-    """Check those of a checkpointer."""
+def check_all(given: Mapping[str, Any]) -> None:
+    """Check those of a checkpointer, by name."""
+    dir, every, resume = given["dir"], given["every"], given["resume"]
     if not isinstance(dir, (str, os.PathLike)) or not os.fspath(dir):
         raise ConfigError(f"checkpoint.dir must be the path or URL of a directory, not {dir!r}.")
     if not isinstance(resume, str) or not resume:
         raise ConfigError(f"checkpoint.resume is one of {', '.join(_RESUME)}, not {resume!r}.")
     if resume.isidentifier() and not os.path.exists(resume):
         one_of("checkpoint.resume", resume, _RESUME)
-    one_of("checkpoint.verify", verify, ("full", "fast"))
-    one_of("checkpoint.on_error", on_error, ("raise", "warn"))
+    for name, choices in _CHOICES.items():
+        one_of(f"checkpoint.{name}", given[name], choices)
     if isinstance(every, str):
         one_of("checkpoint.every", every, ("auto", "a number of steps"))
-    for name, steps in {"every": 1 if every == "auto" else every, "keep": keep}.items():
-        at_least_one(f"checkpoint.{name}", steps)
-    for name, duration in durations.items():
-        check_duration(f"checkpoint.{name}", duration)
+    at_least(1, "checkpoint.every", 1 if every == "auto" else every)
+    at_least(1, "checkpoint.keep", given["keep"])
+    at_least(0, "checkpoint.verify_replicas", given["verify_replicas"])
+    for name in ("mtbf", "timeout", "grace"):
+        duration = given[name]
+        if name == "grace" and duration is None:
+            continue
+        if not isinstance(duration, datetime.timedelta) or duration <= datetime.timedelta(0):
+            such = "such as datetime.timedelta(hours=6)"
+            raise ConfigError(f"checkpoint.{name} must be a duration above 0, {such}, not {duration!r}.")
 
 
-def check_replicas(replicas: Any, every: Any) -> None:
-    """Check what ranks do with what they have alike."""
-    one_of("checkpoint.replicas", replicas, ("share", "first"))
-    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-        raise ConfigError(f"checkpoint.verify_replicas must be a whole number from 0 on, not {every!r}.")
-
-
-def check_duration(name: str, given: object) -> None:
-    """Check a duration above 0."""
-    if not isinstance(given, datetime.timedelta) or given <= datetime.timedelta(0):
-        raise ConfigError(f"{name} must be a duration above 0, such as datetime.timedelta(hours=6), not {given!r}.")
-
-
-def at_least_one(name: str, given: object) -> int:
-    """Return a whole number from 1 on."""
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ConfigError(f"{name} must be a whole number of at least 1, not {given!r}.")
+def at_least(least: int, name: str, given: object) -> int:
+    """Return a whole number from ``least`` on."""
+    if isinstance(given, bool) or not isinstance(given, int) or given < least:
+        raise ConfigError(f"{name} must be a whole number of at least {least}, not {given!r}.")
     return given
 
 

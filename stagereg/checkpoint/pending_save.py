@@ -47,19 +47,21 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-import stagereg.checkpoint.merging as merging
+import stagereg.checkpoint.rng as rng
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.advice import advice, causes
+from stagereg.checkpoint.encoding import Encoded
+from stagereg.checkpoint.entries import rng_name
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.index import INDEX, describe_tensors, make_index
 from stagereg.checkpoint.manifest import FileMark
-from stagereg.checkpoint.merging import EntryDigests, RankEntries, Request, Sent
+from stagereg.checkpoint.merging import Asked, EntryDigests, Merging, RankEntries, Sent, Structures, groups_in
 from stagereg.checkpoint.rank_group import DisagreementError, RankGroup, reason
 from stagereg.checkpoint.schedule import Schedule
 from stagereg.checkpoint.sharing import SAMPLES, Part, Replicas, shares
-from stagereg.checkpoint.state_planner import StatePlanner, by_number, from_numbers, name_for_each
-from stagereg.checkpoint.storage.protocol import Storage, name_of
+from stagereg.checkpoint.state_planner import StatePlanner, by_number, from_numbers, joined, name_for_each, split
+from stagereg.checkpoint.storage.protocol import ArchiveResult, Storage, TensorResult, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.retry import within
 from stagereg.checkpoint.unchanged import Unchanged
@@ -100,12 +102,11 @@ class _Prepared(NamedTuple):
     called: bool = True
     follows: bool = False
     taken: Mapping[str, int] = {}
-    digests: EntryDigests = EntryDigests({}, {}, {})
+    digests: EntryDigests = EntryDigests({}, {}, {}, {})
     shares_of: int | None = None
 
 
 _Written: TypeAlias = tuple[dict[str, FileMark], Sent]
-_Lasting: TypeAlias = Sequence[tuple[Any, Any]] | None  # of all ranks, if there is something new
 
 
 @dataclass
@@ -124,8 +125,15 @@ class SaveTarget:
         repeats = isinstance(self.storage, Storage) and self.storage.repeats
         self.plans, self.results = Unchanged(repeats), Unchanged(repeats)
         self.dealt: SavePlan | None = None  # what this rank was told to write in the last save
-        self.entries: dict[tuple[str, int], Sent] = {}  # on rank 0: what ranks had of each in the last save
-        self.described: tuple[Any, str] = None, ""  # on rank 0: by what, and the tensors in the last index
+        self.before: dict[str, Encoded] = {}  # the structures that this rank had in the last save
+        self.entries: Structures = {}  # on rank 0: those that ranks had
+        self.described = ""  # on rank 0: the tensors in the last index
+
+    def forget(self) -> None:
+        """Send everything in the next save: this one has failed."""
+        self.plans.forget()
+        self.results.forget()
+        self.before, self.entries = {}, {}
 
     def next_token(self) -> str:
         """Return the token of the next save, the same on all ranks without an exchange."""
@@ -194,145 +202,193 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
     Raises:
         CheckpointError: on all ranks, if it failed on any.
     """
-    failing, to, ranks = f"Step {save.step} was not saved", save.to, save.to.ranks
-    token = to.next_token()
-    path = to.store.temporary(save.step, token)
-    planner = StatePlanner(save.parts)
-    metadata: list[Metadata] = []
-    own_entries: list[RankEntries] = []
-    own_plan: list[SavePlan] = []
-    order = list(range(ranks.size))
-    requests: list[Request] = []
-    known: list[Sent] = []
-    follows: set[int] = set()
+    to, ranks, work = save.to, save.to.ranks, _Work(save)
+    failing = f"Step {save.step} was not saved"
+    try:
+        with within(_TRYING * (save.until - time.monotonic())):
+            work.take(to.plans.round_trip(ranks, failing, work.prepare, work.share_out))
+            began = record.now()
+            nbytes = to.results.round_trip(ranks, failing, work.write, work.commit)
+            failpoint("ended")
+        to.before = work.entries.structures
+        if save.replicas is not None and save.compares:
+            alike = {name: of for name, of in work.asked.replicas.items() if name in save.replicated}
+            save.replicas.agree(save.number, shares(work.entries.contents, alike))
+    except BaseException:
+        to.forget()
+        if save.replicas is not None:
+            save.replicas.forget()
+        if ranks.rank == 0:
+            with within(save.until - time.monotonic()):
+                to.store.discard(work.path)
+        raise
+    finally:
+        save.staged, work.planner.state_dict = {}, {}
+    return began, nbytes
 
-    def prepare() -> tuple[_Prepared, Any, None]:
+
+class _Work:
+    """One save on the background thread: all ranks :meth:`prepare` and :meth:`write`, and rank 0 answers them.
+
+    Attributes:
+        path: the hidden directory.
+        planner: has the tensors until they are written.
+        entries: what this rank has of each entry.
+        asked: what rank 0 asks it for.
+    """
+
+    entries: RankEntries
+    asked: Asked
+    _plans: list[SavePlan]  # what this rank would write
+    _more: list[SavePlan]  # that again, if it was not sent before the files
+    _results: list[WriteResult]
+    _order: list[int]  # on rank 0: ranks that have left their loop come last
+    _follows: list[int]  # these
+    _merging: Merging
+
+    def __init__(self, save: PendingSave) -> None:
+        self._save, self._to, self._ranks = save, save.to, save.to.ranks
+        self._token = save.to.next_token()
+        self.path = save.to.store.temporary(save.step, self._token)
+        self.planner = StatePlanner(save.parts)
+        self._metadata: Metadata | None = None
+
+    def prepare(self) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
+        """Return that this rank has staged, and what it would write."""
+        save, storage = self._save, self._to.storage
         if save.missed:
-            return _Prepared(save.step, False), None, None
+            return _Prepared(save.step, False), (), ()
         save.at = "waiting for its copy"
-        copy = save.copy()
-        _expect_whole(save, copy)
-        own_entries.append(RankEntries(copy, save.buffers))  # refuses what cannot be saved
+        copy = dict(_expect_whole(save, save.copy()))
+        if (own := rng_name(self._ranks.rank)) in copy:
+            copy[own] = rng.as_tensors(copy[own])
+        self.entries = RankEntries(copy, save.buffers)  # refuses what cannot be saved
         failpoint("staged")
         save.at = "preparing its files"
-        to.storage.reset(path)
-        planner.set_up_planner(
-            {name: copy[name] for name in copy if name != SAMPLES}, to.storage.storage_meta(), ranks.rank == 0
+        storage.reset(self.path)
+        is_first = self._ranks.rank == 0
+        self.planner.set_up_planner(
+            {name: copy[name] for name in copy if name != SAMPLES}, storage.storage_meta(), is_first
         )
-        save.nbytes = sum(part.nbytes for x in planner.state_dict.values() for part in _parts(x))
-        takes_more = "kwargs" in inspect.signature(to.storage.set_up_storage_writer).parameters  # as torch asks
-        more = {"rank": ranks.rank, "use_collectives": True} if takes_more else {}
-        to.storage.set_up_storage_writer(ranks.rank == 0, **more)
-        own_plan.append(to.storage.prepare_local_plan(planner.create_local_plan()))
+        parts = (part for x in self.planner.state_dict.values() for part in _parts(x))
+        save.nbytes = sum(part.nbytes for part in parts) - sum(x.nbytes for x in copy.get(own, {}).values())
+        takes_more = "kwargs" in inspect.signature(storage.set_up_storage_writer).parameters  # as torch asks
+        more = {"rank": self._ranks.rank, "use_collectives": True} if takes_more else {}
+        storage.set_up_storage_writer(is_first, **more)
+        plan = storage.prepare_local_plan(self.planner.create_local_plan())
+        self._plans = [plan] if self._ranks.size == 1 else split(plan, self._ranks.rank)
         save.at = _WAITING
-        sent = _Prepared(save.step, True, save.follows, save.taken, own_entries[0].digests(), save.shares_of)
-        return sent, (own_plan[0], save.follows), None
+        digests = self.entries.digests(self._to.before)
+        sent = _Prepared(save.step, True, save.follows, save.taken, digests, save.shares_of)
+        return sent, (*self._plans, (save.follows, self.entries.kinds)), ()
 
-    def share_out(prepared: Sequence[_Prepared], lasting: _Lasting) -> list[tuple[Any, Request]]:
+    def share_out(
+        self, prepared: Sequence[_Prepared], lasting: Sequence[Sequence[Any]] | None
+    ) -> list[tuple[Any, Asked]]:
+        """Return what each rank writes, ``None`` for the same as in the save before, and what it is asked for."""
         steps = [each.step for each in prepared]
-        _expect_all_called(save.step, prepared)
+        _expect_all_called(self._save.step, prepared)
         if len(set(steps)) > 1:
             for step in steps:
-                to.store.discard(to.store.temporary(step, token))
+                self._to.store.discard(self._to.store.temporary(step, self._token))
             raise CheckpointError(f"The ranks saved different steps at the same time: {steps}.")
-        _expect_all_up_to_date(save.step, prepared)
-        # Of what several ranks have alike the first one's is stored: numbers are stale on one that has left its loop.
-        order.sort(key=lambda rank: prepared[rank].follows)
+        _expect_all_up_to_date(self._save.step, prepared)
         if len({each.shares_of for each in prepared}) > 1:
             raise CheckpointError("The ranks did not all know who has a share of what; the next save compares anew.")
-        requests[:] = merging.requests([each.digests for each in prepared], order)
-        follows.update(rank for rank in order if prepared[rank].follows)
-        known[:] = [each.digests.known(of.structures, to.entries) for each, of in zip(prepared, requests, strict=True)]
-        asked = [request.of_rank(there) for request, there in zip(requests, known, strict=True)]
+        # Of what several ranks have alike the first one's is stored: numbers are stale on one that has left its loop.
+        self._follows = [rank for rank, each in enumerate(prepared) if each.follows]
+        self._order = sorted(range(len(prepared)), key=lambda rank: prepared[rank].follows)
+        self._merging = Merging([each.digests for each in prepared], self._order, self._follows, self._to.entries)
+        asked = self._merging.ask()
         if lasting is None:
             return [(None, each) for each in asked]
-        given = [plan for (plan, _), _ in lasting]
-        plans = dict(zip(order, plan_all(given), strict=True))
-        dealt = to.storage.prepare_global_plan([plans[rank] for rank in range(ranks.size)])
-        return list(zip(map(by_number, dealt, given), asked, strict=True))
+        given = [each[:-1] for each in lasting]
+        plans = self._plan_all(given)
+        dealt = self._to.storage.prepare_global_plan([plans[rank] for rank in range(len(given))])
+        return list(zip(map(by_number, dealt, map(joined, given)), asked, strict=True))
 
-    def plan_all(given: Sequence[SavePlan]) -> list[SavePlan]:
-        plans, described = planner.create_global_plan(_in_order(given, order, follows))
-        metadata[:] = [described]
-        return plans
+    def _plan_all(self, given: Sequence[Sequence[SavePlan]]) -> dict[int, SavePlan]:
+        given = _without_shared(given, self._follows)
+        plans, self._metadata = self.planner.create_global_plan([x for rank in self._order for x in given[rank]])
+        parts = iter(plans)
+        return {rank: joined([next(parts) for _ in given[rank]]) for rank in self._order}
 
-    def write() -> tuple[_Written, list[WriteResult], SavePlan | None]:
+    def take(self, answer: tuple[SavePlan | None, Asked]) -> None:
+        """Note what rank 0 has answered."""
+        dealt, self.asked = answer
+        self._more = self._plans if dealt is None else []
+        if dealt is not None:
+            self._to.dealt = from_numbers(dealt, joined(self._plans))
+            self._to.results.forget()  # what lies where may be as before, and yet be something else: of another dtype
+
+    def write(self) -> tuple[_Written, Sequence[Any], Sequence[Any]]:
+        """Write this rank's files, and let go of its copy."""
+        save = self._save
         failpoint("agreed")
         save.at = "writing its files"
-        own = planner.finish_plan(cast("SavePlan", to.dealt))
-        results = to.storage.write_data(own, planner).wait()
-        planner.state_dict = {}
+        own = self.planner.finish_plan(cast("SavePlan", self._to.dealt))
+        self._results = self._to.storage.write_data(own, self.planner).wait()
+        self.planner.state_dict = {}
         copy, save.staged = save.copy(), {}
         save.release(copy)
         del copy
         save.settled.wait()
         save.copy()  # which may have proved bad since
         save.record_copied()
-        marks = _marks(to, path) if ranks.rank > 0 else {}  # those of rank 0 come with the metadata's
+        marks = self._marks() if self._ranks.rank > 0 else {}  # those of rank 0 come with the metadata's
         failpoint("written")
         save.at = _WAITING
-        # Where all plans are as before, nobody has sent them in this save.
-        return (marks, own_entries[0].answer(asked)), results, own_plan[0] if dealt is None else None
+        return (marks, self.entries.answer(self.asked, self._to.before)), [self._results], self._more
 
-    def commit(written: Sequence[_Written], lasting: _Lasting) -> list[int] | None:
+    def commit(self, written: Sequence[_Written], lasting: Sequence[Sequence[Any]] | None) -> list[int]:
+        """Commit what all have written, and return the bytes of each rank's files."""
+        save, to = self._save, self._to
         save.at = "committing"
         if save.abandoned:
             raise CheckpointError("it took too long and was given up")
-        all_sent = [sent.joined(there) for (_, sent), there in zip(written, known, strict=True)]
-        state = merging.put_together(all_sent, requests, order, follows)
-        groups = [sent.groups for sent in all_sent]
-        by = groups, {name for encoded in state.values() for name in encoded.objects}
+        state = self._merging.put_together([sent for _, sent in written])
         if lasting is None:
-            if to.described[0] != by:
-                return None
             to.storage.finish_again()
         else:
-            if not metadata:
-                plan_all([plan for _, plan in lasting])
-            results = [each for each, _ in lasting]
-            to.described = by, describe_tensors(metadata[0], results, by[1])
-            name_for_each(metadata[0], results, groups)
-            to.storage.finish(metadata[0], results)
-        own = _marks(to, path)
+            if self._metadata is None:
+                self._plan_all([plans for _, *plans in lasting])
+            metadata, results = cast("Metadata", self._metadata), [each[0] for each in lasting]
+            objects = {name for encoded in state.values() for name in encoded.objects}
+            to.described = describe_tensors(metadata, results, objects)
+            name_for_each(metadata, results, groups_in(state))
+            to.storage.finish(metadata, results)
+        own = self._marks()
         files = {name: mark for marks, _ in written for name, mark in marks.items()} | own
-        files[INDEX] = to.store.put(path, INDEX, make_index(to.described[1], state))
-        files |= {name: to.store.mark(path, name) for name in to.store.files(path) if name not in files}
+        files[INDEX] = to.store.put(self.path, INDEX, make_index(to.described, state))
+        there = to.store.files(self.path)
+        if lost := sorted(files.keys() - there):
+            raise CheckpointError(f"{self.path} has lost what was just written there: {', '.join(lost)}")
+        files |= {name: to.store.mark(self.path, name) for name in there if name not in files}
         failpoint("marked")
-        to.entries = merging.entries_of(all_sent)
-        to.store.publish(path, save.step, ranks.size, to.storage_name, files, to.keep)
+        to.entries = self._merging.entries
+        to.store.publish(self.path, save.step, self._ranks.size, to.storage_name, files, to.keep)
         return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each for each, _ in written[1:])]]
 
-    try:
-        with within(_TRYING * (save.until - time.monotonic())):
-            dealt, asked = to.plans.round_trip(ranks, failing, prepare, share_out)
-            if dealt is not None:
-                to.dealt = from_numbers(dealt, own_plan[0])
-                to.results.forget()  # what lies where may be as before, and yet be something else: of another dtype
-            began = record.now()
-            nbytes = to.results.round_trip(ranks, failing, write, commit)
-            failpoint("ended")
-        if save.replicas is not None and save.compares:
-            alike = {name: of for name, of in asked.replicas.items() if name in save.replicated}
-            save.replicas.agree(save.number, shares(own_entries[0].contents, alike))
-    except BaseException:
-        to.plans.forget()
-        to.results.forget()
-        if save.replicas is not None:
-            save.replicas.forget()
-        if ranks.rank == 0:
-            with within(save.until - time.monotonic()):
-                to.store.discard(path)
-        raise
-    finally:
-        save.staged, planner.state_dict = {}, {}
-    return began, nbytes
+    def _marks(self) -> dict[str, FileMark]:
+        """Return the marks of what this rank wrote; what its storage has not marked is flushed and read.
+
+        What no rank has named, such as metadata, is rank 0's to mark.
+        """
+        storage, store = self._to.storage, self._to.store
+        known: Mapping[str, FileMark] = storage.marks if isinstance(storage, Storage) else {}
+        if all(isinstance(each, (ArchiveResult, TensorResult)) for each in self._results):
+            names = {each.storage_data.relative_path for each in self._results}
+        else:  # a storage that does not say where it has put something: by the rank that torch has named a file after
+            names = {name for name in store.files(self.path) if name.startswith(f"__{self._ranks.rank}_")}
+        return {**known, **{name: store.mark(self.path, name) for name in sorted(names - known.keys())}}
 
 
-def _expect_whole(save: PendingSave, copy: object) -> None:
+def _expect_whole(save: PendingSave, copy: object) -> dict[str, Any]:
     if not isinstance(copy, dict):
         raise CheckpointError(f"stage() of {save.stager} returned {copy!r:.80}, and has to return a copy of its dict")
     if lost := [name for name in save.names if name not in copy]:
         raise CheckpointError(f"stage() of {save.stager} returned a copy without {', '.join(map(repr, lost))}")
+    return copy
 
 
 def _expect_all_called(step: int, prepared: Sequence[_Prepared]) -> None:
@@ -360,19 +416,18 @@ def _expect_all_up_to_date(step: int, prepared: Sequence[_Prepared]) -> None:
             )
 
 
-def _in_order(given: Sequence[SavePlan], order: Sequence[int], follows: Collection[int]) -> list[SavePlan]:
-    """Return plans in order; a rank that has left its loop leaves to the others what they have shares of."""
+def _without_shared(given: Sequence[Sequence[SavePlan]], follows: Collection[int]) -> Sequence[Sequence[SavePlan]]:
+    """Return plans in which a rank that has left its loop leaves to the others what they have shares of."""
     if not follows:
-        return [given[rank] for rank in order]
-    active = (plan for rank, plan in enumerate(given) if rank not in follows)
+        return given
+    active = (plan for rank, plans in enumerate(given) if rank not in follows for plan in plans)
     shared = {item.index.fqn for plan in active for item in plan.items if _is_shard(item)}
 
-    def own(plan: SavePlan) -> list[WriteItem]:
-        return [each for each in plan.items if _is_shard(each) or each.index.fqn not in shared]
+    def own(plan: SavePlan) -> SavePlan:
+        items = [each for each in plan.items if _is_shard(each) or each.index.fqn not in shared]
+        return dataclasses.replace(plan, items=items)
 
-    return [
-        dataclasses.replace(given[rank], items=own(given[rank])) if rank in follows else given[rank] for rank in order
-    ]
+    return [[*map(own, plans)] if rank in follows else plans for rank, plans in enumerate(given)]
 
 
 def _is_shard(item: WriteItem) -> bool:
@@ -384,21 +439,6 @@ def _parts(x: Any) -> list[torch.Tensor]:
     if isinstance(x, ShardedTensor):
         return [shard.tensor for shard in x.local_shards()]
     return [x.to_local() if isinstance(x, DTensor) else x] if isinstance(x, torch.Tensor) else []
-
-
-def _marks(to: SaveTarget, path: str) -> dict[str, FileMark]:
-    """Return the marks of what this rank wrote.
-
-    A file that the storage has not marked is flushed and read, by the rank that torch has named it after. What is left,
-    such as metadata, is rank 0's.
-    """
-    known: Mapping[str, FileMark] = to.storage.marks if isinstance(to.storage, Storage) else {}
-    there = to.store.files(path)
-    lost = sorted(known.keys() - there)
-    if lost:
-        raise CheckpointError(f"{path} has lost what was just written there: {', '.join(lost)}")
-    own = [name for name in there if name not in known and name.startswith(f"__{to.ranks.rank}_")]
-    return {name: known[name] for name in there if name in known} | {name: to.store.mark(path, name) for name in own}
 
 
 class Background:
@@ -480,6 +520,12 @@ class Background:
     def finish(self) -> bool:
         """Wait until every save has ended, well or not; False if one has taken too long."""
         return self._wait(1)
+
+    @property
+    def failing(self) -> bool:
+        """Whether :meth:`raise_failure` would raise."""
+        self._first()
+        return bool(self._failures)
 
     def raise_failure(self) -> None:
         """Raise the first failure that no call has raised yet, and log later ones."""

@@ -101,9 +101,10 @@ def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, 
             found[name] = value
         elif any(key.split(".")[0] == "param_groups" for key in value):
             dotted = {".".join(map(str, path)): leaf for path, leaf in walk(value)}
-            options = [key for key in dotted if key.startswith("param_groups.") and dotted[key].stored.dtype is None]
-            files.read([dotted[key] for key in options])
-            saved = optimizer_state.of_dotted({**dotted, **{key: dotted[key].value for key in options}})
+            options = {key: leaf for key, leaf in dotted.items() if key.startswith("param_groups.")}
+            files.read([*options.values()])
+            plain = {key: leaf.value for key, leaf in options.items() if leaf.stored.dtype is None}
+            saved = optimizer_state.of_dotted({**dotted, **plain})
             found[name] = optimizer_state.as_torchs(saved)
         else:
             found[name] = by_name(files, value)

@@ -41,6 +41,7 @@ _PATIENCE = datetime.timedelta(days=30)  # longer than any storage is waited for
 _USUAL = datetime.timedelta(minutes=30)  # what torch's own groups have
 _LONG_S = 5.0  # after which a rank that waits for others says so
 _TOGETHER_S = 120.0  # within which all ranks construct theirs
+_HEAD_BYTES, _LENGTH_BYTES = 1016, 8  # of a message, and of its length, that go first
 _SHOWN = 4  # ranks whose errors a message has
 
 
@@ -79,8 +80,28 @@ def portable(error: BaseException) -> BaseException:
     return error
 
 
+def _answers(answers: Sequence[object]) -> list[bytes]:
+    """Return what is sent for answers; those that are one object are pickled once."""
+    packed = {id(each): each for each in answers}
+    posts = {key: pickle.dumps((each, {})) for key, each in packed.items()}
+    return [posts[id(each)] for each in answers]
+
+
 def _as_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _head(data: bytes = b"") -> torch.Tensor:
+    """Return the length of a message and its beginning; few messages are longer."""
+    head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:_HEAD_BYTES]
+    return _as_tensor(head.ljust(_LENGTH_BYTES + _HEAD_BYTES))
+
+
+def _read_head(head: torch.Tensor) -> tuple[bytes, int]:
+    """Return the beginning of a message, and the length of all of it."""
+    data = bytes(view_of(head))
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    return data[_LENGTH_BYTES:][:length], length
 
 
 class RankGroup:
@@ -214,7 +235,7 @@ class RankGroup:
             try:
                 values, found = zip(*map(pickle.loads, posts), strict=True)
                 errors = {rank: error for rank, error in enumerate(found) if error is not None}
-                answers = [] if errors else [pickle.dumps((each, {})) for each in answer(list(values))]
+                answers = [] if errors else _answers(answer(list(values)))
             except BaseException as error:
                 failure, errors = error, {0: portable(error)}
             answers = answers or [pickle.dumps((None, errors))] * self.size
@@ -232,30 +253,36 @@ class RankGroup:
 
     def _collect(self, post: bytes) -> list[bytes]:
         """Return on rank 0 the posts of all; torch's ``gather_object`` would fill up each to the longest."""
-        sizes = torch.zeros(self.size, dtype=torch.int64)
-        own = torch.tensor([len(post)])
-        dist.gather(own, [*sizes.split(1)] if self.rank == 0 else None, group=self.group, group_dst=0)
-        if self.rank > 0:
-            dist.send(_as_tensor(post), group=self.group, group_dst=0)
+        heads = [_head() for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(_head(post), heads, group=self.group, group_dst=0)
+        if heads is None:
+            self._send([(0, post)])
             return []
-        others = [torch.empty(int(size), dtype=torch.uint8) for size in sizes[1:]]
-        for work in [dist.irecv(x, group=self.group, group_src=rank) for rank, x in enumerate(others, 1)]:
-            cast("dist.Work", work).wait()
-        return [post, *(bytes(view_of(x)) for x in others)]
+        return [post, *self._receive(list(enumerate(heads))[1:])]
 
     def _hand_out(self, answers: Sequence[bytes]) -> bytes:
         """Return on each rank the answer for it, of which rank 0 has all."""
-        own = torch.zeros(1, dtype=torch.int64)
-        sizes = [torch.tensor([len(each)]) for each in answers] or None
-        dist.scatter(own, sizes, group=self.group, group_src=0)
-        if self.rank > 0:
-            x = torch.empty(int(own), dtype=torch.uint8)
-            dist.recv(x, group=self.group, group_src=0)
-            return bytes(view_of(x))
-        others = map(_as_tensor, answers[1:])
-        for work in [dist.isend(x, group=self.group, group_dst=rank) for rank, x in enumerate(others, 1)]:
+        head = _head()
+        dist.scatter(head, [_head(each) for each in answers] or None, group=self.group, group_src=0)
+        if self.rank == 0:
+            self._send(list(enumerate(answers))[1:])
+            return answers[0]
+        return self._receive([(0, head)])[0]
+
+    def _send(self, messages: Sequence[tuple[int, bytes]]) -> None:
+        """Send what heads did not hold of messages, each to its rank."""
+        rests = [(rank, _as_tensor(data[_HEAD_BYTES:])) for rank, data in messages if len(data) > _HEAD_BYTES]
+        for work in [dist.isend(x, group=self.group, group_dst=rank) for rank, x in rests]:
             cast("dist.Work", work).wait()
-        return answers[0]
+
+    def _receive(self, heads: Sequence[tuple[int, torch.Tensor]]) -> list[bytes]:
+        """Return messages, each from its rank, of which the heads have come."""
+        begun = [(rank, *_read_head(head)) for rank, head in heads]
+        rests = [torch.empty(length - len(begin), dtype=torch.uint8) for _, begin, length in begun]
+        coming = [(rank, x) for (rank, *_), x in zip(begun, rests, strict=True) if len(x)]
+        for work in [dist.irecv(x, group=self.group, group_src=rank) for rank, x in coming]:
+            cast("dist.Work", work).wait()
+        return [begin + bytes(view_of(x)) for (_, begin, _), x in zip(begun, rests, strict=True)]
 
     def exchange(self, numbers: Sequence[Sequence[tuple[int, int, int]]]) -> list[list[tuple[int, int, int]]]:
         """Give each rank the triples that this one has for it, and return those that each has for this. Collective."""

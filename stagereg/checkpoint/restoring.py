@@ -4,11 +4,10 @@ Rank 0 lists the store, so that all ranks use the same list: complete checkpoint
 are none by their manifest or a size. Then the content of the files is compared with the manifest. Each rank reads a
 share, of a disk of its machine among those of the machine, else among all. A file that could not be looked at (no
 permission, a server that does not answer) is not damage but an error: passing over it would give up steps that may be
-fine.
+fine. Every rank also opens what it needs, and reads what does not go straight into a live tensor.
 
-After that every rank opens what it needs, and reads what does not go straight into a live tensor. The ranks agree after
-each part, and no object changes before all of them have come that far. What is read into live tensors comes last, from
-files that were checked; if the disk fails then, the error says that an object has changed in part.
+The ranks agree once on all of that, and no object changes before. What is read into live tensors comes last, from files
+that were checked; if the disk fails then, the error says that the objects have changed in part.
 
 From an object store or a network file system each byte is read by one rank only (:mod:`.shared_read`) and checked on
 the way, so objects may have changed in part when damage is found. The checkpoint before then overwrites all of that;
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.rng as rng
 import stagereg.record as record
-from stagereg.checkpoint.damage import Condition, Unclear, differences
+from stagereg.checkpoint.damage import Condition, Found, Unclear, differences
 from stagereg.checkpoint.encoding import fill
 from stagereg.checkpoint.file_shares import marks_of_shares, share
 from stagereg.checkpoint.index import INDEX
@@ -70,6 +69,7 @@ def restore(
     own: Storage,
     ranks: RankGroup,
     names: ParameterNames,
+    ready: Callable[[], object],
 ) -> Checkpoint | None:
     """Load what ``resume`` stands for into the objects and values of ``state``. Collective.
 
@@ -86,6 +86,7 @@ def restore(
         own: the checkpointer's storage.
         ranks: who restores.
         names: of the parameters of ``state``.
+        ready: called first; what it raises keeps all ranks from restoring.
 
     Returns:
         The checkpoint, or ``None`` if ``resume`` is ``"auto"`` and there is nothing to go on from.
@@ -93,11 +94,11 @@ def restore(
     Raises:
         CheckpointError: on all ranks: what was asked for is not there or damaged; there are checkpoints, and
             ``"auto"`` found none of them good; some rank's objects do not take what was saved; reading failed after
-            the check, and an object has changed in part.
+            the check, and the objects have changed in part.
     """
     asked = _Asked(verify, read, state, own, ranks, names, touched=[])
     try:
-        return _tried(store, resume, asked)
+        return _tried(store, resume, ready, asked)
     except CheckpointError as error:
         if not asked.touched:
             raise
@@ -108,29 +109,52 @@ def restore(
         ) from error
 
 
-def _tried(store: CheckpointStore, resume: str, asked: _Asked) -> Checkpoint | None:
+def _tried(store: CheckpointStore, resume: str, ready: Callable[[], object], asked: _Asked) -> Checkpoint | None:
     """As :func:`restore`."""
-    ranks = asked.ranks
-    failing = f"Nothing was restored from {store.root}"
-    listed = ranks.run_on_all(failing, lambda: _choice(store, resume) if ranks.rank == 0 else [])[0]
+    ranks, where = asked.ranks, resume if resume not in ("auto", "latest") else store.root
+
+    def look() -> tuple[list[Condition], str, bool]:
+        ready()
+        return _choice(store, resume) if ranks.rank == 0 else [], machine_name(), is_shared(where)
+
+    def answer(seen: list[tuple[list[Condition], str, bool]]) -> list[tuple[list[Condition], _Machines]]:
+        return [(seen[0][0], _machines(seen))] * ranks.size
+
+    listed, machines = ranks.round_trip(f"Nothing was restored from {where}", look, answer, ranks.limit)
     if resume == "auto":
         _warn([each for each in listed if each.damages], ranks)
     passed: list[Condition] = []
     for condition in listed:
         candidate = condition.checkpoint
         if candidate is not None:
-            where = store if resume in ("auto", "latest") else open_parent_store(candidate.path)
-            condition = _restored(where, candidate, asked)
+            parent = store if resume in ("auto", "latest") else open_parent_store(candidate.path)
+            condition = _restored(parent, candidate, machines, asked)
             if not condition.damages:
                 _log_fallback(candidate, passed, ranks)
                 return candidate
-            where.distrusted.add(candidate.path)
+            parent.distrusted.add(candidate.path)
             if resume == "auto":
                 _warn([condition], ranks)
         passed.append(condition)
     if not passed:
         return None
     raise CheckpointError(_nothing_good(store, passed) if resume == "auto" else _not_that_one(resume, passed[0]))
+
+
+class _Machines(NamedTuple):
+    """The ranks by who sees the same files, those of a machine or all; and whether all do."""
+
+    ranks: list[list[int]]
+    shared: bool
+
+
+def _machines(seen: Sequence[tuple[object, str, bool]]) -> _Machines:
+    if any(shared for *_, shared in seen):
+        return _Machines([[*range(len(seen))]], True)
+    by_name: dict[str, list[int]] = {}
+    for rank, (_, name, _) in enumerate(seen):
+        by_name.setdefault(name, []).append(rank)
+    return _Machines([*by_name.values()], False)
 
 
 # -- which checkpoint
@@ -182,53 +206,28 @@ def _expect_certain(condition: Condition) -> None:
         )
 
 
-def _machines(path: str, ranks: RankGroup) -> tuple[list[list[int]], bool]:
-    """Return the ranks by who sees the same files, those of a machine or all, and whether it is all. Collective."""
-    failing = f"{path} could not be read"
-    seen = ranks.run_on_all(failing, lambda: (machine_name(), is_shared(path)))
-    if any(shared for _, shared in seen):
-        return [[*range(ranks.size)]], True
-    by_name: dict[str, list[int]] = {}
-    for rank, (name, _) in enumerate(seen):
-        by_name.setdefault(name, []).append(rank)
-    return [*by_name.values()], False
-
-
-def _compared(
-    store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup, machines: Sequence[Sequence[int]]
-) -> Condition:
-    """Read all files of a checkpoint, each rank of a machine a share, and return what is wrong. Collective.
-
-    Raises:
-        CheckpointError: on all ranks: a file could not be looked at, or not by every rank.
-    """
-    [own] = [machine for machine in machines if ranks.rank in machine]
-    part = share(chosen.manifest.files, own.index(ranks.rank), len(own))
-    failing = f"{chosen.path} could not be read"
-    shares = ranks.run_on_all(failing, lambda: store.contents(chosen.path, part))
-    marks = [(rank, name, mark) for rank, found in enumerate(shares) for name, mark in found.items()]
-    unclear = [f"rank {rank}: {name}: {mark}" for rank, name, mark in marks if isinstance(mark, Unclear)]
-    if unclear:
-        raise CheckpointError(f"{failing}: {'; '.join(unclear[:3])}")
-    missed = [(rank, name) for rank, name, mark in marks if mark == "missing"]
-    if missed:  # a file that another rank sees is not lost: the ranks see different file systems
-        complete = ranks.run_on_all(failing, lambda: not store.condition(chosen.path).damages)
-        if any(complete):
-            rank, name = missed[0]
-            raise CheckpointError(
-                f"Rank {rank} does not find {chosen.path}/{name}, which rank {complete.index(True)} does: all ranks "
-                f"have to see the same files in {store.root}."
-            )
-    wrong: dict[str, str] = {}
-    for machine in machines:
-        wrong |= differences(chosen.manifest, marks_of_shares([shares[rank] for rank in machine]))
-    return Condition(chosen.path, chosen.manifest, wrong)
-
-
 # -- reading it
 
 
-def _restored(store: CheckpointStore, chosen: Checkpoint, asked: _Asked) -> Condition:
+class _Looked(NamedTuple):
+    """What a rank sends: what it found of its share of the files, whether it can load, and what is left of entries."""
+
+    marks: dict[str, Found]
+    can_load: bool = True
+    left: Mapping[str, Sequence[str]] = {}
+
+
+class _Found(NamedTuple):
+    """What all ranks have found: what is wrong with the files, whether one cannot load, and what none of them takes."""
+
+    unclear: list[str]
+    missed: list[tuple[int, str]]
+    wrong: dict[str, str]
+    failed: bool
+    rests: dict[str, set[str]]
+
+
+def _restored(store: CheckpointStore, chosen: Checkpoint, machines: _Machines, asked: _Asked) -> Condition:
     """Restore a checkpoint, or return what is wrong with its files. Collective.
 
     Nothing has changed then, unless its path is in ``touched``.
@@ -236,50 +235,64 @@ def _restored(store: CheckpointStore, chosen: Checkpoint, asked: _Asked) -> Cond
     Raises:
         CheckpointError: on all ranks, if some rank cannot read it although its files are what was written.
     """
-    verify, read, state, own, ranks, names, touched = asked
-    good = Condition(chosen.path, chosen.manifest)
-    machines, shared = _machines(chosen.path, ranks)
-    once = INDEX in chosen.manifest.files and (read == "once" or (read == "auto" and shared and ranks.size > 1))
-    condition = _compared(store, chosen, ranks, machines) if verify == "full" and not once else good
-    if condition.damages:
-        return condition
-    failing, failure = f"{chosen.path} could not be restored", None
+    ranks, failing = asked.ranks, f"{chosen.path} could not be restored"
+    passed_on = asked.read == "once" or (asked.read == "auto" and machines.shared and ranks.size > 1)
+    once = passed_on and INDEX in chosen.manifest.files
+    checks = asked.verify == "full" and not once
+    loading = _Loading(chosen, asked, once)
+    failure: Exception | None = None
+
+    def exchange(look: Callable[[], _Looked]) -> tuple[_Found, Condition]:
+        def answer(looked: list[_Looked]) -> list[_Found]:
+            return [_together(chosen, machines, looked)] * ranks.size
+
+        found = ranks.round_trip(failing, look, answer, ranks.limit)
+        return found, _condition(store, chosen, ranks, found)
+
+    def check() -> _Looked:
+        [own] = [machine for machine in machines.ranks if ranks.rank in machine]
+        return _Looked(store.contents(chosen.path, share(chosen.manifest.files, own.index(ranks.rank), len(own))))
+
+    def prepare() -> _Looked:
+        nonlocal failure
+        looked = check() if checks else _Looked({})
+        try:
+            if failure is None:
+                loading.prepare(opened, index)
+        except Exception as error:
+            failure = error
+        return looked._replace(can_load=failure is None, left={name: [*rest] for name, rest in loading.left.items()})
+
     with ExitStack() as opened:
         try:
             index = shared_index(chosen, ranks) if once else None
-            plain = is_plain_dcp(chosen.path)
-            files = MatchedFiles(chosen.path, state, names) if plain else CheckpointFiles.of(chosen, own, index)
-            opened.enter_context(files)
-            found, left = entries.find(files, state, chosen.manifest.world_size, ranks.rank, ranks.size, names)
-        except Exception as error:
-            failure, left = error, {}
-        every = ranks.run_on_all(failing, lambda: (failure is None, {name: [*rest] for name, rest in left.items()}))
-        if all(fine for fine, _ in every):
+        except CheckpointError as error:  # on all ranks
+            failure = error
+        found, condition = exchange(prepare)
+        if checks and condition.damages:
+            return condition
+        failed = found.failed
+        if any(found.rests.values()) and not failed:
             try:
-                for name, rest in left.items():
-                    common = set(rest).intersection(*(of_rank[name] for _, of_rank in every if name in of_rank))
-                    entries.keep(state, name, found[name], {key: rest[key] for key in rest if key in common})
-                if touched and state.keys() - found.keys():
-                    raise CheckpointError(f"it does not have {', '.join(sorted(state.keys() - found.keys()))}")
-                transfer, assign = _load(chosen, state, found, files, ranks, names, once)
+                loading.keep(found.rests)
             except Exception as error:
                 failure = error
-        failed = any(ranks.run_on_all(failing, lambda: failure is not None))
+            failed = any(ranks.run_on_all(failing, lambda: failure is not None))
         if once and not failed:
             try:
-                shared_read = SharedRead(chosen, files, transfer, ranks, verify == "full")
-                touched.append(chosen.path)
+                shared_read = SharedRead(chosen, loading.files, loading.transfer, ranks, asked.verify == "full")
+                asked.touched.append(chosen.path)
                 if damages := shared_read.run():
                     return Condition(chosen.path, chosen.manifest, damages)
             except CheckpointError as error:  # on all ranks
                 failed, failure = True, error
         if failed:
-            condition = _compared(store, chosen, ranks, machines)
+            _, condition = exchange(check)
             if condition.damages:
                 return condition
             ranks.run_on_all(failing, partial(_raise, failure))
-        ranks.run_on_all(failing, assign)
-    return good
+        ranks.run_on_all(failing, loading.assign)
+    return Condition(chosen.path, chosen.manifest)
 
 
 def _raise(failure: Exception | None) -> None:
@@ -287,46 +300,104 @@ def _raise(failure: Exception | None) -> None:
         raise failure
 
 
-def _load(
-    chosen: Checkpoint,
-    state: MutableMapping[str, Any],
-    found: dict[str, Any],
-    files: CheckpointFiles,
-    ranks: RankGroup,
-    names: ParameterNames,
-    once: bool,
-) -> tuple[Transfer, Callable[[], None]]:
-    """Read all that does not go straight into the objects of ``state``; what is returned second does the rest.
+def _together(chosen: Checkpoint, machines: _Machines, looked: Sequence[_Looked]) -> _Found:
+    """Put together what the ranks have sent; on rank 0."""
+    marks = [(rank, name, mark) for rank, each in enumerate(looked) for name, mark in each.marks.items()]
+    unclear = [f"rank {rank}: {name}: {mark}" for rank, name, mark in marks if isinstance(mark, Unclear)]
+    missed = [(rank, name) for rank, name, mark in marks if mark == "missing"]
+    wrong: dict[str, str] = {}
+    for machine in machines.ranks if marks else ():
+        wrong |= differences(chosen.manifest, marks_of_shares([looked[rank].marks for rank in machine]))
+    left = [each.left for each in looked]
+    rests = {name: set.intersection(*(set(each[name]) for each in left if name in each)) for name in set().union(*left)}
+    return _Found(unclear, missed, wrong, not all(each.can_load for each in looked), rests)
 
-    With ``once`` nothing is read, and what is returned first has to be before the rest.
+
+def _condition(store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup, found: _Found) -> Condition:
+    """Return what is wrong with a checkpoint, of which each rank has read a share. Collective.
+
+    Raises:
+        CheckpointError: on all ranks: a file could not be looked at, or not by every rank.
     """
-    saved_size = chosen.manifest.world_size
-    paired = {name: entries.pair(structure, state, name, names) for name, structure in found.items()}
-    leaves = [leaf for each in paired.values() for leaf in each]
-    into = {name: [leaf for leaf in each if leaf.in_place and not once] for name, each in paired.items()}
-    if not once:
-        files.open([leaf for leaf in leaves if leaf.in_place])
-        files.read([leaf for leaf in leaves if not leaf.in_place])
-    transfer = files.plan(leaves if once else [])
+    failing = f"{chosen.path} could not be read"
+    if found.unclear:
+        raise CheckpointError(f"{failing}: {'; '.join(found.unclear[:3])}")
+    if found.missed:  # a file that another rank sees is not lost: the ranks see different file systems
+        complete = ranks.run_on_all(failing, lambda: not store.condition(chosen.path).damages)
+        if any(complete):
+            rank, name = found.missed[0]
+            raise CheckpointError(
+                f"Rank {rank} does not find {chosen.path}/{name}, which rank {complete.index(True)} does: all ranks "
+                f"have to see the same files in {store.root}."
+            )
+    return Condition(chosen.path, chosen.manifest, found.wrong)
 
-    def assign() -> None:
-        for name in (each for each in state if each in found):
+
+class _Loading:
+    """What this rank takes of a checkpoint.
+
+    Attributes:
+        files: of the checkpoint, from :meth:`prepare` on.
+        left: by entry what this rank does not take of it, by the names of parameters.
+        transfer: what goes straight into the objects, with ``once`` all; with that it is read before :meth:`assign`.
+    """
+
+    files: CheckpointFiles
+    transfer: Transfer
+
+    def __init__(self, chosen: Checkpoint, asked: _Asked, once: bool) -> None:
+        self._chosen, self._asked, self._once = chosen, asked, once
+        self._found: dict[str, Any] = {}
+        self.left: dict[str, dict[str, Any]] = {}
+
+    def prepare(self, opened: ExitStack, index: bytes | None) -> None:
+        """Open the files, which ``opened`` closes, and read all that does not go straight into the objects."""
+        chosen, (_, _, state, own, ranks, names, touched) = self._chosen, self._asked
+        plain = is_plain_dcp(chosen.path)
+        self.files = MatchedFiles(chosen.path, state, names) if plain else CheckpointFiles.of(chosen, own, index)
+        opened.enter_context(self.files)
+        world_size = chosen.manifest.world_size
+        self._found, self.left = entries.find(self.files, state, world_size, ranks.rank, ranks.size, names)
+        if touched and state.keys() - self._found.keys():
+            raise CheckpointError(f"it does not have {', '.join(sorted(state.keys() - self._found.keys()))}")
+        self._read()
+
+    def keep(self, rests: Mapping[str, set[str]]) -> None:
+        """Take what is left of entries on all ranks as well, where an object may want it."""
+        for name, rest in self.left.items():
+            more = {key: rest[key] for key in rest if key in rests[name]}
+            entries.keep(self._asked.state, name, self._found[name], more)
+        self._read()
+
+    def _read(self) -> None:
+        state, names, files = self._asked.state, self._asked.names, self.files
+        leaves = [leaf for name, each in self._found.items() for leaf in entries.pair(each, state, name, names)]
+        into = leaves if self._once else [leaf for leaf in leaves if leaf.in_place]
+        self.transfer = files.plan(into)
+        if not self._once:
+            files.open(into)
+            files.read([leaf for leaf in leaves if not leaf.in_place])
+
+    def assign(self) -> None:
+        """Have the objects take what was read, and read the rest straight into them."""
+        saved_size, (_, _, state, _, ranks, names, _) = self._chosen.manifest.world_size, self._asked
+        try:
+            if not self._once:
+                self.transfer.run()
+        except OSError as error:
+            raise CheckpointError(f"the objects have changed in part: {error}") from error
+        for name in (each for each in state if each in self._found):
             try:
-                files.read(into[name])
-                entries.assign(state, name, fill(found[name]), names)
-            except OSError as error:
-                raise CheckpointError(f"{name!r} has changed in part: {error}") from error
+                entries.assign(state, name, fill(self._found[name]), names)
             except Exception as error:
                 raise CheckpointError(entries.refusal(name, reason(error))) from error
         if saved_size == ranks.size:
-            rng.restore(fill(found[entries.rng_name(ranks.rank)]))
+            rng.restore(fill(self._found[entries.rng_name(ranks.rank)]))
         elif ranks.rank == 0:
-            own = [name for name in state if name not in found]
+            own = [name for name in state if name not in self._found]
             more = f", and {', '.join(own)} (each rank's own) stay as they are" if own else ""
-            by = f"of {saved_size} ranks" if saved_size else "of plain torch"
-            _log.warning("%s is %s: random numbers start anew%s.", chosen.path, by, more)
-
-    return transfer, assign
+            by = f"of {saved_size} rank{'s' * (saved_size > 1)}" if saved_size else "of plain torch"
+            _log.warning("%s is %s: random numbers start anew%s.", self._chosen.path, by, more)
 
 
 # -- messages
@@ -344,7 +415,7 @@ def _log_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGr
     step = chosen.manifest.step
     newest = max(passed, key=lambda each: -1 if each.step is None else each.step)
     lost = max(0, (newest.step or 0) - step)
-    text = f": {lost} steps are lost" if lost else ""
+    text = f": {lost} step{'s are' if lost > 1 else ' is'} lost" if lost else ""
     _log.warning("Resumed from step %d, NOT from step %s, which is damaged%s.", step, newest.step, text)
     record.emit("fallback", step=step, damaged=newest.step, lost=lost, why=str(newest))
 
@@ -353,7 +424,7 @@ def _nothing_good(store: CheckpointStore, damaged: Sequence[Condition]) -> str:
     every = "\n".join(f"  {each.name}: {each}" for each in damaged)
     return (
         f"There are checkpoints in {store.root}, and none of them is good:\n{every}\n"
-        "Starting from scratch would give the run up, so nothing was done. Put back what is missing, or start from "
+        "Starting from scratch would give the run up, so no step was taken. Put back what is missing, or start from "
         f"scratch with checkpoint.resume=never. `stagereg verify {shlex.quote(store.root)}` shows them again."
     )
 

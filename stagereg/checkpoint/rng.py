@@ -1,9 +1,11 @@
 """The random number generators of one process: what they were, and setting them back.
 
 Python's ``random``, torch's CPU generator, the current accelerator's if there is one, and NumPy's global one if the
-program has imported NumPy. All states are stored as bytes, torch's own or JSON: those of Python and NumPy are tuples
+program has imported NumPy. All states are staged as bytes, torch's own or JSON: those of Python and NumPy are tuples
 that no stager needs to understand, and torch returns a new tensor each time, for which a stager would have to make a
-new plan. Generators that the program made itself are not covered: put their states into the saved state.
+new plan. They are written as tensors of these bytes, always as many: in the structure they would be something new in
+each save, that every rank had to send. Generators that the program made itself are not covered: put their states into
+the saved state.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import torch
 
 from stagereg.errors import CheckpointError
 
-__all__ = ["capture", "restore"]
+__all__ = ["as_tensors", "capture", "restore"]
+
+_JSON_BYTES = 8192  # more than what 625 numbers of 32 bits have; spaces fill it up
 
 
 def _accelerator() -> Any | None:
@@ -28,22 +32,26 @@ def _accelerator() -> Any | None:
 
 def capture() -> dict[str, bytes]:
     """Return the state of every generator of this process; drawing nothing from any of them."""
-    state = {"python": json.dumps(random.getstate()).encode(), "torch": _bytes(torch.get_rng_state())}
+    state = {"python": _json(random.getstate()), "torch": _bytes(torch.get_rng_state())}
     if accelerator := _accelerator():
         state["accelerator"] = _bytes(accelerator.get_rng_state())
     if numpy := sys.modules.get("numpy"):
-        words = numpy.random.get_state(legacy=False)
-        state["numpy"] = json.dumps(words, default=lambda array: array.tolist()).encode()
+        state["numpy"] = _json(numpy.random.get_state(legacy=False))
     return state
 
 
-def restore(state: dict[str, bytes]) -> None:
-    """Set the generators of this process to what :func:`capture` returned, as far as they are here.
+def as_tensors(state: dict[str, bytes]) -> dict[str, torch.Tensor]:
+    """Return what :func:`capture` returned as it is written."""
+    return {name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in state.items()}
+
+
+def restore(state: dict[str, torch.Tensor]) -> None:
+    """Set the generators of this process to what :func:`as_tensors` returned, as far as they are here.
 
     Raises:
         CheckpointError: it is not the state of generators; all of them are as they were.
     """
-    before = capture()
+    before = as_tensors(capture())
     try:
         _set(state)
     except Exception as error:
@@ -51,22 +59,24 @@ def restore(state: dict[str, bytes]) -> None:
         raise CheckpointError(f"what it has of random number generators is none of their states: {error}") from error
 
 
-def _set(state: dict[str, bytes]) -> None:
-    version, words, gauss = json.loads(state["python"])
+def _set(state: dict[str, torch.Tensor]) -> None:
+    version, words, gauss = json.loads(_bytes(state["python"]))
     random.setstate((version, tuple(words), gauss))
-    torch.set_rng_state(_tensor(state["torch"]))
+    torch.set_rng_state(state["torch"])
     if "accelerator" in state and (accelerator := _accelerator()):
-        accelerator.set_rng_state(_tensor(state["accelerator"]))
+        accelerator.set_rng_state(state["accelerator"])
     if "numpy" in state and (numpy := sys.modules.get("numpy")):
-        numpy.random.set_state(_checked(json.loads(state["numpy"])))
+        numpy.random.set_state(_checked(json.loads(_bytes(state["numpy"]))))
+
+
+def _json(state: Any) -> bytes:
+    return json.dumps(state, default=lambda array: array.tolist()).encode().ljust(_JSON_BYTES)
 
 
 def _bytes(x: torch.Tensor) -> bytes:
+    if not isinstance(x, torch.Tensor) or x.dtype is not torch.uint8:
+        raise ValueError("they are no tensors of bytes, as of another version of stagereg")
     return ctypes.string_at(x.data_ptr(), x.nbytes)
-
-
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _checked(state: Any) -> Any:

@@ -109,11 +109,19 @@ class Saver:
             record.emit("stall", step=step, start=save.called, seconds=stall)
 
     def save_last(self, seen: int | None) -> None:
-        """Save the last step that some rank has ``seen``, unless that is done; on all ranks."""
+        """Save the last step that some rank has ``seen``, unless that is done; on all ranks.
+
+        Raises:
+            CheckpointError: on all ranks, if a save has failed, and some rank has not raised that yet.
+        """
         if not self._background.finish():
             return
         own = [-1 if step is None else step for step in (seen, self.saved)]
-        last, done, unknown = self._target.ranks.max_async([*own, self.state is None])()
+        exchange = self._target.ranks.max_async([*own, self.state is None, self._background.failing])
+        last, done, unknown, failed = exchange()
+        if failed:
+            self._background.raise_failure()
+            raise CheckpointError("The last step was not saved, since a save before it has failed on another rank.")
         if last > done and not unknown:
             self.save(int(last), follows=own[0] < last)
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.encoding import walk
@@ -28,25 +29,27 @@ from stagereg.kernel.memory import view_of
 
 __all__ = [
     "SAMPLES",
-    "Digests",
     "EntryContents",
     "Part",
     "Place",
     "Replicas",
     "Shares",
+    "alike",
     "contents",
-    "doubtful",
+    "digest",
     "expect_alike",
     "expect_samples_alike",
-    "groups",
     "sampled",
     "shares",
 ]
+
+T = TypeVar("T", bound=Hashable)
 
 _LEAST_BYTES = 1 << 16  # a tensor of fewer is not cut
 _SHOWN = 10
 _SAMPLED = 16  # tensors, and elements of each
 _NOTHING = torch.empty(0)
+_OBJECTS = "stagereg.objects"
 SAMPLES = "stagereg.samples"
 """The entry of a staged copy that goes into no checkpoint: elements of what ranks share, to be compared each time."""
 
@@ -78,14 +81,6 @@ class HeldTensor(NamedTuple):
         return self.shape == self.part.whole
 
 
-class Digests(NamedTuple):
-    """Of one entry on one rank: of its layout, of all of it, and of the tensors that a rank has as a whole."""
-
-    layout: bytes
-    content: bytes
-    whole: bytes
-
-
 class EntryContents(NamedTuple):
     """What a rank has of one entry.
 
@@ -103,11 +98,13 @@ class EntryContents(NamedTuple):
         pairs = [pair for pair in zip(self.pieces, self.checksums, strict=True) if pair[0].is_whole]
         return EntryContents([piece for piece, _ in pairs], [checksum for _, checksum in pairs])
 
-    @property
-    def digests(self) -> Digests:
-        """What other ranks need to know to find out whether they are replicas."""
-        plain = self.plain
-        return Digests(_digest(self.pieces), _digest(self), _digest(plain) if plain.pieces else b"")
+    def digests(self, name: str) -> dict[tuple[str, bytes], bytes]:
+        """Return what must not be another one elsewhere: what a rank has as a whole, and what it has with its layout.
+
+        Each by the name of the entry, with the layout, empty for the first.
+        """
+        found, plain = {(name, digest(self.pieces)): digest(self)}, self.plain
+        return found | {(name, b""): digest(plain)} if plain.pieces else found
 
 
 class Cut(NamedTuple):
@@ -243,28 +240,60 @@ def _copied(copies: dict[tuple[str | int, ...], Any], path: tuple[str | int, ...
 # -- comparing, on the background thread
 
 
-def contents(copied: Mapping[str, Any], buffers: Collection[str]) -> dict[str, EntryContents]:
-    """Return what this rank has of each entry of a staged copy, without ``buffers`` and what is no dense tensor."""
+def contents(copied: Mapping[str, Any], buffers: Collection[str], objects: Collection[str]) -> dict[str, EntryContents]:
+    """Return what this rank has of each entry of a staged copy, without ``buffers`` and what is no dense tensor.
+
+    What ends like a buffer, as in an average of the module's state, is taken for one.
+    The ``objects`` that JSON cannot carry are by themselves, under a name of no entry, and stand as empty tensors.
+    """
     found: dict[str, EntryContents] = {}
+    others = EntryContents([], [])
     for name, value in copied.items():
         pieces: list[HeldTensor] = []
         checksums: list[int] = []
         first: dict[tuple[int, torch.Size], int] = {}
         for path, x in walk(value, name):
             dotted = ".".join(map(str, path))
-            part = _part(x) if isinstance(x, torch.Tensor) and dotted not in buffers else None
-            if part is None:
+            if dotted in objects:
+                nothing = torch.Size([0])
+                others.pieces.append(HeldTensor(path, Part(nothing, nothing), nothing, torch.uint8, len(others.pieces)))
+                others.checksums.append(_checksum_of_object(x))
+                continue
+            part = _part(x) if isinstance(x, torch.Tensor) else None
+            if part is None or _ends_like_one(dotted, buffers):
                 continue
             local = (x.to_local() if isinstance(x, DTensor) else x).detach()
             tied = first.setdefault((local.data_ptr(), local.shape), len(pieces)) if local.numel() else len(pieces)
             pieces.append(HeldTensor(path, part, local.shape, local.dtype, tied))
-            checksums.append(crc32(view_of(local.cpu().contiguous())) if local.numel() else 0)
+            checksums.append(_checksum(x))
         if pieces:
             found[name] = EntryContents(pieces, checksums)
-    return found
+    return {**found, _OBJECTS: others} if others.pieces else found
 
 
-def _digest(what: object) -> bytes:
+def _ends_like_one(dotted: str, buffers: Collection[str]) -> bool:
+    parts = dotted.split(".")
+    return any(".".join(parts[i:]) in buffers for i in range(len(parts) - 1))
+
+
+def _checksum_of_object(value: Any) -> int:
+    """Return the checksum of a tuple and the like; 0 for what does not show its value as text."""
+    leaves, structure = pytree.tree_flatten(value)
+    texts = [
+        f"{x.dtype} {x.shape} {_checksum(x) if _part(x) else 0}" if isinstance(x, torch.Tensor) else repr(x)
+        for x in leaves
+    ]
+    text = repr((structure, texts))
+    return 0 if " at 0x" in text else crc32(text.encode())
+
+
+def _checksum(x: torch.Tensor) -> int:
+    local = (x.to_local() if isinstance(x, DTensor) else x).detach()
+    return crc32(view_of(local.cpu().contiguous())) if local.numel() else 0
+
+
+def digest(what: object) -> bytes:
+    """Return what two values have in common only if their texts are the same."""
     return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
 
 
@@ -299,40 +328,12 @@ def expect_samples_alike(ranks: Sequence[Mapping[str, int]]) -> None:
                 )
 
 
-def groups(digests: Sequence[Mapping[str, Digests]]) -> list[dict[str, Place]]:
-    """Return for each rank its place among those that have the same of each entry, itself among them."""
-    alike: dict[tuple[str, bytes], list[int]] = {}
-    for rank, each in enumerate(digests):
-        for name, digest in each.items():
-            alike.setdefault((name, digest.content), []).append(rank)
-    found: list[dict[str, Place]] = [{} for _ in digests]
-    for (name, _), ranks in alike.items():
-        for number, rank in enumerate(ranks):
-            found[rank][name] = Place(ranks[0], len(ranks), number)
-    return found
-
-
-def doubtful(digests: Sequence[Mapping[str, Digests]]) -> list[dict[str, bool]]:
-    """Return the entries of which each rank has to send its comparison, and whether of parts of tensors as well.
-
-    That is of entries in which ranks have different tensors as a whole; and of those with the same parts, but other
-    bytes. Of ranks that have the same the first one sends it.
-    """
-    found: list[dict[str, bool]] = [{} for _ in digests]
-    for name in dict.fromkeys(name for each in digests for name in each):
-        wholes: dict[bytes, int] = {}
-        layouts: dict[bytes, dict[bytes, int]] = {}
-        for rank, each in enumerate(digests):
-            if name in each:
-                layout, content, whole = each[name]
-                layouts.setdefault(layout, {}).setdefault(content, rank)
-                if whole:
-                    wholes.setdefault(whole, rank)
-        for rank in wholes.values() if len(wholes) > 1 else ():
-            found[rank][name] = False
-        for ranks in layouts.values():
-            for rank in ranks.values() if len(ranks) > 1 else ():
-                found[rank][name] = True
+def alike(digests: Sequence[Mapping[T, bytes]], order: Iterable[int]) -> dict[tuple[T, bytes], list[int]]:
+    """Return the ranks that have the same under one name, in order, by name and digest."""
+    found: dict[tuple[T, bytes], list[int]] = {}
+    for rank in order:
+        for entry in digests[rank].items():
+            found.setdefault(entry, []).append(rank)
     return found
 
 
@@ -340,7 +341,7 @@ def expect_alike(tables: Mapping[int, Sequence[EntryContents]]) -> None:
     """Raise ``CheckpointError`` if ranks have different values of one name.
 
     Args:
-        tables: what ranks have sent, as :func:`doubtful` asks for.
+        tables: what each rank has sent, or some.
     """
     seen: dict[tuple[str, torch.Size], tuple[int, Any]] = {}
     wrong: list[str] = []

@@ -1,8 +1,8 @@
 """Plans a save as torch's own planner does, in a fraction of its time.
 
 What a storage gets, and what stands in ``.metadata``, is what ``DefaultSavePlanner`` makes of the same state. A plain
-tensor takes two new objects here, where torch makes seven: all whose dtype and shape are the same share theirs, which
-makes messages and metadata shorter as well. What is no plain tensor, such as a ``DTensor``, is torch's to plan.
+tensor or a part of a ``DTensor`` takes two new objects here, where torch makes seven: all of the same dtype, shape and
+place share theirs, which makes messages and metadata shorter as well. All else is torch's to plan.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,13 +30,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 from stagereg.checkpoint.encoding import walk, without_gc
 from stagereg.checkpoint.index import overlap
 from stagereg.checkpoint.sharing import Part
 from stagereg.errors import CheckpointError
 
-__all__ = ["StatePlanner", "by_number", "from_numbers", "name_for_each"]
+__all__ = ["StatePlanner", "by_number", "from_numbers", "joined", "name_for_each", "split"]
 
 
 class StatePlanner(DefaultSavePlanner):
@@ -72,20 +74,18 @@ class StatePlanner(DefaultSavePlanner):
         items: list[WriteItem] = []
         others: dict[str, Any] = {}
         for name, x in self.state_dict.items():
-            if type(x) is not torch.Tensor:
+            sharded = _is_sharded(x)
+            if type(x) is not torch.Tensor and not sharded:
                 others[name] = x
                 continue
             if name in self._parts:
                 if (part := self._parts[name]) is not None:
                     items.append(_shard(name, x, part))
                 continue
-            kind = x.dtype, x.shape, x.requires_grad, x.layout
-            data = alike.get(kind)
-            if data is None:
-                start = torch.Size([0] * x.dim())
-                chunk = ChunkStorageMetadata(start, x.shape)
-                data = alike[kind] = TensorWriteData(chunk, TensorProperties.create_from_tensor(x), x.shape)
-            items.append(WriteItem(MetadataIndex(name, data.chunk.offsets), WriteItemType.TENSOR, tensor_data=data))
+            kind = x.dtype, x.shape, x.requires_grad, x.layout, (x.device_mesh, x.placements) if sharded else None
+            data = alike.get(kind) or alike.setdefault(kind, _write_data(x))
+            item_type = WriteItemType.SHARD if sharded else WriteItemType.TENSOR
+            items.append(WriteItem(MetadataIndex(name, data.chunk.offsets), item_type, tensor_data=data))
         items += create_default_local_save_plan(others, self.is_coordinator).items
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
@@ -93,6 +93,8 @@ class StatePlanner(DefaultSavePlanner):
     @without_gc()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Leave each item to the first rank that has it, and describe what there will be.
+
+        A plan that is there again, the same object, costs nothing: many ranks may have sent the same.
 
         Raises:
             CheckpointError: the parts of a tensor do not make up the whole, or ranks have different kinds of one name.
@@ -102,7 +104,12 @@ class StatePlanner(DefaultSavePlanner):
         alike: dict[int, TensorStorageMetadata] = {}
         taken: set[MetadataIndex] = set()
         plans: list[SavePlan] = []
+        distinct: dict[int, SavePlan] = {}
         for plan in all_plans:
+            if id(plan) in distinct:
+                plans.append(dataclasses.replace(plan, items=[]))
+                continue
+            distinct[id(plan)] = plan
             items = [item for item in plan.items if item.index not in taken] if taken else plan.items
             if len(all_plans) > 1:
                 taken.update(item.index for item in items)
@@ -124,7 +131,7 @@ class StatePlanner(DefaultSavePlanner):
                     found[name] = alike[id(data)]
         for name in sharded:
             _expect_whole(name, found[name])
-        mappings = {name: path for plan in reversed(all_plans) for name, path in plan.planner_data.items()}
+        mappings = {name: path for plan in reversed(distinct.values()) for name, path in plan.planner_data.items()}
         return plans, Metadata(found, planner_data=mappings)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -149,13 +156,47 @@ def _expect_whole(name: str, tensor: TensorStorageMetadata) -> None:
         )
 
 
+def _is_sharded(x: Any) -> bool:
+    """Whether this rank has one dense part of a ``DTensor``."""
+    return type(x) is DTensor and type(x._local_tensor) is torch.Tensor and x.device_mesh.get_coordinate() is not None
+
+
+def _write_data(x: torch.Tensor) -> TensorWriteData:
+    if not isinstance(x, DTensor):
+        chunk = ChunkStorageMetadata(torch.Size([0] * x.dim()), x.shape)
+        return TensorWriteData(chunk, TensorProperties.create_from_tensor(x), x.shape)
+    [chunk] = x.__create_chunk_list__()
+    return TensorWriteData(chunk, TensorProperties.create_from_tensor(x.to_local()), x.shape)
+
+
 def _shard(name: str, x: torch.Tensor, part: Part) -> WriteItem:
     data = TensorWriteData(ChunkStorageMetadata(part.offset, x.shape), TensorProperties(dtype=x.dtype), part.whole)
     return WriteItem(MetadataIndex(name, part.offset), WriteItemType.SHARD, tensor_data=data)
 
 
+def split(plan: SavePlan, rank: int) -> list[SavePlan]:
+    """Return what a rank has in common with its replicas, which send the same, and what is an entry of its own."""
+    own = {name for name, path in plan.planner_data.items() if str(path[0]).endswith(f".rank{rank}")}
+    return [
+        dataclasses.replace(
+            plan,
+            items=[item for item in plan.items if (item.index.fqn in own) is of_rank],
+            planner_data={name: path for name, path in plan.planner_data.items() if (name in own) is of_rank},
+        )
+        for of_rank in (False, True)
+    ]
+
+
+def joined(plans: Sequence[SavePlan]) -> SavePlan:
+    """Undo :func:`split`, but for the order of items."""
+    paths = {name: path for plan in plans for name, path in plan.planner_data.items()}
+    return dataclasses.replace(plans[0], items=[item for plan in plans for item in plan.items], planner_data=paths)
+
+
 def by_number(dealt: SavePlan, given: SavePlan) -> SavePlan:
     """Return what a rank was dealt, with the numbers that items have in the plan that it has ``given``, to be sent."""
+    if len(dealt.items) == len(given.items) and all(map(operator.is_, dealt.items, given.items)):
+        return dataclasses.replace(dealt, items=range(len(given.items)), planner_data=None)  # type: ignore[arg-type]
     numbers = {id(item): number for number, item in enumerate(given.items)}
     items: list[Any] = [numbers.get(id(item), item) for item in dealt.items]
     return dataclasses.replace(dealt, items=items, planner_data=None)
@@ -170,7 +211,7 @@ def from_numbers(dealt: SavePlan, given: SavePlan) -> SavePlan:
 
 @without_gc()
 def name_for_each(
-    metadata: Metadata, results: list[list[WriteResult]], groups: Sequence[Mapping[str, Mapping[str, Sequence[str]]]]
+    metadata: Metadata, results: list[list[WriteResult]], groups: Mapping[str, Mapping[str, Sequence[str]]]
 ) -> None:
     """Have the options of a group of parameters found under the name of each, as torch's flattened state dicts have it.
 
@@ -179,19 +220,14 @@ def name_for_each(
     Args:
         metadata: of the checkpoint; changes.
         results: of each rank's ``write_data``; change.
-        groups: of each rank, and there of each optimizer, the parameters by the first one's name.
+        groups: of each optimizer the parameters by the first one's name.
     """
-    alike: dict[tuple[Any, Any], dict[str, None]] = {}
-    for of_rank in groups:
-        for name, each in of_rank.items():
-            for first, params in each.items():
-                alike.setdefault((name, first), {}).update(dict.fromkeys(params[1:]))
     for share in results:
         for result in list(share):
             path = metadata.planner_data[result.index.fqn]
             if len(path) < 4 or path[1] != "param_groups":
                 continue
-            for other in alike.get((path[0], path[2]), ()):
+            for other in groups.get(path[0], {}).get(path[2], ())[1:]:
                 named = (*path[:2], other, *path[3:])
                 index = dataclasses.replace(result.index, fqn=".".join(map(str, named)))
                 metadata.state_dict_metadata[index.fqn] = metadata.state_dict_metadata[result.index.fqn]

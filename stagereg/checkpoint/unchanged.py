@@ -9,6 +9,7 @@ after a save that has failed, of which all ranks forget what they sent.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import pickle
 import zlib
@@ -30,12 +31,12 @@ class Post(NamedTuple):
     Attributes:
         varying: what is another in each save.
         digest: of what hardly ever is.
-        packed: that itself; ``None`` if it is as in the save before.
+        packed: that itself, and more, part by part; ``None`` if it is as in the save before.
     """
 
     varying: Any
     digest: bytes = b""
-    packed: bytes | None = None
+    packed: list[bytes] | None = None
 
 
 class Unchanged:
@@ -58,20 +59,21 @@ class Unchanged:
         self,
         ranks: RankGroup,
         failing: str,
-        act: Callable[[], tuple[V, Any, Any]],
-        answer: Callable[[Sequence[V], Sequence[tuple[Any, Any]] | None], Sequence[U] | None],
+        act: Callable[[], tuple[V, Sequence[Any], Sequence[Any]]],
+        answer: Callable[[Sequence[V], Sequence[Sequence[Any]] | None], Sequence[U]],
     ) -> U:
         """As :meth:`.RankGroup.round_trip`, which has the arguments that are not here.
 
         Args:
             ranks: those that take part.
             failing: see there.
-            act: returns what is another in each save; what hardly ever is; and what has to go with that if it is sent.
-            answer: is given the first of these, and pairs of the others; ``None`` if no rank has others than in the
-                save before, in which case it may return ``None`` to be called again with all of it.
+            act: returns what is another in each save; the parts of what hardly ever is; and what has to go with them if
+                they are sent.
+            answer: is given the first of these, and all parts of the others, those that ranks have alike as one object;
+                ``None`` if no rank has others than in the save before.
         """
         if ranks.group is None:
-            return ranks.round_trip(failing, act, lambda acts: answer([acts[0][0]], [acts[0][1:]]) or [])
+            return ranks.round_trip(failing, act, lambda acts: answer([acts[0][0]], [[*acts[0][1], *acts[0][2]]]))
         posts: list[Post] = []
 
         def send() -> Post:
@@ -86,26 +88,27 @@ class Unchanged:
         self._own = posts[0].digest
         return found[0]
 
-    def post(self, varying: Any, lasting: Any, more: Any) -> Post:
+    def post(self, varying: Any, lasting: Sequence[Any], more: Sequence[Any]) -> Post:
         """Return all of what a rank has to send."""
-        digest = hashlib.blake2b(pickle.dumps(lasting), digest_size=16).digest()
-        return Post(varying, digest, zlib.compress(pickle.dumps((lasting, more)), 1))
+        parts = [pickle.dumps(part) for part in (*lasting, *more)]
+        digest = hashlib.blake2b(b"".join(parts[: len(lasting)]), digest_size=16).digest()
+        return Post(varying, digest, [zlib.compress(part, 1) for part in parts])
 
     @without_gc()
     def reply(
         self,
         posts: Sequence[Post],
-        answer: Callable[[Sequence[Any], Sequence[tuple[Any, Any]] | None], Sequence[U] | None],
+        answer: Callable[[Sequence[Any], Sequence[Sequence[Any]] | None], Sequence[U]],
     ) -> Sequence[tuple[U] | None]:
         """Return what each rank gets on rank 0: an answer, or ``None`` if it has to send everything."""
         varying, digests = [each.varying for each in posts], [each.digest for each in posts]
         packed = [each.packed for each in posts if each.packed is not None]
-        found: Sequence[U] | None = None
         if len(packed) == len(posts):
-            found = answer(varying, [pickle.loads(zlib.decompress(each)) for each in packed])
+            load = functools.cache(lambda part: pickle.loads(zlib.decompress(part)))
+            found = answer(varying, [[load(part) for part in parts] for parts in packed])
         elif not packed and digests == self._all:
             found = answer(varying, None)
-        if found is None:
+        else:
             return [None] * len(posts)
         self._all = digests
         return [(each,) for each in found]

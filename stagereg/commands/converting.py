@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import stagereg.output as output
-from stagereg.checkpoint.located import newest
+from stagereg.checkpoint.damage import Condition
 from stagereg.commands.listing import add_plugins_option, import_plugins
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.sizes import ByteSize
@@ -60,14 +60,14 @@ def run(asked: argparse.Namespace) -> int:
     """
     from stagereg.checkpoint.export import SAFETENSORS, SUFFIXES, TensorOptions, export
     from stagereg.checkpoint.index import DTYPES
-    from stagereg.checkpoint.opened import open_files
-    from stagereg.checkpoint.plain_dcp import by_name, is_plain_dcp, open_plain_dcp
+    from stagereg.checkpoint.opened import first_good
 
     out = Path(asked.out).expanduser().absolute()
     if out.suffix not in SUFFIXES:
         raise ConfigError(f"{out.name} has no known suffix; use one of {', '.join(SUFFIXES)}")
     if out.is_dir() or not out.parent.is_dir():
-        raise ConfigError(f"{out} cannot be a file: it is a directory, or there is none to write it to.")
+        why = "it is a directory" if out.is_dir() else f"there is no directory {out.parent}"
+        raise ConfigError(f"{out} cannot be written: {why}.")
     if not asked.force and os.path.lexists(out):
         raise ConfigError(f"{out} is there already; --force replaces it.")
     if out.suffix != SAFETENSORS and (asked.dtype or asked.map or asked.max_shard_size):
@@ -75,30 +75,17 @@ def run(asked: argparse.Namespace) -> int:
     dtype = None if asked.dtype is None else DTYPES[asked.dtype]
     options = TensorOptions(dtype, [_rename(text) for text in asked.map], _size(asked.max_shard_size))
     import_plugins(asked)
-    step = None
-    if is_plain_dcp(asked.checkpoint):
-        path, which = asked.checkpoint, f"{asked.checkpoint} of plain torch"
-        files, parts = open_plain_dcp(path)
-        parts = by_name(files, parts)
-    else:
-        output.progress(f"reading {asked.checkpoint}")
-        try:
-            chosen, passed = newest(asked.checkpoint, verify=True)
-        finally:
-            output.progress()
-        for each in passed:
-            print(f"Passing over {each.path}: {each}", file=sys.stderr)
-        path, step = chosen.path, chosen.manifest.step
-        which = f"step {step} of {path}"
-        files, parts = open_files(chosen)
-    output.progress(f"writing {out}")
+    output.progress(f"reading {asked.checkpoint}")
     try:
-        with files:
-            names, left_out, written = export(files, parts, asked.only, out, asked.force, step, options)
+        with first_good(asked.checkpoint, True, _show_passed) as checkpoint:
+            output.progress(f"writing {out}")
+            names, left_out, written = export(checkpoint, asked.only, out, asked.force, options)
     except OSError as error:
         raise CheckpointError(f"{out} was not written: {error}") from error
     finally:
         output.progress()
+    path, step = checkpoint.path, checkpoint.step
+    which = f"{path} of plain torch" if step is None else f"step {step} of {path}"
     nbytes = sum(each.stat().st_size for each in written)
     if asked.json:
         found = {"checkpoint": path, "step": step, "file": str(written[-1]), "bytes": nbytes}
@@ -110,6 +97,11 @@ def run(asked: argparse.Namespace) -> int:
     if left_out:
         output.echo(f"Not in it, being no tensors: {_listed(left_out)}")
     return 0
+
+
+def _show_passed(each: Condition) -> None:
+    output.progress()
+    print(f"Passing over {each.path}: {each}", file=sys.stderr)
 
 
 def _rename(text: str) -> tuple[re.Pattern[str], str]:

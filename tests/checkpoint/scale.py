@@ -1,12 +1,12 @@
 """A save of a 70B model by thousands of ranks, simulated: what they plan, send, and have in the index.
 
-``make scale`` prints the table of docs/benchmarks.md. Each split runs the functions of a save in one process: a few
-ranks plan what torch's own ``DTensor`` says that they have, on the meta device; plans of the others are written down
-from shapes and offsets, which nothing compares with torch's. What the exchanges would carry is pickled as they do it.
-Left out are copying, writing, checksums of contents, the shares of replicas, and the network.
+``make scale`` prints the table of docs/benchmarks.md. A few ranks do in one process what the checkpointer does, with
+what torch's own ``DTensor`` says that they have, on the meta device. What the others send is written down from shapes
+and offsets; of some of them, with uneven shards and at the ends, it is compared with what torch plans. Messages are
+pickled as the exchanges do it, and rank 0 takes all of them. Left out are copying, writing, checksums of contents, the
+saves in which replicas begin to share, and the network.
 """
 
-# ruff: noqa: B023
 from __future__ import annotations
 
 import argparse
@@ -16,31 +16,33 @@ import pickle
 import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import stagereg.checkpoint.merging as merging
 import stagereg.checkpoint.sharing as sharing
 from stagereg.bench.measure import in_own_process
 from stagereg.checkpoint.encoding import walk
-from stagereg.checkpoint.index import describe_tensors, make_index
+from stagereg.checkpoint.index import INDEX
 from stagereg.checkpoint.manifest import FileMark
-from stagereg.checkpoint.merging import RankEntries
-from stagereg.checkpoint.pending_save import _Prepared
+from stagereg.checkpoint.merging import Asked, Sent
+from stagereg.checkpoint.pending_save import PendingSave, SaveTarget, _Prepared, _Work
 from stagereg.checkpoint.sharing import EntryContents, HeldTensor
-from stagereg.checkpoint.state_planner import StatePlanner, by_number, name_for_each
 from stagereg.checkpoint.storage.files import FileStorage
 from stagereg.checkpoint.storage.protocol import ArchiveResult, TensorResult
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.unchanged import Post, Unchanged
 
 LAYERS, HIDDEN, FFN, HEADS, KV_HEADS, VOCAB = 80, 8192, 28672, 64, 8, 128256
@@ -67,10 +69,15 @@ class Place(NamedTuple):
     shards: int
 
 
-def fsdp2(ranks: int) -> list[Place]:
+def fsdp2(ranks: int, layers: int = LAYERS) -> list[Place]:
     """All ranks shard the whole."""
-    whole = shapes()
+    whole = shapes(range(layers))
     return [Place(whole, rank, ranks) for rank in range(ranks)]
+
+
+def quarter(ranks: int) -> list[Place]:
+    """As many ranks as memory has room for in another way: with a quarter of the layers."""
+    return fsdp2(ranks, LAYERS // 4)
 
 
 def hsdp(ranks: int) -> list[Place]:
@@ -91,16 +98,26 @@ def pipeline(ranks: int) -> list[Place]:
     return [Place(stages[rank // shards], rank % shards, shards) for rank in range(ranks)]
 
 
-SPLITS: dict[str, Callable[[int], list[Place]]] = {"fsdp2": fsdp2, "hsdp 8": hsdp, "pipeline 8": pipeline}
+SPLITS: dict[str, tuple[Callable[[int], list[Place]], list[int]]] = {
+    "HSDP, 8 shards": (hsdp, [64, 256, 1024, 4096]),
+    "pipeline, 8 stages": (pipeline, [64, 256, 1024, 4096]),
+    "FSDP2": (fsdp2, [64, 256, 1024]),
+    "FSDP2, 20 of 80 layers": (quarter, [1024, 4096]),
+}
+
+
+def rows(place: Place, size: int) -> tuple[int, int]:
+    """The first row of the rank's shard of a tensor of so many, and how many it has."""
+    most = -(-size // place.shards)
+    begin = min(place.shard * most, size)
+    return begin, min(most, size - begin)
 
 
 def state(place: Place, rank: int, step: int, mesh: Any) -> dict[str, Any]:
     """What the checkpointer stages of it: model, Adam, a schedule, and what is of one rank."""
 
     def sharded(shape: list[int]) -> DTensor:
-        rows = -(-shape[0] // place.shards)
-        own = max(0, min(rows, shape[0] - place.shard * rows))
-        local = torch.empty([own, *shape[1:]], device="meta")
+        local = torch.empty(compute_local_shape_and_global_offset(shape, mesh, [Shard(0)])[0], device="meta")
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
 
@@ -117,24 +134,74 @@ def state(place: Place, rank: int, step: int, mesh: Any) -> dict[str, Any]:
         "schedule": {"last_epoch": step, "_last_lr": [3e-4 / step]},
         "stagereg.step": step,
         "stagereg.world_size": 4096,
-        f"stagereg.rng.rank{rank}": dict.fromkeys(("python", "torch", "accelerator"), b"x" * 5056),
+        f"stagereg.rng.rank{rank}": {"python": b"x" * 8192, "torch": b"x" * 5056, "numpy": b"x" * 8192},
     }
 
 
 class Clock:
-    """Processor seconds of one rank's parts of a save."""
+    """Processor seconds of some parts of a save."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def __call__(self, act: Callable[[], Any]) -> Any:
+    def __call__(self, act: Callable[..., Any], *arguments: Any) -> Any:
         begun = time.process_time()
-        found = act()
+        found = act(*arguments)
         self.seconds += time.process_time() - begun
         return found
 
 
-def contents(entries: dict[str, Any]) -> dict[str, EntryContents]:
+class Nowhere(CheckpointStore):
+    """Keeps what is put there, and has the files of all ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        self.root, self.content, self.ranks = "", {}, ranks
+
+    def temporary(self, *_: Any) -> str:
+        return ""
+
+    def files(self, *_: Any) -> list[str]:
+        return [*self.content, *(f"__{rank}_0.distcp" for rank in range(self.ranks))]
+
+    def put(self, written: str, name: str, data: bytes) -> FileMark:
+        self.content[name] = data
+        return FileMark(len(data), 0)
+
+    def publish(self, written: str, step: int, size: int, storage: str, files: dict[str, FileMark], keep: int) -> str:
+        return ""
+
+
+class StorageWithoutFiles(FileStorage):
+    """Says where ``dcp`` would have put everything, and makes ``.metadata``."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def finish_again(self) -> None:
+        pass
+
+    def write_files(self, rank: int, items: list[WriteItem], planner: Any) -> list[WriteResult]:
+        self._marks[f"__{rank}_0.distcp"] = FileMark(10**9, 10**9)
+        return results(items, rank)
+
+
+def results(items: Sequence[WriteItem], rank: int) -> list[WriteResult]:
+    """Where ``dcp`` would have put it."""
+    found: list[WriteResult] = []
+    begin, name = 0, f"__{rank}_0.distcp"
+    for item in items:
+        data = item.tensor_data
+        if data is None:
+            found.append(ArchiveResult(item.index, 1600, _StorageInfo(name, begin, 1600)))
+            begin += 1600
+        else:
+            length = data.chunk.sizes.numel() * data.properties.dtype.itemsize + 1600
+            found.append(TensorResult(item.index, length, _StorageInfo(name, begin, length), begin + 800, None))
+            begin += length
+    return found
+
+
+def contents(entries: dict[str, Any], buffers: Any, objects: Any) -> dict[str, EntryContents]:
     """As ``sharing.contents``, without bytes to take checksums of."""
     found = {}
     for name in ("model", "optimizer"):
@@ -148,222 +215,192 @@ def contents(entries: dict[str, Any]) -> dict[str, EntryContents]:
     return found
 
 
-class Real(NamedTuple):
-    """What a rank has in the end, and the processor seconds that it took."""
-
-    plan: SavePlan
-    entries: RankEntries
-    seconds: float
+sharing.contents = contents
 
 
-def real(place: Place, rank: int, ranks: int, step: int, compares: bool) -> Real:
-    """Plan as the checkpointer does, on the rank."""
-    first = rank // place.shards * place.shards
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    entries = state(place, rank, step, DeviceMesh("cpu", torch.arange(first, first + place.shards)))
-    clock, planner = Clock(), StatePlanner()
-    clock(lambda: planner.set_up_planner(entries, None, rank == 0))
-    plan = clock(planner.create_local_plan)
-    own = clock(lambda: RankEntries(entries, None))
-    if compares:
-        own.contents = clock(lambda: contents(entries))
-    dist.destroy_process_group()
-    return Real(plan, own, clock.seconds)
+class Real:
+    """A rank that does what the checkpointer does, with what torch says that it has."""
+
+    def __init__(self, place: Place, rank: int, ranks: int) -> None:
+        group: Any = SimpleNamespace(rank=rank, size=ranks)
+        self.target = SaveTarget(Nowhere(ranks), 1, StorageWithoutFiles(), group, "0" * 12)
+        self.place, self.rank, self.ranks = place, rank, ranks
+
+    def prepare(self, step: int, compares: bool, clock: Clock) -> Any:
+        """Return what it sends first."""
+        first = self.rank // self.place.shards * self.place.shards
+        dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=self.ranks)
+        entries = state(self.place, self.rank, step, DeviceMesh("cpu", torch.arange(first, first + self.place.shards)))
+        save = PendingSave(step, self.target, staged=entries, buffers=() if compares else None)
+        save.settled.set()
+        self.work = _Work(save)
+        found = clock(self.work.prepare)
+        dist.destroy_process_group()
+        return found
+
+    def write(self, answer: Any, clock: Clock) -> Any:
+        """Return what it sends when it has written."""
+        self.work.take(answer)
+        found = clock(self.work.write)
+        self.target.before = self.work.entries.structures
+        return found
 
 
-def derived(plan: SavePlan, place: Place, template: int, rank: int) -> SavePlan:
-    """What another rank of the same stage plans."""
-    before, after = (f"stagereg.rng.rank{each}" for each in (template, rank))
-    rows: dict[tuple[Any, ...], TensorWriteData] = {}
-    items = []
-    for item in plan.items:
-        name, data = item.index.fqn.replace(before, after), item.tensor_data
-        if item.type is not WriteItemType.SHARD:
-            items.append(dataclasses.replace(item, index=dataclasses.replace(item.index, fqn=name)))
-            continue
-        if data.size not in rows:
-            most = -(-data.size[0] // place.shards)
-            begin = min(place.shard * most, data.size[0])
-            own = min(most, data.size[0] - begin)
-            chunk = ChunkStorageMetadata(
-                torch.Size([begin] + [0] * (len(data.size) - 1)), torch.Size([own, *data.size[1:]])
-            )
-            rows[data.size] = dataclasses.replace(data, chunk=chunk)
-        data = rows[data.size]
-        items.append(
-            WriteItem(MetadataIndex(name, data.chunk.offsets), item.type, tensor_data=dataclasses.replace(data))
-        )
-    paths = {
-        name.replace(before, after): (path[0].replace(before, after), *path[1:])
-        for name, path in plan.planner_data.items()
-    }
-    return SavePlan(items, planner_data=paths)
+class Derived:
+    """A rank of which it is written down what it sends, from what another one of its stage has sent."""
+
+    def __init__(self, place: Place, rank: int, template: Real) -> None:
+        self._place, self._rank, self.template = place, rank, template
+
+    def _named(self, name: str) -> str:
+        return name.replace(f".rank{self.template.rank}", f".rank{self._rank}")
+
+    def _data(self, data: TensorWriteData) -> TensorWriteData:
+        begin, own = rows(self._place, data.size[0])
+        start = torch.Size([begin] + [0] * (len(data.size) - 1))
+        return dataclasses.replace(data, chunk=ChunkStorageMetadata(start, torch.Size([own, *data.size[1:]])))
+
+    def plan(self, plan: SavePlan) -> SavePlan:
+        """What it plans where the other one has planned this."""
+        items = []
+        for item in plan.items:
+            index, data = dataclasses.replace(item.index, fqn=self._named(item.index.fqn)), item.tensor_data
+            if item.type is WriteItemType.SHARD:
+                data = self._data(data)
+                index = dataclasses.replace(index, offset=data.chunk.offsets)
+            items.append(WriteItem(index, item.type, tensor_data=data))
+        paths = {self._named(name): (self._named(path[0]), *path[1:]) for name, path in plan.planner_data.items()}
+        return SavePlan(items, planner_data=paths)
+
+    def prepared(self, sent: _Prepared) -> _Prepared:
+        """What it sends first, beside its plan."""
+        place = sharing.digest((self._place.shard, self.template.rank))  # another shard has other bytes
+        contents = {
+            (name, place if layout else b""): place if layout else content
+            for (name, layout), content in sent.digests.contents.items()
+        }
+        structures = {self._named(name): each for name, each in sent.digests.structures.items()}
+        return sent._replace(digests=sent.digests._replace(structures=structures, contents=contents))
+
+    def written(self, asked: Asked) -> tuple[dict[str, FileMark], Sent]:
+        """What it sends when it has written, beside the places in its file."""
+        assert not asked.comparisons, "the first rank of a stage is asked for these"
+        there = {self._named(name): each for name, each in self.template.work.entries.structures.items()}
+        sent = Sent({name: there[name] for name in asked.structures}, [])
+        return {f"__{self._rank}_0.distcp": FileMark(10**9, 10**9)}, sent
 
 
-def results(plan: SavePlan, rank: int) -> list[WriteResult]:
-    """Where ``dcp`` would have put it."""
-    found: list[WriteResult] = []
-    begin, name = 0, f"__{rank}_0.distcp"
-    for item in plan.items:
-        data = item.tensor_data
-        if data is None:
-            found.append(ArchiveResult(item.index, 1600, _StorageInfo(name, begin, 1600)))
-            begin += 1600
-        else:
-            nbytes = data.chunk.sizes.numel() * data.properties.dtype.itemsize
-            length = nbytes + 1600
-            found.append(TensorResult(item.index, length, _StorageInfo(name, begin, length), begin + 800, None))
-            begin += length
-    return found
+class Exchange:
+    """One of the two of a save: what ranks send, and what rank 0 makes of it, as the bytes that go over the network."""
+
+    def __init__(self, unchanged: Unchanged) -> None:
+        self._unchanged, self._digests = unchanged, dict[int, bytes]()
+
+    def post(self, rank: int, act: Any) -> bytes:
+        """What a rank sends; ``act`` without more than a first part if that is as before."""
+        post = Post(act[0], self._digests[rank]) if len(act) == 1 else self._unchanged.post(*act)
+        same, self._digests[rank] = post.digest == self._digests.get(rank), post.digest
+        return pickle.dumps((post._replace(packed=None) if same else post, None))
+
+    def answers(self, posts: Sequence[bytes], answer: Callable[..., Any]) -> list[bytes]:
+        """What each rank gets."""
+        found = self._unchanged.reply([pickle.loads(post)[0] for post in posts], answer)
+        assert None not in found, "a rank had to send all"
+        return [pickle.dumps((each, {})) for each in found]
+
+
+class Simulation:
+    """The saves of all ranks, one after the other."""
+
+    def __init__(self, split: str, ranks: int) -> None:
+        self.places = SPLITS[split][0](ranks)
+        templates: dict[int, int] = {}  # of each stage its first rank
+        for rank, place in enumerate(self.places):
+            templates.setdefault(id(place.of), rank)
+        edges = {
+            size // -(-size // shards) for size in (VOCAB, FFN, HIDDEN, 1024) for shards in [self.places[0].shards]
+        }
+        sampled = {1, ranks // 2 + 1, ranks - 1, *templates.values(), *edges, *(edge - 1 for edge in edges)}
+        self.reals = {rank: Real(self.places[rank], rank, ranks) for rank in sorted(sampled) if rank < ranks}
+        self.derived = [
+            Derived(place, rank, self.reals[templates[id(place.of)]]) for rank, place in enumerate(self.places)
+        ]
+        to = self.reals[0].target
+        self.plans, self.results = Exchange(to.plans), Exchange(to.results)
+
+    def save(self, step: int) -> dict[str, float]:
+        """Return what a save has cost."""
+        gc.collect()
+        gc.freeze()  # what stands for the ranks is not in rank 0's memory
+        clocks = {rank: Clock() for rank in range(len(self.places))}
+        zero, row = Clock(), Counter[str]()
+        sent = {rank: real.prepare(step, step == 1, clocks[rank]) for rank, real in self.reals.items()}
+
+        def exchange(through: Exchange, acts: Iterator[Any], answer: Callable[..., Any]) -> list[Any]:
+            posts = [clocks[rank](through.post, rank, act) for rank, act in enumerate(acts)]
+            answers = zero(through.answers, posts, answer)
+            row.update(sent=max(map(len, posts[1:])), received=sum(map(len, posts[1:])), got=max(map(len, answers[1:])))
+            return [pickle.loads(each)[0][0] for each in answers]
+
+        zeroth = self.reals[0].work
+        answers = exchange(self.plans, (self.first(rank, sent, step) for rank in clocks), zeroth.share_out)
+        wrote = {rank: real.write(answers[rank], clocks[rank]) for rank, real in self.reals.items()}
+        exchange(self.results, (self.second(rank, sent, wrote, answers[rank]) for rank in clocks), zeroth.commit)
+        row["index"] = len(self.reals[0].target.store.content[INDEX])  # type: ignore[attr-defined]
+        seconds = statistics.median(clocks[rank].seconds for rank in self.reals if rank)
+        return {**row, "seconds": seconds, "seconds of rank 0": zero.seconds + clocks[0].seconds}
+
+    def first(self, rank: int, sent: dict[int, Any], step: int) -> Any:
+        """What a rank sends first; that of a sampled one is held against what is written down of it."""
+        derived = self.derived[rank]
+        prepared, (*plans, kinds), _ = sent[derived.template.rank]
+        if step > 1:
+            return sent.get(rank) or (derived.prepared(prepared),)
+        act = derived.prepared(prepared), (*map(derived.plan, plans), kinds), ()
+        if rank not in sent:
+            return act
+        for one, other in zip(act[1][0].items, sent[rank][1][0].items, strict=True):
+            if one != other:
+                raise SystemExit(f"Rank {rank} plans {other}, and not {one}, as is written down of it.")
+        if act[1] != sent[rank][1] or act[0].digests.structures != sent[rank][0].digests.structures:
+            raise SystemExit(f"Rank {rank} has other entries than is written down of it.")
+        return sent[rank]
+
+    def second(self, rank: int, sent: dict[int, Any], wrote: dict[int, Any], answer: Any) -> Any:
+        """What a rank sends when it has written."""
+        if rank in wrote:
+            return wrote[rank]
+        derived, (dealt, asked) = self.derived[rank], answer
+        if dealt is None:
+            return (derived.written(asked),)
+        items = [item for plan in sent[derived.template.rank][1][:-1] for item in derived.plan(plan).items]
+        return derived.written(asked), [results([items[number] for number in dealt.items], rank)], ()
 
 
 def simulate(split: str, ranks: int) -> dict[str, dict[str, float]]:
-    """Return bytes and seconds of a first save, and of the next one."""
-    places = SPLITS[split](ranks)
-    order = list(range(ranks))
-    templates: dict[int, int] = {}  # the first rank of each stage
-    for rank in order:
-        templates.setdefault(id(places[rank].of), rank)
-    sampled = {0, 1, ranks // 2 + 1, ranks - 1, *templates.values()}
-    compares = split != "pipeline 8"
-    plans, written = Unchanged(True), Unchanged(True)
-    digests: list[tuple[bytes, bytes]] = [(b"", b"")] * ranks
-    described: list[Any] = []
-    known: list[Any] = []
-    entries: dict[Any, Any] = {}
-    storage = FileStorageWithoutFiles()
-    rows = {}
-    for step, kind in ((1, "first"), (2, "next")):
-        rank_seconds: dict[int, float] = {}
-        reals = {}
-        for rank in sampled:
-            reals[rank] = real(places[rank], rank, ranks, step, compares and step == 1)
-        own_plans: dict[int, SavePlan] = {}
-        posts: list[bytes] = []
-        clock = Clock()
-        for rank in order:
-            template = templates[id(places[rank].of)]
-            one = reals.get(rank) or reals[template]
-            summary = one.entries.digests()
-            if rank not in reals:
-                names = (f"stagereg.rng.rank{each}" for each in (template, rank))
-                before, after = names
-                summary = summary._replace(
-                    structures={name.replace(before, after): crc for name, crc in summary.structures.items()}
-                )
-                plan = derived(one.plan, places[rank], template, rank) if step == 1 else None
-            else:
-                plan = one.plan
-            varying = _Prepared(step, True, False, {}, summary, None)
-            spent = Clock()
-            if plan is None:
-                post = Post(varying, digests[rank][0])
-            else:
-                post = spent(lambda: plans.post(varying, (plan, False), None))
-                if step > 1:
-                    assert post.digest == digests[rank][0], "the second plan is the same"
-                    post = post._replace(packed=None)
-            packed = spent(lambda: pickle.dumps((post, None)))
-            digests[rank] = post.digest, digests[rank][1]
-            rank_seconds[rank] = spent.seconds
-            posts.append(packed)
-            if rank in sampled:
-                own_plans[rank] = plan
-        requests: list[Any] = []
-        metadata: list[Any] = []
-        dealt_all: list[Any] = []
-
-        def share_out(prepared: Any, lasting: Any) -> Any:
-            requests[:] = merging.requests([each.digests for each in prepared], order)
-            known[:] = [each.digests.known(of.structures, entries) for each, of in zip(prepared, requests, strict=True)]
-            asked = [of.of_rank(there) for of, there in zip(requests, known, strict=True)]
-            if lasting is None:
-                return [(None, each) for each in asked]
-            given = [plan for (plan, _), _ in lasting]
-            made, about = StatePlanner().create_global_plan(given)
-            metadata.append(about)
-            dealt_all[:] = FileStorage.prepare_global_plan(storage, made)
-            return list(zip(map(by_number, dealt_all, given), asked, strict=True))
-
-        def answered(posts: list[bytes], unchanged: Unchanged, answer: Any) -> list[bytes]:
-            with_all = [pickle.loads(post)[0] for post in posts]
-            posts.clear()
-            found = unchanged.reply(with_all, answer)
-            assert None not in found
-            return [pickle.dumps((each, {})) for each in found]
-
-        row = rows[kind] = {}
-        row["sent"], row["in"] = max(map(len, posts[1:])), sum(map(len, posts[1:]))
-        answers = clock(lambda: answered(posts, plans, share_out))
-        row["got"], row["out"] = max(map(len, answers[1:])), sum(map(len, answers[1:]))
-        # -- the files are written; then the second exchange
-        for rank in order:
-            template = templates[id(places[rank].of)]
-            one = reals.get(rank) or reals[template]
-            request = requests[rank].of_rank(known[rank])
-            names = {f"stagereg.rng.rank{rank}": f"stagereg.rng.rank{rank if rank in reals else template}"}
-            sent = one.entries.answer(
-                request._replace(structures={names.get(name, name): [] for name in request.structures})
-            )
-            sent = sent._replace(
-                structures={name: sent.structures[names.get(name, name)] for name in request.structures}
-            )
-            varying = ({f"__{rank}_0.distcp": FileMark(10**9, 10**9)}, sent)
-            spent = Clock()
-            if step == 1:
-                where = results(dealt_all[rank], rank)
-                post = spent(lambda: written.post(varying, where, None))
-                digests[rank] = digests[rank][0], post.digest
-            else:
-                post = Post(varying, digests[rank][1])
-            posts.append(spent(lambda: pickle.dumps((post, None))))
-            rank_seconds[rank] += spent.seconds
-        dealt_all.clear()
-        row["sent"] += max(map(len, posts[1:]))
-        row["in"] += sum(map(len, posts[1:]))
-
-        def commit(sent: Any, lasting: Any) -> Any:
-            all_sent = [each.joined(there) for (_, each), there in zip(sent, known, strict=True)]
-            entries.update(merging.entries_of(all_sent))
-            state = merging.put_together(all_sent, requests, order, ())
-            groups = [each.groups for each in all_sent]
-            objects = {name for each in state.values() for name in each.objects}
-            if lasting is not None:
-                each = [one for one, _ in lasting]
-                described[:] = [describe_tensors(metadata[0], each, objects)]
-                name_for_each(metadata[0], each, groups)
-                storage.finish(metadata[0], each)
-            row["index"] = len(make_index(described[0], state))
-            return [0] * ranks
-
-        clock(lambda: answered(posts, written, commit))
-        row["rank s"] = statistics.median(reals[rank].seconds + rank_seconds[rank] for rank in sampled)
-        row["rank 0 s"] = clock.seconds
-        row[".metadata"] = len(storage._metadata)
-        metadata.clear()
-        gc.collect()
-    rows["first"]["GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    return rows
+    """Return what a first save and a warm one cost."""
+    simulation, found = Simulation(split, ranks), {}
+    for step, kind in ((1, "first"), (2, "warm")):
+        found[kind] = simulation.save(step)
+        found[kind]["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return found
 
 
-class FileStorageWithoutFiles(FileStorage):
-    """Makes ``.metadata``, and writes nothing."""
-
-    def write_files(self, rank: int, items: list[WriteItem], planner: Any) -> list[WriteResult]:
-        """Nothing."""
-        return []
-
-    def finish_again(self) -> None:
-        """Nothing."""
+HEADER = """\
+| split | ranks | save | a rank sends | rank 0 receives | rank 0 | a rank | `index.json` | peak memory |
+|---|---|---|---|---|---|---|---|---|"""
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024, 4096])
+    parser.add_argument("--ranks", type=int, nargs="+", help="those of the page if not given")
     parser.add_argument("--splits", nargs="+", default=list(SPLITS))
     asked = parser.parse_args()
+    print(HEADER)
     for split in asked.splits:
-        for ranks in asked.ranks:
-            found = in_own_process(simulate, split, ranks)
-            for kind, row in found.items():
-                print(split, ranks, kind, {key: round(value, 3) for key, value in row.items()}, flush=True)
+        for ranks in asked.ranks or SPLITS[split][1]:
+            for kind, row in in_own_process(simulate, split, ranks).items():
+                index, peak = (f"{row[name] / 1e6:,.1f} MB" for name in ("index", "peak"))
+                sizes = f"{row['sent']:,.0f} bytes | {row['received'] / 1e3:,.0f} kB"
+                seconds = f"{row['seconds of rank 0']:.2f} s | {row['seconds']:.2f} s"
+                print(f"| {split} | {ranks:,} | {kind} | {sizes} | {seconds} | {index} | {peak} |", flush=True)

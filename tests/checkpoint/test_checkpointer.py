@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import format_utils
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
@@ -220,25 +217,6 @@ def test_use_after_close_is_an_error_and_closing_twice_is_not(tmp_path: Path) ->
     ):
         with pytest.raises(CheckpointError, match="closed"):
             use()
-
-
-def test_torch_alone_reads_it_by_names_and_whole(tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 2)
-    with torch.no_grad():
-        model.weight.copy_(torch.arange(6.0).reshape(2, 3))
-        model.bias.copy_(torch.tensor([6.0, 7.0]))
-    with Checkpointer(str(tmp_path)) as checkpointer:
-        checkpointer.save(1, {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.25), "epoch": 7})
-    fresh = torch.nn.Linear(3, 2)
-    flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    model_state, optimizer_state = get_state_dict(fresh, torch.optim.SGD(fresh.parameters(), lr=1.0), options=flat)
-    template: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "epoch": 0}
-    dcp.load(template, checkpoint_id=tmp_path / "latest")
-    assert template["model"]["weight"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert [template["optimizer"][f"param_groups.{name}.lr"] for name in ("weight", "bias")] == [0.25, 0.25]
-    assert template["epoch"] == 7
-    format_utils.dcp_to_torch_save(tmp_path / "latest", tmp_path / "one.pt")
-    assert torch.load(tmp_path / "one.pt", weights_only=False)["model"]["bias"].tolist() == [6, 7]
 
 
 def test_a_checkpoint_is_found_by_any_path_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import stagereg
 import stagereg.checkpoint.ending as ending
 import stagereg.checkpoint.rank_group as rank_group
 from stagereg import Checkpointer
+from stagereg.checkpoint.pending_save import Background
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 
@@ -112,6 +113,28 @@ def test_ranks_wait_for_a_slow_one_and_save_the_last_step(tmp_path: Path) -> Non
     assert [error for _, error, _ in ended] == ["", ""]
     assert ended[0][2] == [f"stagereg: rank 0 came to the end after step 3, rank 1 did not{ADVICE}"]
     assert (tmp_path / "step-00000003").is_dir()
+
+
+def end_with_failed_saves(rank: int, world_size: int, root: str) -> list[str]:
+    """Two saves fail, each at the end of a run; one rank hears of it later, when another has raised it already."""
+    errors, fail = [], Background._fail
+    for late in (0, 1):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == late:
+                patch.setattr(Background, "_fail", lambda *args: (time.sleep(1), fail(*args))[1])
+            try:
+                with Checkpointer(f"{root}/{late}", every=1) as checkpointer:
+                    checkpointer.save(1, {"x": torch.tensor([rank])})
+                    time.sleep(0.5 * (rank != late))
+            except CheckpointError as error:
+                errors.append(str(error))
+    return errors
+
+
+def test_a_save_that_fails_at_the_end_is_raised_on_all_ranks(tmp_path: Path) -> None:
+    for errors in run_ranks(end_with_failed_saves, 2, args=(str(tmp_path),), timeout_s=30):
+        assert len(errors) == 2
+        assert all("'x' is not the same on ranks 0, 1" in error for error in errors), errors
 
 
 def alone(rank: int, world_size: int, root: str) -> str:

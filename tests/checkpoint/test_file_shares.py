@@ -104,5 +104,5 @@ def test_a_rank_reads_its_share_of_the_check_and_what_it_needs(tmp_path: Path) -
     total = sum(size for name, size in files.items() if name != "manifest.json")
     needed = files["index.json"] + 4 * ((1 << 16) + (1 << 14))
     for together, alone in results:
-        assert -10 < together - (needed + total // 2) < 20_000
-        assert 0 <= alone - (needed + total) < 20_000
+        assert -10 < together - (needed + total // 2) < 30_000  # the manifest, and random-number states
+        assert 0 <= alone - (needed + total) < 30_000

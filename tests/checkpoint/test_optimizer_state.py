@@ -73,6 +73,19 @@ def test_groups_may_be_cut_otherwise_if_their_options_agree(tmp_path: Path) -> N
     assert len({x.data_ptr() for x in rates}) == 4, "one tensor for several groups"
 
 
+def test_groups_that_were_one_get_its_options_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, other = net(1, 3, 4), net(2, 3, 4)
+    save(tmp_path, model=model, optimizer=stepped(torch.optim.AdamW(model.parameters(), lr=0.25)))
+    groups = [{"params": [other[0].weight], "lr": 0.5}, {"params": [other[0].bias]}]
+    for rate, warned in ((0.125, True), (0.5, False)):
+        caplog.clear()
+        optimizer = torch.optim.AdamW([dict(group) for group in groups], lr=rate)
+        restore(tmp_path, model=other, optimizer=optimizer)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+        text = "'0.weight' and '0.bias' are in different groups of parameters here, and were in one: both get its lr."
+        assert (text in caplog.text) == warned
+
+
 def test_one_group_of_several_with_other_options_is_refused(tmp_path: Path) -> None:
     model, other = net(1, 3, 4), net(2, 3, 4)
     groups = [{"params": [model[0].weight], "lr": 0.5}, {"params": [model[0].bias], "weight_decay": 0.0}]

@@ -17,7 +17,10 @@ from stagereg import Checkpointer
 from stagereg.errors import Preempted, StageregError
 from stagereg.testing import run_ranks
 
+from ..join.reference import Case, Training, batch, difference, net
+
 LENGTHS = (6, 3, 5)
+CASE = Case(lengths=LENGTHS, last="scheduler")
 EVERY = 2
 
 
@@ -25,37 +28,25 @@ class Run:
     """A model, its optimizer and schedule, and a loop that ranks leave when they run out of data."""
 
     def __init__(self, rank: int) -> None:
-        torch.manual_seed(0)
-        self.model = DistributedDataParallel(torch.nn.Linear(8, 4))
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
-        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        self.state: dict[str, Any] = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "schedule": self.schedule,
-            "taken": 0,
-        }
-        self.batches = [torch.full((4, 8), float(rank + step)) for step in range(LENGTHS[rank])]
+        self.model = DistributedDataParallel(net(CASE))
+        self.training = Training(CASE, self.model.module)
+        self.followers = [self.training.optimizer, self.training.scheduler]
+        optimizer, schedule = self.followers
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": optimizer, "schedule": schedule, "taken": 0}
+        self.batches = [batch(rank, 0, step) for step in range(LENGTHS[rank])]
 
     def join(self, mode: str | None, *others: Any) -> Any:
-        joinables = [self.model, *(others or (self.optimizer, self.schedule))]
+        joinables = [self.model, *(others or self.followers)]
         return stagereg.Join(joinables, timeout=20, mode=mode, loader=self.batches if mode == "planned" else None)
 
     def step(self, x: torch.Tensor) -> None:
+        self.training.zero("start")
         self.model(x).square().sum().backward()
-        self.optimizer.step()
-        self.schedule.step()
-        self.optimizer.zero_grad()
+        self.training.finish()
         self.state["taken"] += 1
 
-    def weights(self) -> list[float]:
-        """What a save of this moment has to bring back, in one list."""
-        moments = [self.optimizer.state[p]["exp_avg"] for p in self.model.parameters()]
-        every = [*self.model.parameters(), *moments, torch.tensor(self.schedule.last_epoch)]
-        return torch.cat([x.detach().double().flatten() for x in every]).tolist()
 
-
-def followed(rank: int, root: str, mode: str | None, waits: bool) -> tuple[dict[int, list[float]], list[Any]]:
+def followed(rank: int, root: str, mode: str | None, waits: bool) -> tuple[dict[int, Any], list[Any]]:
     run = Run(rank)
     seen = {}
     with Checkpointer(root, every=EVERY, keep=9) as checkpointer:
@@ -63,7 +54,7 @@ def followed(rank: int, root: str, mode: str | None, waits: bool) -> tuple[dict[
         with run.join(mode):
             for step, x in enumerate(run.batches, 1):
                 run.step(x)
-                seen[step] = run.weights()
+                seen[step] = run.training.outcome()
                 checkpointer.maybe_save(step, run.state)
                 if waits:
                     checkpointer.wait()
@@ -71,7 +62,7 @@ def followed(rank: int, root: str, mode: str | None, waits: bool) -> tuple[dict[
     for path in sorted(Path(root).glob("step-*")):
         with Checkpointer(root, resume=str(path)) as checkpointer:
             step = checkpointer.restore(run.state)
-            found.append((step, run.weights(), run.state["taken"]))
+            found.append((step, run.training.outcome(), run.state["taken"]))
     return seen, found
 
 
@@ -86,7 +77,7 @@ def test_ranks_that_left_the_loop_save_with_those_in_it(tmp_path: Path) -> None:
         for found in (each[case][1] for each in ranks):
             assert [(step, taken) for step, _, taken in found] == [(2, 2), (4, 4), (6, 6)], case
             for step, weights, _ in found:
-                assert weights == seen[step], (case, step)
+                assert difference(weights, seen[step]) == 0.0, (case, step)
 
 
 def preempted(rank: int, world_size: int, root: str, mode: str | None) -> tuple[int, float]:

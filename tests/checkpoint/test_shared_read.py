@@ -156,7 +156,8 @@ def test_each_byte_is_read_once_and_goes_where_it_is_wanted(tmp_path: Path, npro
     assert max(shares) - min(shares) <= PIECE
     if nproc > 1:
         assert total("full", "broadcast") > 16_000
-        assert 0 < total("shards", "received") < 20_000 * nproc + 2000, "what a rank wants of others' pieces alone"
+        wanted = 20_000 + 8_192 + 5_056  # and its random-number states
+        assert 0 < total("shards", "received") < wanted * nproc, "what a rank wants of others' pieces alone"
 
 
 def restore_as_chosen(rank: int, world_size: int, root: str) -> list[int]:

@@ -109,7 +109,14 @@ def refused(rank: int, size: int, root: str) -> dict[str, str]:
 
     save("values", {"x": {"a": torch.full((2,), float(rank))}})
     save("shapes", {"x": torch.ones(2 + rank)})
-    save("alike", {"x": torch.ones(2), "loss": rank / 2})
+    save("alike", {"x": torch.ones(2), "loss": rank / 2, "pair": (1, torch.ones(2)), "dtype": torch.float16})
+    norm = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    norm[0].running_mean.fill_(rank)
+    save("buffers", {"model": norm, "average": {"0.running_mean": torch.full((2,), float(rank))}})
+    linear = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(linear.weight, rank)
+    save("weight", {"model": linear, "loss": torch.nn.CrossEntropyLoss(weight=torch.ones(2))})  # which is a buffer
+    save("objects", {"x": (1, torch.full((2,), float(rank))), "size": torch.Size([2, rank])})
     model = torch.nn.Linear(2, 2)
     with torch.no_grad():
         model.weight.fill_(1.0)
@@ -143,7 +150,10 @@ def test_what_is_not_alike_under_one_name_is_refused(tmp_path: Path) -> None:
     assert "'x.a' is not the same on ranks 0, 1 (other values); 'x.a' is not the same on ranks 0, 2" in found["values"]
     assert "'x' is not the same on ranks 0, 1 (float32 [3], not float32 [2])" in found["shapes"]
     assert "stagereg.per_rank(value)" in found["values"]
-    assert found["alike"] == ""
+    assert found["alike"] == found["buffers"] == ""
+    assert "'model.weight' is not the same on ranks 0, 1 (other values)" in found["weight"]
+    assert "'x' is not the same on ranks 0, 1 (other values)" in found["objects"]
+    assert "'size' is not the same on ranks 0, 1 (other values)" in found["objects"]
     assert "Step 3 was not saved" in found["drift"]
     assert "'model.bias' is not the same on ranks 0, 1 (other values)" in found["drift"]
     assert "Step 3 was not saved" in found["apart"]
@@ -168,6 +178,13 @@ def own_values(rank: int, size: int, root: str) -> tuple[Any, Any]:
 
 def test_each_rank_restores_what_is_its_own(tmp_path: Path) -> None:
     assert run_ranks(own_values, 2, args=(str(tmp_path),)) == [(0.0, (0, 10)), (0.5, (1, 11))]
+    with stagereg.open_checkpoint(tmp_path) as checkpoint:
+        assert [checkpoint.entry("loss", rank) for rank in (None, 0, 1)] == [0.0, 0.0, 0.5]
+        assert [checkpoint.entry("own", rank)["x"].item() for rank in (0, 1)] == [0, 1]
+        with pytest.raises(CheckpointError, match=r"There is no 'own\.rank2' in .*, only "):
+            checkpoint.entry("own", 2)
+        with pytest.raises(KeyError, match=r"has no tensor 'loss'\. entry\('loss'\) returns it"):
+            checkpoint["loss"]
 
 
 @pytest.mark.parametrize(("replicas", "every"), [("shared", 0), ("share", -1), ("share", True)])

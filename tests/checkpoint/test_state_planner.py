@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stagereg.checkpoint.state_planner import StatePlanner
+from stagereg.checkpoint.state_planner import StatePlanner, by_number, from_numbers, joined, split
 from stagereg.errors import CheckpointError
 
 STATE: dict[str, Any] = {
@@ -43,6 +49,38 @@ def test_plan_and_metadata_are_those_of_torch(states: list[dict[str, Any]]) -> N
     assert planned(StatePlanner(), states) == theirs
 
 
+@pytest.mark.parametrize("rank", range(6))
+def test_parts_of_dtensors_are_planned_as_torch_does(rank: int) -> None:
+    """Seven rows and two, columns, replicas and shards of shards on two times three ranks; and a mesh of two ranks."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=6)
+    try:
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("a", "b"))
+        elsewhere = DeviceMesh("cpu", [0, 1])
+        state: dict[str, Any] = {"plain": torch.ones(7, 2), "elsewhere": DTensor.from_local(torch.ones(1), elsewhere)}
+        for name, rows, placements in (
+            ("rows", 7, [Replicate(), Shard(0)]),
+            ("few", 2, [Replicate(), Shard(0)]),
+            ("columns", 7, [Shard(1), Replicate()]),
+            ("both", 7, [Shard(0), Shard(1)]),
+            ("twice", 7, [_StridedShard(0, split_factor=3), Shard(0)]),
+            ("all", 7, [Replicate(), Replicate()]),
+        ):
+            size = torch.Size([rows, 5])
+            local = torch.ones(compute_local_shape_and_global_offset(size, mesh, placements)[0])
+            state[name] = [
+                DTensor.from_local(local.clone(), mesh, placements, run_check=False, shape=size, stride=(5, 1))
+                for _ in range(2)
+            ]
+        items = []
+        for planner in (DefaultSavePlanner(), StatePlanner()):
+            planner.set_up_planner(state, None, is_coordinator=True)
+            items.append(sorted(planner.create_local_plan().items, key=lambda item: item.index.fqn))
+        assert items[0] == items[1]
+        assert len(items[0]) == 14 - (rank > 1)
+    finally:
+        dist.destroy_process_group()
+
+
 def shard(name: str, begin: int, end: int, whole: int) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size([begin]), torch.Size([end - begin]))
     data = TensorWriteData(chunk, TensorProperties(dtype=torch.float32), torch.Size([whole]))
@@ -58,6 +96,33 @@ def test_shards_make_up_a_whole_and_replicas_are_left_out() -> None:
     global_plans, metadata = StatePlanner().create_global_plan(plans([half], [other], [half]))
     assert [plan.items for plan in global_plans] == [[half], [other], []]
     assert metadata.state_dict_metadata["x"].chunks == [half.tensor_data.chunk, other.tensor_data.chunk]  # type: ignore[union-attr]
+
+
+def test_what_ranks_have_planned_alike_is_planned_once() -> None:
+    local: list[SavePlan] = []
+    for rank in range(3):
+        planner = StatePlanner()
+        planner.set_up_planner({f"rng.rank{rank}": {"torch": torch.ones(2), "more": 1}, **STATE}, None, rank == 0)
+        local.append(planner.create_local_plan())
+    parts = [split(plan, rank) for rank, plan in enumerate(local)]
+    assert parts[0][0] == parts[1][0] == parts[2][0]
+    again = StatePlanner().create_global_plan([x for _, own in parts for x in (parts[0][0], own)])
+    each = [joined(again[0][at : at + 2]) for at in (0, 2, 4)]
+    expected = StatePlanner().create_global_plan(local)
+    for one, other in zip(each, expected[0], strict=True):
+        assert {item.index for item in one.items} == {item.index for item in other.items}
+        assert one.planner_data == other.planner_data
+    assert again[1] == expected[1]
+
+
+@pytest.mark.parametrize("dealt", [[0, 1, 2], [2, 0], []])
+def test_what_is_dealt_out_travels_as_numbers(dealt: list[int]) -> None:
+    given = SavePlan([shard("x", i, i + 1, 3) for i in range(3)], planner_data={"x": ("x",)})
+    plan = SavePlan([given.items[i] for i in dealt], storage_data=7)
+    sent = by_number(plan, given)
+    assert [*sent.items] == dealt
+    back = from_numbers(sent, given)
+    assert (back.items, back.storage_data, back.planner_data) == (plan.items, 7, given.planner_data)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.unchanged import Unchanged
 from stagereg.errors import CheckpointError
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
@@ -55,7 +59,7 @@ def save(rank: int, size: int, root: str, happens: str) -> tuple[list[int], list
             if step == 6 and happens == "one rank has more" and rank == 1:
                 state["more"] = torch.ones(3)
             if step == 6 and happens == "another object":
-                state["step"] = (torch.ones(2), 1)
+                state["step"] = torch.float16  # as many bytes in the file
             if step == 6 and happens == "another dtype":
                 state["x"] = torch.full((3,), 7, dtype=torch.int32)
             if step == 6 and happens == "other groups":
@@ -84,6 +88,85 @@ def save(rank: int, size: int, root: str, happens: str) -> tuple[list[int], list
         [len(each) for each in counts],
         same and str(fresh["step"]) == str(state["step"]),
     )
+
+
+def scheduled(rank: int, size: int, root: str) -> tuple[list[int], int, list[bool], int]:
+    """Train stages whose rates and random numbers change.
+
+    Returns:
+        This rank's bytes in each save; those of the index; what came back; and how often it listed a directory.
+    """
+    import numpy
+
+    counts: list[int] = []
+    listed: list[str] = []
+    collect, files = RankGroup._collect, CheckpointStore.files
+
+    def counted(store: CheckpointStore, written: str) -> list[str]:
+        listed.append(written)
+        return files(store, written)
+
+    def collected(group: RankGroup, post: bytes) -> list[bytes]:
+        counts[-1] += len(post)
+        return collect(group, post)
+
+    def stage() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        layers = {f"layer_{rank * 40 + i}": torch.nn.Linear(2, 2) for i in range(40)}
+        model = torch.nn.ModuleDict(layers)
+        weights, biases = ([x for x in model.parameters() if x.ndim == ndim] for ndim in (2, 1))
+        return model, torch.optim.Adam([{"params": weights, "lr": 0.25}, {"params": biases, "lr": 0.5}])
+
+    def drawn() -> list[float]:
+        return [random.gauss(0, 1), float(numpy.random.randn()), float(torch.rand(()))]
+
+    model, optimizer = stage()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    random.seed(rank), numpy.random.seed(rank), torch.manual_seed(rank)
+    with Checkpointer(root, stager=BlockingAsyncStager()) as keeper:
+        RankGroup._collect, CheckpointStore.files = collected, counted  # type: ignore[method-assign]
+        for step in range(6):
+            for x in model.parameters():
+                x.grad = torch.full_like(x, drawn()[0])
+            optimizer.step()
+            schedule.step()
+            counts.append(0)
+            keeper.save(step, state)
+            keeper.wait()
+        RankGroup._collect, CheckpointStore.files = collect, files  # type: ignore[method-assign]
+        expected = drawn(), [group["lr"] for group in optimizer.param_groups]
+    model, optimizer = stage()
+    drawn()
+    with Checkpointer(root, stager=BlockingAsyncStager()) as keeper:
+        keeper.restore({"model": model, "optimizer": optimizer})
+    found = drawn(), [group["lr"] for group in optimizer.param_groups]
+    index = len((Path(root) / "latest" / "index.json").read_bytes())
+    return counts, index, [one == other for one, other in zip(found, expected, strict=True)], len(listed)
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_ranks(scheduled, 2, args=(str(tmp_path_factory.mktemp("root") / "x"),), timeout_s=120)
+
+
+def test_rates_and_random_numbers_are_a_few_bytes_to_send(stages: Any) -> None:
+    for counts, index, same, _ in stages:
+        assert same == [True, True]
+        assert counts[0] > 5000
+        assert max(counts[4:]) < 1000, counts
+        assert index < 120_000
+
+
+def test_a_directory_is_listed_once_a_save_and_by_rank_zero(stages: Any) -> None:
+    assert [listed for *_, listed in stages] == [6, 0]
+
+
+def test_what_ranks_send_alike_arrives_as_one_object() -> None:
+    unchanged, arrived = Unchanged(True), []
+    posts = [unchanged.post(rank, ({"x": [1, 2]}, rank), (None,)) for rank in range(3)]
+    unchanged.reply(posts, lambda varying, lasting: arrived.extend(lasting or ()) or varying)
+    assert arrived[0][0] is arrived[1][0] is arrived[2][0]
+    assert [[*each] for each in arrived] == [[{"x": [1, 2]}, rank, None] for rank in range(3)]
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,8 @@ def instead(path: Path, make: Callable[[Path], Any]) -> None:
         (lambda old, new: shutil.copy(old / "manifest.json", new), ["manifest.json: of step 100"]),
         (lambda old, new: (new / "manifest.json").unlink(), ["manifest.json: missing"]),
         (lambda old, new: (new / "manifest.json").write_text("[" * 10**5), ["manifest.json: damaged (it is n"]),
+        (lambda old, new: os.truncate(new / "manifest.json", 1 << 40), ["manifest.json: damaged (it has 1,099,511"]),
+        (lambda old, new: instead(new / "manifest.json", os.mkfifo), ["manifest.json: no regular file"]),
         (lambda old, new: instead(new / "c", lambda c: c.symlink_to(old / "c")), ["c: no regular file"]),
         (lambda old, new: instead(new / "c", Path.mkdir), ["c: no regular file"]),
         (lambda old, new: instead(new / "c", os.mkfifo), ["c: no regular file"]),

@@ -33,7 +33,7 @@ def batches(count: int, size: int, seed: int) -> list[tuple[Tensor, Tensor]]:
 
 def network(width: int) -> nn.Module:
     """Return logits of shape [batch, CLASSES] for samples of shape [batch, 16]."""
-    body = [nn.Linear(16, width), nn.ReLU(), nn.BatchNorm1d(width), nn.Linear(width, width), nn.ReLU()]
+    body = [nn.Linear(16, width), nn.ReLU(), nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU()]
     return nn.Sequential(*body, nn.Linear(width, CLASSES))
 
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from stagereg.checkpoint.encoding import without_gc
-from stagereg.checkpoint.options import at_least_one, one_of
+from stagereg.checkpoint.options import at_least, one_of
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.envelope import Envelope, envelope
 from stagereg.checkpoint.storage.files import FileStorage, StrPath, write_archive
@@ -60,7 +60,7 @@ class DcpStorage(FileStorage):
 
     def __init__(self, path: StrPath | None = None, direct: str = "auto", buffer_mb: int = 4) -> None:
         auto = one_of("storage.direct", direct, ("auto", "never")) == "auto"
-        super().__init__(path, auto, at_least_one("storage.buffer_mb", buffer_mb) << 20)
+        super().__init__(path, auto, at_least(1, "storage.buffer_mb", buffer_mb) << 20)
 
     def write_files(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         """See :class:`.FileStorage`."""

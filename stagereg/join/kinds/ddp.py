@@ -237,16 +237,14 @@ class DdpJoinable(ReducingJoinable):
                 self.module.reducer._set_forward_pass_work_handle(_done_work(float(syncing)), False)
 
     def _announce_reduction(self, is_joined_rank: bool) -> None:
-        """In the place of DDP's own: announce to joined ranks whether this step reduces, on torch's wire."""
-        ddp = self.module
-        if self.membership is not None:
-            return
-        if self.divides_by_world or ddp._join_config.is_first_joinable:
-            DistributedDataParallel._check_global_requires_backward_grad_sync(ddp, is_joined_rank)
-            return
-        # The announcement of the first joinable gives its module the number of active ranks; here this sum does.
-        work = TorchWire(ddp.process_group, ddp.device).announce(self.will_reduce)
-        ddp.reducer._set_forward_pass_work_handle(work, False)
+        """In the place of DDP's own: announce to joined ranks whether this step reduces, on torch's wire.
+
+        Where the active ranks divide, the sum is the divisor too: how many of them reduce.
+        """
+        if self.membership is None:
+            work = TorchWire(self.module.process_group, self.module.device).announce(self.will_reduce)
+            if not self.divides_by_world:
+                self.module.reducer._set_forward_pass_work_handle(work, False)
 
     def _common_rank(self, rank: int, is_candidate: bool) -> int:
         """In the place of DDP's own: the rank whose buffers all ranks take in a step, or whose model in the end."""

@@ -26,40 +26,6 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def link(path: Path) -> None:
-    path.rename(path.parent.with_name("elsewhere"))
-    path.symlink_to(path.parent.with_name("elsewhere"))
-
-
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def of_another_step(path: Path) -> None:
-    shutil.copy(path.parents[1] / "step-00000001" / path.name, path)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "why"),
-    [
-        ("__0_0.distcp", link, "__0_0.distcp: no regular file"),
-        ("manifest.json", pipe, "manifest.json: no regular file"),
-        ("__0_0.distcp", pipe, "__0_0.distcp: no regular file"),
-        ("manifest.json", lambda path: os.truncate(path, 1 << 40), "damaged (it has 1,099,511,627,776 bytes)"),
-        ("manifest.json", of_another_step, "of step 1, not of this one"),
-    ],
-)
-def test_what_is_not_a_file_of_this_checkpoint_is_refused(
-    root: Path, name: str, change: Callable[[Path], None], why: str
-) -> None:
-    change(root / "step-00000002" / name)
-    complete, others = CheckpointStore(root).checkpoints()
-    assert [checkpoint.manifest.step for checkpoint in complete] == [1]
-    assert [each.path for each in others] == [str(root / "step-00000002")]
-    assert why in str(others[0])
-
-
 def test_a_checkpoint_may_be_copied_to_a_name_of_its_own(root: Path) -> None:
     shutil.copytree(root / "step-00000001", root / "best")
     found = CheckpointStore(root).condition(str(root / "best")).checkpoint
@@ -67,17 +33,6 @@ def test_a_checkpoint_may_be_copied_to_a_name_of_its_own(root: Path) -> None:
     assert (found.manifest.step, found.path, found.name) == (1, str(root / "best"), "best")
     assert found.manifest.time is not None
     assert abs(found.manifest.time - (root / "step-00000001" / "manifest.json").stat().st_mtime) < 60
-
-
-def test_an_unfinished_save_is_listed_and_deleted(root: Path) -> None:
-    store = CheckpointStore(root)
-    Path(store.temporary(3, "ab12")).mkdir()
-    assert store.leftovers() == [str(root / ".step-00000003.ab12.tmp")]
-    store.sweep()
-    assert store.leftovers() == []
-    assert len(store.checkpoints()[0]) == 2
-    nowhere = CheckpointStore(root / "nowhere")
-    assert (nowhere.checkpoints(), nowhere.leftovers(), nowhere.latest()) == (([], []), [], None)
 
 
 def test_a_directory_that_may_not_be_entered_is_reported(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
