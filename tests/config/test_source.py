@@ -106,17 +106,6 @@ def test_a_misspelt_option_gets_the_nearest_or_hydras_list(app: App) -> None:
     assert other.stdout.startswith("BUILT {'slots': 7")
 
 
-def test_a_wrong_type_or_key_is_refused_while_composing(app: App) -> None:
-    wrong = {
-        "stager.slots=many": "Value 'many' of type 'str' could not be converted to Integer",
-        "stager.pin=maybe": "Value 'maybe' is not a valid bool",
-        "stager.slotz=1": "Key 'slotz' not in 'stager/theirs'",
-    }
-    ended = app.run_each(*((override,) for override in wrong))
-    for done, message in zip(ended, wrong.values(), strict=True):
-        assert message in app.refusal(done)
-
-
 def test_a_broken_package_is_named_only_when_chosen(app: App) -> None:
     assert app.prints().startswith("BUILT")
     message = app.refuses("stager=broken")

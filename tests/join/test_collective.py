@@ -139,25 +139,6 @@ def test_two_models_and_collectives_of_a_part_of_the_world() -> None:
             assert seen == results[:length]
 
 
-def first_then_model(rank: int, world_size: int, divide: bool) -> Any:
-    """Gradients of a DDP module that is not the first joinable."""
-    total_over_ranks = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce"}])
-    ddp = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
-    seen = []
-    with stagereg.Join([total_over_ranks, ddp], divide_by_initial_world_size=divide):
-        for _ in range(1 + rank):
-            ddp.zero_grad()
-            total_over_ranks(torch.ones(()))
-            ddp(torch.ones(1, 1)).sum().backward()
-            seen.append(round(next(ddp.parameters()).grad.item(), 4))
-    return seen
-
-
-@pytest.mark.parametrize(("divide", "expected"), [(True, [1.0, 0.6667, 0.3333]), (False, [1.0, 1.0, 1.0])])
-def test_a_model_after_it_divides_as_the_option_sets(divide: bool, expected: list[float]) -> None:
-    assert run_ranks(first_then_model, 3, args=(divide,), timeout_s=30)[2] == expected
-
-
 def undeclared(rank: int, world_size: int) -> list[str]:
     collective = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce", "shape": [2]}])
     answers = []

@@ -148,19 +148,6 @@ def test_a_joinable_that_cannot_be_bound_is_named(tmp_path: Path) -> None:
         assert len(errors[name]) < 400
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("joinable@join.joinables.model=ddq", "Did you mean 'ddp'"),
-        ("join_hook@join.joinables.model.hook=metrcs", "Did you mean 'metrics'"),
-        ("+joinable@join.joinables.model=fsdp2", r"Multiple values for joinable@join\.joinables\.model"),
-    ],
-)
-def test_a_wrong_choice_is_refused_when_composed(tmp_path: Path, override: str, message: str) -> None:
-    with pytest.raises(Exception, match=message):
-        composed(tmp_path, [override])
-
-
 def bare(rank: int, world_size: int, cfg: Any) -> list[list[str]]:
     model, optimizer = model_and_optimizer()
     joins = [

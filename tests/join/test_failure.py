@@ -504,11 +504,6 @@ def misuse(rank: int, what: str) -> tuple[str, str, float]:
                     one(b).sum().backward()
                     for again in joined.iterate([x]):
                         one(again)
-        elif what == "two loops in turns":
-            joined = stagereg.Join([one], timeout=TIMEOUT_S)
-            with joined:
-                for b, _ in zip(joined.iterate([x] * 3), joined.iterate([x]), strict=False):
-                    one(b).sum().backward()
         elif what.endswith("on rank 0 alone"):
             metrics = stagereg.build("joinable", "metrics")
             mode = "counted" if "counted" in what else "planned"
@@ -530,7 +525,6 @@ def misuse(rank: int, what: str) -> tuple[str, str, float]:
 
 MESSAGES = {
     "a loop inside a loop": "only one runs at a time",
-    "two loops in turns": "only one runs at a time",
     "nested, both used inside": "used inside an inner one",
     "nested, one rank fails": "boom",
     "nested, the same module": "in another join already",
@@ -564,23 +558,6 @@ def observe(ddp: DistributedDataParallel) -> dict[str, Any]:
         "hooks": [len(p._backward_hooks or ()) for p in ddp.parameters()],
         "module hooks": (len(ddp._forward_pre_hooks), len(ddp._forward_hooks)),
     }
-
-
-def nested(rank: int, world_size: int) -> Any:
-    ddp = model()
-    joinable = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce"}])
-    with stagereg.Join([joinable], throw_on_early_termination=True):
-        for epoch in range(2):
-            with stagereg.Join([ddp]):
-                for step in range(1 + rank):
-                    ddp(batch(rank, epoch, step)).sum().backward()
-            assert joinable._join_config.throw_on_early_termination
-            joinable(torch.zeros(()))
-    return ddp._join_config.enable, joinable._join_config.enable
-
-
-def test_a_join_inside_a_join_restores_the_outer_one() -> None:
-    assert run_ranks(nested, 2, timeout_s=30) == [(False, False)] * 2
 
 
 class Clumsy(NeverNotifies):

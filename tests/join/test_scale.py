@@ -393,20 +393,6 @@ def test_a_throw_lets_no_rank_pass_that_has_not_taken_every_step(scenario: Scena
         assert all(len(totals) == len(scenario.totals()) for totals, _ in results)
 
 
-@SEVERAL
-@given(scenario=scenarios(throw=True, mode="planned"))
-@example(scenario=crowd([[steps(1), steps(0, announced=1)]], 64, throw=True, mode="planned", way="plain"))
-def test_a_planned_throw_comes_first_and_names_all_lengths(scenario: Scenario) -> None:
-    plans = [[script.length for script in scripts] for scripts in scenario.loops]
-    assume(len(set(plans[0])) > 1)
-    (results,) = play(scenario)
-    for totals, error in results:
-        assert totals == []
-        assert isinstance(error, UnevenInputsError)
-        assert error.rank == plans[0].index(min(plans[0]))
-        assert all(f"rank {rank} has {length}" in str(error) for rank, length in enumerate(plans[0]))
-
-
 def thrown(scripts: Scripts) -> tuple[int, list[int]] | None:
     """After how many steps a counted join throws, and which ranks are the reason."""
     announced = ["unsure"] * len(scripts)

@@ -98,8 +98,8 @@ CASES = {
     "two epochs, a rank without batches": Case(lengths=((0, 3, 5), (4, 0, 2)), one_join=True),
     "two epochs in one join": Case(lengths=((2, 4, 6), (6, 4, 2)), one_join=True),
     "batches of different sizes": Case(sizes="mixed"),
-    "... averaged over the world": Case(sizes="mixed", average="world"),
-    "... averaged over active ranks": Case(sizes="mixed", average="active"),
+    "... averaged over the world": Case(sizes="mixed", average="world", extras=frozenset({"loss"})),
+    "... averaged over active ranks": Case(sizes="mixed", average="active", extras=frozenset({"loss"})),
     "... a rank without batches, active": Case(lengths=((0, 3, 5),), sizes="mixed", average="active"),
     "... divided by active ranks": Case(sizes="mixed", divide=False, columns=HOOKED),
     "... all of that, over active ranks": Case(

@@ -15,16 +15,17 @@ from .reference import Case, batch, join_of, net
 
 
 def throwing(rank: int, lengths: tuple[int, ...], first: str, library: str) -> Any:
-    """The steps of this rank, and its error's type, text and rank."""
+    """The steps that this rank has begun and ended, and its error's type, text and rank."""
     ddp = DistributedDataParallel(net(Case()))
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.1)
     joinable = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce"}])
     kind, options = join_of("torch" if library == "mixed" and rank == 0 else library, range(lengths[rank]))
-    steps = 0
+    begun = steps = 0
     error = None
     try:
         with kind([joinable] * (first == "collective") + [ddp, zero], throw_on_early_termination=True, **options):
             for step in range(lengths[rank]):
+                begun += 1
                 if first == "collective":
                     joinable(torch.zeros(()))
                 ddp(batch(rank, 0, step)).sum().backward()
@@ -32,7 +33,7 @@ def throwing(rank: int, lengths: tuple[int, ...], first: str, library: str) -> A
                 steps += 1
     except RuntimeError as caught:
         error = caught
-    return steps, type(error), str(error), getattr(error, "rank", None)
+    return begun, steps, type(error), str(error), getattr(error, "rank", None)
 
 
 SOME = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
@@ -56,8 +57,9 @@ def all_throwing(rank: int, world_size: int) -> list[Any]:
 
 def test_all_ranks_stop_at_one_step_and_name_who_ran_out() -> None:
     for here, outcomes in enumerate(run_ranks(all_throwing, 3, timeout_s=60)):
-        for (case, right), (steps, kind, text, rank) in zip(CASES.items(), outcomes, strict=True):
+        for (case, right), (begun, steps, kind, text, rank) in zip(CASES.items(), outcomes, strict=True):
             assert steps == right[here][0], case
+            assert case[2] != "planned" or not begun, case
             assert right[here][1] in text, case
             assert right[here][2] == rank, case
             ours = type(None) if len(set(case[0])) == 1 else stagereg.UnevenInputsError

@@ -58,7 +58,7 @@ def train(cfg):
                             os.kill(os.getpid() if size == 1 else os.getppid(), signal.SIGINT)
                             time.sleep(600 if rank > 0 else 0)
     finally:
-        print(f"rank {rank} left after {time.monotonic() - began:.1f} s", flush=True)
+        print(f"rank {rank} left after {time.monotonic() - began:.1f} s\\n", end="", flush=True)
 
 
 if __name__ == "__main__":
@@ -81,7 +81,7 @@ def newest(step: int, goes_on: str = f"{ANEW}checkpoint.dir=RUN/checkpoints.") -
 
 
 def app_in(folder: Path) -> App:
-    return App(folder, {"conf/app.yaml": DEFAULTS + CONFIG, "conf/bare.yaml": CONFIG, "train.py": TRAIN})
+    return App(folder, {"conf/app.yaml": DEFAULTS + CONFIG, "conf/bare.yaml": CONFIG, "app.py": TRAIN})
 
 
 def shown(text: str) -> list[str]:
@@ -93,8 +93,8 @@ SAVE_ALONE = f"""\
 rank N: Step 10 was not saved: rank 0 called save(step 10), ranks 1, 2 did not: call save and maybe_save on all ranks, \
 with an empty batch too, and not under `if rank == 0`. {NONE}"""
 RESTORE_ALONE = """\
-rank N: Nothing was restored: rank 1 did not call restore(), which is for all ranks; rank 2 did not call restore(), \
-which is for all ranks"""
+rank N: Nothing was restored from RUN/checkpoints: rank 1 did not call restore(), which is for all ranks; rank 2 did \
+not call restore(), which is for all ranks"""
 MADE_ALONE = "rank 0 made a Checkpointer, ranks 1, 2 did not: make it on all ranks."
 INTERRUPT = """\
 stopped by SIGINT
@@ -116,9 +116,9 @@ def test_ranks_that_differ_save_or_say_so_in_seconds(
     tmp_path: Path, what: str, code: int, error: str, logged: str
 ) -> None:
     steps = 400 if what == "save alone" else 25
-    ended = app_in(tmp_path).run("nproc=3", f"what={what}", f"steps={steps}", script="train.py")
-    seconds = [float(each) for each in re.findall("left after (.*) s", ended.stdout)]
-    seconds += [time.time() - float(each) for each in re.findall("interrupted at (.*)", ended.stdout)]
+    ended = app_in(tmp_path).run("nproc=3", f"what={what}", f"steps={steps}")
+    seconds = [float(each) for each in re.findall(r"left after ([\d.]+) s", ended.stdout)]
+    seconds += [time.time() - float(each) for each in re.findall(r"interrupted at ([\d.]+)", ended.stdout)]
     assert ended.returncode == code, ended.stderr
     last = [re.sub("^rank [012]:", "rank N:", line) for line in shown(ended.stderr)]
     assert last[-len(error.splitlines()) :] == error.splitlines()
@@ -166,12 +166,12 @@ GOES_ON = {
 
 def test_one_process_says_what_to_write_and_how_to_go_on(tmp_path: Path) -> None:
     app = app_in(tmp_path)
-    ended = app.run_many([("train.py", line.split()) for line in (*SWITCHED, *GOES_ON)])
+    ended = app.run_many([("app.py", line.split()) for line in (*SWITCHED, *GOES_ON)])
     for done, (line, text) in zip(ended, SWITCHED.items(), strict=False):
         assert (done.returncode, done.stderr) == (1, f"{text}\n"), line
     for done, (line, (code, expected)) in zip(ended[len(SWITCHED) :], GOES_ON.items(), strict=True):
         lines = [text.partition(" - stagereg: ")[2] for text in shown(done.stdout)]
         assert [text for text in lines if text and "no accelerator" not in text] == expected, (line, done)
         assert (done.returncode, done.stderr) == (code, "stopped by SIGINT\n" if code else ""), line
-        assert float(re.findall("left after (.*) s", done.stdout)[0]) < JOIN_TIMEOUT_S
+        assert float(re.findall(r"left after ([\d.]+) s", done.stdout)[0]) < JOIN_TIMEOUT_S
     assert not (tmp_path / "outputs" / "3" / "1" / "checkpoints").exists()

@@ -8,27 +8,8 @@ from pathlib import Path
 import pytest
 
 from ..config.app import App
+from .test_first_day import CONFIG, app_in
 
-TRAIN = """
-import stagereg
-
-
-@stagereg.main(config_path="conf", config_name="app")
-def train(cfg):
-    import torch
-
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
-    state = {"model": model, "more": {"a": torch.ones(3), "b": 2}}
-    stagereg.instantiate(cfg.join, model=model)
-    with stagereg.instantiate(cfg.checkpoint) as checkpointer:
-        checkpointer.restore(state)
-        for step in range(1, 7):
-            checkpointer.maybe_save(step, state)
-
-
-if __name__ == "__main__":
-    train()
-"""
 MINE = """
 import dataclasses
 import time
@@ -50,7 +31,7 @@ class Nothing(Base):
 
 @stagereg.register("stager", "less")
 class Less(Base):
-    def stage(self, state_dict): return {k: v for k, v in super().stage(state_dict).items() if k != "more"}
+    def stage(self, state_dict): return {k: v for k, v in super().stage(state_dict).items() if k != "optimizer"}
 
 @stagereg.register("stager", "half_made")
 class HalfMade(BlockingStager):
@@ -75,12 +56,14 @@ class Hangs(Base):
     def stage(self, state_dict): time.sleep(600)
 """
 BARE = "import stagereg\n\n@stagereg.register\nclass Mine: ..."
-CONFIG = "defaults: [stagereg, _self_]\nnproc: 1\ncheckpoint: {every: 2}\n"
 
 
 @pytest.fixture
 def app(tmp_path: Path) -> App:
-    return App(tmp_path, {"app.py": TRAIN, "mine.py": MINE, "bare.py": BARE, "conf/app.yaml": CONFIG})
+    app = app_in(tmp_path)
+    for name, text in {"mine.py": MINE, "bare.py": BARE}.items():
+        app.write(name, text)
+    return app
 
 
 def test_a_joinable_or_hook_goes_where_a_join_looks_for_it(app: App) -> None:
@@ -102,9 +85,9 @@ def test_a_stager_that_fails_is_named_with_its_line(app: App) -> None:
     raises, nothing, less = [app.refusal(each) for each in app.run_each(*lines)]
     line = 1 + MINE.splitlines().index('    def stage(self, state_dict): raise KeyError("no cheese")')
     where = f"({app.folder / 'mine.py'}:{line}), raised in stage() of mine.Raises"
-    assert f"rank 0: Step 2 was not saved: KeyError: 'no cheese' {where}\n" in raises
+    assert f"rank 0: Step 10 was not saved: KeyError: 'no cheese' {where}\n" in raises
     assert ": stage() of mine.Nothing returned None, and has to return a copy of its dict. This run has no " in nothing
-    assert ": stage() of mine.Less returned a copy without 'more'. This run has no complete checkpoint" in less
+    assert ": stage() of mine.Less returned a copy without 'optimizer'. This run has no complete checkpoint" in less
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -114,7 +97,7 @@ def test_a_stager_that_hangs_ends_the_run_within_the_timeout(nproc: int, app: Ap
     assert done.returncode == 1
     assert time.monotonic() - began < 60
     said = (
-        "rank 0: Step 2 was not saved: stage() of mine.Hangs has not returned for 2 s (checkpoint.timeout). This run "
+        "rank 0: Step 10 was not saved: stage() of mine.Hangs has not returned for 2 s (checkpoint.timeout). This run "
     )
     assert f"stagereg: {said}has no complete checkpoint" in done.stderr
 
@@ -140,7 +123,7 @@ MISUSES = {
 
 
 def test_a_misuse_is_one_line_that_says_what_to_write(app: App) -> None:
-    app.write("conf/misspelt.yaml", CONFIG.replace("defaults", "defualts"))
+    app.write("conf/misspelt.yaml", f"defualts: [stagereg, _self_]\n{CONFIG}")
     done = app.run_each(*(("plugins=[mine]", *line) if "stager=" in line[0] else line for line in MISUSES))
     said = [app.refusal(each).replace(str(app.folder), "FOLDER").splitlines()[-1] for each in done]
     assert said == list(MISUSES.values())
