@@ -124,7 +124,10 @@ class SaveTarget:
         self._tokens = random.Random(self.token)
         repeats = isinstance(self.storage, Storage) and self.storage.repeats
         self.plans, self.results = Unchanged(repeats), Unchanged(repeats)
-        self.dealt: SavePlan | None = None  # what this rank was told to write in the last save
+        self.planner = StatePlanner()
+        self.plan: SavePlan | None = None  # what this rank would have written in the last save
+        self.sent: list[SavePlan] = []  # the same, as it is sent
+        self.dealt: SavePlan | None = None  # what it was told to write
         self.before: dict[str, Encoded] = {}  # the structures that this rank had in the last save
         self.entries: Structures = {}  # on rank 0: those that ranks had
         self.described = ""  # on rank 0: the tensors in the last index
@@ -250,7 +253,8 @@ class _Work:
         self._save, self._to, self._ranks = save, save.to, save.to.ranks
         self._token = save.to.next_token()
         self.path = save.to.store.temporary(save.step, self._token)
-        self.planner = StatePlanner(save.parts)
+        self.planner = save.to.planner
+        self.planner.parts = save.parts
         self._metadata: Metadata | None = None
 
     def prepare(self) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
@@ -276,7 +280,9 @@ class _Work:
         more = {"rank": self._ranks.rank, "use_collectives": True} if takes_more else {}
         storage.set_up_storage_writer(is_first, **more)
         plan = storage.prepare_local_plan(self.planner.create_local_plan())
-        self._plans = [plan] if self._ranks.size == 1 else split(plan, self._ranks.rank)
+        if plan is not self._to.plan:
+            self._to.plan, self._to.sent = plan, [plan] if self._ranks.size == 1 else split(plan, self._ranks.rank)
+        self._plans = self._to.sent
         save.at = _WAITING
         digests = self.entries.digests(self._to.before)
         sent = _Prepared(save.step, True, save.follows, save.taken, digests, save.shares_of)
@@ -352,7 +358,7 @@ class _Work:
         else:
             if self._metadata is None:
                 self._plan_all([plans for _, *plans in lasting])
-            metadata, results = cast("Metadata", self._metadata), [each[0] for each in lasting]
+            metadata, results = cast("Metadata", self._metadata), [[*each[0]] for each in lasting]
             objects = {name for encoded in state.values() for name in encoded.objects}
             to.described = describe_tensors(metadata, results, objects)
             name_for_each(metadata, results, groups_in(state))

@@ -167,7 +167,7 @@ class RankGroup:
         it is given.
         """
         greatest = torch.tensor(values, dtype=torch.float64)
-        work = None if self.group is None else dist.all_reduce(greatest, dist.ReduceOp.MAX, self.group, async_op=True)
+        work = None if self.size == 1 else dist.all_reduce(greatest, dist.ReduceOp.MAX, self.group, async_op=True)
 
         def wait(seconds: float | None = None) -> list[float]:
             limit = self.limit if seconds is None else datetime.timedelta(seconds=seconds)
@@ -212,7 +212,7 @@ class RankGroup:
                 of them, else to the first one's; an error of ``answer`` is one of rank 0.
             BaseException: on the rank that raised one that is no ``Exception``; the others raise for it.
         """
-        if self.group is None:
+        if self.size == 1:
             try:
                 return answer([act()])[0]
             except Exception as error:
@@ -286,7 +286,7 @@ class RankGroup:
 
     def exchange(self, numbers: Sequence[Sequence[tuple[int, int, int]]]) -> list[list[tuple[int, int, int]]]:
         """Give each rank the triples that this one has for it, and return those that each has for this. Collective."""
-        if self.group is None:
+        if self.size == 1:
             return [[*each] for each in numbers]
         counts = torch.tensor([3 * len(each) for each in numbers])
         coming = torch.empty_like(counts)

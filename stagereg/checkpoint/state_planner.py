@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
@@ -41,54 +42,60 @@ __all__ = ["StatePlanner", "by_number", "from_numbers", "joined", "name_for_each
 
 
 class StatePlanner(DefaultSavePlanner):
-    """The planner of one save.
+    """The planner of a save, or of saves that follow one another: a state of the same kind has the same plan.
 
     Of an entry that several ranks have, it takes the lowest rank's: buffers that drift between replicas, such as
     running statistics under DDP, come from the rank that DDP broadcasts them from.
 
-    Args:
+    Attributes:
         parts: where a tensor that is a share of a whole lies in it, by dotted name; ``None`` for what others have.
     """
 
-    def __init__(self, parts: Mapping[str, Part | None] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._parts = parts or {}
+        self.parts: Mapping[str, Part | None] = {}
+        self._names: dict[tuple[str | int, ...], str] = {}  # of the leaves, by what leads to them
+        self._planned: tuple[object, SavePlan] | None = None  # what was planned last, and how
 
     @without_gc()
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Take a state with its leaves by dotted names. Raises: ``CheckpointError`` for two of one name."""
-        self.state_dict, self.mappings, self.is_coordinator = {}, {}, is_coordinator
+        known, self._names = self._names, {}
+        self.state_dict, self.is_coordinator = {}, is_coordinator
         for path, value in walk(state_dict):
-            name = ".".join(map(str, path))
+            name = self._names[path] = known.get(path) or ".".join(map(str, path))
             if name in self.state_dict:
                 raise CheckpointError(f"Two values of the state are both called {name!r}.")
             self.state_dict[name] = value
-            self.mappings[name] = path
+        self.mappings = dict(zip(self.state_dict, self._names, strict=True))
 
     @without_gc()
     def create_local_plan(self) -> SavePlan:
-        """Plan this rank's leaves, all of them."""
+        """Plan this rank's leaves, all of them; the plan is the same object as last time if they are of its kinds."""
+        kinds = [*map(_kind, self.state_dict.values())]
+        given = [*self.mappings.items()], kinds, self.parts, self.is_coordinator
+        if self._planned is not None and self._planned[0] == given:
+            return self._planned[1]
         alike: dict[Any, TensorWriteData] = {}
         items: list[WriteItem] = []
         others: dict[str, Any] = {}
-        for name, x in self.state_dict.items():
-            sharded = _is_sharded(x)
-            if type(x) is not torch.Tensor and not sharded:
+        for (name, x), kind in zip(self.state_dict.items(), kinds, strict=True):
+            if not isinstance(kind, tuple):
                 others[name] = x
                 continue
-            if name in self._parts:
-                if (part := self._parts[name]) is not None:
+            if name in self.parts:
+                if (part := self.parts[name]) is not None:
                     items.append(_shard(name, x, part))
                 continue
-            kind = x.dtype, x.shape, x.requires_grad, x.layout, (x.device_mesh, x.placements) if sharded else None
             data = alike.get(kind) or alike.setdefault(kind, _write_data(x))
-            item_type = WriteItemType.SHARD if sharded else WriteItemType.TENSOR
+            item_type = WriteItemType.TENSOR if type(x) is torch.Tensor else WriteItemType.SHARD
             items.append(WriteItem(MetadataIndex(name, data.chunk.offsets), item_type, tensor_data=data))
         items += create_default_local_save_plan(others, self.is_coordinator).items
-        self.plan = SavePlan(items, planner_data=self.mappings)
-        return self.plan
+        plan = SavePlan(items, planner_data=self.mappings)
+        self._planned = given, plan
+        return plan
 
     @without_gc()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -156,9 +163,14 @@ def _expect_whole(name: str, tensor: TensorStorageMetadata) -> None:
         )
 
 
-def _is_sharded(x: Any) -> bool:
-    """Whether this rank has one dense part of a ``DTensor``."""
-    return type(x) is DTensor and type(x._local_tensor) is torch.Tensor and x.device_mesh.get_coordinate() is not None
+def _kind(x: Any) -> object:
+    """Return what is planned alike: a tuple for a tensor or this rank's dense part of a ``DTensor``, else one that
+    equals no other, or ``None`` for what is no tensor."""
+    if type(x) is torch.Tensor:
+        return x.dtype, x.shape, x.requires_grad, x.layout
+    if type(x) is DTensor and type(x._local_tensor) is torch.Tensor and x.device_mesh.get_coordinate() is not None:
+        return x.dtype, x.shape, x.requires_grad, x.layout, x.device_mesh, x.placements
+    return object() if isinstance(x, (torch.Tensor, ShardedTensor)) or hasattr(x, "__create_write_items__") else None
 
 
 def _write_data(x: torch.Tensor) -> TensorWriteData:

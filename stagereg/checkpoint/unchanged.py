@@ -49,11 +49,12 @@ class Unchanged:
     def __init__(self, possible: bool) -> None:
         self._possible = possible
         self._own = b""  # the checksum of what this rank has sent last
+        self._pickled: list[tuple[Any, bytes]] = []  # of its parts
         self._all: list[bytes] = []  # of what each rank has, on rank 0
 
     def forget(self) -> None:
         """Send everything next time."""
-        self._own, self._all = b"", []
+        self._own, self._pickled, self._all = b"", [], []
 
     def round_trip(
         self,
@@ -68,31 +69,50 @@ class Unchanged:
             ranks: those that take part.
             failing: see there.
             act: returns what is another in each save; the parts of what hardly ever is; and what has to go with them if
-                they are sent.
+                they are sent. A part that is the same object as in the save before has to be as it was.
             answer: is given the first of these, and all parts of the others, those that ranks have alike as one object;
                 ``None`` if no rank has others than in the save before.
         """
-        if ranks.group is None:
-            return ranks.round_trip(failing, act, lambda acts: answer([acts[0][0]], [[*acts[0][1], *acts[0][2]]]))
-        posts: list[Post] = []
+        given: list[tuple[V, Sequence[Any], Sequence[Any]]] = []
+        digests: list[bytes] = []
 
-        def send() -> Post:
-            posts.append(self.post(*act()))
-            same = self._possible and posts[0].digest == self._own
-            return posts[0]._replace(packed=None) if same else posts[0]
+        def begin() -> bool:
+            given.append(act())
+            digests.append(self._digest(given[0][1]) if self._possible or ranks.size > 1 else b"")
+            return self._possible and digests[0] == self._own
 
-        found = ranks.round_trip(failing, send, lambda posts: self.reply(posts, answer))
+        def alone(acts: Sequence[bool]) -> Sequence[U]:
+            varying, lasting, more = given[0]
+            return answer([varying], None if acts[0] else [[*lasting, *more]])
+
+        def send(whole: bool) -> Post:
+            return self.post(*given[0]) if whole else Post(given[0][0], digests[0])
+
+        if ranks.size == 1:
+            answered = ranks.round_trip(failing, begin, alone)
+            self._own = digests[0]
+            return answered
+        found = ranks.round_trip(failing, lambda: send(not begin()), lambda posts: self.reply(posts, answer))
         if found is None:
-            found = ranks.round_trip(failing, lambda: posts[0], lambda posts: self.reply(posts, answer))
+            found = ranks.round_trip(failing, lambda: send(True), lambda posts: self.reply(posts, answer))
         assert found is not None
-        self._own = posts[0].digest
+        self._own = digests[0]
         return found[0]
 
     def post(self, varying: Any, lasting: Sequence[Any], more: Sequence[Any]) -> Post:
         """Return all of what a rank has to send."""
-        parts = [pickle.dumps(part) for part in (*lasting, *more)]
-        digest = hashlib.blake2b(b"".join(parts[: len(lasting)]), digest_size=16).digest()
+        digest = self._digest(lasting)
+        parts = [*(part for _, part in self._pickled), *map(pickle.dumps, more)]
         return Post(varying, digest, [zlib.compress(part, 1) for part in parts])
+
+    def _digest(self, lasting: Sequence[Any]) -> bytes:
+        """Return the checksum of what a rank has to send; of a part that is the one of last time nothing is done."""
+        before = [*self._pickled, *[(self, b"")] * len(lasting)]
+        self._pickled = [
+            (part, data if part is known else pickle.dumps(part))
+            for part, (known, data) in zip(lasting, before, strict=False)
+        ]
+        return hashlib.blake2b(b"".join(data for _, data in self._pickled), digest_size=16).digest()
 
     @without_gc()
     def reply(

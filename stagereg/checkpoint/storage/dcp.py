@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
@@ -29,13 +30,12 @@ from stagereg.checkpoint.options import at_least, one_of
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.envelope import Envelope, envelope
 from stagereg.checkpoint.storage.files import FileStorage, StrPath, write_archive
+from stagereg.checkpoint.storage.in_place import Image, InPlace
 from stagereg.checkpoint.storage.protocol import ArchiveResult, Storage, TensorResult
-from stagereg.kernel.memory import padding_around, view_of
+from stagereg.kernel.memory import view_of
 from stagereg.registry import register
 
 __all__ = ["DcpStorage", "TorchDcpStorage", "direct"]
-
-_GAP_BYTES = 2048  # more than what the padding leaves free between two tensors
 
 
 @register("storage", "dcp")
@@ -61,21 +61,33 @@ class DcpStorage(FileStorage):
     def __init__(self, path: StrPath | None = None, direct: str = "auto", buffer_mb: int = 4) -> None:
         auto = one_of("storage.direct", direct, ("auto", "never")) == "auto"
         super().__init__(path, auto, at_least(1, "storage.buffer_mb", buffer_mb) << 20)
+        self._image: Image | None = None  # of the last copy
+        self._placed: tuple[object, list[WriteResult]] = None, []  # where it was put, and the results
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_image": None}
 
     def write_files(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         """See :class:`.FileStorage`."""
         if not items:
             return []
         name = f"__{rank}_0{DEFAULT_SUFFIX}"
-        in_place, others = _prepare_in_place(items, planner)
-        runs = _runs(in_place)
+        addresses = None if self._image is None else self._image.addresses_in(items, planner)
+        if self._image is None or addresses is None:
+            self._image, self._placed = Image(items, planner), (None, [])
+            addresses = self._image.addresses_in(items, planner)
+        runs = [run for block in self._image.blocks for run in block.runs]
+        places: list[int] = []  # where in the file the block of a run would begin
         with self.create(name) as file:
-            results = [_write_item(file, name, item, planner.resolve_data(item)) for item in others]
-            offsets = [_write_run(file, run) - run[0].begin for run in runs]
-        with without_gc():
-            for run, offset in zip(runs, offsets, strict=True):
-                results += [_result(each.item, name, each.begin + offset, each.tensor, each.around) for each in run]
-        return results
+            results = [_write_item(file, name, item, planner.resolve_data(item)) for item in self._image.others]
+            for block, address in zip(self._image.blocks, addresses or (), strict=True):
+                block.put_around(address)
+                places += [_write_run(file, address, run, planner) for run in block.runs]
+        if self._placed[0] != (name, results, places):
+            with without_gc():
+                found = [_in_place(each, name, at) for at, run in zip(places, runs, strict=True) for each in run]
+            self._placed = (name, results, places), results + found
+        return self._placed[1]
 
 
 @register("storage", "torch_dcp")
@@ -116,33 +128,6 @@ def direct(path: StrPath | None = None, buffer_mb: int = 4) -> DcpStorage:
     return DcpStorage(path, buffer_mb=buffer_mb)
 
 
-class _InPlace(NamedTuple):
-    """A tensor that lies in memory, from ``begin`` to ``end``, as it will in the file."""
-
-    begin: int
-    end: int
-    item: WriteItem
-    tensor: torch.Tensor
-    around: Envelope
-
-
-@without_gc()
-def _prepare_in_place(items: list[WriteItem], planner: SavePlanner) -> tuple[list[_InPlace], list[WriteItem]]:
-    """Put head and tail around the tensors that have the padding for them; return these, and the other items."""
-    written: dict[int, Envelope] = {}
-    in_place: list[_InPlace] = []
-    others: list[WriteItem] = []
-    for item in items:
-        x = _bare(planner.resolve_data(item)) if item.type is not WriteItemType.BYTE_IO else None
-        around = None if x is None else envelope(x)
-        if x is None or around is None or not _put_around(x, around, written):
-            others.append(item)
-        else:
-            begin, end = x.data_ptr() - len(around.head), x.data_ptr() + x.nbytes + len(around.tail)
-            in_place.append(_InPlace(begin, end, item, x, around))
-    return in_place, others
-
-
 def _write_item(file: AlignedFile, name: str, item: WriteItem, data: Any) -> WriteResult:
     """Write an item that does not lie in memory as it will in the file."""
     if not isinstance(data, torch.Tensor):
@@ -177,40 +162,17 @@ def _write_tensor(file: AlignedFile, x: torch.Tensor, around: Envelope) -> int:
     return begin
 
 
-def _put_around(x: torch.Tensor, around: Envelope, written: dict[int, Envelope]) -> bool:
-    """Write head and tail into the padding around a tensor; return False where there is none, or too little.
-
-    ``written`` has what was written around each address: another view of the same tensor must leave that alone.
-    """
-    padding = padding_around(x)
-    if padding is None or len(around.head) > padding.before or len(around.tail) > padding.after:
-        return False
-    address = x.data_ptr()
-    if written.setdefault(address, around) != around:
-        return False
-    # All of the padding, so that nothing gets into the file that happened to be in the memory.
-    ctypes.memmove(address - padding.before, around.head.rjust(padding.before, b"\0"), padding.before)
-    ctypes.memmove(address + x.nbytes, around.tail.ljust(padding.after, b"\0"), padding.after)
-    return True
+def _in_place(x: InPlace, name: str, place: int) -> WriteResult:
+    begin, length = place + x.begin, x.end - x.begin
+    return TensorResult(x.item.index, length, _StorageInfo(name, begin, length), begin + len(x.around.head))
 
 
-def _runs(tensors: list[_InPlace]) -> list[list[_InPlace]]:
-    """Group what follows one another in memory, in the order of addresses."""
-    runs: list[list[_InPlace]] = []
-    for each in sorted(tensors, key=lambda each: each.begin):
-        if runs and each.begin - runs[-1][-1].end <= _GAP_BYTES:
-            runs[-1].append(each)
-        else:
-            runs.append([each])
-    return runs
-
-
-def _write_run(file: AlignedFile, run: list[_InPlace]) -> int:
-    """Write memory as it is; return where in the file it begins."""
-    begin, nbytes = run[0].begin, run[-1].end - run[0].begin
+def _write_run(file: AlignedFile, address: int, run: Sequence[InPlace], planner: SavePlanner) -> int:
+    """Write memory as it is, of the block at ``address``; return where in the file that would begin."""
+    begin, nbytes = address + run[0].begin, run[-1].end - run[0].begin
     memory = (ctypes.c_char * nbytes).from_address(begin)
-    memory.owner = [each.tensor for each in run]  # type: ignore[attr-defined]
+    memory.owner = [planner.resolve_data(each.item) for each in run]  # type: ignore[attr-defined]
     file.align(begin, nbytes)
     offset = file.tell()
     file.write_memory(memoryview(memory).cast("B"))
-    return offset
+    return offset - run[0].begin

@@ -1,0 +1,136 @@
+"""Tensors that lie in memory as they will in a file of torch's distributed checkpoint, but for what goes around them.
+
+A stager that reserved padding around each tensor (:mod:`stagereg.kernel.memory`) has made its memory nearly the image
+of the file. For which tensors that goes, and what head and tail each gets, is found out once for a plan
+(:class:`Image`) and holds for every copy that is laid out alike: putting them there is then a batch of small copies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+
+from stagereg.checkpoint.encoding import without_gc
+from stagereg.checkpoint.storage.envelope import Envelope, envelope
+from stagereg.kernel.memory import Padding, padding_around
+from stagereg.kernel.transfer import Batch, Move
+
+__all__ = ["Image", "InPlace"]
+
+_GAP_BYTES = 2048  # more than what the padding leaves free between two tensors
+
+
+class InPlace(NamedTuple):
+    """A tensor, with head and tail, from byte ``begin`` to ``end`` of its block of memory."""
+
+    begin: int
+    end: int
+    item: WriteItem
+    dtype: torch.dtype
+    shape: torch.Size
+    around: Envelope
+
+
+class _Block:
+    """A block of memory with such tensors.
+
+    Attributes:
+        tensors: those in it.
+        runs: the same, those together that follow one another in memory.
+    """
+
+    def __init__(self, padding: Padding) -> None:
+        self._padding, self.tensors = padding, list[InPlace]()
+        self.runs: list[list[InPlace]] = []
+
+    def arrange(self) -> None:
+        """Be ready for :meth:`put_around`; after the last tensor."""
+        before, after = self._padding.before, self._padding.after
+        kinds = list(dict.fromkeys(each.around for each in self.tensors))
+        # All of the padding is written, so that nothing gets into the file that happened to be in the memory.
+        pieces = [kind.head.rjust(before, b"\0") + kind.tail.ljust(after, b"\0") for kind in kinds]
+        self._pieces = ctypes.create_string_buffer(b"".join(pieces))
+        first = ctypes.addressof(self._pieces)
+        places = {kind: first + at * (before + after) for at, kind in enumerate(kinds)}
+        moves: list[Move] = []
+        for each in sorted(self.tensors, key=lambda each: each.begin):
+            if not self.runs or each.begin - self.runs[-1][-1].end > _GAP_BYTES:
+                self.runs.append([])
+            self.runs[-1].append(each)
+            kind = each.around
+            moves.append((each.begin + len(kind.head) - before, places[kind], before))
+            moves.append((each.end - len(kind.tail), places[kind] + before, after))
+        self._batch = Batch(moves)
+
+    def address_in(self, planner: SavePlanner) -> int | None:
+        """Return the address of the block that has the same in the copy that ``planner`` has; ``None`` if none does."""
+        address = 0
+        for begin, _, item, dtype, shape, around in self.tensors:
+            x = planner.resolve_data(item)
+            if not isinstance(x, torch.Tensor) or x.dtype is not dtype or x.shape != shape or x.is_conj() or x.is_neg():
+                return None
+            if not address:
+                padding = padding_around(x)
+                if padding is None or _layout(padding) != _layout(self._padding):
+                    return None
+                address = padding.address
+            if not x.is_contiguous() or x.data_ptr() - address != begin + len(around.head):
+                return None
+        return address
+
+    def put_around(self, address: int) -> None:
+        """Put head and tail around each tensor, in the block at ``address``."""
+        for piece in self._batch.pieces(1):
+            piece(address)
+
+
+class Image:
+    """What a copy has so, for the items of one plan.
+
+    Attributes:
+        items: of the plan.
+        blocks: of memory with tensors that lie so.
+        others: the items that do not.
+    """
+
+    @without_gc()
+    def __init__(self, items: list[WriteItem], planner: SavePlanner) -> None:
+        self.items, self.others = items, list[WriteItem]()
+        blocks: dict[int, _Block] = {}
+        written: dict[int, Envelope] = {}
+        for item in items:
+            data = planner.resolve_data(item) if item.type is not WriteItemType.BYTE_IO else None
+            x = data.detach().resolve_conj().resolve_neg() if isinstance(data, torch.Tensor) else None
+            around = None if x is None else envelope(x)
+            padding = None if x is None else padding_around(x)
+            if x is None or around is None or padding is None or not _fits(padding, around):
+                self.others.append(item)
+                continue
+            if written.setdefault(x.data_ptr(), around) != around:  # by another view of the same tensor
+                self.others.append(item)
+                continue
+            begin = x.data_ptr() - padding.address - len(around.head)
+            end = begin + len(around.head) + x.nbytes + len(around.tail)
+            block = blocks.setdefault(padding.address, _Block(padding))
+            block.tensors.append(InPlace(begin, end, item, x.dtype, x.shape, around))
+        self.blocks = [*blocks.values()]
+        for block in self.blocks:
+            block.arrange()
+
+    def addresses_in(self, items: list[WriteItem], planner: SavePlanner) -> list[int] | None:
+        """Return the addresses of the blocks in another copy; ``None`` if that, or the plan, is another one."""
+        if items is not self.items:
+            return None
+        addresses = [block.address_in(planner) for block in self.blocks]
+        return [each for each in addresses if each is not None] if None not in addresses else None
+
+
+def _fits(padding: Padding, around: Envelope) -> bool:
+    return len(around.head) <= padding.before and len(around.tail) <= padding.after
+
+
+def _layout(padding: Padding) -> object:
+    return padding.before, padding.after, padding.spans
