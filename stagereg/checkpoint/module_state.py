@@ -71,7 +71,13 @@ def names_of(modules: Iterable[torch.nn.Module]) -> tuple[dict[torch.Tensor, str
 
 def has_flat_parameters(modules: Iterable[torch.nn.Module]) -> bool:
     """Whether FSDP1 keeps parameters of some module, whose state torch alone can put together."""
-    return any(isinstance(each, FullyShardedDataParallel) for module in modules for each in module.modules())
+    left = [*modules]  # not modules(), which makes names
+    while left:
+        module = left.pop()
+        if isinstance(module, FullyShardedDataParallel):
+            return True
+        left += [each for each in module._modules.values() if each is not None]
+    return False
 
 
 def state_of(modules: Sequence[torch.nn.Module]) -> dict[str, Any]:

@@ -51,6 +51,7 @@ import stagereg.checkpoint.rng as rng
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.advice import advice, causes
+from stagereg.checkpoint.backward import wait_for_backward
 from stagereg.checkpoint.encoding import Encoded
 from stagereg.checkpoint.entries import rng_name
 from stagereg.checkpoint.failpoints import failpoint
@@ -74,6 +75,7 @@ _log = logging.getLogger(__name__)
 _WAITING = "waiting for the others"  # what a rank that has done its part is doing
 _TRYING = 0.5  # of the time-out; the rest is for clearing away and reporting
 _MOST_UNDER_WAY = 2
+_CALM_S = 2.0  # how long one waits for a moment at which training hardly notices
 _LOOK_S = 0.05  # how often one looks whether a save takes too long
 _IDLE_S = 1.0  # how often the thread looks for what this rank has passed over
 
@@ -150,6 +152,8 @@ class PendingSave:
     step: int
     to: SaveTarget
     called: float = field(default_factory=lambda: record.now())  # when the training loop has asked for it
+    caller: int = field(default_factory=threading.get_ident)  # the thread that has
+    hurried: threading.Event = field(default_factory=threading.Event)  # somebody waits for it
     staged: dict[str, Any] | Future[dict[str, Any]] = field(default_factory=dict)  # empty once it is written or lost
     release: Callable[[dict[str, Any]], None] = lambda copy: None  # called with the copy when it has been written
     # Why this rank could not stage, which its training loop has raised. Text: the loop still has the error itself.
@@ -264,6 +268,7 @@ class _Work:
             return _Prepared(save.step, False), (), ()
         save.at = "waiting for its copy"
         copy = dict(_expect_whole(save, save.copy()))
+        wait_for_backward(save.caller, save.hurried, _CALM_S)
         if (own := rng_name(self._ranks.rank)) in copy:
             copy[own] = rng.as_tensors(copy[own])
         self.entries = RankEntries(copy, save.buffers)  # refuses what cannot be saved
@@ -575,6 +580,8 @@ class Background:
     def _wait(self, most: int) -> bool:
         """Wait until fewer than ``most`` saves are under way; False if one of them has taken too long."""
         while (first := self._first()) is not None and not first.late and len(self._under_way) >= most:
+            for save in list(self._under_way):
+                save.hurried.set()
             first.over.wait(_LOOK_S)
         return first is None or not first.late
 

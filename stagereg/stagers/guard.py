@@ -58,7 +58,8 @@ class WriteGuard:
     def owned(self) -> dict[tuple[int, int], int]:
         """Return device index and address -> bytes of each tensor that only a known optimizer writes."""
         found = [x for optimizer in list(self._optimizers) for x in _written_by(optimizer)]
-        return {(x.get_device(), x.data_ptr()): x.nbytes for x in found}
+        places = zip(map(torch.Tensor.get_device, found), map(torch.Tensor.data_ptr, found), strict=True)
+        return dict(zip(places, [x.nbytes for x in found], strict=True))
 
     def close(self) -> None:
         """Call back no more. Twice is harmless."""
@@ -70,7 +71,7 @@ def _written_by(optimizer: Optimizer) -> list[torch.Tensor]:
     found: list[Any] = list(parameters)
     for p in parameters:
         found += [x for x in optimizer.state.get(p, {}).values() if isinstance(x, torch.Tensor)]
-    if all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in found):
+    if {*map(type, found)} <= {torch.Tensor, torch.nn.Parameter}:
         return found
     return flatten(found).tensors  # DTensors come apart into the tensors inside
 

@@ -125,7 +125,8 @@ class OverlappedStager(HostStager):
 
     def _split_for(self, pending: PendingCopy) -> CopySplit:
         owned = self._guard.owned()
-        inference = {i for i, x in enumerate(pending.sources) if x.is_inference()}  # these have no version counter
+        flags = list(map(torch.Tensor.is_inference, pending.sources))  # these have no version counter
+        inference = {i for i, flag in enumerate(flags) if flag} if True in flags else set[int]()
 
         def may_defer(region: Region) -> bool:
             tensors = [pending.sources[i] for i in region.members]

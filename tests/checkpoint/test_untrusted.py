@@ -20,6 +20,7 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -246,12 +247,13 @@ def test_random_states_out_of_their_block_are_refused() -> None:
     """NumPy reads memory at its generator's position without checking it."""
     numpy = pytest.importorskip("numpy")
     names, payload = ("python", "torch", "numpy"), pickle.dumps(PAYLOADS["own"])
-    bad: list[tuple[str, Any]] = [*rng.as_tensors(dict.fromkeys(names, payload)).items()]
+    stored = partial(torch.frombuffer, dtype=torch.uint8)
+    bad: list[tuple[str, Any]] = [(name, stored(bytearray(payload))) for name in names]
     bad += [(which, value) for which in names for value in (payload, None, torch.zeros(3))]
     for position in (-1, 625, 1 << 30, 1.5):
-        seen = json.loads(rng.capture()["numpy"])
+        seen = json.loads(bytes(rng.as_tensors(rng.capture())["numpy"]))
         seen["state"]["pos"] = position
-        bad += rng.as_tensors({"numpy": json.dumps(seen).encode()}).items()
+        bad.append(("numpy", stored(bytearray(json.dumps(seen).encode()))))
     saved = rng.as_tensors(rng.capture())
     random.random(), torch.rand(1), numpy.random.rand()
     before = rng.capture()

@@ -1,0 +1,45 @@
+"""The moment for work in the background: while the training thread is in a backward pass, which needs no interpreter.
+
+A forward pass is Python that starts many short operations, so a second thread that runs Python makes it wait for the
+interpreter's lock again and again; of a save that begins there training loses twice as much. The backward pass is one
+call into C++. Whether a thread is in it shows in its stack, for whichever model, wrapper or schedule of stages.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import CodeType, FrameType
+
+import torch
+
+__all__ = ["wait_for_backward"]
+
+_LOOK_S = 0.002
+_DEEPEST = 64  # frames above the call: hooks of tensors and modules
+# Where all ways into autograd meet; another torch may not have it.
+_BACKWARD: CodeType | None = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
+
+
+def wait_for_backward(thread: int, hurried: threading.Event, limit_s: float) -> None:
+    """Return when a thread is in a backward pass, when the event is set, or after so many seconds.
+
+    Args:
+        thread: its ``threading.get_ident()``.
+        hurried: set where somebody waits for what comes next.
+        limit_s: for programs that have no backward pass, or none for a while.
+    """
+    until = time.monotonic() + limit_s
+    while _BACKWARD is not None and time.monotonic() < until and not _is_in_backward(thread):
+        if hurried.wait(_LOOK_S):
+            return
+
+
+def _is_in_backward(thread: int) -> bool:
+    frame: FrameType | None = sys._current_frames().get(thread)
+    for _ in range(_DEEPEST):
+        if frame is None or frame.f_code is _BACKWARD:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _BACKWARD
