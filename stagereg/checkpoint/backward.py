@@ -34,6 +34,7 @@ def wait_for_backward(thread: int, hurried: threading.Event, limit_s: float) -> 
     while _BACKWARD is not None and time.monotonic() < until and not _is_in_backward(thread):
         if hurried.wait(_LOOK_S):
             return
+    hurried.wait(_LOOK_S)  # it needs the interpreter a last time, on its way into C++
 
 
 def _is_in_backward(thread: int) -> bool:

@@ -1,18 +1,18 @@
 """The random number generators of one process: what they were, and setting them back.
 
 Python's ``random``, torch's CPU generator, the current accelerator's if there is one, and NumPy's global one if the
-program has imported NumPy. All states are staged as bytes: those of Python and NumPy, pickled, are tuples that no
-stager needs to understand, and torch returns a new tensor each time, for which a stager would have to make a new plan.
-They are written as tensors of bytes, torch's own or JSON, always as many: in the structure they would be something new
-in each save, that every rank had to send. Generators that the program made itself are not covered: put their states into
-the saved state.
+program has imported NumPy. All states are staged as bytes: those of Python and NumPy are collections that no stager
+needs to understand, and torch returns a new tensor each time, for which a stager would have to make a new plan. They
+are written as tensors of bytes, torch's own or JSON, always as many: in the structure they would be something new in
+each save, that every rank had to send. Generators that the program made itself are not covered: put their
+states into the saved state.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-import pickle
+import marshal
 import random
 import sys
 from typing import Any
@@ -23,7 +23,7 @@ from stagereg.errors import CheckpointError
 
 __all__ = ["as_tensors", "capture", "restore"]
 
-_PICKLED = ("python", "numpy")
+_COLLECTIONS = ("python", "numpy")
 _JSON_BYTES = 8192  # more than what 625 numbers of 32 bits have; spaces fill it up
 
 
@@ -34,17 +34,17 @@ def _accelerator() -> Any | None:
 
 def capture() -> dict[str, bytes]:
     """Return the state of every generator of this process; drawing nothing from any of them."""
-    state = {"python": pickle.dumps(random.getstate()), "torch": _bytes(torch.get_rng_state())}
+    state = {"python": marshal.dumps(random.getstate()), "torch": _bytes(torch.get_rng_state())}
     if accelerator := _accelerator():
         state["accelerator"] = _bytes(accelerator.get_rng_state())
     if numpy := sys.modules.get("numpy"):
-        state["numpy"] = pickle.dumps(numpy.random.get_state(legacy=False))
+        state["numpy"] = marshal.dumps(_listed(numpy.random.get_state(legacy=False)))
     return state
 
 
 def as_tensors(state: dict[str, bytes]) -> dict[str, torch.Tensor]:
     """Return what :func:`capture` returned as it is written."""
-    written = {name: _json(pickle.loads(data)) if name in _PICKLED else data for name, data in state.items()}
+    written = {name: _json(marshal.loads(data)) if name in _COLLECTIONS else data for name, data in state.items()}
     return {name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in written.items()}
 
 
@@ -73,7 +73,13 @@ def _set(state: dict[str, torch.Tensor]) -> None:
 
 
 def _json(state: Any) -> bytes:
-    return json.dumps(state, default=lambda array: array.tolist()).encode().ljust(_JSON_BYTES)
+    return json.dumps(state).encode().ljust(_JSON_BYTES)
+
+
+def _listed(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _listed(value) for name, value in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state
 
 
 def _bytes(x: torch.Tensor) -> bytes:
