@@ -25,24 +25,14 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from stagereg.errors import JoinError
 
-__all__ = [
-    "LIMIT_S",
-    "ControlChannel",
-    "PendingSum",
-    "Waiting",
-    "WorkerThread",
-    "control_channel",
-    "resources_of",
-    "wait_for_keys",
-    "wait_until",
-]
+__all__ = ["LIMIT_S", "ControlChannel", "PendingSum", "Waiting", "WorkerThread", "control_channel", "resources_of"]
+__all__ += ["wait_for_keys", "wait_until"]
 
 HEARTBEAT_S = 0.25
 """Seconds after which a thread notices at the latest what has come without waking it."""
 
 Waiting = Callable[[Callable[[float], bool], str], None]
 """Calls a function with seconds to wait, again and again until it returns True; the text says what is waited for."""
-
 
 LIMIT_S = 1800.0  # torch waits as long for other ranks, if nobody says otherwise
 
