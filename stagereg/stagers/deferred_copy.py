@@ -16,7 +16,6 @@ checksum of every byte (CRC-32) is compared as well.
 from __future__ import annotations
 
 import ctypes
-import functools
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ import torch
 
 from stagereg.kernel.copier import PendingCopy
 from stagereg.kernel.layout import Layout, Region
-from stagereg.kernel.transfer import Batch, CopyTask, move
+from stagereg.kernel.transfer import Batch, CopyTask, piece
 
 __all__ = ["CopySplit", "DeferredCopy"]
 
@@ -59,7 +58,7 @@ def _pieces(region: Region) -> list[Callable[[int], None]]:
         (region.offset + at, region.address + at, min(_PIECE_BYTES, region.nbytes - at))
         for at in range(0, region.nbytes, _PIECE_BYTES)
     ]
-    return [functools.partial(move, moves=[each]) for each in moves]
+    return [piece([each]) for each in moves]
 
 
 def _sampled(nbytes: int) -> list[int]:

@@ -120,7 +120,7 @@ class OverlappedStager(HostStager):
         for device, event in events:  # whatever writes them next is queued on this stream
             torch.accelerator.current_stream(device).wait_event(event)
         events += engine.fetch(pending.pairs(split.deferred_remote))
-        engine.start(pending.address, split.immediate).finish()
+        engine.run(pending.address, split.immediate.pieces(engine.threads)).finish()
         return DeferredCopy(pending, split, events, self._verify)
 
     def _split_for(self, pending: PendingCopy) -> CopySplit:
