@@ -9,7 +9,7 @@ TORCH := torch==2.13.0
 WORKERS := --numprocesses 2 --dist worksteal
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: train test test-all nightly scale check format clean
+.PHONY: train test test-all nightly scale gpu check format clean
 
 train: $(VENV)/.ready  ## train a small language model on two local ranks
 	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
@@ -28,6 +28,10 @@ nightly: $(HYDRA_1_4)/.ready  ## three hundred kills, five hundred saves twice, 
 
 scale: $(VENV)/.ready  ## what a save sends and costs on thousands of simulated ranks
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python tests/checkpoint/scale.py
+
+# Offline: make gpu VENV= PYTHON=the one that has torch, Hydra and pytest
+gpu: $(if $(VENV),$(VENV)/.ready)  ## on a machine with an NVIDIA GPU: its tests and benchmarks, to gpu-report/gpu.md
+	$(if $(VENV),$(BIN)/python,$(PYTHON)) tests/gpu.py --out gpu-report
 
 check: $(VENV)/.ready  ## lint, format and types
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -38,16 +39,20 @@ main()
 CONFIG = "defaults: [stagereg, _self_]\nhydra: {output_subdir: null, run: {dir: out}}\n"
 
 
-LEFTOVERS = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "outputs", "multirun")
+LEFTOVERS = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "outputs", "multirun", "*.so")
+COMPILED = "stagereg/kernel/_copy"
 
 
-def run(*command: str | Path, cwd: Path) -> str:
-    done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=100)
+def run(*command: str | Path, cwd: Path, **variables: str) -> str:
+    environment = {**os.environ, **variables}
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def build(kind: str, folder: Path, project: Path = ROOT) -> Path:
+def build(kind: str, folder: Path, project: Path = ROOT, **variables: str) -> Path:
     """Build a wheel or an editable wheel from a copy of a project, so that no build leaves anything in it."""
     source = folder / "source"
     for each in project.iterdir():
@@ -57,7 +62,7 @@ def build(kind: str, folder: Path, project: Path = ROOT) -> Path:
         elif project != ROOT or each.name in COPIED:
             shutil.copytree(each, source / each.name, ignore=LEFTOVERS)
     backend = f"import setuptools.build_meta as b; b.build_{kind}({str(folder)!r})"
-    run(sys.executable, "-c", backend, cwd=source)
+    run(sys.executable, "-c", backend, cwd=source, **variables)
     return next(folder.glob("*.whl"))
 
 
@@ -84,6 +89,12 @@ def installed(wheel: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
+def uncompiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel as it is built where no C compiler works."""
+    return build("wheel", tmp_path_factory.mktemp("uncompiled"), CC="/bin/false")
+
+
+@pytest.fixture(scope="module")
 def editable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("editable")
     return environment(folder, build("editable", folder))
@@ -95,7 +106,8 @@ def app(tmp_path: Path) -> Path:
 
 
 def test_the_wheel_has_every_module_and_config_and_nothing_else(wheel: Path) -> None:
-    shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    shipped = {name for name in names if not name.startswith(COMPILED)}
     plugin = ROOT / "examples" / "plugin"
     own = [p for p in (ROOT / "stagereg").rglob("*.py*") if p.suffix != ".pyc" and p.name != "stagereg_plugin.py"]
     own += [p for p in (ROOT / "stagereg/sweep/render/templates").rglob("*") if p.is_file()]
@@ -105,6 +117,28 @@ def test_the_wheel_has_every_module_and_config_and_nothing_else(wheel: Path) -> 
     expected |= {f"stagereg/{p.relative_to(ROOT).as_posix()}" for p in conf}
     expected |= {f"stagereg/example/{p.relative_to(plugin).as_posix()}" for p in copied}
     assert shipped == expected
+
+
+STAGE = """
+import stagereg, stagereg.kernel.compiled as compiled, torch
+state = {str(i): torch.randn(1000) for i in range(3000)}
+staged = stagereg.build("stager", "pinned_cached").stage(state)
+print(bool(compiled.way), all(torch.equal(staged[name], x) for name, x in state.items()))
+"""
+
+
+def test_a_wheel_is_built_with_and_without_a_compiler(
+    wheel: Path, installed: Path, editable: Path, uncompiled: Path, tmp_path: Path
+) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    for each, count in ((wheel, 1), (uncompiled, 0)):
+        found = [name for name in zipfile.ZipFile(each).namelist() if name.startswith(COMPILED)]
+        assert len(found) == count
+        assert all(name.endswith(".so") for name in found)
+    plain = environment(uncompiled.parent, uncompiled)
+    for python, is_compiled in ((installed, True), (editable, True), (plain, False)):
+        assert run(python, "-c", STAGE, cwd=tmp_path) == f"{is_compiled} True\n"
 
 
 @pytest.mark.parametrize("install", ["installed", "editable"])

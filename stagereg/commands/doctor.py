@@ -1,4 +1,4 @@
-"""``stagereg doctor``: versions, limits, the disk of checkpoints, accelerators, and plugins found and broken.
+"""``stagereg doctor``: versions, limits, how memory is copied, the disk of checkpoints, accelerators, broken plugins.
 
 PyTorch and the components of each package are imported in child processes with a limit of time, so that one that
 crashes, exits or hangs is one row among the others. Nothing heavy is imported in this one.
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import stagereg.kernel.compiled as compiled
 import stagereg.machine as machine
 import stagereg.output as output
 import stagereg.registry as registry
@@ -89,9 +90,12 @@ def _versions() -> Iterator[Finding]:
 
 
 def _limits() -> Iterator[Finding]:
-    """Processor, memory, shared memory, page-locked memory and open files."""
+    """Processor, memory, how that is copied, shared memory, page-locked memory and open files."""
     memory = size_text(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     yield Finding("machine", "ok", f"{machine.cores()} of {os.cpu_count()} cores for this process, {memory}")
+    how = f"the compiled part, with {compiled.way}" if compiled.way else "the C library; the compiled part is missing"
+    do = f"Where there is a C compiler, it is built by `pip install --force-reinstall --no-deps {DISTRIBUTION}`."
+    yield Finding("copying", "ok" if compiled.way else "missing", how, do)
     free = shutil.disk_usage("/dev/shm").free
     do = "DataLoader workers and NCCL need more: `docker run --shm-size=8g` or `--ipc=host`."
     yield Finding("/dev/shm", "ok" if free >= 2**30 else "warn", f"{size_text(free)} free", do)

@@ -109,8 +109,7 @@ class HostCopier:
         """Take ``state`` apart and plan where it goes; the short way if it is as it was the last time."""
         self.pool.check_open()
         with torch.no_grad(), no_collection():
-            known = None if self._recognizer is None else self._recognizer.match(state)
-            if known is not None:
+            if known := self._recognizer and self._recognizer.match(state):
                 return known
             spec = flatten(state, self.type_check)
             with naming(state):
@@ -120,11 +119,7 @@ class HostCopier:
             return spec
 
     def lease(
-        self,
-        tensors: Sequence[torch.Tensor],
-        layout: Layout,
-        spec: TreeSpec | None = None,
-        memory: Pool | None = None,
+        self, tensors: Sequence[torch.Tensor], layout: Layout, spec: TreeSpec | None = None, memory: Pool | None = None
     ) -> PendingCopy:
         """Return memory for a copy that is laid out so; from ``memory``, if it is to be other memory."""
         lease = self.pool.lease()
@@ -136,7 +131,7 @@ class HostCopier:
 
     def fill(self, pending: PendingCopy) -> None:
         """Copy the bytes; return when they are there."""
-        moving = self.engine.start(pending.address, pending.layout.batch)
+        moving = self.engine.run(pending.address, pending.layout.batch.pieces(self.engine.threads))
         try:
             with torch.no_grad(), no_collection():
                 pending.staged  # noqa: B018  # made while other threads copy

@@ -24,9 +24,7 @@ from stagereg.kernel.transfer import Batch
 
 __all__ = ["ALIGNMENT", "Layout", "Region", "plan_layout", "region_bytes", "signature", "span_of", "tensors_over"]
 
-ALIGNMENT = 64
-"""Bytes: where a region may start in host memory; a cache line, and a multiple of every dtype's size."""
-
+ALIGNMENT = 64  # bytes: where a region may start in host memory; a cache line, and a multiple of every dtype's size
 _PAGE = 4096
 
 Signature = list[tuple[int, torch.dtype, torch.Size, tuple[int, ...], int, int, int]]

@@ -290,8 +290,7 @@ class StoreMembership(Membership):
     def _next_is_known(self, seconds: float) -> bool:
         """Wait until the next step has begun, or all ranks have left and it was the last; so many seconds at most."""
         assert self._taken is not None
-        started = time.monotonic()
-        waited = 0.0
+        started, waited = time.monotonic(), 0.0
         # As the plan ends, the sum is likely to be there soon, and asking the store takes longer.
         ended = self.steps >= self._longest and self._taken.ready(min(seconds, 0.002))
         while not ended and not self.store.check([f"begun/{self.steps}"]):

@@ -1,7 +1,7 @@
 """Host memory for copies: blocks, and the pool that lends them.
 
-A :class:`Block` is whole pages of memory: page-locked where an accelerator profits from it, otherwise touched ahead of
-use. One copy may lie in several blocks, and several copies may share one, so the pool counts two things apart:
+A :class:`Block` is whole pages of memory, touched ahead of use, and page-locked where an accelerator profits from it.
+One copy may lie in several blocks, and several copies may share one, so the pool counts two things apart:
 
 - A :class:`Lease` is one copy that is out; the pool bounds their number. It ends when the last tensor of the copy is
   freed, or when the copy's reader calls :meth:`Pool.release`.
@@ -17,6 +17,7 @@ fresh memory, and logs so once. From then on, a reader without the promise is no
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -47,6 +48,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _HUGE_PAGE = 2**21
 _PAGE = 4096
 _WORTH_TOUCHING = 2**22
+_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
 
 class Block:
@@ -63,10 +65,11 @@ class Block:
 
     def __init__(self, nbytes: int, pin: bool, threads: int = 1) -> None:
         self.nbytes = _whole_pages(nbytes)
-        locked = self._lock() if pin else None
-        self._memory = self._map() if locked is None else locked
-        if locked is None and self.nbytes >= _WORTH_TOUCHING:
+        self._memory = self._map()
+        if self.nbytes >= _WORTH_TOUCHING and (not pin or torch.cuda.is_available()):
             self._touch(threads)
+        if pin:
+            self._lock()
 
     @property
     def address(self) -> int:
@@ -82,12 +85,19 @@ class Block:
         """A new view of the whole block. The block lives while any view does."""
         return view_of(self._memory)
 
-    def _lock(self) -> torch.Tensor | None:
+    def _lock(self) -> None:
+        """Page-lock it as long as it is mapped; not with torch's allocator where CUDA is, which rounds up and keeps."""
         try:
-            return torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+            if not torch.cuda.is_available():
+                self._memory = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+                return
+            if code := int(torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, _FOR_ALL_DEVICES)):
+                with contextlib.suppress(RuntimeError):  # CUDA keeps the error, for torch to raise after a later kernel
+                    torch.zeros(1, device="cuda")
+                raise RuntimeError(f"CUDA error {code}")
+            weakref.finalize(self._memory, _unlock, torch.cuda.current_device(), self.address).atexit = False
         except RuntimeError as error:
             log.warning("stagereg: %d bytes could not be page-locked (%s); using pageable memory", self.nbytes, error)
-            return None
 
     def _map(self) -> torch.Tensor:
         # Private pages: the shared ones that mmap makes by default are slower to get and cannot be huge.
@@ -113,6 +123,11 @@ class Block:
             for call in others:
                 workers.submit(advise, *call)
             advise(*first)  # here: a thread cannot be started while another has the kernel back pages
+
+
+def _unlock(device: int, address: int) -> None:
+    with torch.cuda.device(device):  # the thread may have another one, which this would set up, at a cost in memory
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def view_of(memory: torch.Tensor) -> memoryview:
@@ -198,9 +213,7 @@ class Pool:
         there = torch.accelerator.is_available()
         # Of the ranks on this machine, which would all log the same, the first does.
         if keep and pin is not False and not there and os.environ.get("LOCAL_RANK", "0") == "0":
-            log.info(
-                "stagereg: no accelerator here, so copies are staged in pre-faulted pageable memory, not page-locked"
-            )
+            log.info("stagereg: no accelerator here, so copies are staged in pre-faulted memory, not page-locked")
         self._make = lambda nbytes: make(nbytes, pin is not False and there, threads)
         self._keep = keep
         # Finalizers on any thread change these two, by one atomic step each.
@@ -213,6 +226,8 @@ class Pool:
         self._reserved: Future[Block] | None = None
         if reserve:
             background = ThreadPoolExecutor(1, thread_name_prefix="stagereg-copy-reserve")
+            if there:  # a new thread has the first one
+                background.submit(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
             self._reserved = background.submit(self._make, reserve)
             background.shutdown(wait=False)
 

@@ -109,7 +109,7 @@ def _path_to(x: Any, is_there: Callable[[Any], bool], met: dict[int, Any]) -> tu
     """Return the keys that lead to the innermost value for which ``is_there`` is true."""
     met[id(x)] = x  # what has its id there must not be freed; a dict may make its values
     entries: list[Any] = list(
-        x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, (list, tuple)) else ()
+        x.items() if isinstance(x, dict) else enumerate(x if isinstance(x, (list, tuple)) else ())
     )
     if entries or (isinstance(x, torch.Tensor) and not why_without_data(x)):
         entries += getattr(x, "__dict__", {}).items()
@@ -199,8 +199,7 @@ class _StructurePickler(pickle.Pickler):
 
     def _subclass(self, x: Any) -> _Reduced:
         if hasattr(x, "trigger_wait"):  # an asynchronous collective's result: its value is there after the wait
-            reduced: _Reduced = self.reducer_override(x.trigger_wait())
-            return reduced
+            return self.reducer_override(x.trigger_wait())
         if isinstance(x, ShardedTensor):
             return self._sharded(x)
         if is_traceable_wrapper_subclass(x):
@@ -221,7 +220,9 @@ class _StructurePickler(pickle.Pickler):
             return y.requires_grad_() if wants_grad else y
 
         if x.layout is not torch.strided or x.is_quantized or x.is_nested:  # no single strided block to plan for
-            return self._with_attributes(self._constant(finish(_attempt(_to_host, x))), vars(x))
+            return self._with_attributes(
+                self._constant(finish(_attempt(lambda y: y.detach().cpu().clone(), x))), vars(x)
+            )
         index = len(self._spec.tensors)
         self._spec.tensors.append(flip(x.detach(), negative, conjugate) if negative or conjugate else x)
         if kind is not torch.Tensor or wants_grad or negative or conjugate:
@@ -284,10 +285,6 @@ def why_without_data(x: torch.Tensor) -> str | None:
     return f"a {type(x).__name__} on {x.device} has no data to stage; materialize it first, as by a forward pass"
 
 
-def _to_host(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().clone() if x.device.type == "cpu" else x.detach().to("cpu")
-
-
 def flip(x: torch.Tensor, negative: bool, conjugate: bool) -> torch.Tensor:
     """Turn the lazy negation and conjugation of ``x`` on or off; its memory stays the same."""
     if negative:
@@ -315,10 +312,9 @@ class Recognizer:
 
     def __init__(self, spec: _PlainSpec) -> None:
         self._structure = spec.structure
-        self._guards = [
-            TensorGuards(*chunk, dynamic_dims_sizes=None, dynamic_dims_strides=None) for chunk in _chunks(spec.tensors)
-        ]
-        self._addresses = [[x.data_ptr() for x in chunk] for chunk in _chunks(spec.tensors)]
+        chunks = _chunks(spec.tensors)
+        self._guards = [TensorGuards(*chunk, dynamic_dims_sizes=None, dynamic_dims_strides=None) for chunk in chunks]
+        self._addresses = [[x.data_ptr() for x in chunk] for chunk in chunks]
         self._distinct = len(set(chain.from_iterable(self._addresses))) == len(spec.tensors)
 
     @classmethod

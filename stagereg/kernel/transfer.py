@@ -1,13 +1,14 @@
-"""Moving bytes: ``memmove`` on a few threads, and non-blocking copies on side streams.
+"""Moving bytes: the compiled part or ``memmove`` on a few threads, and non-blocking copies on side streams.
 
-ctypes lets go of the GIL during a ``memmove``, and one large ``memmove`` uses the C library's non-temporal path, which
-``Tensor.copy_`` never does. Many small pieces are copied by one system call (:func:`read_many`), also without the GIL.
+Without the compiled part, one large ``memmove`` still uses the C library's non-temporal path, which ``Tensor.copy_``
+never does, and many small pieces are copied by one system call. ctypes lets go of the GIL during each of these.
 
 A :class:`CopyEngine` knows addresses and nothing of state dicts; ``layout`` decides which bytes go where.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -20,21 +21,18 @@ from typing import Any
 
 import torch
 
+import stagereg.kernel.compiled as compiled
 from stagereg.errors import StagingError
 
-__all__ = ["COPY_THREADS", "Batch", "CopyEngine", "CopyTask", "Move", "iovecs", "move", "read_many"]
+__all__ = ["COPY_THREADS", "Batch", "CopyEngine", "CopyTask", "piece"]
 
-COPY_THREADS = "stagereg-copy"
-"""How the names of copying threads begin."""
+COPY_THREADS = "stagereg-copy"  # how the names of copying threads begin
 
-Move = tuple[int, int, int]
-"""Offset in host memory, address of the source, bytes."""
-
+_Move = tuple[int, int, int]  # offset in host memory, address of the source, bytes
 _Piece = Callable[[int], None]  # work on a block of memory, called with the address of its first byte
 
-_SMALL_BYTES = 2**16  # below this, the call costs more than the copying
-_SPLIT_BYTES = 2**20  # less than this, or fewer small moves than that, and another thread costs more than it saves
-_SPLIT_COUNT = 2048
+_SMALL_BYTES = 2**16  # below this, a call of memmove costs more than the copying
+_WORTH_A_THREAD = 2**20  # less than this, and another thread costs more than it saves
 _AT_ONCE = 1024  # pieces that one system call takes (IOV_MAX)
 
 _readv: Any = ctypes.CDLL(None).process_vm_readv
@@ -56,18 +54,11 @@ class CopyEngine:
         self._workers = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix=COPY_THREADS)  # started when needed
         self._streams: dict[torch.device, torch.Stream] = {}
 
-    def start(self, base: int, batch: Batch) -> CopyTask:
-        """Begin to copy host memory to host memory; ``base`` is what the offsets count from.
-
-        The other threads begin where there is enough for them; the caller has to finish the task.
-        """
-        return self.run(CopyTask(base, batch.pieces(self.threads)), batch.is_much)
-
-    def run(self, task: CopyTask, is_much: bool) -> CopyTask:
-        """Have the other threads work on ``task`` too, if it is much; the caller has to finish it."""
-        if is_much:
-            for _ in range(self.threads - 1):
-                self._workers.submit(task.work)
+    def run(self, base: int, pieces: Sequence[_Piece]) -> CopyTask:
+        """Begin to work on the pieces, with the other threads; the caller has to finish the task."""
+        task = CopyTask(base, pieces)
+        for _ in range(min(self.threads, len(pieces)) - 1):
+            self._workers.submit(task.work)
         return task
 
     def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.device, torch.Event]]:
@@ -107,21 +98,19 @@ class CopyTask:
         self._base = base
         self._pieces: queue.Queue[_Piece] = queue.Queue()
         self._failure: Exception | None = None
-        for piece in pieces:
-            self._pieces.put(piece)
+        for each in pieces:
+            self._pieces.put(each)
 
     def work(self) -> None:
         """Take pieces as long as there are any."""
-        while True:
-            try:
-                piece = self._pieces.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                piece(self._base)
-            except Exception as error:
-                self._failure = error
-            self._pieces.task_done()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                work = self._pieces.get_nowait()
+                try:
+                    work(self._base)
+                except Exception as error:
+                    self._failure = error
+                self._pieces.task_done()
 
     def finish(self) -> None:
         """Take the pieces that are left, and return when those of others are done too. Raises what a piece raised."""
@@ -134,72 +123,65 @@ class CopyTask:
 class Batch:
     """Moves from host memory to host memory that are made together, any number of times."""
 
-    def __init__(self, moves: Sequence[Move]) -> None:
-        small = [move for move in moves if move[2] < _SMALL_BYTES]
-        self._small = [_Small(small[at : at + _AT_ONCE]) for at in range(0, len(small), _AT_ONCE)]
-        self._large = [move for move in moves if move[2] >= _SMALL_BYTES]
-        # Whether other threads are of use.
-        self.is_much = sum(nbytes for _, _, nbytes in self._large) >= _SPLIT_BYTES or len(small) >= _SPLIT_COUNT
+    def __init__(self, moves: Sequence[_Move]) -> None:
+        self._moves = moves
         self._pieces: list[_Piece] = []
 
     def pieces(self, threads: int) -> list[_Piece]:
-        """Return the moves as a :class:`CopyTask` takes them; the large ones as equal shares for some threads."""
+        """Return the moves as a :class:`CopyTask` takes them: a single piece, or enough for some threads."""
         if not self._pieces:
-            shares = _split(self._large, threads if self.is_much else 1)
-            self._pieces = [*(functools.partial(move, moves=moves) for moves in shares), *self._small]
+            is_much = sum(nbytes for *_, nbytes in self._moves) >= _WORTH_A_THREAD
+            apart = _SMALL_BYTES if is_much and not compiled.copy else 0
+            small = [move for move in self._moves if move[2] < apart]
+            shares = _split([move for move in self._moves if move[2] >= apart], threads if is_much else 1)
+            runs = [_small_moves(small[at : at + _AT_ONCE]) for at in range(0, len(small), _AT_ONCE)]
+            self._pieces = [*map(piece, filter(None, shares)), *runs]
         return self._pieces
 
 
-class _Small:
-    """Small moves, made by one system call."""
-
-    def __init__(self, moves: Sequence[Move]) -> None:
-        self._moves = moves
-        sizes = [nbytes for _, _, nbytes in moves]
-        self._nbytes = sum(sizes)
-        self._sources = iovecs([source for _, source, _ in moves], sizes)
-        # Blocks of memory are used in turns, so the last few are remembered.
-        self._targets = functools.lru_cache(4)(lambda base: iovecs([base + to for to, _, _ in moves], sizes))
-
-    def __call__(self, base: int) -> None:
-        if not read_many(self._targets(base), self._sources, self._nbytes):
-            move(base, self._moves)
+def piece(moves: Sequence[_Move]) -> _Piece:
+    """Return what makes ``moves`` one after the other on the thread that calls it."""
+    if compiled.copy:
+        return functools.partial(compiled.copy, _table(chain.from_iterable(moves)), len(moves))
+    return functools.partial(_move, moves)
 
 
-def move(base: int, moves: Sequence[Move]) -> None:
-    """Copy host memory to host memory on the calling thread."""
+def _move(moves: Sequence[_Move], base: int) -> None:
     memmove = ctypes.memmove
     for to, source, nbytes in moves:
         memmove(base + to, source, nbytes)
 
 
-def _split(moves: Sequence[Move], ways: int) -> list[list[Move]]:
+def _small_moves(moves: Sequence[_Move]) -> _Piece:
+    """Return what makes up to 1024 moves by one system call, or one by one where a sandbox refuses that.
+
+    ``process_vm_readv`` of Linux copies from one process to another, or within one, which is always allowed.
+    """
+    count, total = len(moves), sum(nbytes for *_, nbytes in moves)
+    theirs = _table(chain.from_iterable(move[1:] for move in moves))  # of struct iovec
+    # Blocks of memory are used in turns, so the last few are remembered.
+    ours = functools.lru_cache(4)(lambda base: _table(chain.from_iterable((base + to, n) for to, _, n in moves)))
+
+    def run(base: int) -> None:
+        if _readv(os.getpid(), ours(base), count, theirs, count, 0) != total:
+            _move(moves, base)
+
+    return run
+
+
+def _table(numbers: Iterable[int]) -> Any:
+    table = array("Q", numbers)
+    return (ctypes.c_uint64 * len(table)).from_buffer(table)
+
+
+def _split(moves: Sequence[_Move], ways: int) -> list[list[_Move]]:
     """Deal ``moves`` out in ``ways`` shares of equal bytes, cutting a move where a share is full."""
-    share = -(-sum(nbytes for _, _, nbytes in moves) // ways)
-    shares: list[list[Move]] = []
-    left = 0
+    share = -(-sum(nbytes for *_, nbytes in moves) // ways)
+    shares: list[list[_Move]] = [[] for _ in range(ways)]
+    done = 0
     for to, source, nbytes in moves:
         while nbytes:
-            if left == 0:
-                shares.append([])
-                left = share
-            cut = min(nbytes, left)
-            shares[-1].append((to, source, cut))
-            to, source, nbytes, left = to + cut, source + cut, nbytes - cut, left - cut
+            cut = min(nbytes, share - done % share)
+            shares[done // share].append((to, source, cut))
+            to, source, nbytes, done = to + cut, source + cut, nbytes - cut, done + cut
     return shares
-
-
-def iovecs(addresses: Iterable[int], sizes: Sequence[int]) -> array[int]:
-    """Return runs of memory as the system call takes them: an array of ``struct iovec``, address and bytes of each."""
-    return array("Q", chain.from_iterable(zip(addresses, sizes, strict=True)))
-
-
-def read_many(to: array[int], source: array[int], nbytes: int) -> bool:
-    """Copy up to 1024 pieces of the same sizes, ``nbytes`` in all, with one system call; return whether that was done.
-
-    ``process_vm_readv`` of Linux copies from one process to another, or within one, which is always allowed. Where a
-    sandbox refuses the call, the caller copies piece by piece.
-    """
-    count = len(to) // 2
-    ours, theirs = to.buffer_info()[0], source.buffer_info()[0]
-    return bool(_readv(os.getpid(), ours, count, theirs, count, 0) == nbytes)

@@ -1,6 +1,7 @@
 """A copy that takes no more host memory than it is given: what does not fit is read where it is.
 
-:class:`BoundedCopier` copies as much of a state as fits into its bound. What becomes of the rest, whole regions of it,
+The bound is one of the machine, as its memory is: each rank on it has an equal share. :class:`BoundedCopier` copies as
+much of a state as fits into its share. What becomes of the rest, whole regions of it,
 depends on the reader:
 
 - A reader that has promised to release its copies, as the project's checkpointer does, gets tensors over the source's
@@ -12,8 +13,10 @@ depends on the reader:
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
+import os
 import queue
 import time
 import weakref
@@ -21,6 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils.dlpack
 
 from stagereg.errors import StagingError
@@ -34,7 +38,7 @@ _log = logging.getLogger("stagereg")
 
 
 def copier_within(host_memory_gb: float | None, pool: Pool, threads: int, type_check: bool) -> HostCopier:
-    """Return a copier over ``pool`` whose copies in flight take at most ``host_memory_gb`` GiB together; None: any."""
+    """Return a copier over ``pool``; those of all ranks of a machine take ``host_memory_gb`` GiB at most; None: any."""
     if host_memory_gb is None:
         return HostCopier(pool, threads, type_check)
     return BoundedCopier(pool, host_memory_gb, threads, type_check)
@@ -45,7 +49,7 @@ class BoundedCopier(HostCopier):
 
     Args:
         pool: where the memory comes from; closed together with the copier.
-        host_memory_gb: GiB for all copies that may be in flight, together.
+        host_memory_gb: GiB for all copies that may be in flight on this machine, those of its other ranks included.
         threads: threads that copy from host memory, the caller's among them.
         type_check: as for :class:`.HostCopier`.
 
@@ -57,13 +61,18 @@ class BoundedCopier(HostCopier):
         if host_memory_gb <= 0:
             raise StagingError([], f"host_memory_gb must be more than 0, not {host_memory_gb}; None is no bound")
         super().__init__(pool, threads, type_check)
-        self._limit = int(host_memory_gb * 2**30 / pool.max_in_flight)
+        self._bytes = host_memory_gb * 2**30 / pool.max_in_flight
         self._beyond = Pool(max_in_flight=None, keep=False, pin=False, threads=threads)
         self._overdrawn = False
         self._part: tuple[Layout, list[Region], list[int], Layout] | None = None
         self._lent: set[int] = set()
         self._dropped: queue.SimpleQueue[int] = queue.SimpleQueue()  # put() is safe in finalizers
         self._serial = 0
+
+    @functools.cached_property
+    def _limit(self) -> int:
+        """Bytes of one copy. Asked for by the first one, when the process group is there."""
+        return int(self._bytes / _ranks_of_machine())
 
     def copy(self, state: Any) -> Any:
         """As :meth:`.HostCopier.copy`; tensors that do not fit may be over the source's memory, on its device."""
@@ -152,3 +161,10 @@ class BoundedCopier(HostCopier):
                 empty = torch.empty(0, dtype=x.dtype, device=x.device)
                 made[i] = empty.set_(storage, start, piece.shape, piece.stride)
         return made
+
+
+def _ranks_of_machine() -> int:
+    """The ranks that share this machine's memory, as launchers say; without that, all of the run may be here."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return int(os.environ["LOCAL_WORLD_SIZE"])
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

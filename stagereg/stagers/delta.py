@@ -25,7 +25,7 @@ from stagereg.errors import StagingError
 from stagereg.kernel.copier import HostCopier, PendingCopy, naming, no_collection
 from stagereg.kernel.layout import ALIGNMENT, Layout, Signature, plan_layout, signature, span_of, tensors_over
 from stagereg.kernel.memory import BlockRef, Lease, Pool, register_padding
-from stagereg.kernel.transfer import CopyEngine, CopyTask
+from stagereg.kernel.transfer import CopyEngine
 
 __all__ = ["DeltaCopier", "Treatment"]
 
@@ -301,7 +301,7 @@ def _unequal(pairs: Sequence[_Pair], engine: CopyEngine) -> set[int]:
                 found.add(label)
 
     is_much = sum(nbytes for _, _, _, nbytes in pairs) >= _WORTH_A_THREAD
-    engine.run(CopyTask(0, [compare] * engine.threads), is_much).finish()
+    engine.run(0, [compare] * (engine.threads if is_much else 1)).finish()
     return found
 
 

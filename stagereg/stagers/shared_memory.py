@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
-import logging
 import os
 import time
 import weakref
@@ -36,8 +35,6 @@ from stagereg.kernel.memory import Block, view_of
 from stagereg.kernel.state_dict import flip
 
 __all__ = ["SharedBlock", "SharedMemoryHandle", "is_plain", "register_reducers"]
-
-_log = logging.getLogger("stagereg")
 
 _PAGE = 4096
 _TOKEN_BYTES = 16  # at the start of the last page; each byte after them is a slot for one message
@@ -120,9 +117,7 @@ class SharedBlock(Block):
     """
 
     def __init__(self, nbytes: int, pin: bool, threads: int = 1) -> None:
-        super().__init__(nbytes, False, threads)
-        if pin and torch.cuda.is_available():
-            _lock_pages(self._memory)
+        super().__init__(nbytes, pin and torch.cuda.is_available(), threads)  # no other accelerator locks what is there
 
     @property
     def idle(self) -> bool:
@@ -147,16 +142,6 @@ class SharedBlock(Block):
             return self._file.map()
         except (OSError, RuntimeError, MemoryError) as error:
             raise StagingError([], f"no {self.nbytes / 2**30:.2f} GiB of shared memory to be had ({error})") from error
-
-
-def _lock_pages(memory: torch.Tensor) -> None:
-    """Page-lock memory as long as it is mapped."""
-    runtime = torch.cuda.cudart()
-    failed = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-    if failed:
-        _log.warning("stagereg: %d shared bytes could not be page-locked (CUDA error %d)", memory.nbytes, failed)
-    else:
-        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
 
 
 class _SharedFile:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import stagereg.commands.doctor as doctor
+import stagereg.kernel.compiled as compiled
 from stagereg.commands.child import call_in_child
 
 from ..launch.programs import await_gone
@@ -42,12 +43,21 @@ def test_a_healthy_machine_has_nothing_broken(command: Command, tmp_path: Path) 
     found = examined(command, 0, "--dir", str(tmp_path / "not" / "yet"))
     assert set(found) >= {
         *("python", "stagereg", "torch", "hydra-core", "omegaconf", "matplotlib", "safetensors"),
-        *("machine", "accelerators", "/dev/shm", "page-locked memory", "open files"),
+        *("machine", "accelerators", "copying", "/dev/shm", "page-locked memory", "open files"),
         *(str(tmp_path), "built-in components"),
     }
     assert "hypothesis" not in found, "the requirements of its developers are not checked"
     assert found["built-in components"]["verdict"] == "ok"
     assert list(tmp_path.iterdir()) == [], "it left something behind"
+
+
+@pytest.mark.parametrize(("way", "verdict"), [("AVX2 streaming stores", "ok"), ("", "missing")])
+def test_it_says_whether_the_compiled_part_copies(way: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "way", way)
+    (found,) = [one for one in doctor._limits() if one.what == "copying"]
+    assert found.verdict == verdict
+    assert way in found.found
+    assert "C compiler" in found.do
 
 
 def test_a_harmful_plugin_is_one_row_and_the_others_are_reported(

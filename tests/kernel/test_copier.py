@@ -64,7 +64,7 @@ def test_a_failed_copy_ends_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool()
     copier = HostCopier(pool)
     with monkeypatch.context() as patch:
-        patch.setattr(copier.engine, "start", lambda *args: 1 / 0)
+        patch.setattr(copier.engine, "run", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             copier.copy({"w": torch.ones(10)})
     gc.collect()

@@ -7,8 +7,9 @@ import gc
 import logging
 import mmap
 import threading
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch
 import stagereg.kernel.memory as memory
 from stagereg.errors import StagerClosedError, StagingError
 from stagereg.kernel.memory import WAIT_WITHOUT_RELEASE_S, Block, Pool
+from stagereg.stagers.shared_memory import SharedBlock
 
 
 @pytest.fixture(autouse=True)
@@ -250,3 +252,114 @@ class TestBlock:
         flags = (ctypes.c_ubyte * -(-block.nbytes // mmap.PAGESIZE))()  # of each page, whether the kernel has backed it
         assert libc.mincore(address, nbytes, flags) == 0
         assert all(flag & 1 for flag in flags)
+
+
+class FakeCuda:
+    """CUDA as far as memory is page-locked with it: what is registered, by address, and with which device."""
+
+    def __init__(self) -> None:
+        self.code = 0  # what registering answers
+        self.pending = 0  # the error that the next kernel will raise
+        self.here = threading.local()  # the device of each thread; a new one has the first
+        self.locked: dict[int, tuple[int, int]] = {}
+        self.unlocked_on: list[int] = []
+
+    def current_device(self) -> int:
+        return int(getattr(self.here, "device", 0))
+
+    def set_device(self, device: int) -> None:
+        self.here.device = device
+
+    @contextmanager
+    def device(self, device: int) -> Iterator[None]:
+        before, self.here.device = self.current_device(), device
+        yield
+        self.here.device = before
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert flags == 1, "cudaHostRegisterPortable: each device copies without another copy between"
+        if not self.code:
+            self.locked[address] = nbytes, self.current_device()
+        self.pending = self.code
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> None:
+        assert bytes((ctypes.c_char * 1).from_address(address)) == b"\7", "it is mapped still"
+        del self.locked[address]
+        self.unlocked_on.append(self.current_device())
+
+    def zeros(self, size: int, device: str) -> None:
+        if self.pending:
+            self.pending = 0
+            raise RuntimeError("CUDA error")
+
+
+class TestPageLocking:
+    @pytest.fixture
+    def cuda(self, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+        fake = FakeCuda()
+        fake.set_device(3)
+        for name, value in {
+            "cuda.is_available": lambda: True,
+            "accelerator.is_available": lambda: True,
+            "cuda.cudart": lambda: fake,
+            "cuda.current_device": fake.current_device,
+            "accelerator.current_device_index": fake.current_device,
+            "accelerator.set_device_index": fake.set_device,
+            "cuda.device": fake.device,
+            "zeros": fake.zeros,
+        }.items():
+            monkeypatch.setattr(f"torch.{name}", value)
+        return fake
+
+    @pytest.mark.parametrize("make", [Block, SharedBlock])
+    @pytest.mark.parametrize("nbytes", [1, 3 * 2**20 + 5, 5 * 2**20 + 5])
+    def test_memory_is_locked_at_its_size_until_freed(self, make: Any, nbytes: int, cuda: FakeCuda) -> None:
+        block = make(nbytes, True, 2)
+        assert cuda.locked == {block.address: (-(-nbytes // 4096) * 4096, 3)}
+        x = torch.frombuffer(block.view(), dtype=torch.uint8)
+        x[0] = 7
+        part = x[:1]
+        del block, x
+        gc.collect()
+        assert len(cuda.locked) == 1, "a tensor over it lives"
+        thread = threading.Thread(target=lambda holder: holder.clear(), args=([part],))
+        del part
+        thread.start()
+        thread.join()
+        gc.collect()
+        assert cuda.locked == {}
+        assert cuda.unlocked_on == [3], "not the first device, which a thread has otherwise"
+
+    @pytest.mark.parametrize("make", [Block, SharedBlock])
+    def test_memory_that_cannot_be_locked_is_used_as_it_is(
+        self, make: Any, cuda: FakeCuda, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        cuda.code = 2
+        block = make(5 * 2**20, True, 2)
+        assert cuda.pending == 0, "else torch raises it after a later kernel"
+        assert [r.getMessage() for r in caplog.records if "could not be page-locked (CUDA error 2)" in r.getMessage()]
+        block.view()[-1] = 7
+        del block
+        gc.collect()
+        assert cuda.unlocked_on == []
+
+    @pytest.mark.parametrize("reserve", [0, 4096])
+    def test_a_pool_keeps_its_memory_locked_until_it_closes(self, reserve: int, cuda: FakeCuda) -> None:
+        pool = Pool(reserve=reserve)
+        for _ in range(3):
+            tensor_over(borrow(pool, 64)).view(torch.uint8).fill_(7)
+            assert [*cuda.locked.values()] == [(4096, 3)]
+        pool.close()
+        gc.collect()
+        assert cuda.locked == {}
+
+    @pytest.mark.parametrize("pin", [False, None])
+    def test_memory_is_not_locked_unasked_or_without_cuda(
+        self, pin: bool | None, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        if pin is None:  # another accelerator: torch's allocator, which is not there in this test
+            monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        borrow(Pool(pin=pin), 64).view[0] = 7
+        assert (cuda.locked, cuda.unlocked_on) == ({}, [])
+        assert ("could not be page-locked" in caplog.text) is (pin is None)

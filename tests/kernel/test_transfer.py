@@ -1,44 +1,129 @@
-"""Many small tensors are copied by one system call, and one by one where the call is refused."""
+"""Bytes arrive where they belong, whichever of the ways to copy there is: compiled, or with the C library alone."""
 
 from __future__ import annotations
+
+import ctypes
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import stagereg
+import stagereg.kernel.compiled as compiled
 import stagereg.kernel.transfer as transfer
-from stagereg.kernel.transfer import iovecs, read_many
+from stagereg.kernel.transfer import Batch, CopyEngine, piece
+
+ROOT = Path(__file__).parents[2]
 
 
-@settings(max_examples=20, deadline=None)
-@given(sizes=st.lists(st.integers(0, 50), max_size=1024))
-def test_every_piece_arrives_and_nothing_else_is_touched(sizes: list[int]) -> None:
-    total = sum(sizes) + len(sizes)
-    source, to = torch.randint(1, 256, (total + 1,), dtype=torch.uint8), torch.zeros(total + 1, dtype=torch.uint8)
-    starts = [0]
-    for nbytes in sizes:
-        starts.append(starts[-1] + nbytes + 1)
-    addresses = [source.data_ptr() + at for at in starts[:-1]]
-    targets = [to.data_ptr() + at for at in starts[:-1]]
-    assert read_many(iovecs(targets, sizes), iovecs(addresses, sizes), sum(sizes))
-    gaps = torch.tensor([at + nbytes for at, nbytes in zip(starts, sizes, strict=False)] + [total], dtype=torch.int64)
-    expected = source.clone()
-    expected[gaps] = 0
-    assert torch.equal(to, expected)
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The compiled part, compiled here."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    made = tmp_path_factory.mktemp("compiled") / "_copy.so"
+    source = ROOT / "stagereg" / "kernel" / "copy.c"
+    subprocess.run(
+        [compiler, "-O2", "-Wall", "-Werror", "-shared", "-fPIC", source, "-o", made], check=True, timeout=60
+    )
+    found = ctypes.CDLL(str(made))
+    found.stagereg_copy.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    return found
 
 
-@pytest.mark.parametrize("refusal", ["not permitted", "half done"])
-def test_small_tensors_are_copied_singly_where_refused(refusal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["compiled", "system call", "not permitted", "half done"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One of the ways to copy many pieces; what a sandbox does to the system call is done by piece."""
     real = transfer._readv
     answers = {
         "not permitted": lambda *args: -1,
         "half done": lambda process, ours, count, theirs, other, flags: real(process, ours, 1, theirs, 1, flags),
     }
-    monkeypatch.setattr(transfer, "_readv", answers[refusal])
-    stager = stagereg.build("stager", "pinned_cached")
-    source = {str(i): torch.randn(i) for i in range(200)}
-    staged = stager.stage(source)
-    assert all(torch.equal(staged[name], x) for name, x in source.items())
-    stager.close()
+    copy = request.getfixturevalue("library").stagereg_copy if request.param == "compiled" else None
+    monkeypatch.setattr(compiled, "copy", copy)
+    monkeypatch.setattr(transfer, "_readv", answers.get(request.param, real))
+    return request.param
+
+
+def moved(sizes: list[int], gaps: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, int, int]]]:
+    """A source, what an empty block becomes by moves of these sizes with gaps between them on both sides, and those."""
+    runs = list(zip(sizes, gaps, gaps[::-1], strict=True))
+    source = torch.randint(1, 256, (sum(sizes) + sum(gaps),), dtype=torch.uint8)
+    expected, moves = torch.zeros_like(source), []
+    to = at = 0
+    for nbytes, before, other in runs:
+        to, at = to + before, at + other
+        expected[to : to + nbytes] = source[at : at + nbytes]
+        moves.append((to, source.data_ptr() + at, nbytes))
+        to, at = to + nbytes, at + nbytes
+    return source, expected, moves
+
+
+SIZES = st.one_of(st.integers(0, 200), st.integers(500, 5000), st.integers(60_000, 600_000))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(SIZES, st.integers(0, 130)), max_size=40), st.integers(0, 1100), st.integers(1, 3))
+def check_moves(runs: list[tuple[int, int]], more: int, threads: int) -> None:
+    runs = [*runs, *[(at % 90, at % 7) for at in range(more)]]
+    source, expected, moves = moved([nbytes for nbytes, _ in runs], [gap for _, gap in runs])
+    engine, batch = CopyEngine(threads), Batch(moves)
+    for _ in range(2):  # the second time with what was remembered
+        to = torch.zeros_like(source)
+        engine.run(to.data_ptr(), batch.pieces(threads)).finish()
+        assert torch.equal(to, expected)
+    to = torch.zeros_like(source)
+    piece(moves)(to.data_ptr())
+    assert torch.equal(to, expected)
+    engine.close()
+
+
+def test_every_byte_arrives_and_nothing_else_is_touched(way: str) -> None:
+    check_moves()
+
+
+def test_each_alignment_of_both_sides_is_copied(way: str) -> None:
+    source = torch.randint(1, 256, (2000,), dtype=torch.uint8)
+    for at in range(65):
+        for to in range(65):
+            for nbytes in (511, 512, 513, 575, 1201):
+                target = torch.zeros(2000, dtype=torch.uint8)
+                piece([(to, source.data_ptr() + at, nbytes)])(target.data_ptr())
+                assert torch.equal(target[to : to + nbytes], source[at : at + nbytes])
+                assert not target[:to].any()
+                assert not target[to + nbytes :].any()
+
+
+LOADED = """
+import json, sys, stagereg.kernel.compiled as compiled
+print(json.dumps([compiled.way, [line.split()[-1] for line in open("/proc/self/maps") if "_copy" in line]]))
+"""
+
+
+@pytest.mark.parametrize("beside", ["nothing", "the compiled part", "no library"])
+def test_it_is_loaded_from_beside_the_package_only(beside: str, library: ctypes.CDLL, tmp_path: Path) -> None:
+    site, here = tmp_path / "site", tmp_path / "here"
+    shutil.copytree(ROOT / "stagereg", site / "stagereg", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    here.mkdir()
+    for name in ("_copy.so", "stagereg/kernel/_copy.so"):
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(library._name, here / name)
+    own = site / "stagereg" / "kernel" / "_copy.cpython-399-x86_64-linux-gnu.so"
+    if beside == "the compiled part":
+        shutil.copy(library._name, own)
+    elif beside == "no library":
+        own.write_text("something else")
+    environment = {"PYTHONPATH": str(site), "LD_LIBRARY_PATH": str(here)}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED], cwd=here, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    way, files = json.loads(done.stdout)
+    assert set(files) == ({str(own)} if beside == "the compiled part" else set())
+    assert bool(way) == (beside == "the compiled part")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 import stagereg
 import stagereg.kernel.memory as memory
 from stagereg.errors import StagingError
+from stagereg.testing import run_ranks
 
 MIB_IN_GB = 2**20 / 2**30
 
@@ -64,6 +66,37 @@ def test_all_copies_together_keep_to_the_bound(make: Callable[..., Any], monkeyp
         stager.close()
     with pytest.raises(StagingError, match="host_memory_gb must be more than 0"):
         make(0)
+
+
+def bytes_copied(mib: float) -> int:
+    """Of 8 MiB, with such a bound."""
+    stager = stagereg.build("stager", "pinned_cached", host_memory_gb=mib * MIB_IN_GB, max_in_flight=2)
+    stager.expect_release()
+    source: dict[str, Any] = {str(i): torch.ones(2**18) for i in range(8)}
+    copy = stager.stage(source)
+    copied = sum(source[name].nbytes for name in source.keys() - outside(copy, source))
+    del copy
+    stager.synchronize_staging()
+    stager.close()
+    return copied
+
+
+def copied_on_a_rank(rank: int, world_size: int, says_how_many: bool) -> int:
+    if not says_how_many:
+        del os.environ["LOCAL_WORLD_SIZE"]
+    return bytes_copied(16)
+
+
+@pytest.mark.parametrize(("ranks", "mib"), [("1", 8), ("2", 4), ("4", 2), ("100", 0)])
+def test_the_ranks_of_a_machine_share_the_bound(ranks: str, mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert bytes_copied(16) == mib * 2**20
+
+
+@pytest.mark.parametrize("says_how_many", [True, False], ids=["launched", "unknown"])
+def test_ranks_together_copy_no_more_than_the_bound(says_how_many: bool) -> None:
+    # Two copies of each of two ranks may be in flight, so 4 MiB each.
+    assert run_ranks(copied_on_a_rank, 2, args=(says_how_many,)) == [4 * 2**20] * 2
 
 
 @settings(max_examples=30, deadline=None)

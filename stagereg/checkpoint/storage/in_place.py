@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from stagereg.checkpoint.encoding import without_gc
 from stagereg.checkpoint.storage.envelope import Envelope, envelope
 from stagereg.kernel.memory import Padding, padding_around
-from stagereg.kernel.transfer import Batch, Move
+from stagereg.kernel.transfer import Batch
 
 __all__ = ["Image", "InPlace"]
 
@@ -55,7 +55,7 @@ class _Block:
         self._pieces = ctypes.create_string_buffer(b"".join(pieces))
         first = ctypes.addressof(self._pieces)
         places = {kind: first + at * (before + after) for at, kind in enumerate(kinds)}
-        moves: list[Move] = []
+        moves: list[tuple[int, int, int]] = []
         for each in sorted(self.tensors, key=lambda each: each.begin):
             if not self.runs or each.begin - self.runs[-1][-1].end > _GAP_BYTES:
                 self.runs.append([])
