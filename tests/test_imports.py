@@ -13,7 +13,19 @@ PACKAGE = Path(__file__).parents[1] / "stagereg"
 # From the bottom up. The modules of one line may import those of the lines above it, and each other.
 LAYERS = [
     {"_version", "errors"},
-    {"sizes", "durations", "record", "shutdown", "output", "machine", "crash_report", "installed", "spec", "registry"},
+    {
+        "sizes",
+        "durations",
+        "record",
+        "shutdown",
+        "output",
+        "machine",
+        "crash_report",
+        "installed",
+        "spec",
+        "registry",
+        "sockets",
+    },
     {"kernel"},
     {"stagers", "join"},
     {"config"},

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stagereg.bench.measure import in_own_process, interleave, quiet
+from stagereg.bench.measure import in_own_process, interleave, peaks, quiet
 from stagereg.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -197,7 +197,9 @@ def _series(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
         with _folder(asked.dir if asked.kind == "write" else None) as folder:
             wanted = [case for case in _cases(asked, state, Path(folder)) if {*case.rows} & {ROW, *rows}]
             taken = interleave(wanted, asked.rounds, settle, change, f"{asked.kind} {name}")
-        groups.append(report.of_series(name, title, [one for one in taken if one.row in (ROW, *rows)], ROW))
+            peak = {row: nbytes / state.nbytes for row, nbytes in peaks(wanted).items()}
+        series = [one for one in taken if one.row in (ROW, *rows)]
+        groups.append(report.of_series(name, title, series, ROW, peak))
     return groups
 
 

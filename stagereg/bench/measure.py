@@ -14,18 +14,20 @@ import random
 import statistics
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
 import stagereg.output as output
 from stagereg.errors import LaunchError
 
-__all__ = ["Case", "Series", "in_own_process", "interleave", "quiet", "spread"]
+__all__ = ["Case", "Series", "in_own_process", "interleave", "peaks", "quiet", "spread"]
 
 T = TypeVar("T")
 
@@ -143,6 +145,33 @@ def interleave(
         for case in cases:
             case.close()
     return [one for rows in series.values() for one in rows]
+
+
+def peaks(cases: Sequence[Case]) -> dict[str, int]:
+    """Return the most bytes of host memory that each row's case takes, above what the process had before.
+
+    Call it when all of them are closed: each starts afresh, is done twice, of which the second time finds what was
+    kept, and is closed again. Counted is what is resident in this process (``VmHWM``), which on Linux is all but what a
+    driver has handed out. A case that fails, and all of them where the system does not count, have no entry.
+    """
+    found: dict[str, int] = {}
+    for case in cases:
+        gc.collect()
+        if _malloc_trim is not None:
+            _malloc_trim(0)
+        with suppress(Exception):
+            Path("/proc/self/clear_refs").write_text("5")  # the mark falls to what is resident now
+            before = _resident("VmRSS")
+            for _ in range(2):
+                deque(case.turn(), maxlen=0)
+            found |= dict.fromkeys(case.rows, max(0, _resident("VmHWM") - before))
+        case.close()
+    return found
+
+
+def _resident(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 @contextmanager

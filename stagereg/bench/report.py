@@ -34,8 +34,12 @@ class Group:
     lines: Sequence[Line]
 
 
-def of_series(name: str, title: str, series: Sequence[Series], ceiling: str) -> Group:
-    """Make a group of rows that are a ratio to the row ``ceiling``: median by median, 1.0 is as fast."""
+def of_series(name: str, title: str, series: Sequence[Series], ceiling: str, peaks: Mapping[str, float]) -> Group:
+    """Make a group of rows that are a ratio to the row ``ceiling``: median by median, 1.0 is as fast.
+
+    Args:
+        peaks: by row, the host memory that it takes at most, as a multiple of the state.
+    """
     top = next(one for one in series if one.row == ceiling)
     lines = []
     for one in series:
@@ -44,10 +48,10 @@ def of_series(name: str, title: str, series: Sequence[Series], ceiling: str) -> 
             continue
         median = statistics.median(one.samples)
         figures = {"ratio": median / statistics.median(top.samples)} if top.samples else {}
-        ratio = f"{figures['ratio']:9.2f}" if figures else "-"
-        cells = [ms(median), iqr(one.samples, ms), ratio]
-        lines.append(Line(one.row, cells, {"seconds": one.samples}, figures))
-    return Group(name, title, ["median ms", "IQR ms", "x ceiling"], lines)
+        figures |= {"peak": peaks[one.row]} if one.row in peaks else {}
+        shown = [f"{figures[key]:9.2f}" if key in figures else "-" for key in ("ratio", "peak")]
+        lines.append(Line(one.row, [ms(median), iqr(one.samples, ms), *shown], {"seconds": one.samples}, figures))
+    return Group(name, title, ["median ms", "IQR ms", "x ceiling", "peak x state"], lines)
 
 
 def show(groups: Sequence[Group]) -> None:

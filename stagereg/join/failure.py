@@ -378,19 +378,23 @@ def abort(group: dist.ProcessGroup) -> None:
     resources = resources_of(group)
     resources.aborted = True
     for backend in [*_backends(group), *resources.backends()]:
-        if isinstance(backend, dist.ProcessGroupGloo):
-            _close_connections(backend)
-        else:
-            with contextlib.suppress(Exception):
-                backend.abort()
+        _abort(backend)
 
 
 def discard_channels(group: dist.ProcessGroup) -> None:
     """Let go of what joins keep for ``group``, after one has failed: its ranks may be anywhere in their exchanges."""
     resources = resources_of(group)
     for backend in resources.backends():
-        _close_connections(backend)  # or a thread would wait in one for a rank that does not come
+        _abort(backend)  # or a thread would wait in one for a rank that does not come
     resources.close()
+
+
+def _abort(backend: Any) -> None:
+    if isinstance(backend, dist.ProcessGroupGloo):
+        _close_connections(backend)
+    else:
+        with contextlib.suppress(Exception):
+            backend.abort()
 
 
 def _close_connections(backend: Any) -> None:

@@ -1,7 +1,7 @@
 """Control channels: small collectives beside those of training, among the same ranks.
 
-What a join exchanges goes over gloo connections of its own, on the CPU. So it is never paired with a collective of the
-training step, and an accelerator's stream does not wait for it.
+What a join exchanges goes over connections of its own, on the CPU: sockets among a few ranks of one machine, else gloo.
+So it is never paired with a collective of the training step, and an accelerator's stream does not wait for it.
 
 Connections and threads are made once for a process group, and kept on its :class:`GroupResources` until the group is
 destroyed, or a join over it fails.
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from stagereg.errors import JoinError
+from stagereg.sockets import MOST_RANKS, LocalListener, PeerCall, PeerSockets
 
 __all__ = ["LIMIT_S", "ControlChannel", "PendingSum", "Waiting", "WorkerThread", "control_channel", "resources_of"]
 __all__ += ["wait_for_keys", "wait_until"]
@@ -78,29 +79,29 @@ class WorkerThread:
 
 
 class PendingSum:
-    """A sum that is under way; without ``work`` it is there."""
+    """A sum that is under way: as the work of a collective, which puts it into ``values``, or as a call of sockets."""
 
-    def __init__(self, values: array[float], work: Any = None) -> None:
+    def __init__(self, values: array[float], work: Any) -> None:
         self._values = values
         self._work = work
 
     def ready(self, seconds: float) -> bool:
         """Wait at most so long; return whether the sum is there. Raises what the collective failed with."""
-        if self._work is None:
-            return True
+        if isinstance(self._work, PeerCall):
+            return self._work.ready(seconds)
         try:
             self._work.wait(timedelta(seconds=max(seconds, 0.001)))
         except RuntimeError:
             if self._work.is_completed():
                 self._work.wait()  # raises what it failed with
             return False  # the sum goes on
-        self._work = None
         return True
 
     def wait(self) -> list[float]:
         """Wait for the sums, one for each of the values."""
-        if self._work is not None:
-            self._work.wait()
+        parts = self._work.wait()
+        if isinstance(self._work, PeerCall):
+            return [sum(each) for each in zip(*(array("d", part) for part in parts), strict=True)]
         return self._values.tolist()
 
 
@@ -111,39 +112,41 @@ class ControlChannel:
         rank, size: this rank among them, and how many there are.
         polled: whether its callers wait in turns of their own; then its collectives have no time limit.
         thread: of the channel alone, for jobs that wait on it.
-        backend: a gloo backend of its own, which ``destroy_process_group`` leaves alone; ``None`` for a single rank.
+        backend: sockets, or a gloo backend, which ``destroy_process_group`` leaves alone.
     """
 
     def __init__(self, group: dist.ProcessGroup, key: str, waiting: Waiting | None) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.polled = waiting is not None
         self.thread = WorkerThread(f"stagereg-{key.rpartition('/')[2]}")
-        self.backend: Any = None
-        if self.size == 1:
+        self.backend: Any = PeerSockets(0, {}) if self.size == 1 else None
+        if self.backend:
             return
         store: Any = PrefixStore(key, group.get_group_store())
-        if waiting is not None:
-            # Gloo waits for the others inside a call of the store, where an error of another rank does not reach this
-            # thread, and where it keeps the store's connection from this process's other threads.
-            store.set(f"here/{self.rank}", "")
-            ranks = [f"here/{rank}" for rank in range(self.size)]
-            waiting(lambda seconds: wait_for_keys(store, ranks, seconds), "the join")
-        self.backend = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=LIMIT_S))
-        if waiting is not None:  # a sum may be under way for as long as ranks are apart
-            self.backend._set_default_timeout(timedelta(days=999))
+        waiting = waiting or wait_until
+        listener = LocalListener() if self.size <= MOST_RANKS else None
+        store.set(f"here/{self.rank}", "" if listener is None else listener.address)
+        ranks = [f"here/{rank}" for rank in range(self.size)]
+        # Not inside of gloo, which an error of another rank does not reach, and which would keep the store to itself.
+        waiting(lambda seconds: wait_for_keys(store, ranks, seconds), "the join")
+        if listener is not None:
+            self.backend = listener.connect(self.rank, [store.get(rank).decode() for rank in ranks], waiting)
+        if self.backend is None:
+            self.backend = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=LIMIT_S))
+        self.backend._set_default_timeout(timedelta(days=999) if self.polled else timedelta(seconds=LIMIT_S))
 
     def add(self, values: Sequence[float]) -> PendingSum:
         """Begin to sum ``values`` over the ranks; returns at once. All ranks give as many."""
         mine = array("d", values)
-        if self.backend is None:
-            return PendingSum(mine)
+        if isinstance(self.backend, PeerSockets):
+            return PendingSum(mine, self.backend.send(mine.tobytes()))
         return PendingSum(mine, self.backend.allreduce([torch.frombuffer(mine, dtype=torch.float64)]))
 
     def gather(self, thing: Any) -> list[Any]:
         """Return what all ranks gave, in rank order; it is pickled. Waits for all of them."""
-        if self.backend is None:
-            return [thing]
         mine = pickle.dumps(thing)
+        if isinstance(self.backend, PeerSockets):
+            return [pickle.loads(part) for part in self.backend.send(mine).wait()]
         lengths = [0.0] * self.size
         lengths[self.rank] = len(mine)
         longest = int(max(self.add(lengths).wait()))
@@ -172,9 +175,8 @@ class GroupResources:
         return f"{self.prefix}/{kind}/{self.counts[kind]}"
 
     def backends(self, polled: bool = True) -> list[Any]:
-        """The gloo backends of the channels; with ``polled=False`` without those that are polled."""
-        channels = (channel for channel in self.channels.values() if polled or not channel.polled)
-        return [channel.backend for channel in channels if channel.backend is not None]
+        """What the channels go over; with ``polled=False`` without those that are polled."""
+        return [each.backend for each in self.channels.values() if polled or not each.polled]
 
     def drop(self, purpose: str) -> None:
         """Let go of a channel that this rank does not use again."""
@@ -184,10 +186,10 @@ class GroupResources:
     def close(self) -> None:
         """End all threads and let go of the channels. What is asked for afterwards is made anew."""
         self.counts["closed"] += 1
-        threads = [self.heartbeat, *(channel.thread for channel in self.channels.values())]
-        self.heartbeat, self.channels = WorkerThread("stagereg-heartbeat"), {}
-        for thread in threads:
-            thread.close()
+        for purpose in list(self.channels):
+            self.drop(purpose)
+        before, self.heartbeat = self.heartbeat, WorkerThread("stagereg-heartbeat")
+        before.close()
 
 
 def resources_of(group: dist.ProcessGroup) -> GroupResources:
@@ -220,8 +222,7 @@ def wait_for_keys(store: Store, keys: list[str], seconds: float) -> bool:
     """Wait so many seconds at most for keys, looking less and less often; return whether they are there."""
     started = time.monotonic()
     while not store.check(keys):
-        waited = time.monotonic() - started
-        if waited > seconds:
+        if (waited := time.monotonic() - started) > seconds:
             return False
         time.sleep(min(waited / 8, 0.002))
     return True

@@ -53,6 +53,7 @@ def test_medians_and_ratios_follow_from_the_samples_of_the_run(
             assert row["seconds"]["median"] == pytest.approx(statistics.median(row["seconds"]["samples"]))
             assert row["seconds"]["q1"] <= row["seconds"]["median"] <= row["seconds"]["q3"]
             assert row["ratio"] == pytest.approx(row["seconds"]["median"] / top)
+            assert row["peak"] >= 0
     out = capsys.readouterr().out
     assert all(name in out for name in names)
     assert max(map(len, out.splitlines())) <= 120

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import stagereg.bench.measure as measure
-from stagereg.bench.measure import Case, Series, interleave, spread
+from stagereg.bench.measure import Case, Series, interleave, peaks, spread
 from stagereg.bench.report import of_series
 
 
@@ -76,8 +77,10 @@ def test_a_shuffled_order_is_another_in_each_round() -> None:
 
 def test_a_ratio_is_of_medians_and_a_spread_the_middle_half() -> None:
     ceiling, row = Series("ceiling", [1.0, 4.0, 2.0]), Series("row", [3.0, 1.0, 100.0])
-    lines = of_series("name", "title", [ceiling, row], "ceiling").lines
+    lines = of_series("name", "title", [ceiling, row], "ceiling", {row.row: 2.0}).lines
     assert [line.figures["ratio"] for line in lines] == [1.0, 1.5]
+    assert [line.figures.get("peak") for line in lines] == [None, 2.0]
+    assert [line.cells[-1].strip() for line in lines] == ["-", "2.00"]
     assert spread([5.0, 1.0, 2.0, 4.0, 3.0]) == (2.0, 4.0)
     assert spread([7.0]) == (7.0, 7.0)
 
@@ -126,3 +129,32 @@ def test_only_the_last_time_of_a_case_waits_for_the_device() -> None:
     settle()  # what was under way before does not count
     sample = Case("blocked", "done", turn=turn).sample(settle, clock)
     assert sample == {"blocked": 2.0, "done": 3.0}
+
+
+def test_the_peak_is_that_of_two_turns_from_scratch() -> None:
+    mib, closed = 2**20, []
+
+    class Keeping(Case):
+        kept: torch.Tensor | None = None
+
+        def turn(self) -> Iterator[None]:
+            yield
+            if self.kept is None:
+                self.kept = torch.ones(32 * mib, dtype=torch.uint8)
+            else:
+                torch.ones(16 * mib, dtype=torch.uint8)
+            yield
+
+        def close(self) -> None:
+            closed.append(self.kept is None)
+            self.kept = None
+
+    def failing() -> Iterator[None]:
+        yield
+        raise OSError
+
+    found = peaks([Keeping("kept", "also"), Case("fails", turn=failing), Keeping("again")])
+    assert closed == [False, False]
+    assert found.keys() == {"kept", "also", "again"}
+    for nbytes in found.values():
+        assert 46 * mib < nbytes < 52 * mib

@@ -1,0 +1,216 @@
+"""Messages of all ranks of a machine reach all of them in order, and a wait for a rank that is gone ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import stagereg
+import stagereg.testing.ranks as harness
+from stagereg.kernel.channel import control_channel, resources_of, wait_until
+from stagereg.sockets import LocalListener, PeerSockets
+from stagereg.testing import RankFailure, run_ranks
+
+SOON_S = 10.0
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[PeerSockets]]:
+    """Three ranks, all in this process."""
+    ends: list[dict[int, socket.socket]] = [{}, {}, {}]
+    for one, other in combinations(range(3), 2):
+        ends[one][other], ends[other][one] = socket.socketpair()
+    made = [PeerSockets(rank, peers) for rank, peers in enumerate(ends)]
+    yield made
+    for each in made:
+        each.abort()
+
+
+def test_messages_of_a_call_belong_together(ranks: list[PeerSockets]) -> None:
+    """Whatever the order in which calls are waited for, and however far a rank is ahead."""
+    ahead = [ranks[0].send(b"%d" % number) for number in range(50)]
+    assert not ahead[0].ready(0.0)
+    for rank in (1, 2):
+        calls = [ranks[rank].send(b"%d from %d" % (number, rank)) for number in range(50)]
+        for number in reversed(range(rank, 50)):
+            assert calls[number].parts[rank] == b"%d from %d" % (number, rank)
+    for number in (49, 0, 7):
+        assert ahead[number].wait() == [b"%d" % number, b"%d from 1" % number, b"%d from 2" % number]
+
+
+def test_messages_too_large_for_a_buffer_cross(ranks: list[PeerSockets]) -> None:
+    large = [bytes([rank]) * (3_000_000 + rank) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        calls = [each.send(message) for each, message in zip(ranks, large, strict=True)]
+        afterwards = [each.send(b"") for each in ranks]
+        assert all(found == large for found in pool.map(lambda call: call.wait(), calls))
+        assert all(found == [b""] * 3 for found in pool.map(lambda call: call.wait(), afterwards))
+
+
+def test_two_threads_can_wait_for_one_ranks_messages(ranks: list[PeerSockets]) -> None:
+    """As a join's thread waits for the first sum while training waits for the next."""
+    first, second = ranks[0].send(b"first"), ranks[0].send(b"second")
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(call.ready, SOON_S) for call in (second, first)]
+        for each in ranks[1:]:
+            each.send(b"first")
+            each.send(b"second")
+        assert all(wait.result(SOON_S) for wait in waits)
+
+
+def test_a_rank_that_ended_is_missed_only_by_what_it_did_not_send(ranks: list[PeerSockets]) -> None:
+    """What it sent before is there, also where it never read what others had sent it."""
+    ranks[0].send(b"never read")
+    ranks[1].send(b"last words")
+    ranks[1].abort()
+    calls = [ranks[2].send(b"") for _ in range(2)]
+    ranks[0].send(b"")
+    assert calls[0].wait()[1] == b"last words"
+    for _ in range(2):
+        with pytest.raises(dist.DistNetworkError, match="Connection closed by peer: rank 1"):
+            calls[1].ready(SOON_S)
+
+
+def test_an_abort_ends_the_waits_of_other_threads_and_ranks(ranks: list[PeerSockets]) -> None:
+    calls = [ranks[0].send(b""), [ranks[1].send(b"") for _ in range(2)][1]]
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(call.ready, 2 * SOON_S) for call in calls]
+        started = time.monotonic()
+        ranks[0].abort()
+        for wait in waits:
+            with pytest.raises(dist.DistNetworkError, match="Connection closed"):
+                wait.result(SOON_S)
+    assert time.monotonic() - started < SOON_S
+
+
+def test_a_wait_ends_at_the_limit_and_a_forked_copy_closes_nothing(ranks: list[PeerSockets]) -> None:
+    ranks[0].options._timeout = type(ranks[0].options._timeout)(seconds=0.1)
+    call = ranks[0].send(b"")
+    with pytest.raises(dist.DistNetworkError, match="Timed out waiting 100ms"):
+        call.wait()
+    copy = PeerSockets(1, {0: ranks[1]._peers[0].dup()})  # as a process that was forked has it
+    del copy
+    gc.collect()
+    for each in ranks[1:]:
+        each.send(b"")
+    assert call.ready(SOON_S)
+
+
+def connected(addresses: dict[int, str], listeners: list[LocalListener]) -> list[PeerSockets | None]:
+    given = [addresses.get(rank, each.address) for rank, each in enumerate(listeners)]
+    with ThreadPoolExecutor(len(listeners)) as pool:
+        return list(pool.map(lambda rank: listeners[rank].connect(rank, given, wait_until), range(len(listeners))))
+
+
+def test_ranks_of_one_machine_connect_and_strangers_do_not() -> None:
+    listeners = [LocalListener() for _ in range(3)]
+    stranger = socket.socket(socket.AF_UNIX)
+    stranger.connect(f"\0stagereg-{listeners[0].address.split()[1]}")
+    stranger.sendall(f"{'guessed':32}{1:8}".encode())
+    made = connected({}, listeners)
+    calls = [each.send(b"%d" % rank) for rank, each in enumerate(made) if each is not None]
+    assert [call.wait() for call in calls] == [[b"0", b"1", b"2"]] * 3
+    assert stranger.recv(1) == b""
+    stranger.close()
+
+
+def test_ranks_of_several_machines_do_not_connect() -> None:
+    listeners = [LocalListener() for _ in range(3)]
+    assert connected({2: f"elsewhere {listeners[2].address.split(maxsplit=1)[1]}"}, listeners) == [None] * 3
+
+
+def channels(rank: int, world_size: int) -> list[Any]:
+    """What goes over a channel, by sockets, and over gloo as on several machines."""
+    group: Any = dist.group.WORLD
+    found = []
+    for purpose, most in (("sockets", 16), ("gloo", 0)):
+        with mock.patch("stagereg.kernel.channel.MOST_RANKS", most):
+            channel = control_channel(group, purpose)
+        sums = [channel.add([float(rank), step]) for step in range(3)]
+        gathered = channel.gather({"rank": rank, "filler": "x" * 10_000 * rank})
+        results = [each.wait() for each in sums]
+        found.append((type(channel.backend).__name__, results, [len(each["filler"]) for each in gathered]))
+    return found
+
+
+def test_sums_are_the_same_over_sockets_and_over_gloo() -> None:
+    for by_sockets, by_gloo in run_ranks(channels, 3, timeout_s=40):
+        assert (by_sockets[0], by_gloo[0]) == ("PeerSockets", "ProcessGroupGloo")
+        assert by_sockets[1:] == by_gloo[1:] == ([[3.0, 3.0 * step] for step in range(3)], [0, 10_000, 20_000])
+
+
+def joins_after_a_failure(rank: int, world_size: int) -> list[Any]:
+    """Rank 1 leaves a join with its first message sent and unread; then all join again over the same group."""
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 1))
+    group: Any = dist.group.WORLD
+    before: Any = None
+    found: list[Any] = []
+    for fails in (False, True, False):
+        with mock.patch("stagereg.join.failure.abort"):  # so that the group can be used again
+            try:
+                with stagereg.Join([ddp], mode="counted", timeout=20) as join:
+                    channel = resources_of(group).channels["membership"]
+                    for step, x in enumerate(join.iterate([torch.ones(2, 4)] * (3 + rank))):
+                        if fails and step == 1:
+                            channel.add([7.0] * 9)  # a message that no rank expects
+                            raise ValueError("on all ranks")
+                        ddp(x).sum().backward()
+                found.append(step + 1)
+            except ValueError:
+                found.append("failed")
+        found.append(channel is before)
+        before = channel
+        dist.barrier()
+    return found
+
+
+def test_no_message_of_a_failed_join_reaches_the_next_one() -> None:
+    for found in run_ranks(joins_after_a_failure, 2, timeout_s=60):
+        assert found == [4, False, "failed", True, 4, False]
+
+
+def killed(rank: int, world_size: int) -> None:
+    """Rank 0 and 1 have left the loop and wait for the next step, which rank 2 was to take."""
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 1))
+    data = [torch.ones(2, 4)] * (4 if rank == 2 else 1)
+    with stagereg.Join([ddp], mode="counted", timeout=60):
+        for step, x in enumerate(data):
+            if step == 2:
+                time.sleep(1.0)  # in which it publishes that it is in the join
+                os.kill(os.getpid(), signal.SIGKILL)
+            ddp(x).sum().backward()
+
+
+def test_ranks_that_wait_by_sockets_soon_know_of_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "_LINGER_S", 20.0)  # so that the others can raise; the join's timeout is longer
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(killed, 3, timeout_s=50)
+    assert "SIGKILL" in failure.value.failed[2]
+    for rank in (0, 1):
+        assert "PeerFailedError: rank 2 did not answer" in failure.value.failed[rank]
+
+
+def test_closing_frees_every_socket() -> None:
+    held = [LocalListener() for _ in range(2)]
+    made = connected({}, held)
+    before = threading.active_count()
+    gc.collect()
+    open_files = len(os.listdir("/proc/self/fd"))
+    del made
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == open_files - 2
+    assert threading.active_count() == before
