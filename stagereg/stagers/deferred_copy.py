@@ -3,8 +3,9 @@
 A :class:`CopySplit` says which regions of a layout are copied at once and which later. A :class:`DeferredCopy` moves
 the latter in pieces that any thread may take: a background thread takes them one after the other, and a thread that is
 about to write calls :meth:`DeferredCopy.finish_before_write`, helps with those that are left, and goes on when all are
-copied (copy before overwrite). What lies on an accelerator is queued on a side stream at once; a writer's stream waits
-for it, the writer does not.
+copied (copy before overwrite). What lies on an accelerator is copied on a side stream, which waits from the beginning
+for what was queued before. Its copies, at some microseconds each, are queued by whichever thread comes first. A
+writer's stream waits for them; the writer waits no longer than until they are queued.
 
 Writes without that call are found by two things, both cheap. The version counters of the tensors, which most in-place
 operations of torch move. And samples of the bytes, taken at the beginning and compared with the same points of the
@@ -16,6 +17,7 @@ checksum of every byte (CRC-32) is compared as well.
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -36,17 +38,18 @@ _MAX_BYTES_BETWEEN = 2**22  # from one sample to the next
 class CopySplit:
     """The regions of a layout, split into those that are copied at once and those that are copied later.
 
-    Made once for a layout, as long as the same may be deferred.
+    Made once for a layout, as long as the same may be deferred. In host memory, regions below ``least`` bytes are not.
     """
 
-    def __init__(self, layout: Layout, may_defer: Callable[[Region], bool]) -> None:
-        local = [(region, may_defer(region)) for region in layout.regions]
+    def __init__(self, layout: Layout, may_defer: Callable[[Region], bool], least: int) -> None:
+        local = [(region, region.nbytes >= least and may_defer(region)) for region in layout.regions]
         remote = [(region, may_defer(region)) for region in layout.remote]
         self.immediate = Batch([(r.offset, r.address, r.nbytes) for r, deferred in local if not deferred])
         self.deferred = [region for region, deferred in local if deferred]
         self.pieces = [piece for region in self.deferred for piece in _pieces(region)]
         self.immediate_remote = [region for region, deferred in remote if not deferred]
         self.deferred_remote = [region for region, deferred in remote if deferred]
+        self.streams: dict[torch.device, torch.Stream] = {}  # for those, by device; made when needed
         # Indices of the tensors in all deferred regions.
         self.members = [i for region in (*self.deferred, *self.deferred_remote) for i in region.members]
         # Where to look for a change in host memory: both ends of each region, and regular points between them.
@@ -72,14 +75,14 @@ class DeferredCopy:
     Args:
         pending: the whole copy.
         split: which part is made later.
-        events: by device, the ends of the copies that are queued there.
+        events: by device, the ends of the copies that are queued already.
         thorough: look at every byte in host memory to find writes.
     """
 
     def __init__(
         self, pending: PendingCopy, split: CopySplit, events: list[tuple[torch.device, torch.Event]], thorough: bool
     ) -> None:
-        self._task = CopyTask(pending.address, split.pieces)
+        self._task = CopyTask(pending.address, [*_queues(pending, split, events), *split.pieces])
         self._sources = pending.sources
         self._base = pending.address
         self._split = split
@@ -124,6 +127,29 @@ class DeferredCopy:
                 torn += [r for r, before in checksums if _checksum(self._base + r.offset, r.nbytes) != before]
                 self._written = sorted(found.union(*(region.members for region in torn)))
             return self._written
+
+
+def _queues(
+    pending: PendingCopy, split: CopySplit, events: list[tuple[torch.device, torch.Event]]
+) -> list[Callable[[int], None]]:
+    """Return, by device, what queues the deferred copies and adds the event of their end, on any thread."""
+    by_device: dict[torch.device, list[Region]] = {}
+    for region in split.deferred_remote:
+        by_device.setdefault(pending.sources[region.source].device, []).append(region)
+
+    def queue(base: int, device: torch.device, stream: torch.Stream) -> None:
+        # The device first: a thread may have another one, which leaving the stream would set up, at a cost in memory.
+        with torch.no_grad(), torch.accelerator.device_index(device.index), stream:
+            for to, source in pending.pairs(by_device[device]):
+                to.copy_(source, non_blocking=True)
+            events.append((device, stream.record_event()))
+
+    made: list[Callable[[int], None]] = []
+    for device in by_device:
+        stream = split.streams.get(device) or split.streams.setdefault(device, torch.Stream(device))
+        stream.wait_event(torch.accelerator.current_stream(device).record_event())  # that of the caller, as it is now
+        made.append(functools.partial(queue, device=device, stream=stream))
+    return made
 
 
 def _bytes_at(addresses: Sequence[int], split: CopySplit) -> list[bytes]:

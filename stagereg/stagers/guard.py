@@ -35,7 +35,8 @@ class WriteGuard:
 
     def __init__(self, before_write: Callable[[], None]) -> None:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        seen, reference = self._optimizers, weakref.WeakMethod(before_write)
+        self._captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        seen, captured, reference = self._optimizers, self._captured, weakref.WeakMethod(before_write)
 
         def call() -> None:
             method = reference()
@@ -43,6 +44,9 @@ class WriteGuard:
                 method()
 
         def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                captured.add(optimizer)  # nothing is written now, and later by each replay, without a call
+                return
             seen.add(optimizer)
             call()
 
@@ -56,8 +60,12 @@ class WriteGuard:
         self._optimizers.add(optimizer)
 
     def owned(self) -> dict[tuple[int, int], int]:
-        """Return device index and address -> bytes of each tensor that only a known optimizer writes."""
-        found = [x for optimizer in list(self._optimizers) for x in _written_by(optimizer)]
+        """Return device index and address -> bytes of each tensor that only a known optimizer writes.
+
+        None of an optimizer that a CUDA graph has captured: it may write without calling back.
+        """
+        announced = [optimizer for optimizer in list(self._optimizers) if optimizer not in self._captured]
+        found = [x for optimizer in announced for x in _written_by(optimizer)]
         return {(x.get_device(), x.data_ptr()): x.nbytes for x in found}
 
     def close(self) -> None:

@@ -44,6 +44,7 @@ class OverlappedStager(HostStager):
     within the milliseconds of the copy; ``verify=True`` finds that too.
 
     Tensors on accelerators are copied on a side stream; the stream of the optimizer waits for it, the host does not.
+    What an optimizer writes that was captured in a CUDA graph is copied at once, since nothing announces a replay.
 
     Args:
         threads: threads that copy what is copied at once, the caller's among them.
@@ -51,7 +52,7 @@ class OverlappedStager(HostStager):
             then reads the whole state: a mode to find unforeseen writes.
     """
 
-    # Bytes; smaller regions are copied at once, which costs less than a deferred copy of them.
+    # Bytes; smaller regions in host memory are copied at once, which costs less than a deferred copy of them.
     _worth_deferring: int = 2**14
 
     def __init__(
@@ -119,7 +120,6 @@ class OverlappedStager(HostStager):
         events = engine.fetch(pending.pairs(split.immediate_remote, pending.layout.packed))
         for device, event in events:  # whatever writes them next is queued on this stream
             torch.accelerator.current_stream(device).wait_event(event)
-        events += engine.fetch(pending.pairs(split.deferred_remote))
         engine.run(pending.address, split.immediate.pieces(engine.threads)).finish()
         return DeferredCopy(pending, split, events, self._verify)
 
@@ -130,11 +130,11 @@ class OverlappedStager(HostStager):
         def may_defer(region: Region) -> bool:
             tensors = [pending.sources[i] for i in region.members]
             known = all(_lies_in(x, owned, starts) for x in tensors)
-            return region.nbytes >= self._worth_deferring and known and inference.isdisjoint(region.members)
+            return known and inference.isdisjoint(region.members)
 
         if self._split is None or self._split_of != (pending.layout, owned, inference):
             starts = sorted(owned)
-            self._split = CopySplit(pending.layout, may_defer)
+            self._split = CopySplit(pending.layout, may_defer, self._worth_deferring)
             self._split_of = (pending.layout, owned, inference)
         return self._split
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -26,6 +28,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import stagereg
 from stagereg.errors import StagerClosedError, StagingError
+from stagereg.kernel.layout import plan_layout
+from stagereg.kernel.transfer import Batch
 from stagereg.stagers.deferred_copy import DeferredCopy
 from stagereg.stagers.overlapped import OverlappedStager
 from stagereg.testing import run_ranks
@@ -320,3 +324,101 @@ def test_the_source_may_be_freed_while_it_is_copied(gate, stager) -> None:
     gate.set()
     assert torch.equal(future.result(WAIT_S)["net"]["inner.weight"], expected)
     assert len(noise) == 100
+
+
+class FakeStream:
+    """A stream of an accelerator whose memory is the host's: what is copied on it is copied at once.
+
+    Streams and their events are written down in one list, in the order in which things happen.
+    """
+
+    log: ClassVar[list[tuple[object, ...]]] = []
+    here: ClassVar[list[FakeStream]] = []  # the current ones, the innermost last
+
+    def __init__(self, device: object = None, name: str = "side") -> None:
+        self.name = name
+
+    def record_event(self) -> Any:
+        event = SimpleNamespace(of=self.name, number=len(self.log), synchronize=lambda: None)
+        self.log.append((self.name, "records", event.number))
+        return event
+
+    def wait_event(self, event: Any) -> None:
+        self.log.append((self.name, "waits for", event.of, event.number))
+
+    def __enter__(self) -> None:
+        self.log.append((self.name, "is entered by", threading.current_thread().name.split("_")[0]))
+
+    def __exit__(self, *raised: object) -> None:
+        return
+
+
+@pytest.fixture
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """Has the stager take host memory for an accelerator's; returns what happens on its streams."""
+
+    def plan_remote(*args: Any) -> Any:
+        layout = plan_layout(*args)
+        return dataclasses.replace(layout, regions=[], batch=Batch([]), remote=layout.regions)
+
+    main = FakeStream(name="main")
+    monkeypatch.setattr(FakeStream, "log", [])
+    monkeypatch.setattr("stagereg.kernel.copier.plan_layout", plan_remote)
+    monkeypatch.setattr("torch.Stream", FakeStream)
+    monkeypatch.setattr("torch.accelerator.current_stream", lambda device: main)
+    monkeypatch.setattr("torch.accelerator.device_index", lambda index: contextlib.nullcontext())
+    return FakeStream.log
+
+
+def test_copies_from_a_device_are_queued_by_whoever_comes_first(
+    fake_device: list[tuple[object, ...]], late: tuple[OverlappedStager, threading.Event]
+) -> None:
+    stager, gate = late
+    one = OneWeight(stager, 1.0)
+    for writes in (True, False):
+        fake_device.clear()
+        gate.clear()
+        before = one.weight.detach().clone()
+        promise = stager.stage(one.state)
+        in_call = [("main", "records", 0), ("side", "waits for", "main", 0)]
+        assert fake_device == in_call, "behind what was queued before the call, and no copy is queued in it"
+        if writes:
+            one.weight.grad = torch.ones_like(one.weight)
+            one.optimizer.step()
+            queued = [("side", "is entered by", "MainThread"), ("side", "records", 3)]
+            assert fake_device == [*in_call, *queued, ("main", "waits for", "side", 3)]
+            assert not torch.equal(one.weight, before)
+        gate.set()
+        assert torch.equal(promise.result(WAIT_S)["w"], before)
+        if not writes:
+            queued = [("side", "is entered by", "stagereg-copy-deferred"), ("side", "records", 3)]
+            assert fake_device == [*in_call, *queued]
+
+
+def test_of_a_device_small_tensors_are_deferred_as_well(
+    fake_device: list[tuple[object, ...]], stager: OverlappedStager
+) -> None:
+    net = Net(2, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    stager.watch(optimizer)
+    stager.stage({"net": net.state_dict()})
+    assert stager._split is not None
+    assert {i for region in stager._split.immediate_remote for i in region.members} == {4, 5, 6}, "the norm's buffers"
+    assert len(stager._split.members) == 6
+
+
+def test_what_a_cuda_graph_writes_is_copied_at_once(
+    late: tuple[OverlappedStager, threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stager, gate = late
+    one = OneWeight(stager)
+    one.weight.grad = torch.ones_like(one.weight)
+    for is_captured in (False, True, False):
+        monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+        monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda now=is_captured: now)
+        one.optimizer.step()
+    before = one.weight.detach().clone()
+    promise = stager.stage(one.state)
+    one.weight.data.add_(1)  # as a replay does: nothing is called before, and no version counter moves
+    gate.set()
+    assert torch.equal(promise.result(WAIT_S)["w"], before)
