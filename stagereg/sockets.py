@@ -22,12 +22,13 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-__all__ = ["MOST_RANKS", "LocalListener", "PeerCall", "PeerSockets"]
+__all__ = ["MOST_RANKS", "BegunSteps", "LocalListener", "PeerCall", "PeerSockets"]
 
 MOST_RANKS = 16
 """Above that each rank has too many others to send to."""
 _TURN_S = 0.05  # after which a thread looks at what another one has read meanwhile
-_LENGTH = struct.Struct("<Q")  # before each message
+_HEAD = struct.Struct("<?Q")  # before each message: whether it is a note, and its length
+_NOTE = struct.Struct("<Q?")  # the number of a step, and its flag; the name of the loop follows
 
 
 class PeerCall:
@@ -53,6 +54,41 @@ class PeerCall:
         return [part for _, part in sorted(self.parts.items())]
 
 
+class BegunSteps:
+    """Which steps of a loop have begun on other ranks, as these note: with the methods of a store that are used of it.
+
+    The keys are ``begun/<step>``, with increasing numbers. A step is forgotten when this rank has begun or read it.
+    """
+
+    def __init__(self, sockets: PeerSockets, name: str) -> None:
+        self._sockets, self._name = sockets, name
+
+    def set(self, key: str, value: str) -> None:
+        """Note that a step begins here, to all other ranks; does not wait for them."""
+        self._sockets.note(self._name, _step_of(key), value == "1")
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether another rank has noted the step; does not wait."""
+        return self._sockets.is_noted(self._name, _step_of(keys[0]))
+
+    def get(self, key: str) -> bytes:
+        """Return the value that another rank has noted; there is one."""
+        return b"%d" % self._sockets.take_note(self._name, _step_of(key))
+
+    def clear(self) -> None:
+        """The loop is over on all ranks."""
+        self._sockets.forget(self._name)
+
+
+def _step_of(key: str) -> int:
+    return int(key.rpartition("/")[2])
+
+
+def _forget(notes: dict[int, bool], last: int) -> None:
+    for step in [each for each in notes if each <= last]:
+        del notes[step]
+
+
 class PeerSockets:
     """One rank's connections to all others. All ranks send equally often, the n-th messages belong together.
 
@@ -71,6 +107,7 @@ class PeerSockets:
         self._calls: dict[int, PeerCall] = {}  # by number, until all messages have come
         self._early: dict[int, dict[int, bytes]] = defaultdict(dict)  # messages of calls that have not begun here
         self._heard = dict.fromkeys(peers, 0)  # messages, of each rank
+        self._notes: dict[str, dict[int, bool]] = defaultdict(dict)  # of other ranks, by name and step
         self._incoming = {peer: bytearray() for peer in peers}  # the beginning of a message
         self._unsent: dict[int, bytearray] = {}  # where a rank does not read as fast as this one sends
         self._closed: set[int] = set()
@@ -84,10 +121,35 @@ class PeerSockets:
             if len(call.parts) <= len(self._peers):
                 self._calls[self._begun] = call
             self._begun += 1
-            for peer in self._peers:
-                self._unsent.setdefault(peer, bytearray()).extend(_LENGTH.pack(len(message)) + message)
-            self._flush()
+            self._post(False, message)
         return call
+
+    def note(self, name: str, step: int, flag: bool) -> None:
+        """Send to all other ranks, outside of the calls; what they have noted of the step and before is forgotten."""
+        with self._lock:
+            self._post(True, _NOTE.pack(step, flag) + name.encode())
+            for peer in self._peers.keys() - self._closed:
+                self._read(peer)  # or what others note would fill their memory
+            _forget(self._notes[name], step)
+
+    def is_noted(self, name: str, step: int) -> bool:
+        """Whether another rank has noted a step; does not wait."""
+        with self._lock:
+            for peer in self._peers.keys() - self._closed:
+                self._read(peer)
+            return step in self._notes[name]
+
+    def take_note(self, name: str, step: int) -> bool:
+        """Return the flag of a step that another rank has noted, and forget it and those before."""
+        with self._lock:
+            flag = self._notes[name][step]
+            _forget(self._notes[name], step)
+            return flag
+
+    def forget(self, name: str) -> None:
+        """Nobody notes anything more under this name."""
+        with self._lock:
+            self._notes.pop(name, None)
 
     def receive(self, call: PeerCall, ends: float) -> bool:
         """Read until a call is complete, and this rank's messages are sent; or until a time, if it is not."""
@@ -127,6 +189,11 @@ class PeerSockets:
     def _get_sequence_number_for_group(self) -> int:
         return self._begun
 
+    def _post(self, is_note: bool, message: bytes) -> None:
+        for peer in self._peers:
+            self._unsent.setdefault(peer, bytearray()).extend(_HEAD.pack(is_note, len(message)) + message)
+        self._flush()
+
     def _flush(self) -> None:
         for peer, unsent in list(self._unsent.items()):
             try:
@@ -151,12 +218,18 @@ class PeerSockets:
             pass
         except OSError:
             self._closed.add(peer)
-        while len(incoming) >= _LENGTH.size:
-            ends = _LENGTH.size + _LENGTH.unpack_from(incoming)[0]
+        while len(incoming) >= _HEAD.size:
+            is_note, length = _HEAD.unpack_from(incoming)
+            ends = _HEAD.size + length
             if len(incoming) < ends:
                 break
-            self._hear(peer, bytes(incoming[_LENGTH.size : ends]))
+            message = bytes(incoming[_HEAD.size : ends])
             del incoming[:ends]
+            if is_note:
+                step, flag = _NOTE.unpack_from(message)
+                self._notes[message[_NOTE.size :].decode()][step] = flag
+            else:
+                self._hear(peer, message)
 
     def _hear(self, peer: int, message: bytes) -> None:
         number = self._heard[peer]

@@ -2,11 +2,13 @@
 
 Each group is a model on a number of ranks, and its rows are ways to hold a join around the loop. A block opens a join,
 takes one step to get going, and then the steps that are timed. Entering and leaving are timed by themselves: from the
-construction of the join to the first batch, and from the end of the last step to the end of the join. All ways train
-the same DDP model, in turns that are the same on all ranks.
+construction of the join to the first batch, and from the end of the last step to the end of the join. The rows
+``25 steps:...`` are blocks of so many steps, with entering and leaving. All ways train the same DDP model, in turns
+that are the same on all ranks.
 
 Each row shows the time of a step on the slowest rank, and its ratio to that of the row without a join *in the same
-round*, for the machine changes from round to round. The rows ``enter+leave:...`` are held against the same step.
+round*, for the machine changes from round to round. The rows ``enter+leave:...`` are held against the same step, and
+blocks against a block.
 """
 
 from __future__ import annotations
@@ -33,11 +35,26 @@ from stagereg.bench.on_ranks import Taken, Turn
 from stagereg.bench.report import Group, Line, iqr, ms
 from stagereg.join.context import Join
 
-__all__ = ["AGAIN", "BASE", "ENTRY", "MODELS", "WAYS", "Model", "Way", "group", "measure", "measured", "row_names"]
+__all__ = [
+    "AGAIN",
+    "BASE",
+    "ENTRY",
+    "MODELS",
+    "WAYS",
+    "WHOLE",
+    "Model",
+    "Way",
+    "group",
+    "measure",
+    "measured",
+    "row_names",
+]
 
 BASE = "off"  # the row without a join, which all others are held against
 AGAIN = f"again:{BASE}"  # the same once more: its distance from the first is noise
 ENTRY = "enter+leave:"  # before the name of a row, the row of entering and leaving such a join
+WHOLE = "25 steps:"  # before the name of a row, the row of a step with its share of entering and leaving
+WHOLE_STEPS = 25
 _SETTLE = 4  # steps after which DDP has ordered its buckets
 
 Batch = tuple[Tensor, Tensor]
@@ -110,9 +127,12 @@ WAYS = {
 """By the names of their rows."""
 
 
+WHOLE_ROWS = [f"{WHOLE}{row}" for row in (BASE, "torch:on", "iterate:counted", "iterate:planned", AGAIN)]
+
+
 def row_names() -> list[str]:
     """The names of all rows there are."""
-    return [*WAYS, *(f"{ENTRY}{row}" for row in WAYS)]
+    return [*WAYS, *(f"{ENTRY}{row}" for row in WAYS), *WHOLE_ROWS]
 
 
 # -- on the ranks
@@ -148,12 +168,13 @@ class JoinTurn(Turn):
     def turn(self) -> Iterator[float | None]:
         """Train for one block."""
         yield None
-        yield from self._block(WAYS[self.rows[0]])
+        step, edges, _ = self._block(WAYS[self.rows[0]], self._training.steps + 1)
+        yield from (step, edges)
 
-    def _block(self, way: Way) -> tuple[float, float]:
-        """Seconds of one of the steps after the first, and of entering and leaving the join."""
+    def _block(self, way: Way, steps: int) -> tuple[float, float, float]:
+        """Seconds of one of the steps after the first, of entering and leaving the join, and of all."""
         training = self._training
-        batches = [training.batch] * (training.steps + 1)
+        batches = [training.batch] * steps
         dist.barrier()  # no rank times how much later another one enters
         began = time.perf_counter()
         entered = first = last = began
@@ -166,13 +187,28 @@ class JoinTurn(Turn):
                 last = time.perf_counter()
                 if number == 0:
                     first = last
-        return (last - first) / training.steps, entered - began + time.perf_counter() - last
+        ended = time.perf_counter()
+        return (last - first) / (steps - 1), entered - began + ended - last, ended - began
+
+
+class WholeTurn(JoinTurn):
+    """One way, whose row is a block with all that belongs to it."""
+
+    def __init__(self, row: str, training: JoinTraining) -> None:
+        super().__init__(row, training)
+        self.rows = (row,)
+
+    def turn(self) -> Iterator[float | None]:
+        """Train for one block."""
+        yield None
+        yield self._block(WAYS[self.rows[0].removeprefix(WHOLE)], WHOLE_STEPS)[2] / WHOLE_STEPS
 
 
 def measure(rank: int, world: int, model: str, rows: Sequence[str], rounds: int) -> dict[str, Series]:
     """Measure ``rows`` of :data:`WAYS` in turns; for :func:`stagereg.testing.run_ranks`."""
     training = JoinTraining(MODELS[model])
-    return {one.row: one for one in interleave([JoinTurn(row, training) for row in rows], rounds)}
+    turns = [(WholeTurn if row.startswith(WHOLE) else JoinTurn)(row, training) for row in rows]
+    return {one.row: one for one in interleave(turns, rounds)}
 
 
 # -- where it is asked for
@@ -186,22 +222,26 @@ def measured(model: str, ranks: int, rows: Sequence[str], rounds: int) -> list[d
     """
     asked = dict.fromkeys(row.removeprefix(ENTRY) for row in rows)
     wanted = [BASE, *(row for row in asked if row not in (BASE, AGAIN)), AGAIN]
+    if any(row in WHOLE_ROWS for row in wanted):
+        wanted += [f"{WHOLE}{BASE}"] * (f"{WHOLE}{BASE}" not in wanted)
     return on_ranks.measured("join", ranks, measure, model, wanted, rounds)
 
 
 def group(model: str, ranks: int, taken: Taken) -> Group:
     """Make the rows of a table from what the ranks measured."""
     ways = [row for row in taken[0] if row in WAYS]
-    lines = [_line(row, taken) for row in [*ways, *(f"{ENTRY}{row}" for row in ways)]]
+    whole = [row for row in WHOLE_ROWS if row in taken[0]]
+    lines = [_line(row, taken) for row in [*ways, *(f"{ENTRY}{row}" for row in ways), *whole]]
     parameters = sum((inputs + 1) * outputs for inputs, outputs in pairwise(MODELS[model].widths))
     title = f"join {model}, {ranks} rank{'s' * (ranks > 1)}: DDP, {parameters:,} parameters"
     return Group(f"{model}/{ranks}", title, ["step ms", "x off", "IQR"], lines)
 
 
 def _line(row: str, taken: Taken) -> Line:
-    if failure := on_ranks.failure(taken, row, BASE):
+    base = f"{WHOLE}{BASE}" if row.startswith(WHOLE) else BASE
+    if failure := on_ranks.failure(taken, row, base):
         return Line(row, failure=failure)
-    seconds, ratios = on_ranks.slowest(taken, row), on_ranks.ratios(taken, row, BASE)
+    seconds, ratios = on_ranks.slowest(taken, row), on_ranks.ratios(taken, row, base)
     ratio = statistics.median(ratios)
     cells = [ms(statistics.median(seconds)), f"{ratio:.3f}", iqr(ratios, "{:.2f}".format)]
     return Line(row, cells, {"x": ratios, "step": seconds}, {"ratio": ratio})

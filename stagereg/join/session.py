@@ -38,6 +38,7 @@ from stagereg.join.responder import Responder
 from stagereg.kernel.channel import LIMIT_S, PendingSum, control_channel, resources_of, wait_for_keys
 from stagereg.kernel.membership import AllReduceMembership, Membership, StoreMembership
 from stagereg.kernel.shadow import PEER_EXHAUSTED, TorchWire
+from stagereg.sockets import BegunSteps, PeerSockets
 
 __all__ = ["Follower", "JoinSession", "Loop", "Mode", "followers", "one_of"]
 
@@ -94,7 +95,7 @@ class JoinSession:
 
     def __post_init__(self) -> None:
         self.group = self.wire.group
-        name = resources_of(self.group).next_name("join")
+        name = self.name = resources_of(self.group).next_name("join")
         self.detector = FailureDetector(
             self.group, self.timeout_s, name, step=lambda: self.steps or None, elsewhere=self._is_elsewhere
         )
@@ -340,7 +341,11 @@ class Loop:
             channel = control_channel(session.group, "mean", session.wait_for_ranks)
             session.responder = Responder(channel, 3, session.detector.wait)
         self._responder = session.responder
-        self.store: Any = PrefixStore(f"loop/{len(session.loops)}", session.store)
+        name = f"loop/{len(session.loops)}"
+        self.store: Any = PrefixStore(name, session.store)
+        self._begun: Any = self.store  # where ranks with data set a key when a step begins
+        if isinstance(self._channel.backend, PeerSockets):
+            self._begun = BegunSteps(self._channel.backend, f"{session.name}/{name}")
         self.iterates = self.running = self.awaits_step = False
         self._closed = False
         self.decided: Membership | None = None
@@ -375,7 +380,7 @@ class Loop:
                     "has none. Give it a __len__, or use join.mode=counted, or auto, which then counts."
                 )
             if not unknown:
-                planned = StoreMembership(self._channel, lengths, self.store, session.throw, session.wait)
+                planned = StoreMembership(self._channel, lengths, self._begun, session.throw, session.wait)
                 if not session.needs_active_ranks:
                     return planned
         return AllReduceMembership(self._channel, session.throw, session.wait, self._length)
@@ -410,6 +415,8 @@ class Loop:
         if not self._closed:
             self._closed = True
             self._session.end_loop()
+            if isinstance(self._begun, BegunSteps):
+                self._begun.clear()
             if not self.membership.all_took_every_step:  # else none has answered, and nothing is to end
                 self._responder.close()
 
@@ -474,7 +481,7 @@ class Loop:
     @property
     def keys(self) -> list[str]:
         """This rank's share of the keys that the loop leaves in the store."""
-        begun = self.decided.keys if isinstance(self.decided, StoreMembership) else ()
+        begun = self.decided.keys if isinstance(self.decided, StoreMembership) and self._begun is self.store else ()
         return [*begun, *(["example"] if self._channel.rank == 0 else [])]
 
 

@@ -137,6 +137,8 @@ class TrackedJoinable(BuiltInJoinable):
 
 def differentiable(output: Any) -> list[torch.Tensor]:
     """Return the tensors in ``output`` through which a backward can run."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.requires_grad else []
     if dataclasses.is_dataclass(output):
         output = [getattr(output, field.name) for field in dataclasses.fields(output)]
     tensors = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))

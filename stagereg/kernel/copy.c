@@ -9,6 +9,7 @@
 #include <string.h>
 
 #define LINE 64      /* bytes of a cache line: one that is written as a whole is not read first */
+#define AHEAD 4096   /* bytes: a page. The processor's own prefetching ends with each, so the next one is asked for */
 #define STREAMED 512 /* bytes: below this, filling up to whole lines costs more than the stores save */
 
 typedef void copy_lines(char *to, const char *from, size_t count);
@@ -18,8 +19,11 @@ typedef void copy_lines(char *to, const char *from, size_t count);
 
 __attribute__((target("avx512f"))) static void copy_lines_avx512(char *to, const char *from, size_t count)
 {
-    for (; count; count--, to += LINE, from += LINE)
+    for (; count; count--, to += LINE, from += LINE) {
+        if (count > AHEAD / LINE)
+            _mm_prefetch(from + AHEAD, _MM_HINT_T1);
         _mm512_stream_si512((void *)to, _mm512_loadu_si512((const void *)from));
+    }
 }
 
 __attribute__((target("avx2"))) static void copy_lines_avx2(char *to, const char *from, size_t count)
@@ -27,6 +31,8 @@ __attribute__((target("avx2"))) static void copy_lines_avx2(char *to, const char
     for (; count; count--, to += LINE, from += LINE) {
         __m256i first = _mm256_loadu_si256((const void *)from);
         __m256i second = _mm256_loadu_si256((const void *)(from + LINE / 2));
+        if (count > AHEAD / LINE)
+            _mm_prefetch(from + AHEAD, _MM_HINT_T1);
         _mm256_stream_si256((void *)to, first);
         _mm256_stream_si256((void *)(to + LINE / 2), second);
     }

@@ -13,7 +13,7 @@ import pytest
 
 import stagereg.bench.join_rows as join
 from stagereg import cli
-from stagereg.bench.join_rows import ENTRY, WAYS, Model, Way, measure
+from stagereg.bench.join_rows import BASE, ENTRY, WAYS, WHOLE, Model, Way, measure
 from stagereg.bench.measure import Series
 from stagereg.testing import run_ranks
 
@@ -28,9 +28,11 @@ def test_every_row_is_a_ratio_to_the_same_rounds_step(tmp_path: Path) -> None:
     found = {row["row"]: row for row in group["rows"]}
     assert set(found) == set(join.row_names())
     entries = {row for row in found if row.startswith(ENTRY)}
-    assert found.keys() - entries == set(WAYS)
-    for row in found.values():  # of a step, or of entering and leaving, both held against the step
-        by_round = [a / b for a, b in zip(row["step"]["samples"], found["off"]["step"]["samples"], strict=True)]
+    blocks = {row for row in found if row.startswith(WHOLE)}
+    assert found.keys() - entries - blocks == set(WAYS)
+    for name, row in found.items():  # of a step, or of entering and leaving, both held against the step
+        base = found[f"{WHOLE}{BASE}" if name in blocks else BASE]["step"]["samples"]
+        by_round = [a / b for a, b in zip(row["step"]["samples"], base, strict=True)]
         assert row["x"]["samples"] == pytest.approx(by_round)
         assert row["ratio"] == pytest.approx(statistics.median(by_round))
         assert all(0 < seconds < 10 for seconds in row["step"]["samples"])

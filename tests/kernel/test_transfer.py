@@ -100,6 +100,13 @@ def test_each_alignment_of_both_sides_is_copied(way: str) -> None:
                 assert not target[to + nbytes :].any()
 
 
+def test_threads_get_equal_shares_of_the_bytes() -> None:
+    moves = [(at * 1000, at * 1000, nbytes) for at, nbytes in enumerate([700, 1, 0, 650, 3, 999])]
+    shares = transfer._split(moves, 3)
+    assert [sum(nbytes for *_, nbytes in share) for share in shares] == [785, 785, 783]
+    assert transfer._split([], 2) == [[], []]
+
+
 LOADED = """
 import json, sys, stagereg.kernel.compiled as compiled
 print(json.dumps([compiled.way, [line.split()[-1] for line in open("/proc/self/maps") if "_copy" in line]]))

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stagereg.errors import JoinError
 from stagereg.join.joinable import BuiltInHook, JoinHook
 from stagereg.join.kinds.reduction import ReducingJoinable
+from stagereg.join.session import JoinSession
 from stagereg.kernel.shadow import TorchWire
 from stagereg.registry import register
 from stagereg.stagers.guard import announce_write
@@ -166,9 +167,14 @@ class DdpJoinable(ReducingJoinable):
         params = sorted((param for param in ddp.parameters() if param.requires_grad), key=torch.numel)
         self.watched = self.seen_at = params if ddp.find_unused_parameters or ddp.static_graph else params[:1]
         super().watch()
-        self.handles = [*self.handles, ddp.module.register_forward_hook(self._inner_forward_done)]
         values = self.divides_by_world, self._announce_reduction, self._common_rank
         vars(ddp).update(zip(_REPLACED, values, strict=True))
+
+    def attach(self, session: JoinSession) -> None:
+        """The join has been entered: look at who is active in each step, if a step depends on it."""
+        super().attach(session)
+        if session.throw or not self.divides_by_world:
+            self.handles = [*self.handles, self.module.module.register_forward_hook(self._inner_forward_done)]
 
     def end_steps(self) -> None:
         """No step follows: forget the divisor of the last step, if it had one."""
@@ -197,32 +203,32 @@ class DdpJoinable(ReducingJoinable):
         self.reduces = torch.is_grad_enabled() and self.will_reduce
         if self.session is None:
             return
-        leader = next((each for each in self.session.joinables if isinstance(each, DdpJoinable)), self)
-        if leader is not self and leader.begun <= self.begun:
-            raise JoinError(
-                "a DDP module ran before the join's first joinable did in this step, so ranks without data would "
-                "answer the wrong one. List the joinables in the order in which the loop uses them."
-            )
         if config.is_first_joinable:
             self.session.begin(self.reduces)
+        else:
+            leader = next((each for each in self.session.joinables if isinstance(each, DdpJoinable)), self)
+            if leader is not self and leader.begun <= self.begun:
+                raise JoinError(
+                    "a DDP module ran before the join's first joinable did in this step, so ranks without data would "
+                    "answer the wrong one. List the joinables in the order in which the loop uses them."
+                )
         if membership is not None and config.throw_on_early_termination and self._rebuilds_buckets():
             # DDP's forward begins with a collective, in which ranks out of data do not take part.
             membership.raise_if_exhausted()
 
     def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Have DDP's forward announce only a step of torch's wire."""
-        ddp = self.module
-        config = ddp._join_config
-        self._forward_settings = config, ddp.require_forward_param_sync
+        settings = vars(self.module)  # to set an attribute of a module takes long
+        config = settings["_join_config"]
+        self._forward_settings = {name: settings[name] for name in ("_join_config", "require_forward_param_sync")}
         if not is_step:
-            ddp._join_config = config._replace(enable=False)
-            ddp.require_forward_param_sync = False
+            settings.update(_join_config=config._replace(enable=False), require_forward_param_sync=False)
         elif self.membership is not None:
-            ddp._join_config = config._replace(is_first_joinable=False)
+            settings["_join_config"] = config._replace(is_first_joinable=False)
 
     def after_forward(self, is_step: bool) -> None:
         """Put DDP's settings back."""
-        self.module._join_config, self.module.require_forward_param_sync = self._forward_settings
+        vars(self.module).update(self._forward_settings)
 
     def _inner_forward_done(self, *_: Any) -> None:
         # The sum has had the whole forward to arrive, and nothing of the step has been prepared yet.

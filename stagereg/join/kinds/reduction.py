@@ -49,19 +49,20 @@ class ReducingJoinable(TrackedJoinable):
     @property
     def policy(self) -> ZeroGradPolicy:
         """What is known of what the loop does with its gradients, in this join and those before."""
-        if self.module not in _policies:
-            _policies[self.module] = ZeroGradPolicy(self.join_process_group)
-        return _policies[self.module]
+        if (found := _policies.get(self.module)) is None:
+            found = _policies[self.module] = ZeroGradPolicy(self.join_process_group)
+        return found
 
     def on_backward(self) -> None:
         """A backward has begun, which is about to add to the gradients: look at what the loop has left there."""
         if self.reduces is None:
             return
-        if self.watched and self.policy.step_begins:
+        policy = self.policy
+        if self.watched and policy.step_begins:
             gradients = (param.grad for param in self.watched)
-            self.policy.observe(next((local(grad) for grad in gradients if grad is not None), None))
-        self.policy.step_begins = self.reduces
-        self.policy.steps += self.reduces
+            policy.observe(next((local(grad) for grad in gradients if grad is not None), None))
+        policy.step_begins = self.reduces
+        policy.steps += self.reduces
         self.is_unfinished, self.reduces = not self.reduces, None
 
     def shadowed(self) -> None:
