@@ -89,7 +89,7 @@ class Checkpointer:
             nothing; ``"latest"`` the newest, which must be there; or the path of a checkpoint directory, also of one
             that ``torch.distributed.checkpoint.save`` wrote.
         stager: copies the state; the checkpointer closes it. ``None`` builds the stager registered as
-            ``pinned_cached``.
+            ``overlapped``.
         storage: writes the files; ``None`` builds the storage registered as ``dcp``. A checkpoint is read through the
             storage that wrote it, whatever is given here.
         process_group: the ranks that save together, ``None`` for all of them. A gloo group with the same ranks is made
@@ -162,7 +162,7 @@ class Checkpointer:
         self.dir = path_or_url(self._store.root)
         self.keep, self.resume, self.verify, self.read = keep, resume, verify, read
         self.timeout, self.grace = timeout, grace
-        self._stager: AsyncStager = options.component("stager", stager, "pinned_cached")
+        self._stager: AsyncStager = options.component("stager", stager, "overlapped")
         self._storage: Storage = options.component("storage", storage, "dcp")
         if isinstance(self._storage, Storage) and isinstance(self._stager, ReservesPadding):
             self._stager.reserve_padding(*self._storage.padding)
@@ -301,14 +301,14 @@ class Checkpointer:
         self._saver.save(step, follows)
 
     def wait(self) -> None:
-        """Wait until every save has ended, or has taken longer than ``timeout``.
+        """Wait until every save has ended, or has taken longer than ``timeout``; not for the deletion of older ones.
 
         Raises:
             CheckpointError: one failed, and no call has raised that yet.
         """
         self._check_open()
         if self.enable:
-            self._background.finish()
+            self._background.finish(cleared=False)
             self._background.raise_failure()
 
     def restore(self, state: MutableMapping[str, Any]) -> int | None:

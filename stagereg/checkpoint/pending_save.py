@@ -487,6 +487,7 @@ class Background:
         self._thread: threading.Thread | None = None
         self._look: Callable[[], Callable[[], None] | None] = lambda: None
         self._process = os.getpid()
+        self._clearing = False  # whether it deletes what is no longer kept
         self._lock = threading.Lock()
         self._under_way: deque[PendingSave] = deque()
         self._failures: deque[CheckpointError] = deque()
@@ -528,9 +529,16 @@ class Background:
                 raise CheckpointError(f"No thread to write checkpoints could be started: {error}") from error
             self._thread = thread
 
-    def finish(self) -> bool:
-        """Wait until every save has ended, well or not; False if one has taken too long."""
-        return self._wait(1)
+    def finish(self, cleared: bool = True) -> bool:
+        """Wait until every save has ended, well or not, and old checkpoints are deleted; False if that takes too long.
+
+        ``cleared`` is False for one who does not wait for the deleting.
+        """
+        ended, until = self._wait(1), time.monotonic() + self.timeout_s
+        while cleared and ended and self._clearing and os.getpid() == self._process:
+            time.sleep(_LOOK_S)
+            ended = time.monotonic() < until
+        return ended
 
     @property
     def failing(self) -> bool:
@@ -646,12 +654,18 @@ class Background:
             where = {"bytes": nbytes, "dir": self._target.store.root}
             record.emit("write", step=save.step, start=began, seconds=ended - began, **where)
         with self._lock:
+            self._clearing = True
             if save.late:
                 state = "is saved after all" if save.step == self.newest else "was not saved"
                 _log.warning("stagereg: storage is responding again; step %d %s", save.step, state)
             elif failure is not None:
                 self._keep(save.step, failure)
             save.over.set()
+        try:
+            self._target.store.clear()
+        except Exception:
+            _log.debug("Deleting old checkpoints failed.", exc_info=True)
+        self._clearing = False
 
     def _fail(self, save: PendingSave, error: BaseException) -> CheckpointError | None:
         """Note that a save has failed; return what is to be raised, ``None`` if its training loop has raised it."""

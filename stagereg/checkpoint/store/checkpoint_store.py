@@ -84,6 +84,7 @@ class CheckpointStore:
         self.distrusted: set[str] = set()
         self.spared: set[str] = set()
         self._hold: StoreLock | None = None
+        self._out_of_sight: list[str] = []
 
     # -- reading
 
@@ -204,7 +205,7 @@ class CheckpointStore:
     def publish(
         self, written: str, step: int, world_size: int, storage: str, files: dict[str, FileMark], keep: int
     ) -> str:
-        """Commit the checkpoint in ``written`` and delete all but the ``keep`` newest.
+        """Commit the checkpoint in ``written``, and have :meth:`clear` delete all but the ``keep`` newest.
 
         Args:
             written: what :meth:`temporary` named; all of its files are written and safely stored.
@@ -238,7 +239,7 @@ class CheckpointStore:
                 failpoint("pointed")
             finally:  # or a file system without links would fill up
                 for old in self._too_old(before, path, step, keep):
-                    self._delete(old)
+                    self._out_of_sight.append(self._hide(old))
         except Exception as error:
             text = (
                 "stagereg: step %d is saved in %s, but not all that follows is done (moving `latest`, deleting old "
@@ -247,6 +248,11 @@ class CheckpointStore:
             _log.warning(text, step, path, error)
         failpoint("retained")
         return path
+
+    def clear(self) -> None:
+        """Delete what is no longer kept; it is out of sight already."""
+        while self._out_of_sight:
+            self.discard(self._out_of_sight.pop())
 
     def discard(self, path: str) -> None:
         """Delete a directory or file of the store; what cannot be deleted stays and does no harm."""
@@ -307,13 +313,12 @@ class CheckpointStore:
         link.replace(f"{self.root}/{LATEST}")
         _sync(Path(self.root))
 
-    def _delete(self, path: str) -> None:
-        """Delete a checkpoint, in such an order that half of one is never a complete one."""
-        # Out of sight first: a deletion that is interrupted must not leave half a checkpoint under its name.
+    def _hide(self, path: str) -> str:
+        """Make a checkpoint one that is not complete, in one step, and return where it is now, to be discarded."""
         hidden = self._hidden(os.path.basename(path))
         os.rename(path, hidden)
         failpoint("hidden")
-        self.discard(hidden)
+        return hidden
 
     # -- common to them
 

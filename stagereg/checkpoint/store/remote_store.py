@@ -94,7 +94,8 @@ class RemoteStore(CheckpointStore):
             return
         try:
             with within(_BEST_EFFORT_S):
-                self._delete(path)
+                self._hide(path)
+                self.objects.delete_below(path)
         except OSError as error:
             _log.warning("%s could not be deleted, which the next start will do: %s", path, error)
 
@@ -108,13 +109,13 @@ class RemoteStore(CheckpointStore):
     def _point(self, name: str) -> None:
         self.objects.put(f"{self.root}/{LATEST}", name.encode())
 
-    def _delete(self, path: str) -> None:
+    def _hide(self, path: str) -> str:
         folder, _, name = path.rpartition("/")
         if folder != self.root or step_of(name) is None:
             raise CheckpointError(f"{path} is no checkpoint in {self.root}; nothing was deleted.")
         self.objects.delete(f"{path}/{MANIFEST}")
         failpoint("hidden")
-        self.objects.delete_below(path)
+        return path
 
 
 def _is_unfinished(each: Condition) -> bool:

@@ -51,7 +51,9 @@ def write(url: str, step: int, token: str) -> tuple[str, dict[str, FileMark]]:
 
 def publish(store: RemoteStore, step: int, token: str, keep: int = 9) -> str:
     path, files = write(store.root, step, token)
-    return store.publish(path, step, 1, "dcp", files, keep)
+    published = store.publish(path, step, 1, "dcp", files, keep)
+    store.clear()
+    return published
 
 
 def complete(store: RemoteStore) -> list[int]:
