@@ -164,7 +164,7 @@ import stagereg
 sys.argv = ["bare.py", "--info", "defaults"]
 runpy.run_path("bare.py", run_name="__main__")
 """
-    assert "stager/pinned_cached" in run(sys.executable, "-c", code, cwd=app)
+    assert "stager/overlapped" in run(sys.executable, "-c", code, cwd=app)
 
 
 def test_a_foreign_stagereg_in_the_folder_is_an_error(wheel: Path, tmp_path: Path) -> None:

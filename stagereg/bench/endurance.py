@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import stagereg.output as output
+import stagereg.shutdown as shutdown
 from stagereg.bench.measure import quiet
 from stagereg.registry import build
 
@@ -68,6 +69,7 @@ def endure(stager: str, storage: str, saves: int, keep: int, folder: Path) -> li
                     optimizer.step()
                     checkpointer.save(step, {"model": model, "optimizer": optimizer, "step": step})
                 checkpointer.wait()
+                shutdown.finish()  # old checkpoints are deleted too
                 seconds = (time.perf_counter() - started) / (until - done)
                 done = until
                 marks.append({"saves": done, "seconds": seconds, **_counts(folder)})

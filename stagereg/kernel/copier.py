@@ -7,7 +7,6 @@ makes the caller's stream wait for nothing.
 
 When :meth:`HostCopier.copy` returns, no later write to the source shows in the copy, which stays as it is until the
 last tensor of it is gone. A plan is used again only if addresses, shapes, dtypes and strides are as they were.
-
 A stager that copies in another order takes a :class:`PendingCopy`.
 """
 

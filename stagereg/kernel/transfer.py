@@ -2,7 +2,6 @@
 
 Without the compiled part, one large ``memmove`` still uses the C library's non-temporal path, which ``Tensor.copy_``
 never does, and many small pieces are copied by one system call. ctypes lets go of the GIL during each of these.
-
 A :class:`CopyEngine` knows addresses and nothing of state dicts; ``layout`` decides which bytes go where.
 """
 
@@ -12,8 +11,9 @@ import contextlib
 import ctypes
 import functools
 import os
-import queue
+import threading
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -95,27 +95,28 @@ class CopyTask:
     """Pieces of work on the block of memory that begins at ``base``, of which any thread may take the next."""
 
     def __init__(self, base: int, pieces: Iterable[_Piece]) -> None:
-        self._base = base
-        self._pieces: queue.Queue[_Piece] = queue.Queue()
+        self._base, self._pieces = base, deque(pieces)
+        self._left, self._lock, self._done = len(self._pieces), threading.Lock(), threading.Event()
         self._failure: Exception | None = None
-        for each in pieces:
-            self._pieces.put(each)
 
     def work(self) -> None:
         """Take pieces as long as there are any."""
-        with contextlib.suppress(queue.Empty):
+        with contextlib.suppress(IndexError):
             while True:
-                work = self._pieces.get_nowait()
+                work = self._pieces.popleft()
                 try:
                     work(self._base)
                 except Exception as error:
                     self._failure = error
-                self._pieces.task_done()
+                with self._lock:
+                    self._left -= 1
+                if not self._left:
+                    self._done.set()
 
     def finish(self) -> None:
         """Take the pieces that are left, and return when those of others are done too. Raises what a piece raised."""
         self.work()
-        self._pieces.join()
+        self._done.wait(None if self._left else 0)
         if self._failure is not None:
             raise self._failure
 

@@ -32,6 +32,7 @@ __all__ = ["CopySplit", "DeferredCopy"]
 
 _PIECE_BYTES = 2**22  # a writer waits for one piece of another thread at most: well below a millisecond
 _SAMPLE_BYTES = 64
+_MOST_BLOCKS = 4  # of memory that are used in turns
 _MAX_BYTES_BETWEEN = 2**22  # from one sample to the next
 
 
@@ -46,7 +47,7 @@ class CopySplit:
         remote = [(region, may_defer(region)) for region in layout.remote]
         self.immediate = Batch([(r.offset, r.address, r.nbytes) for r, deferred in local if not deferred])
         self.deferred = [region for region, deferred in local if deferred]
-        self.pieces = [piece for region in self.deferred for piece in _pieces(region)]
+        self.pieces = _pieces(self.deferred)
         self.immediate_remote = [region for region, deferred in remote if not deferred]
         self.deferred_remote = [region for region, deferred in remote if deferred]
         self.streams: dict[torch.device, torch.Stream] = {}  # for those, by device; made when needed
@@ -54,14 +55,38 @@ class CopySplit:
         self.members = [i for region in (*self.deferred, *self.deferred_remote) for i in region.members]
         # Where to look for a change in host memory: both ends of each region, and regular points between them.
         self.samples = [(region, at) for region in self.deferred for at in _sampled(region.nbytes)]
+        self._takers: dict[int | None, Callable[[int], None]] = {}  # of samples, by where the copy is
+
+    def sampled(self, base: int | None = None) -> bytes:
+        """Return the samples of the source, one after the other, or of the copy in the block at ``base``."""
+        taken = ctypes.create_string_buffer(_SAMPLE_BYTES * len(self.samples) or 1)
+        take = self._takers.get(base)
+        if take is None:
+            starts = [region.address if base is None else base + region.offset for region, _ in self.samples]
+            moves = [
+                (_SAMPLE_BYTES * i, start + at, min(region.nbytes, _SAMPLE_BYTES))
+                for i, (start, (region, at)) in enumerate(zip(starts, self.samples, strict=True))
+            ]
+            take = self._takers[base] = piece(moves)
+            if len(self._takers) > _MOST_BLOCKS:
+                self._takers.pop(next(iter(self._takers)))
+        take(ctypes.addressof(taken))
+        return taken.raw
 
 
-def _pieces(region: Region) -> list[Callable[[int], None]]:
-    moves = [
-        (region.offset + at, region.address + at, min(_PIECE_BYTES, region.nbytes - at))
-        for at in range(0, region.nbytes, _PIECE_BYTES)
-    ]
-    return [piece([each]) for each in moves]
+def _pieces(regions: Sequence[Region]) -> list[Callable[[int], None]]:
+    """Return what copies regions, small ones together."""
+    pieces: list[list[tuple[int, int, int]]] = []
+    room = 0
+    for region in regions:
+        for at in range(0, region.nbytes, _PIECE_BYTES):
+            nbytes = min(_PIECE_BYTES, region.nbytes - at)
+            if nbytes > room:
+                pieces.append([])
+                room = _PIECE_BYTES
+            pieces[-1].append((region.offset + at, region.address + at, nbytes))
+            room -= nbytes
+    return [*map(piece, pieces)]
 
 
 def _sampled(nbytes: int) -> list[int]:
@@ -90,7 +115,7 @@ class DeferredCopy:
         self._lock = threading.Lock()
         self._written: list[int] | None = None
         self._versions = [self._sources[i]._version for i in split.members]
-        self._samples = _bytes_at([region.address + at for region, at in split.samples], split)
+        self._samples = split.sampled()
         self._checksums = [_checksum(r.address, r.nbytes) for r in split.deferred] if thorough else []
 
     def run(self) -> list[int]:
@@ -118,11 +143,12 @@ class DeferredCopy:
             if self._written is None:
                 versions = zip(self._split.members, self._versions, strict=True)
                 found = {i for i, version in versions if self._sources[i]._version != version}
-                samples = _bytes_at(
-                    [self._base + region.offset + at for region, at in self._split.samples], self._split
-                )
-                both = zip(self._split.samples, self._samples, samples, strict=True)
-                torn = [region for (region, _), before, after in both if before != after]
+                before, after = self._samples, self._split.sampled(self._base)
+                torn = [
+                    region
+                    for i, (region, _) in enumerate(self._split.samples if before != after else ())
+                    if before[_SAMPLE_BYTES * i :][:_SAMPLE_BYTES] != after[_SAMPLE_BYTES * i :][:_SAMPLE_BYTES]
+                ]
                 checksums = zip(self._split.deferred, self._checksums, strict=False)  # none, if they were not taken
                 torn += [r for r, before in checksums if _checksum(self._base + r.offset, r.nbytes) != before]
                 self._written = sorted(found.union(*(region.members for region in torn)))
@@ -150,10 +176,6 @@ def _queues(
         stream.wait_event(torch.accelerator.current_stream(device).record_event())  # that of the caller, as it is now
         made.append(functools.partial(queue, device=device, stream=stream))
     return made
-
-
-def _bytes_at(addresses: Sequence[int], split: CopySplit) -> list[bytes]:
-    return list(map(ctypes.string_at, addresses, [min(region.nbytes, _SAMPLE_BYTES) for region, _ in split.samples]))
 
 
 def _checksum(address: int, nbytes: int) -> int:

@@ -40,7 +40,7 @@ NO_NAME = "a config group takes the name of an option. For none write ~GROUP, in
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("stager.pim=true", "stager/pinned_cached takes no 'pim'. Did you mean 'pin'? It takes: "),
+        ("stager.pim=true", "stager/overlapped takes no 'pim'. Did you mean 'pin'? It takes: "),
         (
             "train.stepz=5",
             "train takes no 'stepz'. Did you mean 'steps'? It takes: steps, lr. To add it, write +train.stepz=...",

@@ -32,6 +32,7 @@ __all__ = ["PAGE", "AlignedFile", "DiskFile", "Upload"]
 PAGE = 4096
 """Bytes: a multiple of the logical block of nearly every disk."""
 
+_WORTH_LETTING_GO = 1 << 16  # bytes that take longer than another thread's turn
 _STRAIGHT_BYTES = 1 << 20  # what memory must have at least to be worth a write of its own
 _CHUNK_BYTES = 1 << 24
 _PIECE_BYTES = 1 << 22
@@ -185,7 +186,7 @@ class AlignedFile:
             if self._filled == len(self._buffer):
                 self._submit_buffer()
             count = min(len(rest), len(self._buffer) - self._filled)
-            self._buffer[self._filled : self._filled + count] = rest[:count]
+            _copy(self._buffer[self._filled : self._filled + count], rest[:count])
             self._filled += count
             rest = rest[count:]
         return size
@@ -204,7 +205,7 @@ class AlignedFile:
         Large memory needs no buffer but at its ends, if its address is as far from a page boundary as its offset in
         the file (:meth:`align`).
         """
-        before = -ctypes.addressof(ctypes.c_char.from_buffer(data)) % PAGE if len(data) >= _STRAIGHT_BYTES else 0
+        before = -_address(data) % PAGE if len(data) >= _STRAIGHT_BYTES else 0
         end = len(data) - (len(data) - before) % PAGE
         if end - before >= _STRAIGHT_BYTES and (self.tell() + before) % PAGE == 0:
             self.write(data[:before])
@@ -253,3 +254,15 @@ class AlignedFile:
                 self._free.put(buffer)
             del given, data, buffer  # the memory is held no longer than it is needed
             self._writes.task_done()
+
+
+def _copy(to: memoryview, data: memoryview) -> None:
+    """Copy bytes; many of them without the interpreter's lock, which an assignment would hold."""
+    if len(data) < _WORTH_LETTING_GO or data.readonly:
+        to[:] = data
+    else:
+        ctypes.memmove(_address(to), _address(data), len(data))
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

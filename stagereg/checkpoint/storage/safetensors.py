@@ -53,6 +53,7 @@ DTYPES = {
 
 _ALIGNMENT = 8
 _SUFFIX = ".safetensors"
+_BUFFER_BYTES = 1 << 22  # all tensors go through: the format leaves no room to align them
 
 
 def head(tensors: Mapping[str, tuple[torch.dtype, torch.Size]], metadata: Mapping[str, str]) -> bytes:
@@ -94,7 +95,7 @@ class SafetensorsStorage(FileStorage):
             raise ConfigError(
                 "storage=safetensors needs a package that is not installed: pip install 'hydra-stagereg[safetensors]'"
             ) from error
-        super().__init__(path)
+        super().__init__(path, direct=True, buffer_bytes=_BUFFER_BYTES)
 
     def write_files(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         """See :class:`.FileStorage`. Raises: ``CheckpointError``, with the name of a tensor that cannot be written."""
