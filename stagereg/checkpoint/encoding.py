@@ -78,16 +78,24 @@ def without_gc() -> Generator[None, None, None]:
             gc.enable()
 
 
-def walk(value: Any, *path: str | int) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Yield each leaf of a state or structure, plain values included, with the keys and positions that lead to it."""
-    if isinstance(value, Mapping):
+def walk(value: Any, *path: str | int) -> list[tuple[tuple[str | int, ...], Any]]:
+    """Return each leaf of a state or structure, plain values included, with the keys and positions that lead to it."""
+    found: list[tuple[tuple[str | int, ...], Any]] = []
+    _collect(value, path, found)
+    return found
+
+
+def _collect(value: Any, path: tuple[str | int, ...], found: list[tuple[tuple[str | int, ...], Any]]) -> None:
+    if type(value) is torch.Tensor:
+        found.append((path, value))
+    elif isinstance(value, (dict, Mapping)):
         for key, item in value.items():
-            yield from walk(item, *path, str(key))
+            _collect(item, (*path, str(key)), found)
     elif _is_walked(value):
         for i, item in enumerate(value):
-            yield from walk(item, *path, i)
+            _collect(item, (*path, i), found)
     else:
-        yield path, value
+        found.append((path, value))
 
 
 def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -267,8 +267,9 @@ class _Work:
         if save.missed:
             return _Prepared(save.step, False), (), ()
         save.at = "waiting for its copy"
+        if save.failure is None:
+            wait_for_backward(save.caller, save.hurried, _CALM_S)
         copy = dict(_expect_whole(save, save.copy()))
-        wait_for_backward(save.caller, save.hurried, _CALM_S)
         if (own := rng_name(self._ranks.rank)) in copy:
             copy[own] = rng.as_tensors(copy[own])
         self.entries = RankEntries(copy, save.buffers)  # refuses what cannot be saved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -154,8 +155,21 @@ class _CopyFuture(Future[StateDict]):
 
     seen = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._pending: PendingCopy | None = None
+
+    def complete(self, pending: PendingCopy) -> None:
+        """End with the copy, whose tensors are made for the one who asks for it, and not while training goes on."""
+        self._pending = pending
+        self.set_result({})
+
     def result(self, timeout: float | None = None) -> StateDict:
         self.exception(timeout)
+        with self._lock:
+            if self._pending is not None:
+                self._result, self._pending = self._pending.unflatten(), None
         return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -187,7 +201,7 @@ class _Copies:
             written = copy.run()
             if written:
                 raise _written(state, written[0])
-            future.set_result(pending.unflatten())
+            future.complete(pending)
         except Exception as error:
             error.__traceback__ = None  # its frames hold the memory
             self._failed.append(future)
