@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import stagereg.checkpoint.ending as ending
 import stagereg.checkpoint.rank_group as rank_group
 from stagereg import Checkpointer
 from stagereg.checkpoint.pending_save import Background
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 
@@ -165,3 +167,24 @@ def test_a_store_that_is_gone_at_the_end_is_named(tmp_path: Path) -> None:
         "The last step was not saved: the job's store does not answer (Broken pipe). The process that has it, rank 0 "
         "or the launcher, has ended: look at the end of its output."
     ]
+
+
+def test_a_save_is_reported_before_the_old_one_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deletes, goes_on = threading.Event(), threading.Event()
+    discard = CheckpointStore.discard
+
+    def slow(store: CheckpointStore, path: str) -> None:
+        deletes.set()
+        assert goes_on.wait(60)
+        discard(store, path)
+
+    monkeypatch.setattr(CheckpointStore, "discard", slow)
+    with Checkpointer(str(tmp_path), keep=1) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"x": torch.ones(3)})
+            checkpointer.wait()
+        assert deletes.wait(60)
+        assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002"]
+        assert list(tmp_path.glob(".step-*"))
+        goes_on.set()
+    assert not list(tmp_path.glob(".step-*")), "close waits for it"

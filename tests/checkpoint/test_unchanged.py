@@ -11,6 +11,7 @@ import torch
 
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.rank_group import RankGroup
+from stagereg.checkpoint.state_planner import StatePlanner
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.unchanged import Unchanged
@@ -200,3 +201,32 @@ def test_what_changed_is_sent_anew_and_comes_back(ran: dict[str, Any], case: str
 
 def test_a_rank_that_has_nothing_new_sends_all_when_asked(ran: dict[str, Any]) -> None:
     assert ran["one rank has more"][0][1][6] > 4, "a further round"
+
+
+class Counted:
+    """Counts how often it is pickled."""
+
+    pickled = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        Counted.pickled += 1
+        return Counted, ()
+
+
+def test_what_is_the_same_object_is_not_pickled_again() -> None:
+    unchanged, part, other = Unchanged(True), Counted(), Counted()
+    digests = [unchanged.post(0, (each,), ()).digest for each in (part, part, part)]
+    assert (len(set(digests)), Counted.pickled) == (1, 1)
+    unchanged.post(0, (other,), ())
+    assert Counted.pickled == 2
+
+
+def test_a_state_of_the_same_kinds_has_the_plan_of_the_last_one() -> None:
+    planner, plans = StatePlanner(), []
+    for x in (torch.ones(3), torch.zeros(3), torch.zeros(3, dtype=torch.int32), torch.zeros(3, requires_grad=True)):
+        planner.set_up_planner({"x": x, "n": 1}, None, True)
+        plans.append(planner.create_local_plan())
+    assert plans[0] is plans[1]
+    assert len({*map(id, plans)}) == 3
+    planner.set_up_planner({"y": torch.ones(3), "n": 1}, None, True)
+    assert planner.create_local_plan().items[0].index.fqn == "y"

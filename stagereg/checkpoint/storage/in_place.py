@@ -29,8 +29,6 @@ class InPlace(NamedTuple):
     begin: int
     end: int
     item: WriteItem
-    dtype: torch.dtype
-    shape: torch.Size
     around: Envelope
 
 
@@ -68,9 +66,9 @@ class _Block:
     def address_in(self, planner: SavePlanner) -> int | None:
         """Return the address of the block that has the same in the copy that ``planner`` has; ``None`` if none does."""
         address = 0
-        for begin, _, item, dtype, shape, around in self.tensors:
+        for begin, _, item, around in self.tensors:
             x = planner.resolve_data(item)
-            if not isinstance(x, torch.Tensor) or x.dtype is not dtype or x.shape != shape or x.is_conj() or x.is_neg():
+            if not isinstance(x, torch.Tensor) or x.is_conj() or x.is_neg():
                 return None
             if not address:
                 padding = padding_around(x)
@@ -115,7 +113,7 @@ class Image:
             begin = x.data_ptr() - padding.address - len(around.head)
             end = begin + len(around.head) + x.nbytes + len(around.tail)
             block = blocks.setdefault(padding.address, _Block(padding))
-            block.tensors.append(InPlace(begin, end, item, x.dtype, x.shape, around))
+            block.tensors.append(InPlace(begin, end, item, around))
         self.blocks = [*blocks.values()]
         for block in self.blocks:
             block.arrange()

@@ -1,0 +1,94 @@
+"""Work in the background begins while the training thread is in a backward pass, or when somebody waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stagereg.checkpoint.pending_save as pending_save
+from stagereg.checkpoint.backward import wait_for_backward
+from stagereg.checkpoint.checkpointer import Checkpointer
+
+LONG_S = 60.0
+
+
+class Held(torch.autograd.Function):
+    """Holds a pass, deep inside of hooks of modules, until it is let go."""
+
+    entered, let_go = threading.Event(), threading.Event()
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, which: str) -> torch.Tensor:
+        ctx.which = which
+        if which == "forward":
+            Held.hold()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if ctx.which == "backward":
+            Held.hold()
+        return grads[0], None
+
+    @classmethod
+    def hold(cls) -> None:
+        cls.entered.set()
+        assert cls.let_go.wait(LONG_S)
+
+
+@pytest.mark.parametrize(("which", "begins"), [("forward", False), ("backward", True)])
+def test_work_begins_in_a_backward_pass(which: str, begins: bool) -> None:
+    began, hurried = threading.Event(), threading.Event()
+    Held.entered.clear(), Held.let_go.clear()
+    caller = threading.get_ident()
+
+    def work() -> None:
+        Held.entered.wait(LONG_S)
+        wait_for_backward(caller, hurried, LONG_S)
+        began.set()
+
+    def let_go() -> None:
+        seen.append(began.wait(LONG_S if begins else 0.2))
+        Held.let_go.set()
+
+    seen: list[bool] = []
+    threads = [threading.Thread(target=work), threading.Thread(target=let_go)]
+    for thread in threads:
+        thread.start()
+    x = torch.ones(3, requires_grad=True)
+    Held.apply(x, which).sum().backward()
+    hurried.set()
+    for thread in threads:
+        thread.join(LONG_S)
+    assert seen == [begins]
+
+
+def test_nobody_waits_longer_than_the_limit_or_in_a_hurry() -> None:
+    wait_for_backward(threading.get_ident(), threading.Event(), 0.01)
+    hurried = threading.Event()
+    hurried.set()
+    wait_for_backward(threading.get_ident(), hurried, LONG_S)
+
+
+def test_a_save_that_is_waited_for_begins_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending_save, "_CALM_S", LONG_S)
+    state = {"x": torch.ones(3)}
+    with Checkpointer(str(tmp_path), timeout=pending_save.datetime.timedelta(seconds=LONG_S / 2)) as checkpointer:
+        for step in range(5):  # the third one waits for the first
+            checkpointer.save(step, state)
+        checkpointer.wait()
+        assert checkpointer.stats.saves == 5
+
+
+def test_a_save_nobody_waits_for_is_written_all_the_same(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(3)})
+        until = time.monotonic() + LONG_S
+        while not (tmp_path / "latest").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert (tmp_path / "latest").exists()
