@@ -1,9 +1,10 @@
 """``stagereg bench stall``: what a checkpoint costs the training it interrupts.
 
 A transformer whose weights and Adam state are 168 MiB at full scale is trained on made-up tokens. A segment is one
-checkpoint, four steps, and waiting until the checkpoint is durable; each round has one segment for every way of saving,
-and one without a checkpoint. *Lost* is a segment less the segment without a checkpoint of the same round. One group a
-number of torch threads, each measured in a process of its own, since that number is best set when a process starts.
+checkpoint, four steps, and waiting until the checkpoint is durable. *Lost* is a segment less four steps without a
+checkpoint right before it. Each round has such a pair for every way of saving, and one for none, which is the A/A row.
+One group a number of torch threads, each measured in a process of its own, since that number is best set when a process
+starts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import math
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from stagereg.registry import build
 __all__ = ["BASE", "StallTraining", "group", "measured", "row_names"]
 
 BASE = "none"
-"""The row without a checkpoint, which all others are held against."""
+"""The row without a checkpoint: A/A."""
 
 _TORCHS = ("torch:async_save", "torch:process")
 _STAGERS = ("blocking", "pinned_cached", "overlapped", "shared")
@@ -47,6 +49,7 @@ class StallTraining:
     _BATCH, _LENGTH = 2, 64
 
     def __init__(self, scale: float, device: str) -> None:
+        self.settle = torch.cuda.synchronize if device != "cpu" else lambda: None
         torch.manual_seed(0)
         width = self._HEADS * max(1, round(self._WIDTH * math.sqrt(scale) / self._HEADS))
         layers = [
@@ -67,26 +70,45 @@ class StallTraining:
         self.optimizer.zero_grad()
 
     def segment(self) -> None:
-        """The steps of one segment."""
+        """The steps of one segment, to their end on the device."""
         for _ in range(self.STEPS):
             self.step()
+        self.settle()
 
 
 class Segment(Case):
-    """One checkpoint and the steps that it may disturb. Rows: of the segment the time in the call, and the segment."""
+    """Four steps, and then a checkpoint and four steps that it may disturb; here with no checkpoint.
+
+    Rows: the four steps alone, the time in the call, and the segment.
+    """
 
     def __init__(self, row: str, training: StallTraining, folder: Path) -> None:
-        super().__init__(f"{row}:blocked", row)
+        super().__init__(f"{row}:alone", f"{row}:blocked", row)
         self.training = training
         self.folder = folder
 
-    def turn(self) -> Iterator[None]:
-        """Train without a checkpoint. In every way, what the last segment left behind falls on a step before it."""
+    def turn(self) -> Iterator[float | None]:
+        """Train without a checkpoint and with one. What the last turn left behind falls on a step before that."""
+        self.prepare()
         self.training.step()
-        yield
-        yield
+        self.training.settle()
+        began = time.perf_counter()
         self.training.segment()
-        yield
+        alone = time.perf_counter() - began
+        yield None
+        yield alone
+        wait = self.save()
+        yield None
+        self.training.segment()
+        wait()
+        yield None
+
+    def prepare(self) -> None:
+        """Do what has to be done before a checkpoint and is not timed."""
+
+    def save(self) -> Callable[[], None]:
+        """Begin a checkpoint; return what waits until it is durable."""
+        return lambda: None
 
 
 class TorchAsyncSave(Segment):
@@ -94,24 +116,26 @@ class TorchAsyncSave(Segment):
 
     _stager: DefaultStager | None = None
 
-    def turn(self) -> Iterator[None]:
-        """Wait for the writer, then flush what it has not."""
-        options: dict[str, Any] = {}
-        if self.rows[1] == "torch:process":
-            self._stager = self._stager or DefaultStager(StagingOptions(False, True, False, False))
-            options = {"async_stager": self._stager, "async_checkpointer_type": AsyncCheckpointerType.PROCESS}
+    def prepare(self) -> None:
+        """Delete the checkpoint before."""
         for old in self.folder.iterdir():
             shutil.rmtree(old)
+
+    def save(self) -> Callable[[], None]:
+        """Wait for the writer, then flush what it has not."""
+        options: dict[str, Any] = {}
+        if self.rows[-1] == "torch:process":
+            self._stager = self._stager or DefaultStager(StagingOptions(False, True, False, False))
+            options = {"async_stager": self._stager, "async_checkpointer_type": AsyncCheckpointerType.PROCESS}
         target = Path(tempfile.mkdtemp(dir=self.folder))
-        self.training.step()
-        yield
         state = {"model": self.training.model.state_dict(), "optimizer": self.training.optimizer.state_dict()}
         future: Any = async_save(state, checkpoint_id=target, **options)
-        yield
-        self.training.segment()
-        future.result()
-        flush(target)
-        yield
+
+        def wait() -> None:
+            future.result()
+            flush(target)
+
+        return wait
 
     def close(self) -> None:
         """Close the kept stager."""
@@ -125,20 +149,19 @@ class Checkpoints(Segment):
     _checkpointer: Any = None
     _step = 0
 
-    def turn(self) -> Iterator[None]:
-        """Wait until the checkpoint is committed."""
+    def prepare(self) -> None:
+        """Make the checkpointer, once."""
         if self._checkpointer is None:
-            stager, storage = self.rows[1].split("+")
+            stager, storage = self.rows[-1].split("+")
             parts = {"stager": build("stager", stager), "storage": build("storage", storage)}
             self._checkpointer = build("checkpoint", "default", dir=str(self.folder), every=1, keep=1, **parts)
+
+    def save(self) -> Callable[[], None]:
+        """Wait until the checkpoint is committed."""
         self._step += 1
-        self.training.step()
-        yield
         self._checkpointer.save(self._step, {"model": self.training.model, "optimizer": self.training.optimizer})
-        yield
-        self.training.segment()
-        self._checkpointer.wait()
-        yield
+        wait: Callable[[], None] = self._checkpointer.wait
+        return wait
 
     def close(self) -> None:
         """Close it, and the stager with it."""
@@ -149,7 +172,7 @@ class Checkpoints(Segment):
 def row_names() -> list[str]:
     """The names of all rows there are."""
     ours = [f"{stager}+{storage}" for stager in _STAGERS for storage in _STORAGES]
-    return [BASE, *_TORCHS, *ours, f"again:{BASE}"]
+    return [BASE, *_TORCHS, *ours]
 
 
 def measured(rows: Sequence[str], rounds: int, threads: int, scale: float, device: str, folder: Path) -> list[Series]:
@@ -169,12 +192,11 @@ def _train(rows: Sequence[str], rounds: int, threads: int, scale: float, device:
     training = StallTraining(scale, device)
     cases = []
     for row in rows:
-        kind = Segment if row.endswith(BASE) else TorchAsyncSave if row in _TORCHS else Checkpoints
+        kind = Segment if row == BASE else TorchAsyncSave if row in _TORCHS else Checkpoints
         cases.append(kind(row, training, Path(tempfile.mkdtemp(dir=folder))))
-    settle = torch.cuda.synchronize if device != "cpu" else lambda: None
     try:
         with quiet():
-            return interleave(cases, rounds, settle, what=f"stall, {threads} torch threads")
+            return interleave(cases, rounds, training.settle, what=f"stall, {threads} torch threads")
     finally:
         dist.destroy_process_group()
 
@@ -182,17 +204,17 @@ def _train(rows: Sequence[str], rounds: int, threads: int, scale: float, device:
 def group(name: str, title: str, series: Sequence[Series]) -> Group:
     """Make the rows of a table from what was measured: what each has lost, and how long the call took."""
     by_row = {one.row: one for one in series}
-    base = by_row[BASE]
     lines: list[Line] = []
     for one in series:
-        if one.row.endswith(":blocked"):
+        if one.row.endswith((":alone", ":blocked")):
             continue
-        if not one.samples or not base.samples:
-            lines.append(Line(one.row, failure=one.failure or f"there is no row {BASE!r} to hold it against"))
+        if not one.samples:
+            lines.append(Line(one.row, failure=one.failure))
             continue
-        lost = [mine - without for mine, without in zip(one.samples, base.samples, strict=True)]
-        samples = {"lost": lost, "blocked": by_row[f"{one.row}:blocked"].samples, "segment": one.samples}
-        middle, step = statistics.median(lost), statistics.median(base.samples) / StallTraining.STEPS
-        cells = [ms(statistics.median(samples["blocked"])), ms(middle), iqr(lost, ms), f"{middle / step:.2f}"]
+        alone, blocked = by_row[f"{one.row}:alone"].samples, by_row[f"{one.row}:blocked"].samples
+        lost = [mine - without for mine, without in zip(one.samples, alone, strict=True)]
+        samples = {"lost": lost, "blocked": blocked, "segment": one.samples, "alone": alone}
+        middle, step = statistics.median(lost), statistics.median(alone) / StallTraining.STEPS
+        cells = [ms(statistics.median(blocked)), ms(middle), iqr(lost, ms), f"{middle / step:.2f}"]
         lines.append(Line(one.row, cells, samples, {"step": step}))
     return Group(name, title, ["blocked ms", "lost ms", "IQR ms", "lost steps"], lines)

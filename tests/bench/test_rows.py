@@ -87,14 +87,12 @@ def test_ceilings_move_every_byte_and_pass_the_cache(tmp_path: Path, monkeypatch
 
 
 def test_lost_is_a_segment_less_the_one_without_a_checkpoint() -> None:
-    taken = {"none:blocked": [0.0, 0.0, 0.0], "none": [4.0, 8.0, 4.0]}
-    taken |= {"mine:blocked": [0.1, 0.2, 0.3], "mine": [5.0, 10.0, 4.5]}
+    taken = {"mine:alone": [4.0, 8.0, 4.0], "mine:blocked": [0.1, 0.2, 0.3], "mine": [5.0, 10.0, 4.5]}
     series = [*(Series(row, samples) for row, samples in taken.items()), Series("theirs", failure="no process")]
-    none, mine, theirs = stall.group("1", "title", series).lines
-    assert mine.samples == {"lost": [1.0, 2.0, 0.5], "blocked": [0.1, 0.2, 0.3], "segment": [5.0, 10.0, 4.5]}
+    mine, theirs = stall.group("1", "title", series).lines
+    assert mine.samples["lost"] == [1.0, 2.0, 0.5]
     assert mine.figures == {"step": 1.0}  # the median segment without a checkpoint has four steps
     assert [cell.strip() for cell in mine.cells] == ["200.00", "1000.00", "750.00 -  1500.00", "1.00"]
-    assert none.samples["lost"] == [0.0, 0.0, 0.0]
     assert (theirs.samples, theirs.failure) == ({}, "no process")
 
 

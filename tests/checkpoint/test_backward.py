@@ -68,11 +68,22 @@ def test_work_begins_in_a_backward_pass(which: str, begins: bool) -> None:
     assert seen == [begins]
 
 
-def test_nobody_waits_longer_than_the_limit_or_in_a_hurry() -> None:
-    wait_for_backward(threading.get_ident(), threading.Event(), 0.01)
-    hurried = threading.Event()
-    hurried.set()
-    wait_for_backward(threading.get_ident(), hurried, LONG_S)
+class Watch:
+    """An event that is set after so many waits, which take no time and are counted."""
+
+    def __init__(self, set_after: int) -> None:
+        self.waits, self.set_after = 0, set_after
+
+    def wait(self, seconds: float) -> bool:
+        self.waits += 1
+        return self.waits > self.set_after
+
+
+@pytest.mark.parametrize(("limit_s", "set_after", "waits"), [(0.0, 10**9, 1), (LONG_S, 0, 1), (LONG_S, 3, 4)])
+def test_nobody_waits_longer_than_the_limit_or_in_a_hurry(limit_s: float, set_after: int, waits: int) -> None:
+    watch: Any = Watch(set_after)
+    wait_for_backward(threading.get_ident(), watch, limit_s)  # this thread is in no backward pass
+    assert watch.waits == waits
 
 
 def test_a_save_that_is_waited_for_begins_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
