@@ -3,11 +3,12 @@
 Start at :mod:`stagereg.checkpoint.checkpointer`; users call it, and :mod:`stagereg.checkpoint.opened`, and nothing else
 here. One idea a module:
 
-Saving: ``options`` checks the arguments, ``saver`` stages, ``pending_save`` is one save, from the copy to the commit,
-and the thread that works off saves, ``sharing`` what ranks have alike, and each a share of, ``state_planner`` who
-writes what, ``requests`` what ranks do together, ``rank_group`` the ranks, ``unchanged`` what they need not send again,
-``ending`` how they end, ``advice`` the hint for an error of a disk, ``failpoints`` the named moments of a save,
-``schedule`` when to save, ``interval`` how often is best, ``preemption_consensus`` when to leave.
+Saving: ``options`` checks the arguments, ``saver`` stages, ``pending_save`` is one save, ``background`` the thread that
+works them off, ``committing`` what it does with each, ``backward`` the moment for that, ``sharing`` what ranks have
+alike, and each a share of, ``state_planner`` who writes what, ``requests`` what ranks do together, ``rank_group`` the
+ranks, ``unchanged`` what they need not send again, ``ending`` how they end, ``advice`` the hint for an error of a disk,
+``failpoints`` the named moments of a save, ``schedule`` when to save, ``interval`` how often is best,
+``preemption_consensus`` when to leave.
 
 The content: ``entries``, with ``rng`` as a part of it, ``module_state`` and ``optimizer_state`` state by the names of
 parameters, ``encoding`` its structure as JSON, ``merging`` what ranks have of one entry put together, ``pickled``

@@ -25,11 +25,12 @@ import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.options as options
 import stagereg.checkpoint.restoring as restoring
 import stagereg.record as record
+from stagereg.checkpoint.background import Background, CheckpointStats
 from stagereg.checkpoint.ending import Ending
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import StoreLock
 from stagereg.checkpoint.manifest import new_token
-from stagereg.checkpoint.pending_save import Background, CheckpointStats, SaveTarget
+from stagereg.checkpoint.pending_save import SaveTarget
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.rank_group import DisagreementError, RankGroup
 from stagereg.checkpoint.requests import Requests

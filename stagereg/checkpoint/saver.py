@@ -19,9 +19,10 @@ from torch.optim.lr_scheduler import LRScheduler
 import stagereg.checkpoint.entries as entries
 import stagereg.record as record
 import stagereg.shutdown as shutdown
+from stagereg.checkpoint.background import Background
 from stagereg.checkpoint.manifest import MOST
 from stagereg.checkpoint.optimizer_state import ParameterNames
-from stagereg.checkpoint.pending_save import Background, PendingSave, SaveTarget
+from stagereg.checkpoint.pending_save import PendingSave, SaveTarget
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.schedule import Schedule

@@ -35,11 +35,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import stagereg.checkpoint.sharing as sharing
 from stagereg.bench.measure import in_own_process
+from stagereg.checkpoint.committing import _Prepared, _Work
 from stagereg.checkpoint.encoding import walk
 from stagereg.checkpoint.index import INDEX
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.merging import Asked, Sent
-from stagereg.checkpoint.pending_save import PendingSave, SaveTarget, _Prepared, _Work
+from stagereg.checkpoint.pending_save import PendingSave, SaveTarget
 from stagereg.checkpoint.sharing import EntryContents, HeldTensor
 from stagereg.checkpoint.storage.files import FileStorage
 from stagereg.checkpoint.storage.protocol import ArchiveResult, TensorResult
@@ -234,6 +235,7 @@ class Real:
         entries = state(self.place, self.rank, step, DeviceMesh("cpu", torch.arange(first, first + self.place.shards)))
         save = PendingSave(step, self.target, staged=entries, buffers=() if compares else None)
         save.settled.set()
+        save.hurried.set()  # there is no training to wait for
         self.work = _Work(save)
         found = clock(self.work.prepare)
         dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import stagereg.checkpoint.pending_save as pending_save
+import stagereg.checkpoint.committing as committing
 from stagereg.checkpoint.backward import wait_for_backward
 from stagereg.checkpoint.checkpointer import Checkpointer
 
@@ -87,9 +88,9 @@ def test_nobody_waits_longer_than_the_limit_or_in_a_hurry(limit_s: float, set_af
 
 
 def test_a_save_that_is_waited_for_begins_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending_save, "_CALM_S", LONG_S)
+    monkeypatch.setattr(committing, "_CALM_S", LONG_S)
     state = {"x": torch.ones(3)}
-    with Checkpointer(str(tmp_path), timeout=pending_save.datetime.timedelta(seconds=LONG_S / 2)) as checkpointer:
+    with Checkpointer(str(tmp_path), timeout=datetime.timedelta(seconds=LONG_S / 2)) as checkpointer:
         for step in range(5):  # the third one waits for the first
             checkpointer.save(step, state)
         checkpointer.wait()

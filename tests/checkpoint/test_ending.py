@@ -18,7 +18,7 @@ import stagereg
 import stagereg.checkpoint.ending as ending
 import stagereg.checkpoint.rank_group as rank_group
 from stagereg import Checkpointer
-from stagereg.checkpoint.pending_save import Background
+from stagereg.checkpoint.background import Background
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-import stagereg.checkpoint.pending_save as pending_save
+import stagereg.checkpoint.background as module
 import stagereg.shutdown as shutdown
-from stagereg.checkpoint.pending_save import Background, PendingSave, SaveTarget
+from stagereg.checkpoint.background import Background
+from stagereg.checkpoint.pending_save import PendingSave, SaveTarget
 from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.checkpoint.schedule import Schedule
 from stagereg.checkpoint.storage.dcp import DcpStorage
@@ -29,7 +30,7 @@ class Write:
         self.target = target
         self.errors: dict[int, BaseException] = {}
         self.begun, self.go, self.busy = threading.Event(), threading.Event(), threading.Lock()
-        monkeypatch.setattr(pending_save, "write_and_commit", self)
+        monkeypatch.setattr(module, "write_and_commit", self)
 
     def __call__(self, save: PendingSave) -> tuple[float, int]:
         assert self.busy.acquire(blocking=False), "two writes at once"
@@ -137,7 +138,7 @@ def test_without_a_thread_a_save_is_refused_and_not_waited_for(write: Write, mon
 
 
 def test_a_look_that_fails_leaves_the_thread_to_later_saves(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending_save, "_IDLE_S", 0.01)
+    monkeypatch.setattr(module, "_IDLE_S", 0.01)
     looked = threading.Event()
 
     class Rank:

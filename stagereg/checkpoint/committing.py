@@ -1,0 +1,317 @@
+"""How a save is written and committed, by all ranks at once, with two exchanges. Nothing can be left out of either:
+
+1. Before any file: every rank sends that it has staged and what it would write; rank 0 answers which rank writes what.
+   Without it a rank would write for nothing, or two ranks the same.
+2. After the files: every rank sends what it has written, with sizes and checksums; rank 0 writes the metadata, commits
+   and answers that it has. Without it a checkpoint would be committed with files missing, or a rank would not know how
+   its save has ended.
+
+A failure on any rank fails the save on all of them and deletes the hidden directory. Each rank lets go of its copy as
+soon as its files are written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+import stagereg.checkpoint.rng as rng
+import stagereg.record as record
+from stagereg.checkpoint.backward import wait_for_backward
+from stagereg.checkpoint.entries import rng_name
+from stagereg.checkpoint.failpoints import failpoint
+from stagereg.checkpoint.index import INDEX, describe_tensors, make_index
+from stagereg.checkpoint.manifest import FileMark
+from stagereg.checkpoint.merging import Asked, EntryDigests, Merging, RankEntries, Sent, groups_in
+from stagereg.checkpoint.pending_save import PendingSave
+from stagereg.checkpoint.rank_group import DisagreementError
+from stagereg.checkpoint.sharing import SAMPLES, shares
+from stagereg.checkpoint.state_planner import by_number, from_numbers, joined, name_for_each, split
+from stagereg.checkpoint.storage.protocol import ArchiveResult, Storage, TensorResult
+from stagereg.checkpoint.store.retry import within
+from stagereg.errors import CheckpointError, name_ranks
+
+__all__ = ["WAITING", "write_and_commit"]
+
+WAITING = "waiting for the others"
+"""What a rank that has done its part is doing."""
+
+_TRYING = 0.5  # of the time-out; the rest is for clearing away and reporting
+_CALM_S = 2.0  # how long one waits for a moment at which training hardly notices
+
+
+class _Prepared(NamedTuple):
+    """What a rank sends with its plan when it has staged."""
+
+    step: int
+    called: bool = True
+    follows: bool = False
+    taken: Mapping[str, int] = {}
+    digests: EntryDigests = EntryDigests({}, {}, {}, {})
+    shares_of: int | None = None
+
+
+_Written: TypeAlias = tuple[dict[str, FileMark], Sent]
+
+
+def write_and_commit(save: PendingSave) -> tuple[float, int]:
+    """Write a save and commit it, keeping the newest. Collective; on the background thread.
+
+    Returns:
+        When all ranks had staged (``record.now``), and the bytes of this rank's files.
+
+    Raises:
+        CheckpointError: on all ranks, if it failed on any.
+    """
+    to, ranks, work = save.to, save.to.ranks, _Work(save)
+    failing = f"Step {save.step} was not saved"
+    try:
+        with within(_TRYING * (save.until - time.monotonic())):
+            work.take(to.plans.round_trip(ranks, failing, work.prepare, work.share_out))
+            began = record.now()
+            nbytes = to.results.round_trip(ranks, failing, work.write, work.commit)
+            failpoint("ended")
+        to.before = work.entries.structures
+        if save.replicas is not None and save.compares:
+            alike = {name: of for name, of in work.asked.replicas.items() if name in save.replicated}
+            save.replicas.agree(save.number, shares(work.entries.contents, alike))
+    except BaseException:
+        to.forget()
+        if save.replicas is not None:
+            save.replicas.forget()
+        if ranks.rank == 0:
+            with within(save.until - time.monotonic()):
+                to.store.discard(work.path)
+        raise
+    finally:
+        save.staged, work.planner.state_dict = {}, {}
+    return began, nbytes
+
+
+class _Work:
+    """One save on the background thread: all ranks :meth:`prepare` and :meth:`write`, and rank 0 answers them.
+
+    Attributes:
+        path: the hidden directory.
+        planner: has the tensors until they are written.
+        entries: what this rank has of each entry.
+        asked: what rank 0 asks it for.
+    """
+
+    entries: RankEntries
+    asked: Asked
+    _plans: list[SavePlan]  # what this rank would write
+    _more: list[SavePlan]  # that again, if it was not sent before the files
+    _results: list[WriteResult]
+    _order: list[int]  # on rank 0: ranks that have left their loop come last
+    _follows: list[int]  # these
+    _merging: Merging
+
+    def __init__(self, save: PendingSave) -> None:
+        self._save, self._to, self._ranks = save, save.to, save.to.ranks
+        self._token = save.to.next_token()
+        self.path = save.to.store.temporary(save.step, self._token)
+        self.planner = save.to.planner
+        self.planner.parts = save.parts
+        self._metadata: Metadata | None = None
+
+    def prepare(self) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
+        """Return that this rank has staged, and what it would write."""
+        save, storage = self._save, self._to.storage
+        if save.missed:
+            return _Prepared(save.step, False), (), ()
+        save.at = "waiting for its copy"
+        if save.failure is None:
+            wait_for_backward(save.caller, save.hurried, _CALM_S)
+        copy = dict(_expect_whole(save, save.copy()))
+        if (own := rng_name(self._ranks.rank)) in copy:
+            copy[own] = rng.as_tensors(copy[own])
+        self.entries = RankEntries(copy, save.buffers)  # refuses what cannot be saved
+        failpoint("staged")
+        save.at = "preparing its files"
+        storage.reset(self.path)
+        is_first = self._ranks.rank == 0
+        self.planner.set_up_planner(
+            {name: copy[name] for name in copy if name != SAMPLES}, storage.storage_meta(), is_first
+        )
+        parts = (part for x in self.planner.state_dict.values() for part in _parts(x))
+        save.nbytes = sum(part.nbytes for part in parts) - sum(x.nbytes for x in copy.get(own, {}).values())
+        takes_more = "kwargs" in inspect.signature(storage.set_up_storage_writer).parameters  # as torch asks
+        more = {"rank": self._ranks.rank, "use_collectives": True} if takes_more else {}
+        storage.set_up_storage_writer(is_first, **more)
+        plan = storage.prepare_local_plan(self.planner.create_local_plan())
+        if plan is not self._to.plan:
+            self._to.plan, self._to.sent = plan, [plan] if self._ranks.size == 1 else split(plan, self._ranks.rank)
+        self._plans = self._to.sent
+        save.at = WAITING
+        digests = self.entries.digests(self._to.before)
+        sent = _Prepared(save.step, True, save.follows, save.taken, digests, save.shares_of)
+        return sent, (*self._plans, (save.follows, self.entries.kinds)), ()
+
+    def share_out(
+        self, prepared: Sequence[_Prepared], lasting: Sequence[Sequence[Any]] | None
+    ) -> list[tuple[Any, Asked]]:
+        """Return what each rank writes, ``None`` for the same as in the save before, and what it is asked for."""
+        steps = [each.step for each in prepared]
+        _expect_all_called(self._save.step, prepared)
+        if len(set(steps)) > 1:
+            for step in steps:
+                self._to.store.discard(self._to.store.temporary(step, self._token))
+            raise CheckpointError(f"The ranks saved different steps at the same time: {steps}.")
+        _expect_all_up_to_date(self._save.step, prepared)
+        if len({each.shares_of for each in prepared}) > 1:
+            raise CheckpointError("The ranks did not all know who has a share of what; the next save compares anew.")
+        # Of what several ranks have alike the first one's is stored: numbers are stale on one that has left its loop.
+        self._follows = [rank for rank, each in enumerate(prepared) if each.follows]
+        self._order = sorted(range(len(prepared)), key=lambda rank: prepared[rank].follows)
+        self._merging = Merging([each.digests for each in prepared], self._order, self._follows, self._to.entries)
+        asked = self._merging.ask()
+        if lasting is None:
+            return [(None, each) for each in asked]
+        given = [each[:-1] for each in lasting]
+        plans = self._plan_all(given)
+        dealt = self._to.storage.prepare_global_plan([plans[rank] for rank in range(len(given))])
+        return list(zip(map(by_number, dealt, map(joined, given)), asked, strict=True))
+
+    def _plan_all(self, given: Sequence[Sequence[SavePlan]]) -> dict[int, SavePlan]:
+        given = _without_shared(given, self._follows)
+        plans, self._metadata = self.planner.create_global_plan([x for rank in self._order for x in given[rank]])
+        parts = iter(plans)
+        return {rank: joined([next(parts) for _ in given[rank]]) for rank in self._order}
+
+    def take(self, answer: tuple[SavePlan | None, Asked]) -> None:
+        """Note what rank 0 has answered."""
+        dealt, self.asked = answer
+        self._more = self._plans if dealt is None else []
+        if dealt is not None:
+            self._to.dealt = from_numbers(dealt, joined(self._plans))
+            self._to.results.forget()  # what lies where may be as before, and yet be something else: of another dtype
+
+    def write(self) -> tuple[_Written, Sequence[Any], Sequence[Any]]:
+        """Write this rank's files, and let go of its copy."""
+        save = self._save
+        failpoint("agreed")
+        save.at = "writing its files"
+        own = self.planner.finish_plan(cast("SavePlan", self._to.dealt))
+        self._results = self._to.storage.write_data(own, self.planner).wait()
+        self.planner.state_dict = {}
+        copy, save.staged = save.copy(), {}
+        save.release(copy)
+        del copy
+        save.settled.wait()
+        save.copy()  # which may have proved bad since
+        save.record_copied()
+        marks = self._marks() if self._ranks.rank > 0 else {}  # those of rank 0 come with the metadata's
+        failpoint("written")
+        save.at = WAITING
+        return (marks, self.entries.answer(self.asked, self._to.before)), [self._results], self._more
+
+    def commit(self, written: Sequence[_Written], lasting: Sequence[Sequence[Any]] | None) -> list[int]:
+        """Commit what all have written, and return the bytes of each rank's files."""
+        save, to = self._save, self._to
+        save.at = "committing"
+        if save.abandoned:
+            raise CheckpointError("it took too long and was given up")
+        state = self._merging.put_together([sent for _, sent in written])
+        if lasting is None:
+            to.storage.finish_again()
+        else:
+            if self._metadata is None:
+                self._plan_all([plans for _, *plans in lasting])
+            metadata, results = cast("Metadata", self._metadata), [[*each[0]] for each in lasting]
+            objects = {name for encoded in state.values() for name in encoded.objects}
+            to.described = describe_tensors(metadata, results, objects)
+            name_for_each(metadata, results, groups_in(state))
+            to.storage.finish(metadata, results)
+        own = self._marks()
+        files = {name: mark for marks, _ in written for name, mark in marks.items()} | own
+        files[INDEX] = to.store.put(self.path, INDEX, make_index(to.described, state))
+        there = to.store.files(self.path)
+        if lost := sorted(files.keys() - there):
+            raise CheckpointError(f"{self.path} has lost what was just written there: {', '.join(lost)}")
+        files |= {name: to.store.mark(self.path, name) for name in there if name not in files}
+        failpoint("marked")
+        to.entries = self._merging.entries
+        to.store.publish(self.path, save.step, self._ranks.size, to.storage_name, files, to.keep)
+        return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each for each, _ in written[1:])]]
+
+    def _marks(self) -> dict[str, FileMark]:
+        """Return the marks of what this rank wrote; what its storage has not marked is flushed and read.
+
+        What no rank has named, such as metadata, is rank 0's to mark.
+        """
+        storage, store = self._to.storage, self._to.store
+        known: Mapping[str, FileMark] = storage.marks if isinstance(storage, Storage) else {}
+        if all(isinstance(each, (ArchiveResult, TensorResult)) for each in self._results):
+            names = {each.storage_data.relative_path for each in self._results}
+        else:  # a storage that does not say where it has put something: by the rank that torch has named a file after
+            names = {name for name in store.files(self.path) if name.startswith(f"__{self._ranks.rank}_")}
+        return {**known, **{name: store.mark(self.path, name) for name in sorted(names - known.keys())}}
+
+
+def _expect_whole(save: PendingSave, copy: object) -> dict[str, Any]:
+    if not isinstance(copy, dict):
+        raise CheckpointError(f"stage() of {save.stager} returned {copy!r:.80}, and has to return a copy of its dict")
+    if lost := [name for name in save.names if name not in copy]:
+        raise CheckpointError(f"stage() of {save.stager} returned a copy without {', '.join(map(repr, lost))}")
+    return copy
+
+
+def _expect_all_called(step: int, prepared: Sequence[_Prepared]) -> None:
+    missed = [rank for rank, each in enumerate(prepared) if not each.called]
+    if missed:
+        others = [rank for rank in range(len(prepared)) if rank not in missed]
+        raise DisagreementError(
+            f"{name_ranks(others)} called save(step {step}), {name_ranks(missed)} did not: call save and maybe_save on "
+            "all ranks, with an empty batch too, and not under `if rank == 0`."
+        )
+
+
+def _expect_all_up_to_date(step: int, prepared: Sequence[_Prepared]) -> None:
+    """Refuse what a rank holds from long ago that has left its loop, and steps only what the join knows."""
+    if not any(each.follows for each in prepared):
+        return
+    for name in sorted({name for each in prepared for name in each.taken}):
+        taken = [each.taken.get(name, 0) for each in prepared]
+        if len(set(taken)) > 1:
+            counts = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(taken))
+            raise DisagreementError(
+                f"{name!r} is not the same on all ranks: it has taken {counts} steps. Ranks that have left the loop "
+                "step only what the join knows: list the optimizer, the schedule or the function that steps them, as "
+                "in Join([model, optimizer])."
+            )
+
+
+def _without_shared(given: Sequence[Sequence[SavePlan]], follows: Collection[int]) -> Sequence[Sequence[SavePlan]]:
+    """Return plans in which a rank that has left its loop leaves to the others what they have shares of."""
+    if not follows:
+        return given
+    active = (plan for rank, plans in enumerate(given) if rank not in follows for plan in plans)
+    shared = {item.index.fqn for plan in active for item in plan.items if _is_shard(item)}
+
+    def own(plan: SavePlan) -> SavePlan:
+        items = [each for each in plan.items if _is_shard(each) or each.index.fqn not in shared]
+        return dataclasses.replace(plan, items=items)
+
+    return [[*map(own, plans)] if rank in follows else plans for rank, plans in enumerate(given)]
+
+
+def _is_shard(item: WriteItem) -> bool:
+    return item.type is WriteItemType.SHARD
+
+
+def _parts(x: Any) -> list[torch.Tensor]:
+    """Return what this rank has of a tensor."""
+    if isinstance(x, ShardedTensor):
+        return [shard.tensor for shard in x.local_shards()]
+    return [x.to_local() if isinstance(x, DTensor) else x] if isinstance(x, torch.Tensor) else []
