@@ -11,7 +11,7 @@ One copy may lie in several blocks, and several copies may share one, so the poo
 references do the counting, so a block that a tensor lies in is never lent again.
 
 If ``max_in_flight`` copies are out, :meth:`Pool.lease` waits for one: at most ``wait_s`` seconds if the reader has
-promised to release its copies (:meth:`Pool.expect_release`), at most one second otherwise. After that it goes on with
+promised to release its copies (``Pool.readers_release``), at most one second otherwise. After that it goes on with
 fresh memory, and logs so once. From then on, a reader without the promise is not waited for.
 """
 
@@ -190,7 +190,7 @@ class Pool:
         make: makes a block of so many bytes, page-locked or not, with so many threads.
 
     Attributes:
-        readers_release: whether the reader has promised to release its copies.
+        readers_release: whether the reader has promised to :meth:`release` its copies; False at first.
         expected: bytes that one copy needs in all. Where it takes one block each, the pool finds them by itself.
     """
 
@@ -274,10 +274,6 @@ class Pool:
         ref = BlockRef(block)
         weakref.finalize(ref, _give_back, weakref.ref(self), block).atexit = False
         return ref
-
-    def expect_release(self) -> None:
-        """Wait up to ``wait_s`` for copies from now on: their reader promises to :meth:`release` each."""
-        self.readers_release = True
 
     def release(self, copy: object) -> None:
         """End the lease of a copy that was handed out, and empty it if it is a dict; on any thread.

@@ -99,8 +99,9 @@ class CopyTask:
         self._left, self._lock, self._done = len(self._pieces), threading.Lock(), threading.Event()
         self._failure: Exception | None = None
 
-    def work(self) -> None:
-        """Take pieces as long as there are any."""
+    def work(self) -> BaseException | None:
+        """Take pieces as long as there are any. Returns what interrupted this thread, such as a Ctrl-C."""
+        interrupt: BaseException | None = None
         with contextlib.suppress(IndexError):
             while True:
                 work = self._pieces.popleft()
@@ -108,17 +109,20 @@ class CopyTask:
                     work(self._base)
                 except Exception as error:
                     self._failure = error
+                except BaseException as error:  # it is this thread's; the others get an error
+                    interrupt, self._failure = error, StagingError([], f"the copy was interrupted ({error!r})")
                 with self._lock:
                     self._left -= 1
                 if not self._left:
                     self._done.set()
+        return interrupt
 
     def finish(self) -> None:
         """Take the pieces that are left, and return when those of others are done too. Raises what a piece raised."""
-        self.work()
+        interrupt = self.work()
         self._done.wait(None if self._left else 0)
-        if self._failure is not None:
-            raise self._failure
+        if failure := interrupt or self._failure:
+            raise failure
 
 
 class Batch:

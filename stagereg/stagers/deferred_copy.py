@@ -16,6 +16,7 @@ checksum of every byte (CRC-32) is compared as well.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import threading
@@ -125,14 +126,17 @@ class DeferredCopy:
             Indices of the source tensors that were written before they were copied; the copy is of no use if there are
             any.
         """
-        self._task.finish()
-        for _, event in self._events:
-            event.synchronize()
+        try:
+            self._task.finish()
+        finally:  # what is queued writes to the memory, whether or not all of it could be
+            for _, event in self._events:
+                event.synchronize()
         return self._find_written()
 
     def finish_before_write(self) -> None:
         """Return when the source may be written. Called by any thread that is about to, any number of times."""
-        self._task.finish()
+        with contextlib.suppress(Exception):  # run() raises it
+            self._task.finish()
         for device, event in self._events:
             torch.accelerator.current_stream(device).wait_event(event)
         self._find_written()
@@ -166,9 +170,11 @@ def _queues(
     def queue(base: int, device: torch.device, stream: torch.Stream) -> None:
         # The device first: a thread may have another one, which leaving the stream would set up, at a cost in memory.
         with torch.no_grad(), torch.accelerator.device_index(device.index), stream:
-            for to, source in pending.pairs(by_device[device]):
-                to.copy_(source, non_blocking=True)
-            events.append((device, stream.record_event()))
+            try:
+                for to, source in pending.pairs(by_device[device]):
+                    to.copy_(source, non_blocking=True)
+            finally:
+                events.append((device, stream.record_event()))
 
     made: list[Callable[[int], None]] = []
     for device in by_device:

@@ -192,6 +192,7 @@ class _Copies:
     def add(self, copy: DeferredCopy) -> _CopyFuture:
         """Return the future of a copy that is about to be run."""
         future = self._running[copy] = _CopyFuture()
+        future.set_running_or_notify_cancel()  # it cannot be cancelled
         return future
 
     def run(self, copy: DeferredCopy, pending: PendingCopy, state: StateDict) -> None:
@@ -202,7 +203,9 @@ class _Copies:
             if written:
                 raise _written(state, written[0])
             future.complete(pending)
-        except Exception as error:
+        except BaseException as raised:
+            interrupted = StagingError([], f"the copy was interrupted ({raised!r})")
+            error = raised if isinstance(raised, Exception) else interrupted
             error.__traceback__ = None  # its frames hold the memory
             self._failed.append(future)
             future.set_exception(error)

@@ -188,7 +188,7 @@ class TestWaiting:
     ) -> None:
         pool = Pool(max_in_flight=1, wait_s=wait_s)
         if promised:
-            pool.expect_release()
+            pool.readers_release = True
         kept = [borrow(pool, 64)]
         for so_far in waited_s:
             kept.append(borrow(pool, 64))

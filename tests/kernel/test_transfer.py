@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import stagereg.kernel.compiled as compiled
 import stagereg.kernel.transfer as transfer
-from stagereg.kernel.transfer import Batch, CopyEngine, piece
+from stagereg.errors import StagingError
+from stagereg.kernel.transfer import Batch, CopyEngine, CopyTask, piece
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,6 +106,20 @@ def test_threads_get_equal_shares_of_the_bytes() -> None:
     shares = transfer._split(moves, 3)
     assert [sum(nbytes for *_, nbytes in share) for share in shares] == [785, 785, 783]
     assert transfer._split([], 2) == [[], []]
+
+
+def test_an_interrupt_is_raised_on_its_thread_when_no_piece_is_left() -> None:
+    worked: list[int] = []
+
+    def interrupted(base: int) -> None:
+        raise KeyboardInterrupt
+
+    task = CopyTask(7, [interrupted, worked.append])
+    with pytest.raises(KeyboardInterrupt):
+        task.finish()
+    assert worked == [7]
+    with pytest.raises(StagingError, match="interrupted"):
+        task.finish()
 
 
 LOADED = """

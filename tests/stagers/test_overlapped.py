@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -28,6 +29,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import stagereg
 from stagereg.errors import StagerClosedError, StagingError
+from stagereg.kernel.copier import PendingCopy
 from stagereg.kernel.layout import plan_layout
 from stagereg.kernel.transfer import Batch
 from stagereg.stagers.deferred_copy import DeferredCopy
@@ -301,6 +303,42 @@ def test_a_failure_keeps_no_memory_and_is_not_raised_twice(failed: Future[Any], 
     stager.stage({}).result(WAIT_S)
 
 
+def test_what_interrupts_a_step_is_raised_there_and_nothing_hangs(gate, stager) -> None:
+    one = OneWeight(stager)
+    future = stager.stage(one.state)
+    (running,) = stager._copies._running
+    (piece,) = running._task._pieces
+
+    def interrupted(base: int) -> None:
+        piece(base)
+        raise KeyboardInterrupt
+
+    running._task._pieces[0] = interrupted
+    one.weight.grad = torch.ones_like(one.weight)
+    with pytest.raises(KeyboardInterrupt):
+        one.optimizer.step()
+    assert one.weight.eq(0).all()
+    stager._copies.finish_before_write()  # what close() does first: the interrupt is not raised again
+    gate.set()
+    with pytest.raises(StagingError, match=r"the copy was interrupted \(KeyboardInterrupt\(\)\)"):
+        stager.close()
+    assert future.done()
+
+
+def test_whatever_ends_the_background_copy_ends_its_future(stager, monkeypatch) -> None:
+    monkeypatch.setattr(DeferredCopy, "run", lambda late: sys.exit(3))
+    future = stager.stage({"x": torch.ones(3)})
+    assert isinstance(future.exception(WAIT_S), StagingError)
+
+
+def test_a_copy_cannot_be_cancelled(gate, stager) -> None:
+    future = stager.stage({"x": torch.ones(3)})
+    assert not future.cancel()
+    gate.set()
+    stager.close()
+    assert future.result(WAIT_S)["x"].sum() == 3
+
+
 def test_no_hook_is_left_behind() -> None:
     hooks, load = len(_global_optimizer_pre_hooks), torch.nn.Module.load_state_dict
     closed, dropped = OverlappedStager(), OverlappedStager()
@@ -405,6 +443,36 @@ def test_of_a_device_small_tensors_are_deferred_as_well(
     assert stager._split is not None
     assert {i for region in stager._split.immediate_remote for i in region.members} == {4, 5, 6}, "the norm's buffers"
     assert len(stager._split.members) == 6
+
+
+def test_a_copy_that_cannot_be_queued_fails_its_future_alone(
+    fake_device: list[tuple[object, ...]],
+    late: tuple[OverlappedStager, threading.Event],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stager, gate = late
+    one = OneWeight(stager, 1.0)
+    future = stager.stage(one.state)
+    queued, pairs, waited = len(fake_device), PendingCopy.pairs, threading.Event()
+
+    def some(*args: Any) -> Iterator[Any]:
+        yield from pairs(*args)
+        raise RuntimeError("no memory left")
+
+    monkeypatch.setattr(PendingCopy, "pairs", some)
+    one.weight.grad = torch.ones_like(one.weight)
+    one.optimizer.step()
+    assert fake_device[queued + 1 :] == [("side", "records", queued + 1), ("main", "waits for", "side", queued + 1)]
+    (running,) = stager._copies._running
+    ((_, event),) = running._events
+    event.synchronize = waited.set
+    gate.set()
+    with pytest.raises(RuntimeError, match="no memory left"):
+        stager.close()
+    assert future.done()
+    assert waited.is_set(), "the memory is used again when nothing writes to it any more"
+    with pytest.raises(StagerClosedError):
+        stager.stage({})
 
 
 def test_what_a_cuda_graph_writes_is_copied_at_once(
