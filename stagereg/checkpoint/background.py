@@ -135,15 +135,15 @@ class Background:
                 raise CheckpointError(f"No thread to write checkpoints could be started: {error}") from error
             self._thread = thread
 
-    def finish(self, cleared: bool = True) -> bool:
-        """Wait until every save has ended, well or not, and old checkpoints are deleted; False if that takes too long.
+    def wait(self) -> bool:
+        """Wait until every save has ended, well or not; False if one takes too long."""
+        return self._wait(1)
 
-        ``cleared`` is False for one who does not wait for the deleting.
-        """
+    def finish(self) -> bool:
+        """As :meth:`wait`, and until old checkpoints are deleted, which may take as long as a save."""
         ended, until = self._wait(1), time.monotonic() + self.timeout_s
-        while cleared and ended and self._clearing and os.getpid() == self._process:
+        while ended and self._clearing and os.getpid() == self._process and time.monotonic() < until:
             time.sleep(_LOOK_S)
-            ended = time.monotonic() < until
         return ended
 
     @property
@@ -209,6 +209,7 @@ class Background:
             if not self._under_way:
                 return None
             first = self._under_way[0]
+            first.until = min(first.until, time.monotonic() + self.timeout_s)  # its turn may come late
             if not first.late and time.monotonic() >= first.until:
                 first.late = True
                 self._keep(first.step, self._lateness(first), everywhere=first.at == WAITING)

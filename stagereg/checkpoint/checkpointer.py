@@ -309,7 +309,7 @@ class Checkpointer:
         """
         self._check_open()
         if self.enable:
-            self._background.finish(cleared=False)
+            self._background.wait()
             self._background.raise_failure()
 
     def restore(self, state: MutableMapping[str, Any]) -> int | None:

@@ -1,4 +1,4 @@
-"""How a save is written and committed, by all ranks at once, with two exchanges. Nothing can be left out of either:
+"""How all ranks together write and commit a save, in two exchanges. Both are needed:
 
 1. Before any file: every rank sends that it has staged and what it would write; rank 0 answers which rank writes what.
    Without it a rank would write for nothing, or two ranks the same.
@@ -88,7 +88,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
     except BaseException:
         to.forget()
         if save.replicas is not None:
-            save.replicas.forget()
+            save.replicas.forget(save.number)
         if ranks.rank == 0:
             with within(save.until - time.monotonic()):
                 to.store.discard(work.path)
@@ -170,7 +170,10 @@ class _Work:
             raise CheckpointError(f"The ranks saved different steps at the same time: {steps}.")
         _expect_all_up_to_date(self._save.step, prepared)
         if len({each.shares_of for each in prepared}) > 1:
-            raise CheckpointError("The ranks did not all know who has a share of what; the next save compares anew.")
+            raise CheckpointError(
+                "The ranks disagree on which of them writes which part of the shared state. Nothing was written; the "
+                "next save compares it anew."
+            )
         # Of what several ranks have alike the first one's is stored: numbers are stale on one that has left its loop.
         self._follows = [rank for rank, each in enumerate(prepared) if each.follows]
         self._order = sorted(range(len(prepared)), key=lambda rank: prepared[rank].follows)
@@ -224,7 +227,7 @@ class _Work:
             raise CheckpointError("it took too long and was given up")
         state = self._merging.put_together([sent for _, sent in written])
         if lasting is None:
-            to.storage.finish_again()
+            to.storage.finish_again(to.finished)
         else:
             if self._metadata is None:
                 self._plan_all([plans for _, *plans in lasting])
@@ -233,6 +236,8 @@ class _Work:
             to.described = describe_tensors(metadata, results, objects)
             name_for_each(metadata, results, groups_in(state))
             to.storage.finish(metadata, results)
+            if to.repeats:
+                to.finished = to.storage.finished
         own = self._marks()
         files = {name: mark for marks, _ in written for name, mark in marks.items()} | own
         files[INDEX] = to.store.put(self.path, INDEX, make_index(to.described, state))

@@ -52,17 +52,18 @@ class Asked(NamedTuple):
 
     Attributes:
         structures: the names of entries, each with the digest of what it may send :class:`Changes` to; else empty.
-        comparisons: of which ranks have other tensors, as :meth:`.EntryContents.digests` has it.
+        comparisons: the names of entries of which other ranks have other tensors, each with the layout in which they
+            do, as :meth:`.EntryContents.digests` has it.
         replicas: of those that have the same of an entry, the rank's place.
     """
 
     structures: dict[str, bytes]
-    comparisons: list[tuple[str, bytes]]
+    comparisons: dict[str, bytes]
     replicas: dict[str, Place]
 
 
 class Changes(NamedTuple):
-    """In what a structure differs from another one: parts of its text, by their numbers."""
+    """The difference between two structures: the parts of the JSON text that differ, by position."""
 
     base: bytes  # the digest of the other one
     parts: dict[int, str]
@@ -129,7 +130,7 @@ class RankEntries:
         for name, base in asked.structures.items():
             own = self.structures[name]
             structures[name] = (Changes.between(before[name], own) if base else None) or own
-        each = ((self.contents[name], layout) for name, layout in asked.comparisons)
+        each = ((self.contents[name], layout) for name, layout in asked.comparisons.items())
         return Sent(structures, [contents if layout else contents.plain for contents, layout in each])
 
 
@@ -160,7 +161,7 @@ class Merging:
             CheckpointError: ranks that share an entry have drifted apart.
         """
         sharing.expect_samples_alike([each.samples for each in self._digests])
-        asked = [Asked({}, [], {}) for _ in self._digests]
+        asked = [Asked({}, {}, {}) for _ in self._digests]
         for (name, own), (rank, *_) in self._alike.items():
             if (name, own) not in self._before:
                 base = self._digests[rank].before.get(name, b"")
@@ -169,7 +170,8 @@ class Merging:
         kinds = Counter(key for key, _ in contents)
         for (key, _), ranks in contents.items():
             if kinds[key] > 1:
-                asked[ranks[0]].comparisons.append(key)
+                mine = asked[ranks[0]].comparisons
+                mine[key[0]] = mine.get(key[0]) or key[1]
             for number, rank in enumerate(ranks if key[1] else ()):
                 asked[rank].replicas[key[0]] = Place(ranks[0], len(ranks), number)
         return asked
@@ -184,11 +186,14 @@ class Merging:
         sharing.expect_alike({rank: sent[rank].comparisons for rank in self._order})
         parts: dict[str, list[tuple[Encoded, list[int]]]] = {}
         for (name, own), ranks in self._alike.items():
-            found = self._before.get((name, own)) or self._completed(name, sent[ranks[0]].structures[name])
-            if found is None or digest(found) != own:
-                raise CheckpointError(
-                    f"What {name_ranks(ranks[:1])} sent of {name!r} is not what it has; the next save sends all of it."
-                )
+            found = self._before.get((name, own))
+            if found is None:
+                found = self._completed(name, sent[ranks[0]].structures[name])
+                if found is None or digest(found) != own:
+                    raise CheckpointError(
+                        f"What {name_ranks(ranks[:1])} sent of {name!r} does not match the digest it sent first. "
+                        "Nothing was committed; the next save sends all of it."
+                    )
             self.entries[name, own] = found
             parts.setdefault(name, []).append((found, [rank for rank in ranks if rank not in self._stale]))
         return {name: merge(name, each) for name, each in parts.items()}
@@ -291,7 +296,7 @@ def _is_optimizer(tree: Any) -> bool:
 
 def _groups(tree: Any) -> dict[str, Any]:
     groups = tree["value"]["param_groups"]
-    items = groups["value"] if type(groups) is dict else None
+    items = groups.get("value") if type(groups) is dict else None  # none of a leaf
     is_by_name = type(items) is dict and all(
         type(group) is dict and type(group.get("value")) is dict and type(group["value"].get("params")) is list
         for group in items.values()

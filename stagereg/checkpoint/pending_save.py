@@ -43,14 +43,15 @@ class SaveTarget:
     def __post_init__(self) -> None:
         self.storage_name = name_of(self.storage)  # for manifests
         self._tokens = random.Random(self.token)
-        repeats = isinstance(self.storage, Storage) and self.storage.repeats
-        self.plans, self.results = Unchanged(repeats), Unchanged(repeats)
+        self.repeats = isinstance(self.storage, Storage) and self.storage.repeats
+        self.plans, self.results = Unchanged(self.repeats), Unchanged(self.repeats)
         self.planner = StatePlanner()
         self.plan: SavePlan | None = None  # what this rank would have written in the last save
         self.sent: list[SavePlan] = []  # the same, as it is sent
         self.dealt: SavePlan | None = None  # what it was told to write
         self.before: dict[str, Encoded] = {}  # the structures that this rank had in the last save
         self.entries: Structures = {}  # on rank 0: those that ranks had
+        self.finished = b""  # on rank 0: what the storage's ``finish_again`` needs
         self.described = ""  # on rank 0: the tensors in the last index
 
     def forget(self) -> None:

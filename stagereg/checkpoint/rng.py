@@ -45,7 +45,7 @@ def capture() -> dict[str, bytes]:
 def as_tensors(state: dict[str, bytes]) -> dict[str, torch.Tensor]:
     """Return what :func:`capture` returned as it is written."""
     written = {name: _json(marshal.loads(data)) if name in _COLLECTIONS else data for name, data in state.items()}
-    return {name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in written.items()}
+    return {name: _tensor(data) for name, data in written.items()}
 
 
 def restore(state: dict[str, torch.Tensor]) -> None:
@@ -65,11 +65,15 @@ def restore(state: dict[str, torch.Tensor]) -> None:
 def _set(state: dict[str, torch.Tensor]) -> None:
     version, words, gauss = json.loads(_bytes(state["python"]))
     random.setstate((version, tuple(words), gauss))
-    torch.set_rng_state(state["torch"])
+    torch.set_rng_state(_tensor(_bytes(state["torch"])))
     if "accelerator" in state and (accelerator := _accelerator()):
-        accelerator.set_rng_state(state["accelerator"])
+        accelerator.set_rng_state(_tensor(_bytes(state["accelerator"])))
     if "numpy" in state and (numpy := sys.modules.get("numpy")):
         numpy.random.set_state(_checked(json.loads(_bytes(state["numpy"]))))
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _json(state: Any) -> bytes:
@@ -82,7 +86,9 @@ def _listed(state: Any) -> Any:
     return state.tolist() if hasattr(state, "tolist") else state
 
 
-def _bytes(x: torch.Tensor) -> bytes:
+def _bytes(x: torch.Tensor | bytes) -> bytes:
+    if isinstance(x, bytes):  # of a version that kept them so
+        return x
     if not isinstance(x, torch.Tensor) or x.dtype is not torch.uint8:
         raise ValueError("they are no tensors of bytes, as of another version of stagereg")
     return ctypes.string_at(x.data_ptr(), x.nbytes)

@@ -90,7 +90,7 @@ class Saver:
         schedules = {name: x.last_epoch for name, x in (self.state or {}).items() if isinstance(x, LRScheduler)}
         save = PendingSave(a_step(step), self._target, follows=follows, taken={**schedules, **self._taken})
         self.saved = step
-        save.replicas, (save.number, save.compares) = self._replicas, self._replicas.begin()
+        save.replicas, save.number = self._replicas, self._replicas.begin()
         try:
             self._background.admit(save)
             self._stage(save)
@@ -115,11 +115,11 @@ class Saver:
         Raises:
             CheckpointError: on all ranks, if a save has failed, and some rank has not raised that yet.
         """
-        if not self._background.finish():
+        if not self._background.wait():
             return
         own = [-1 if step is None else step for step in (seen, self.saved)]
-        exchange = self._target.ranks.max_async([*own, self.state is None, self._background.failing])
-        last, done, unknown, failed = exchange()
+        own_too = [*own, self.state is None, self._background.failing]
+        last, done, unknown, failed = self._target.ranks.max_async(own_too)()
         if failed:
             self._background.raise_failure()
             raise CheckpointError("The last step was not saved, since a save before it has failed on another rank.")
@@ -130,7 +130,7 @@ class Saver:
         """Save ``step``, unless that is done, and exit; on all ranks, which have agreed to."""
         self.leaving = True
         failure: CheckpointError | None = None
-        self._background.finish()
+        self._background.wait()
         if self._background.newest != step:
             try:
                 self._background.raise_failure()
@@ -138,7 +138,7 @@ class Saver:
                 _log.error("%s", earlier)
             try:
                 self.save(step, follows)
-                self._background.finish()
+                self._background.wait()
                 self._background.raise_failure()
                 if self._background.newest != step:
                     raise self._background.last or CheckpointError(f"Step {step} was not saved.")
@@ -185,6 +185,7 @@ class Saver:
             ranks = self._target.ranks
             ranks.check_still_all()
             captured = entries.capture(self.state, save.step, ranks.rank, ranks.size, self.names)
+            save.compares = self._replicas.compares(save.number)
             if ranks.size > 1:
                 captured = self._share(save, captured)
             save.began = record.now()

@@ -99,9 +99,9 @@ class EntryContents(NamedTuple):
         return EntryContents([piece for piece, _ in pairs], [checksum for _, checksum in pairs])
 
     def digests(self, name: str) -> dict[tuple[str, bytes], bytes]:
-        """Return what must not be another one elsewhere: what a rank has as a whole, and what it has with its layout.
+        """Return the digests in which replicas must agree, by the name of the entry and the layout.
 
-        Each by the name of the entry, with the layout, empty for the first.
+        Of the tensors that this rank has whole, with an empty layout; and of all that it has.
         """
         found, plain = {(name, digest(self.pieces)): digest(self)}, self.plain
         return found | {(name, b""): digest(plain)} if plain.pieces else found
@@ -160,22 +160,34 @@ class Replicas:
     def __init__(self, every: int, share: bool) -> None:
         self._every, self._share = every, share
         self._saves = 0
-        self._anew = True  # whether the next save compares
+        self._compared = -1  # the last save that did
+        self._anew = False  # whether the next save compares
+        self._failed = [-2]  # the last saves that have; at first the next one compares as after a failure
         self._agreed: list[tuple[int, Shares]] = []  # the number of a save, and what came of it
 
-    def begin(self) -> tuple[int, bool]:
-        """Return the number of the save that begins, and whether ranks compare in it."""
+    def begin(self) -> int:
+        """Return the number of the save that begins."""
         number, self._saves = self._saves, self._saves + 1
-        compares, self._anew = self._anew or (self._every > 0 and number % self._every == 0), False
-        return number, compares
+        return number
+
+    def compares(self, number: int) -> bool:
+        """Whether ranks compare in a save that begins; once the second one before it is over."""
+        anew = self._anew or self._compared < self._failed_before(number) + 2
+        if anew or (self._every > 0 and number % self._every == 0):
+            self._compared, self._anew = number, False
+        return self._compared == number
 
     def agree(self, number: int, shares: Shares) -> None:
         """Note what the comparison in a save has come to. On the background thread."""
         self._agreed = [*self._agreed[-1:], (number, shares)] if self._share else []
 
-    def forget(self) -> None:
-        """Share nothing, and compare anew: a save has failed. On the background thread."""
-        self._agreed, self._anew = [], True
+    def forget(self, number: int) -> None:
+        """Share nothing, and compare anew, once all ranks know that this save has failed. On the background thread."""
+        self._failed = [*self._failed[-2:], number]
+
+    def _failed_before(self, number: int) -> int:
+        # A save is over when the second one after it begins, on each rank; so all of them know what came of it.
+        return max((each for each in self._failed if each + 2 <= number), default=-2)
 
     def cut(self, number: int, entries: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Part | None], int | None]:
         """Return entries with this rank's shares in place of what its replicas have as well.
@@ -184,8 +196,8 @@ class Replicas:
             The entries; where each share lies in the whole, by dotted name, ``None`` for what others have; and the
             number of the comparison, ``None`` if nothing is shared.
         """
-        # A save is over when the second one after it begins, on each rank; so all of them know what came of it.
-        known = [(of, shares) for of, shares in self._agreed if of + 2 <= number]
+        failed = self._failed_before(number)
+        known = [(of, shares) for of, shares in self._agreed if failed < of <= number - 2]
         if not known:
             return dict(entries), {}, None
         of, shares = known[-1]
@@ -243,8 +255,8 @@ def _copied(copies: dict[tuple[str | int, ...], Any], path: tuple[str | int, ...
 def contents(copied: Mapping[str, Any], buffers: Collection[str], objects: Collection[str]) -> dict[str, EntryContents]:
     """Return what this rank has of each entry of a staged copy, without ``buffers`` and what is no dense tensor.
 
-    What ends like a buffer, as in an average of the module's state, is taken for one.
-    The ``objects`` that JSON cannot carry are by themselves, under a name of no entry, and stand as empty tensors.
+    A tensor whose name ends like a buffer's, as in a moving average of the module's state, counts as a buffer.
+    ``objects`` that JSON cannot carry are compared under a name of their own, as empty tensors with a checksum.
     """
     found: dict[str, EntryContents] = {}
     others = EntryContents([], [])
@@ -279,12 +291,14 @@ def _ends_like_one(dotted: str, buffers: Collection[str]) -> bool:
 def _checksum_of_object(value: Any) -> int:
     """Return the checksum of a tuple and the like; 0 for what does not show its value as text."""
     leaves, structure = pytree.tree_flatten(value)
-    texts = [
-        f"{x.dtype} {x.shape} {_checksum(x) if _part(x) else 0}" if isinstance(x, torch.Tensor) else repr(x)
-        for x in leaves
-    ]
-    text = repr((structure, texts))
+    text = repr((structure, list(map(_text, leaves))))
     return 0 if " at 0x" in text else crc32(text.encode())
+
+
+def _text(x: Any) -> str:
+    if isinstance(x, torch.Tensor):
+        return f"{x.dtype} {x.shape} {_checksum(x) if _part(x) else 0}"
+    return repr(sorted(map(repr, x))) if isinstance(x, (set, frozenset)) else repr(x)  # each process has its own order
 
 
 def _checksum(x: torch.Tensor) -> int:

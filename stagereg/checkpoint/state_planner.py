@@ -187,7 +187,7 @@ def _shard(name: str, x: torch.Tensor, part: Part) -> WriteItem:
 
 
 def split(plan: SavePlan, rank: int) -> list[SavePlan]:
-    """Return what a rank has in common with its replicas, which send the same, and what is an entry of its own."""
+    """Return two plans: of entries that all replicas plan alike, and of those of this rank alone (``name.rank3``)."""
     own = {name for name, path in plan.planner_data.items() if str(path[0]).endswith(f".rank{rank}")}
     return [
         dataclasses.replace(

@@ -1,10 +1,10 @@
-"""An exchange in which a rank sends what is as it was in the save before as a checksum only.
+"""An exchange in which a rank sends only a checksum of what has not changed since the save before.
 
 What a rank would write, and where its storage has put it, is large and the same in every save of a state that keeps its
-shapes. Rank 0 keeps a checksum of each rank's, and what came of all of them together, so neither its memory nor its
-time goes with the ranks and tensors there are. As long as no rank has something new, that goes for the next save too.
-If one has, all send everything once more: rank 0 asks them to. It does so as well when a rank has nothing to go by, as
-after a save that has failed, of which all ranks forget what they sent.
+shapes. Rank 0 keeps a checksum of each rank's, and what came of all of them together, so its memory and time do not
+grow with the number of ranks and tensors. As long as no rank has something new, that goes for the next save too. If one
+has, all send everything once more: rank 0 asks them to. It does so as well when a rank has nothing to go by, as after a
+save that has failed, of which all ranks forget what they sent.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Unchanged:
         Args:
             ranks: those that take part.
             failing: see there.
-            act: returns what is another in each save; the parts of what hardly ever is; and what has to go with them if
-                they are sent. A part that is the same object as in the save before has to be as it was.
+            act: returns three things: what differs in every save; the parts that rarely change; and what is sent along
+                with these when they are sent. A part that is the same object as in the save before has to be as it was.
             answer: is given the first of these, and all parts of the others, those that ranks have alike as one object;
                 ``None`` if no rank has others than in the save before.
         """
@@ -97,7 +97,7 @@ class Unchanged:
             found = ranks.round_trip(failing, lambda: send(True), lambda posts: self.reply(posts, answer))
         assert found is not None
         self._own = digests[0]
-        return found[0]
+        return found
 
     def post(self, varying: Any, lasting: Sequence[Any], more: Sequence[Any]) -> Post:
         """Return all of what a rank has to send."""
@@ -119,7 +119,7 @@ class Unchanged:
         self,
         posts: Sequence[Post],
         answer: Callable[[Sequence[Any], Sequence[Sequence[Any]] | None], Sequence[U]],
-    ) -> Sequence[tuple[U] | None]:
+    ) -> Sequence[U | None]:
         """Return what each rank gets on rank 0: an answer, or ``None`` if it has to send everything."""
         varying, digests = [each.varying for each in posts], [each.digest for each in posts]
         packed = [each.packed for each in posts if each.packed is not None]
@@ -131,4 +131,4 @@ class Unchanged:
         else:
             return [None] * len(posts)
         self._all = digests
-        return [(each,) for each in found]
+        return found

@@ -137,6 +137,37 @@ def test_without_a_thread_a_save_is_refused_and_not_waited_for(write: Write, mon
     assert background.finish()
 
 
+def test_saves_behind_a_deletion_that_hangs_are_late_too(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    deleting, go_on = threading.Event(), threading.Event()
+
+    def clear() -> None:
+        deleting.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(write.target.store, "clear", clear)
+    background = write.background(0.2)
+    write.go.set()
+    write.submitted(background)
+    assert background.wait(), "the deletion is no part of the save"
+    assert deleting.wait(30)
+    write.submitted(background, 2)
+    assert not background.wait()
+    with pytest.raises(CheckpointError, match="taken longer than"):
+        background.raise_failure()
+    go_on.set()
+
+
+def test_a_deletion_that_hangs_is_no_save_that_has_failed(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(write.target.store, "clear", lambda: go_on.wait(30))
+    background = write.background(0.2)
+    write.go.set()
+    write.submitted(background)
+    assert background.finish()
+    background.raise_failure()
+    go_on.set()
+
+
 def test_a_look_that_fails_leaves_the_thread_to_later_saves(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_IDLE_S", 0.01)
     looked = threading.Event()

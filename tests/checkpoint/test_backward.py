@@ -54,6 +54,7 @@ def test_work_begins_in_a_backward_pass(which: str, begins: bool) -> None:
         began.set()
 
     def let_go() -> None:
+        assert Held.entered.wait(LONG_S)
         seen.append(began.wait(LONG_S if begins else 0.2))
         Held.let_go.set()
 
@@ -67,6 +68,7 @@ def test_work_begins_in_a_backward_pass(which: str, begins: bool) -> None:
     for thread in threads:
         thread.join(LONG_S)
     assert seen == [begins]
+    assert began.is_set(), "by itself or in a hurry"
 
 
 class Watch:

@@ -246,6 +246,7 @@ def to_torch(rank: int, world_size: int, root: str, pairs: Sequence[tuple[str, s
         if rank == 0:
             format_utils.dcp_to_torch_save(f"{root}/{source}/latest", f"{root}/{source}.pt")
             weights = torch.load(f"{root}/{source}.pt", weights_only=False)["model"]
+            differing += {of for of in saved if of.startswith("model.")} ^ {f"model.{of}" for of in weights}
             differing += [of for of, x in weights.items() if splits.full(x) != saved[f"model.{of}"]]
         make, size = splits.MAKERS[target]
         if rank < size:

@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from stagereg.checkpoint.encoding import Encoded, encode
-from stagereg.checkpoint.merging import Changes, EntryDigests, Merging, RankEntries, Sent
+from stagereg.checkpoint.merging import Changes, EntryDigests, Merging, RankEntries, Sent, groups_in
 from stagereg.checkpoint.sharing import digest
 from stagereg.errors import CheckpointError
 
@@ -67,6 +68,11 @@ def test_an_object_in_place_of_a_tensor_is_a_change() -> None:
     assert digest(own) != digest(other)
 
 
+@pytest.mark.parametrize("groups", [torch.ones(2), (torch.ones(2), 1), 3, {}])
+def test_what_only_looks_like_an_optimizer_has_no_groups(groups: Any) -> None:
+    assert groups_in(structures({"state": {}, "param_groups": groups})) == {"optimizer": {}}
+
+
 @pytest.mark.parametrize("what", ["base", "parts", "whole"])
 def test_what_does_not_make_up_the_structure_is_refused(what: str) -> None:
     def damage(sent: Sent) -> Sent:
@@ -78,7 +84,7 @@ def test_what_does_not_make_up_the_structure_is_refused(what: str) -> None:
         }
         return sent._replace(structures={"optimizer": bad[what]()})
 
-    with pytest.raises(CheckpointError, match="What rank 0 sent of 'optimizer' is not what it has; the next save"):
+    with pytest.raises(CheckpointError, match="What rank 0 sent of 'optimizer' does not match the digest"):
         exchanged(optimizer(0.5), optimizer(0.25), change=damage)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.sharing import EntryContents, HeldTensor, Part, Place, shares
+from stagereg.checkpoint.sharing import EntryContents, HeldTensor, Part, Place, Replicas, Shares, shares
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
@@ -148,6 +151,7 @@ def test_what_is_not_alike_under_one_name_is_refused(tmp_path: Path) -> None:
     assert ranks[0] == ranks[1] == ranks[2]
     found = ranks[0]
     assert "'x.a' is not the same on ranks 0, 1 (other values); 'x.a' is not the same on ranks 0, 2" in found["values"]
+    assert found["values"].count("'x.a' is not the same on ranks 0, 1 ") == 1
     assert "'x' is not the same on ranks 0, 1 (float32 [3], not float32 [2])" in found["shapes"]
     assert "stagereg.per_rank(value)" in found["values"]
     assert found["alike"] == found["buffers"] == ""
@@ -221,6 +225,51 @@ def test_shares_cover_each_tensor_once_and_are_balanced(shapes: list[torch.Size]
     assert sum(staged) == total
     rows_of = [shape.numel() // next((size for size in shape if size > 1), 1) for shape in shapes]
     assert all(abs(of_rank - total / count) <= (1 << 16) + max(rows_of, default=0) for of_rank in staged)
+
+
+@given(st.data())
+def test_ranks_share_and_compare_alike_whenever_they_hear(data: st.DataObject) -> None:
+    fails = data.draw(st.lists(st.booleans(), min_size=8, max_size=8))
+    ranks = [Replicas(0, True) for _ in range(2)]
+    seen: list[list[tuple[bool, int | None]]] = [[], []]
+    for replicas, found in zip(ranks, seen, strict=True):
+        under_way: list[tuple[int, bool]] = []
+
+        def hear(replicas: Replicas, number: int, compared: bool) -> None:
+            if fails[number]:
+                replicas.forget(number)
+            elif compared:
+                replicas.agree(number, Shares({}, {}, {}))
+
+        for _ in fails:
+            number = replicas.begin()
+            while under_way and (under_way[0][0] + 2 <= number or data.draw(st.booleans())):
+                hear(replicas, *under_way.pop(0))
+            compares = replicas.compares(number)
+            found.append((compares, None if compares else replicas.cut(number, {})[2]))
+            under_way.append((number, compares))
+    assert seen[0] == seen[1]
+    after = [number for number in range(2, len(fails)) if fails[number - 2]]
+    assert all(seen[0][number][1] is None for number in after), "shared what a failed save may have made wrong"
+    assert seen[0][0][0], "the first save compares"
+
+
+CHECKSUM = """
+import torch
+from stagereg.checkpoint.sharing import _checksum_of_object
+print(_checksum_of_object((torch.ones(2), {"alpha", "beta", "gamma"}, frozenset("xyz"))))
+"""
+
+
+def test_sets_are_alike_in_processes_that_order_them_otherwise() -> None:
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", CHECKSUM], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(found) == 1
+    assert int(found.pop())
 
 
 def hybrid(rank: int, size: int, root: str) -> tuple[list[int], list[str]]:

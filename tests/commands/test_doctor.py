@@ -56,7 +56,7 @@ def test_it_says_whether_the_compiled_part_copies(way: str, verdict: str, monkey
     monkeypatch.setattr(compiled, "way", way)
     (found,) = [one for one in doctor._limits() if one.what == "copying"]
     assert found.verdict == verdict
-    assert way in found.found
+    assert found.found == (f"the compiled part, with {way}" if way else "the C library; the compiled part is missing")
     assert "C compiler" in found.do
 
 

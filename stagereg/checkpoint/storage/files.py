@@ -130,14 +130,19 @@ class FileStorage(Storage):
         metadata.storage_data = {result.index: result.storage_data for share in results for result in share}
         with without_gc():
             self._metadata = pickle.dumps(metadata)
-        self.finish_again()
+        self.finish_again(self._metadata)
 
-    def finish_again(self) -> None:
+    @property
+    def finished(self) -> bytes:
+        """See :class:`.Storage`."""
+        return self._metadata
+
+    def finish_again(self, finished: bytes) -> None:
         """See :class:`.Storage`."""
 
         def write() -> None:
             with self.create(_METADATA) as file:
-                file.write(self._metadata)
+                file.write(finished)
 
         retrying("writing", self.path, write) if is_url(self.path) else write()
 

@@ -1,8 +1,8 @@
 """Tensors that lie in memory as they will in a file of torch's distributed checkpoint, but for what goes around them.
 
 A stager that reserved padding around each tensor (:mod:`stagereg.kernel.memory`) has made its memory nearly the image
-of the file. For which tensors that goes, and what head and tail each gets, is found out once for a plan
-(:class:`Image`) and holds for every copy that is laid out alike: putting them there is then a batch of small copies.
+of the file. Which tensors those are, and the head and tail of each, is worked out once for a plan (:class:`Image`) and
+used for every later copy with the same layout; writing heads and tails is then one batch of small copies.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Block:
         self._batch = Batch(moves)
 
     def address_in(self, planner: SavePlanner) -> int | None:
-        """Return the address of the block that has the same in the copy that ``planner`` has; ``None`` if none does."""
+        """Return the address of the block where ``planner``'s copy has these tensors so; ``None`` if there is none."""
         address = 0
         for begin, _, item, around in self.tensors:
             x = planner.resolve_data(item)
@@ -86,7 +86,7 @@ class _Block:
 
 
 class Image:
-    """What a copy has so, for the items of one plan.
+    """Which tensors of a copy lie in memory as they will in the file, for the items of one plan.
 
     Attributes:
         items: of the plan.
@@ -122,8 +122,12 @@ class Image:
         """Return the addresses of the blocks in another copy; ``None`` if that, or the plan, is another one."""
         if items is not self.items:
             return None
-        addresses = [block.address_in(planner) for block in self.blocks]
-        return [each for each in addresses if each is not None] if None not in addresses else None
+        found = list[int]()
+        for block in self.blocks:
+            if (address := block.address_in(planner)) is None:
+                return None
+            found.append(address)
+        return found
 
 
 def _fits(padding: Padding, around: Envelope) -> bool:

@@ -75,8 +75,13 @@ class Storage(StorageWriter):
         """Whether it has :meth:`finish_again`, and ``prepare_global_plan`` makes the same of the same plans."""
         return False
 
-    def finish_again(self) -> None:
-        """Do as the last ``finish`` of this process, in another directory: nothing in its arguments has changed.
+    @property
+    def finished(self) -> bytes:
+        """What the last ``finish`` leaves for :meth:`finish_again`, which a storage with that has to have."""
+        raise NotImplementedError
+
+    def finish_again(self, finished: bytes) -> None:
+        """Do as a ``finish`` before, in another directory: nothing in its arguments has changed.
 
         Only ranks that write the same as in the save before, at the same places, have it called. So they need not send
         one another what that is.

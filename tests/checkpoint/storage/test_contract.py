@@ -264,6 +264,8 @@ def test_two_ranks_write_their_shards_and_read_them_back(tmp_path: Path) -> None
     assert listings == others
     for storage, names in listings.items():
         assert {".metadata", "__0_0.distcp", "index.json", "manifest.json"} <= set(names)
+        if storage == "dcp":
+            assert "__1_0.distcp" in names
         latest = tmp_path / storage / "latest"
         written = manifest.Manifest.loads((latest / manifest.MANIFEST).read_text())
         assert set(written.files) == set(names) - {manifest.MANIFEST}

@@ -274,3 +274,19 @@ def test_a_tensor_beyond_4_gib_has_an_envelope_too(tmp_path: Path) -> None:
 
 def test_memory_for_the_tensor_is_not_taken() -> None:
     assert _asked(torch.float64, torch.Size((1 << 36,)), (1,)) is not None  # 512 GiB
+
+
+def test_one_storage_of_two_checkpointers_mixes_nothing_up(tmp_path: Path) -> None:
+    storage = DcpStorage()
+    states = {"a": {"x": torch.ones(3)}, "b": {"y": torch.zeros(500), "z": torch.ones(7)}}
+    pairs = {name: stagereg.Checkpointer(str(tmp_path / name), keep=9, storage=storage) for name in states}
+    for step in (1, 2, 3):  # from the second one on, nothing has changed
+        for name, checkpointer in pairs.items():
+            checkpointer.save(step, states[name])
+            checkpointer.wait()
+    for name, checkpointer in pairs.items():
+        checkpointer.close()
+        for step in (1, 2, 3):
+            found = {key: torch.full_like(x, 2) for key, x in states[name].items()}
+            dcp.load(found, checkpoint_id=tmp_path / name / f"step-{step:08d}", no_dist=True)
+            assert all(torch.equal(x, states[name][key]) for key, x in found.items())
