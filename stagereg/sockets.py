@@ -1,32 +1,33 @@
 """Small messages between ranks of one machine, over sockets, with no thread and no collective.
 
-Gloo runs each collective on threads of its own, which training's processes wake several times for a few numbers: half a
-millisecond where all cores are busy. Here each rank sends its message to all others, which is one system call for each
-of them, and reads theirs when it asks. That suits few ranks; for many, or on several machines, there is gloo.
+A gloo collective runs on threads of its own. Where training keeps all cores busy, waking them takes half a millisecond
+even for a few numbers. Here each rank sends its message to every other rank, one system call each, and reads theirs
+when it asks. That suits few ranks; for many, or on several machines, there is gloo.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import select
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch.distributed as dist
 
-__all__ = ["MOST_RANKS", "BegunSteps", "LocalListener", "PeerCall", "PeerSockets"]
+__all__ = ["MOST_RANKS", "BegunSteps", "PeerCall", "PeerSockets", "connect_ranks"]
 
 MOST_RANKS = 16
-"""Above that each rank has too many others to send to."""
-_TURN_S = 0.05  # after which a thread looks at what another one has read meanwhile
+"""With more ranks than this, gloo is used."""
+_TURN_S = 0.05  # seconds after which a waiting thread checks whether another thread has read its message
 _HEAD = struct.Struct("<?Q")  # before each message: whether it is a note, and its length
 _NOTE = struct.Struct("<Q?")  # the number of a step, and its flag; the name of the loop follows
 
@@ -34,8 +35,9 @@ _NOTE = struct.Struct("<Q?")  # the number of a step, and its flag; the name of 
 class PeerCall:
     """One message of every rank."""
 
-    def __init__(self, sockets: PeerSockets, parts: dict[int, bytes]) -> None:
+    def __init__(self, sockets: PeerSockets, parts: dict[int, bytes], end: int) -> None:
         self.parts = parts  # by rank
+        self.end = end  # of this rank's message, in all bytes that this rank sends
         self._sockets = sockets
 
     def ready(self, seconds: float) -> bool:
@@ -55,9 +57,10 @@ class PeerCall:
 
 
 class BegunSteps:
-    """Which steps of a loop have begun on other ranks, as these note: with the methods of a store that are used of it.
+    """Which steps of a loop have begun on other ranks.
 
-    The keys are ``begun/<step>``, with increasing numbers. A step is forgotten when this rank has begun or read it.
+    It has the methods of a store that ``StoreMembership`` calls, and stands in for one. The keys are ``begun/<step>``,
+    with increasing numbers. A step is forgotten when this rank has begun or read it.
     """
 
     def __init__(self, sockets: PeerSockets, name: str) -> None:
@@ -76,7 +79,7 @@ class BegunSteps:
         return b"%d" % self._sockets.take_note(self._name, _step_of(key))
 
     def clear(self) -> None:
-        """The loop is over on all ranks."""
+        """All ranks have left the loop: drop its notes."""
         self._sockets.forget(self._name)
 
 
@@ -104,39 +107,37 @@ class PeerSockets:
         self._rank, self._peers = rank, peers
         self._lock = threading.Lock()
         self._begun = 0  # calls
-        self._calls: dict[int, PeerCall] = {}  # by number, until all messages have come
-        self._early: dict[int, dict[int, bytes]] = defaultdict(dict)  # messages of calls that have not begun here
+        self._parts: dict[int, dict[int, bytes]] = defaultdict(dict)  # messages, by call and rank, until all have come
         self._heard = dict.fromkeys(peers, 0)  # messages, of each rank
         self._notes: dict[str, dict[int, bool]] = defaultdict(dict)  # of other ranks, by name and step
         self._incoming = {peer: bytearray() for peer in peers}  # the beginning of a message
+        self._posted = 0  # bytes, to each rank
         self._unsent: dict[int, bytearray] = {}  # where a rank does not read as fast as this one sends
         self._closed: set[int] = set()
         for peer in peers.values():
             peer.setblocking(False)
+            _connections.add(peer)
 
     def send(self, message: bytes) -> PeerCall:
         """Send to all other ranks; does not wait for them."""
         with self._lock:
-            call = PeerCall(self, {**self._early.pop(self._begun, {}), self._rank: message})
-            if len(call.parts) <= len(self._peers):
-                self._calls[self._begun] = call
-            self._begun += 1
             self._post(False, message)
+            call = PeerCall(self, self._parts[self._begun], self._posted)
+            self._add(self._begun, self._rank, message)
+            self._begun += 1
         return call
 
     def note(self, name: str, step: int, flag: bool) -> None:
         """Send to all other ranks, outside of the calls; what they have noted of the step and before is forgotten."""
         with self._lock:
             self._post(True, _NOTE.pack(step, flag) + name.encode())
-            for peer in self._peers.keys() - self._closed:
-                self._read(peer)  # or what others note would fill their memory
+            self._exchange(self._peers)  # or what others note would fill their memory
             _forget(self._notes[name], step)
 
     def is_noted(self, name: str, step: int) -> bool:
         """Whether another rank has noted a step; does not wait."""
         with self._lock:
-            for peer in self._peers.keys() - self._closed:
-                self._read(peer)
+            self._exchange(self._peers)
             return step in self._notes[name]
 
     def take_note(self, name: str, step: int) -> bool:
@@ -147,22 +148,21 @@ class PeerSockets:
             return flag
 
     def forget(self, name: str) -> None:
-        """Nobody notes anything more under this name."""
+        """All ranks have left the loop: drop its notes."""
         with self._lock:
             self._notes.pop(name, None)
 
     def receive(self, call: PeerCall, ends: float) -> bool:
-        """Read until a call is complete, and this rank's messages are sent; or until a time, if it is not."""
+        """Read until a call is complete, and this rank's messages up to it are sent; or until a time, if it is not."""
         while True:
             with self._lock:
-                self._flush()
                 missing = self._peers.keys() - call.parts.keys()
-                for peer in missing - self._closed:
-                    self._read(peer)
+                self._exchange(missing)
                 missing -= call.parts.keys()
                 if gone := missing & self._closed:
                     raise dist.DistNetworkError(f"Connection closed by peer: rank {min(gone)} of the group")
-                if not missing and not self._unsent:
+                # Not until all is sent: of later messages other ranks may read nothing before they wait for them.
+                if not missing and all(self._posted - len(unsent) >= call.end for unsent in self._unsent.values()):
                     return True
                 poll = select.poll()
                 for peer in missing | self._unsent.keys():
@@ -190,9 +190,17 @@ class PeerSockets:
         return self._begun
 
     def _post(self, is_note: bool, message: bytes) -> None:
+        message = _HEAD.pack(is_note, len(message)) + message
+        self._posted += len(message)
         for peer in self._peers:
-            self._unsent.setdefault(peer, bytearray()).extend(_HEAD.pack(is_note, len(message)) + message)
+            self._unsent.setdefault(peer, bytearray()).extend(message)
         self._flush()
+
+    def _exchange(self, reading: Iterable[int]) -> None:
+        self._flush()
+        for peer in reading:
+            if peer not in self._closed:
+                self._read(peer)
 
     def _flush(self) -> None:
         for peer, unsent in list(self._unsent.items()):
@@ -229,76 +237,55 @@ class PeerSockets:
                 step, flag = _NOTE.unpack_from(message)
                 self._notes[message[_NOTE.size :].decode()][step] = flag
             else:
-                self._hear(peer, message)
+                self._add(self._heard[peer], peer, message)
+                self._heard[peer] += 1
 
-    def _hear(self, peer: int, message: bytes) -> None:
-        number = self._heard[peer]
-        self._heard[peer] += 1
-        call = self._calls.get(number)
-        parts = self._early[number] if call is None else call.parts
-        parts[peer] = message
-        if call is not None and len(parts) > len(self._peers):
-            del self._calls[number]
+    def _add(self, number: int, rank: int, message: bytes) -> None:
+        self._parts[number][rank] = message
+        if len(self._parts[number]) > len(self._peers):
+            del self._parts[number]
 
 
-class LocalListener:
-    """Where the other ranks of this machine can connect to this one, once.
+def connect_ranks(rank: int, exchange: Callable[[str, str], Sequence[str]]) -> PeerSockets | None:
+    """Connect this rank to all others, which call this too; return ``None`` on all ranks if one of them cannot.
 
-    Attributes:
-        address: to be given to all of them.
+    Args:
+        rank: this one.
+        exchange: publishes a text of this rank under a key, and returns those of all ranks, in rank order.
     """
-
-    def __init__(self) -> None:
-        self._secret = secrets.token_hex(16)
-        name = secrets.token_hex(8)
+    own_name, own_secret = secrets.token_hex(8), secrets.token_hex(16)
+    peers: dict[int, socket.socket] = {}
+    with socket.socket(socket.AF_UNIX) as listener:
+        with contextlib.suppress(OSError):  # not on Linux, where nobody can connect then
+            listener.bind(f"\0stagereg-{own_name}")  # of the kernel, not of a file system
+            listener.listen()
+        listener.setblocking(False)
+        addresses = [each.split() for each in exchange("here", f"{own_name} {own_secret}")]
+        if len(addresses) > MOST_RANKS:
+            return None
         try:
-            machine = _machine()
-            self._listener = socket.socket(socket.AF_UNIX)
-            self._listener.bind(f"\0stagereg-{name}")  # of the kernel, not of a file system
-            self._listener.listen(MOST_RANKS)
-        except OSError:  # not on Linux
-            machine, self._listener = name, socket.socket()  # where no other rank is
-        self.address = f"{machine} {name} {self._secret}"
-
-    def connect(
-        self, rank: int, addresses: Sequence[str], waiting: Callable[[Callable[[float], bool], str], None]
-    ) -> PeerSockets | None:
-        """Connect to all other ranks, which call this too; return ``None`` where they are not on one machine.
-
-        Args:
-            rank: this one.
-            addresses: of all ranks, in rank order.
-            waiting: calls a function with seconds to wait until it returns True.
-
-        Raises:
-            DistNetworkError: a rank has ended meanwhile.
-        """
-        machines, names, hidden = zip(*(address.split() for address in addresses), strict=True)
-        peers: dict[int, socket.socket] = {}
-        with contextlib.closing(self._listener) as listener:
-            if len(set(machines)) > 1:
-                return None
-            for other in range(rank):
+            for other, (name, secret) in enumerate(addresses[:rank]):
                 peers[other] = socket.socket(socket.AF_UNIX)
-                try:
-                    peers[other].connect(f"\0stagereg-{names[other]}")
-                    peers[other].sendall(f"{hidden[other]}{rank:8}".encode())
-                except OSError as error:
-                    raise dist.DistNetworkError(f"Connection closed by rank {other} of the group: {error}") from error
-            while len(peers) < len(addresses) - 1:
-                poll = select.poll()
-                poll.register(listener, select.POLLIN)
-                waiting(lambda seconds, poll=poll: bool(poll.poll(1000 * seconds)), "the join")  # type: ignore[misc]
-                caller, _ = listener.accept()
-                caller.settimeout(5.0)
-                with contextlib.suppress(OSError):
-                    greeting = caller.recv(40, socket.MSG_WAITALL).decode(errors="replace")
-                    if secrets.compare_digest(greeting[:32], self._secret):  # else it is of another program
-                        peers[int(greeting[32:])] = caller
-        return PeerSockets(rank, peers)
+                peers[other].setblocking(False)
+                peers[other].connect(f"\0stagereg-{name}")
+                peers[other].sendall(f"{secret}{rank:8}".encode())
+            connected = "yes"
+        except OSError:  # that rank is on another machine
+            connected = "no"
+        if "no" in exchange("connected", connected):
+            for peer in peers.values():
+                peer.close()
+            return None
+        expected = {f"{own_secret}{other:8}".encode(): other for other in range(rank + 1, len(addresses))}
+        while expected:
+            caller, _ = listener.accept()  # does not wait: all ranks have connected, and sent what is expected
+            try:
+                peers[expected.pop(caller.recv(40, socket.MSG_DONTWAIT))] = caller
+            except (OSError, KeyError):  # of another program
+                caller.close()
+    return PeerSockets(rank, peers)
 
 
-def _machine() -> str:
-    """The same for all processes that can connect by a name: one system, as it has been started, and its network."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}-{Path('/proc/self/ns/net').stat().st_ino}"
+_connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""Global because a forked process closes them: while it holds them, others do not see that its parent has ended."""
+os.register_at_fork(after_in_child=lambda: list(map(socket.socket.close, _connections)))

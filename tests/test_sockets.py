@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import multiprocessing
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
 from itertools import combinations
 from typing import Any
 from unittest import mock
@@ -21,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 import stagereg.testing.ranks as harness
-from stagereg.kernel.channel import control_channel, resources_of, wait_until
-from stagereg.sockets import BegunSteps, LocalListener, PeerSockets
+from stagereg.kernel.channel import control_channel, resources_of
+from stagereg.sockets import BegunSteps, PeerSockets, connect_ranks
 from stagereg.testing import RankFailure, run_ranks
 
 SOON_S = 10.0
@@ -35,6 +39,8 @@ def ranks() -> Iterator[list[PeerSockets]]:
     for one, other in combinations(range(3), 2):
         ends[one][other], ends[other][one] = socket.socketpair()
     made = [PeerSockets(rank, peers) for rank, peers in enumerate(ends)]
+    for each in made:
+        each._set_default_timeout(timedelta(seconds=SOON_S))
     yield made
     for each in made:
         each.abort()
@@ -50,15 +56,17 @@ def test_messages_of_a_call_belong_together(ranks: list[PeerSockets]) -> None:
             assert calls[number].parts[rank] == b"%d from %d" % (number, rank)
     for number in (49, 0, 7):
         assert ahead[number].wait() == [b"%d" % number, b"%d from 1" % number, b"%d from 2" % number]
+    assert not ranks[0]._parts
 
 
 def test_messages_too_large_for_a_buffer_cross(ranks: list[PeerSockets]) -> None:
+    """Also while ranks wait for an earlier call, whose messages have all come."""
     large = [bytes([rank]) * (3_000_000 + rank) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
         calls = [each.send(message) for each, message in zip(ranks, large, strict=True)]
-        afterwards = [each.send(b"") for each in ranks]
+        afterwards = [each.send(message) for each, message in zip(ranks, large, strict=True)]
         assert all(found == large for found in pool.map(lambda call: call.wait(), calls))
-        assert all(found == [b""] * 3 for found in pool.map(lambda call: call.wait(), afterwards))
+        assert all(found == large for found in pool.map(lambda call: call.wait(), afterwards))
 
 
 def test_two_threads_can_wait_for_one_ranks_messages(ranks: list[PeerSockets]) -> None:
@@ -98,7 +106,7 @@ def test_an_abort_ends_the_waits_of_other_threads_and_ranks(ranks: list[PeerSock
 
 
 def test_a_wait_ends_at_the_limit_and_a_forked_copy_closes_nothing(ranks: list[PeerSockets]) -> None:
-    ranks[0].options._timeout = type(ranks[0].options._timeout)(seconds=0.1)
+    ranks[0]._set_default_timeout(timedelta(seconds=0.1))
     call = ranks[0].send(b"")
     with pytest.raises(dist.DistNetworkError, match="Timed out waiting 100ms"):
         call.wait()
@@ -139,35 +147,73 @@ def test_notes_that_no_rank_waits_for_do_not_add_up(ranks: list[PeerSockets]) ->
         assert not each._unsent
 
 
-def connected(addresses: dict[int, str], listeners: list[LocalListener]) -> list[PeerSockets | None]:
-    given = [addresses.get(rank, each.address) for rank, each in enumerate(listeners)]
-    with ThreadPoolExecutor(len(listeners)) as pool:
-        return list(pool.map(lambda rank: listeners[rank].connect(rank, given, wait_until), range(len(listeners))))
+def connected(count: int, meanwhile: Callable[[list[str]], None] = lambda addresses: None) -> list[PeerSockets | None]:
+    """Ranks that connect, each on a thread; ``meanwhile`` gets their addresses before that, and may change them."""
+    texts: dict[str, list[str]] = {}
+    barrier = threading.Barrier(count, lambda: meanwhile(texts["here"]) if len(texts) == 1 else None, SOON_S)
+
+    def exchange(rank: int, key: str, text: str) -> list[str]:
+        texts.setdefault(key, [""] * count)[rank] = text
+        barrier.wait()
+        return texts[key]
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda rank: connect_ranks(rank, partial(exchange, rank)), range(count)))
 
 
 def test_ranks_of_one_machine_connect_and_strangers_do_not() -> None:
-    listeners = [LocalListener() for _ in range(3)]
-    stranger = socket.socket(socket.AF_UNIX)
-    stranger.connect(f"\0stagereg-{listeners[0].address.split()[1]}")
-    stranger.sendall(f"{'guessed':32}{1:8}".encode())
-    made = connected({}, listeners)
+    strangers = []
+
+    def call(addresses: list[str]) -> None:
+        for sent in (b"%-32s%8d" % (b"guessed", 1), b"\xff" * 40, b"ten bytes.", b""):
+            strangers.append(socket.socket(socket.AF_UNIX))
+            strangers[-1].connect(f"\0stagereg-{addresses[0].split()[0]}")
+            strangers[-1].sendall(sent)
+        strangers.pop(2).close()
+
+    made = connected(3, call)
     calls = [each.send(b"%d" % rank) for rank, each in enumerate(made) if each is not None]
     assert [call.wait() for call in calls] == [[b"0", b"1", b"2"]] * 3
-    assert stranger.recv(1) == b""
-    stranger.close()
+    for each in strangers:
+        each.settimeout(SOON_S)
+        assert each.recv(1) == b""
+        each.close()
 
 
-def test_ranks_of_several_machines_do_not_connect() -> None:
-    listeners = [LocalListener() for _ in range(3)]
-    assert connected({2: f"elsewhere {listeners[2].address.split(maxsplit=1)[1]}"}, listeners) == [None] * 3
+def test_no_rank_uses_sockets_if_one_cannot_connect() -> None:
+    """As on several machines: here only the last of three does not find another one."""
+    assert connected(3, lambda addresses: addresses.__setitem__(1, "elsewhere its-secret")) == [None] * 3
+
+
+def killed_with_a_worker(end: socket.socket, leash: socket.socket) -> None:
+    made = PeerSockets(0, {1: end})
+    if os.fork() == 0:
+        leash.recv(1)  # returns as the test closes the other end
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+    del made
+
+
+def test_a_forked_worker_does_not_hide_that_its_rank_ended() -> None:
+    (mine, its), (leash, other) = socket.socketpair(), socket.socketpair()
+    rank = multiprocessing.get_context("spawn").Process(target=killed_with_a_worker, args=(its, other))
+    rank.start()
+    its.close()
+    other.close()
+    with leash, pytest.raises(dist.DistNetworkError, match="Connection closed by peer: rank 0"):
+        PeerSockets(1, {0: mine}).send(b"").ready(6 * SOON_S)
+    rank.join(SOON_S)
+    assert rank.exitcode == -signal.SIGKILL
 
 
 def channels(rank: int, world_size: int) -> list[Any]:
-    """What goes over a channel, by sockets, and over gloo as on several machines."""
+    """What goes over a channel, by sockets, and over gloo as among many ranks and on several machines."""
     group: Any = dist.group.WORLD
     found = []
-    for purpose, most in (("sockets", 16), ("gloo", 0)):
-        with mock.patch("stagereg.kernel.channel.MOST_RANKS", most):
+    many = mock.patch("stagereg.sockets.MOST_RANKS", 2)
+    elsewhere = mock.patch.object(socket.socket, "connect", side_effect=ConnectionRefusedError)
+    for purpose, ranks in {"few": contextlib.nullcontext(), "many": many, "several": elsewhere}.items():
+        with ranks if purpose != "several" or rank == 1 else contextlib.nullcontext():
             channel = control_channel(group, purpose)
         sums = [channel.add([float(rank), step]) for step in range(3)]
         gathered = channel.gather({"rank": rank, "filler": "x" * 10_000 * rank})
@@ -177,9 +223,9 @@ def channels(rank: int, world_size: int) -> list[Any]:
 
 
 def test_sums_are_the_same_over_sockets_and_over_gloo() -> None:
-    for by_sockets, by_gloo in run_ranks(channels, 3, timeout_s=40):
-        assert (by_sockets[0], by_gloo[0]) == ("PeerSockets", "ProcessGroupGloo")
-        assert by_sockets[1:] == by_gloo[1:] == ([[3.0, 3.0 * step] for step in range(3)], [0, 10_000, 20_000])
+    for found in run_ranks(channels, 3, timeout_s=40):
+        assert [each[0] for each in found] == ["PeerSockets", "ProcessGroupGloo", "ProcessGroupGloo"]
+        assert all(each[1:] == ([[3.0, 3.0 * step] for step in range(3)], [0, 10_000, 20_000]) for each in found)
 
 
 def joins_after_a_failure(rank: int, world_size: int) -> list[Any]:
@@ -234,12 +280,16 @@ def test_ranks_that_wait_by_sockets_soon_know_of_a_kill(monkeypatch: pytest.Monk
 
 
 def test_closing_frees_every_socket() -> None:
-    held = [LocalListener() for _ in range(2)]
-    made = connected({}, held)
-    before = threading.active_count()
+    """At once, and also where a message of another rank never comes."""
     gc.collect()
-    open_files = len(os.listdir("/proc/self/fd"))
-    del made
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == open_files - 2
-    assert threading.active_count() == before
+    gc.disable()
+    try:
+        threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        made = [each for each in connected(2) if each is not None]
+        outstanding = made[0].send(b"")
+        assert len(os.listdir("/proc/self/fd")) == files + 2
+        del made, outstanding
+        assert len(os.listdir("/proc/self/fd")) == files
+        assert threading.active_count() == threads
+    finally:
+        gc.enable()

@@ -221,9 +221,8 @@ def measured(model: str, ranks: int, rows: Sequence[str], rounds: int) -> list[d
         LaunchError: a rank died, or did not come to an end.
     """
     asked = dict.fromkeys(row.removeprefix(ENTRY) for row in rows)
-    wanted = [BASE, *(row for row in asked if row not in (BASE, AGAIN)), AGAIN]
-    if any(row in WHOLE_ROWS for row in wanted):
-        wanted += [f"{WHOLE}{BASE}"] * (f"{WHOLE}{BASE}" not in wanted)
+    whole = [f"{WHOLE}{BASE}"] if any(row in WHOLE_ROWS for row in asked) else []
+    wanted = [*dict.fromkeys([BASE, *whole, *(row for row in asked if row != AGAIN), AGAIN])]
     return on_ranks.measured("join", ranks, measure, model, wanted, rounds)
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from stagereg.errors import JoinError
-from stagereg.sockets import MOST_RANKS, LocalListener, PeerCall, PeerSockets
+from stagereg.sockets import PeerCall, PeerSockets, connect_ranks
 
 __all__ = ["LIMIT_S", "ControlChannel", "PendingSum", "Waiting", "WorkerThread", "control_channel", "resources_of"]
 __all__ += ["wait_for_keys", "wait_until"]
@@ -123,17 +123,17 @@ class ControlChannel:
         if self.backend:
             return
         store: Any = PrefixStore(key, group.get_group_store())
-        waiting = waiting or wait_until
-        listener = LocalListener() if self.size <= MOST_RANKS else None
-        store.set(f"here/{self.rank}", "" if listener is None else listener.address)
-        ranks = [f"here/{rank}" for rank in range(self.size)]
-        # Not inside of gloo, which an error of another rank does not reach, and which would keep the store to itself.
-        waiting(lambda seconds: wait_for_keys(store, ranks, seconds), "the join")
-        if listener is not None:
-            self.backend = listener.connect(self.rank, [store.get(rank).decode() for rank in ranks], waiting)
-        if self.backend is None:
-            self.backend = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=LIMIT_S))
-        self.backend._set_default_timeout(timedelta(days=999) if self.polled else timedelta(seconds=LIMIT_S))
+
+        def exchange(what: str, mine: str) -> list[str]:
+            # Not inside of gloo, which an error of another rank does not reach, and which would keep the store busy.
+            store.set(f"{what}/{self.rank}", mine)
+            keys = [f"{what}/{rank}" for rank in range(self.size)]
+            (waiting or wait_until)(lambda seconds: wait_for_keys(store, keys, seconds), "the join")
+            return [each.decode() for each in store.multi_get(keys)]
+
+        limit = timedelta(seconds=LIMIT_S)
+        self.backend = connect_ranks(self.rank, exchange) or dist.ProcessGroupGloo(store, self.rank, self.size, limit)
+        self.backend._set_default_timeout(timedelta(days=999) if self.polled else limit)
 
     def add(self, values: Sequence[float]) -> PendingSum:
         """Begin to sum ``values`` over the ranks; returns at once. All ranks give as many."""

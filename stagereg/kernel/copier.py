@@ -45,7 +45,7 @@ class PendingCopy:
     def staged(self) -> list[torch.Tensor]:
         """The tensors over the memory, one for each source; made when they are first asked for."""
         with torch.no_grad():
-            return tensors_over(self.view, self.layout, self.sources)
+            return tensors_over(self.view, self.layout)
 
     def pairs(self, regions: Sequence[Region], packed: Sequence[int] = ()) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return what ``CopyEngine.fetch`` takes for some of the layout's regions and packed tensors."""

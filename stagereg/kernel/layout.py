@@ -198,19 +198,18 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def tensors_over(view: memoryview, layout: Layout, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def tensors_over(view: memoryview, layout: Layout) -> list[torch.Tensor]:
     """Make the staged tensors; those of one region share one storage, which has the region's bytes and no more.
 
     Args:
         view: of host memory, from where the layout begins.
         layout: where they lie.
-        sources: what it was planned for.
     """
     frombuffer = torch.frombuffer
     made: list[Any] = [each and frombuffer(view, dtype=each[0], count=each[1], offset=each[2]) for each in layout.alone]
     storages: dict[int, torch.UntypedStorage] = {}
     for i in layout.unfinished:
-        piece, dtype = layout.pieces[i], sources[i].dtype
+        piece, dtype = layout.pieces[i], layout.signature[i][1]
         if made[i] is not None:
             made[i].as_strided_(piece.shape, piece.stride)
         elif piece.span == 0:

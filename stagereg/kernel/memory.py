@@ -140,16 +140,12 @@ def view_of(memory: torch.Tensor) -> memoryview:
 class BlockRef:
     """A block in use. It comes back to its pool when nothing refers to this any more."""
 
-    __slots__ = ("__weakref__", "block")
-
     def __init__(self, block: Block) -> None:
         self.block = block
 
 
 class Lease:
     """One copy that is out, see :meth:`Pool.lease`."""
-
-    __slots__ = ("__weakref__", "_copies")
 
     def __init__(self, copies: weakref.WeakValueDictionary[int, Lease]) -> None:
         self._copies = copies

@@ -8,8 +8,6 @@ What cannot be staged is refused with its path in the dict.
 
 Most calls stage a state dict of the same structure over the same memory as the call before. :class:`Recognizer`
 remembers one and recognises it at a third of the cost of :func:`flatten` and a layout.
-
-Where bytes go, and how, is left to ``layout`` and ``copier``.
 """
 
 from __future__ import annotations
@@ -41,13 +39,11 @@ except ImportError:  # not a public name of torch; without it no state dict is r
 __all__ = ["Recognizer", "TreeSpec", "flatten", "flip", "path_to", "why_without_data"]
 
 # Immutable values: the copy holds the very same object.
-ATOMS = frozenset(
-    {
-        type(None), bool, int, float, complex, str, bytes, range, type, slice, type(Ellipsis),
-        torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
-        types.FunctionType, types.BuiltinFunctionType,
-    }
-)  # fmt: skip
+ATOMS = frozenset({
+    type(None), bool, int, float, complex, str, bytes, range, type, slice, type(Ellipsis),
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+    types.FunctionType, types.BuiltinFunctionType,
+})  # fmt: skip
 
 # What torch's type_check admits besides containers and tensors.
 _CHECKED = (bool, int, float, str, bytes, io.BytesIO, type(None), torch.Tensor)
@@ -68,6 +64,10 @@ class TreeSpec:
         self._constants: list[Any] = []
         self._finish: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
         self._pickled = b""
+
+    def release_sources(self) -> None:
+        """Empty ``tensors``; what is left is enough for :meth:`unflatten`."""
+        self.tensors.clear()
 
     def unflatten(self, staged: Sequence[torch.Tensor]) -> Any:
         """Return the finished copy, ``staged[i]`` standing where ``tensors[i]`` stood. To be called once."""
@@ -247,21 +247,22 @@ class _StructurePickler(pickle.Pickler):
 
     def _sharded(self, x: ShardedTensor) -> _Reduced:
         """A ShardedTensor over staged shards; its metadata says where they lie now: on the CPU."""
-        shards = x.local_shards()
+        whole, group, rrefs = x.metadata(), x._process_group, x._init_rrefs  # not x, which has the source's tensors
+        pieces = [shard.metadata for shard in x.local_shards()]
 
         def make(parts: list[torch.Tensor]) -> ShardedTensor:
-            metadata = copy.deepcopy(x.metadata())
-            local = [Shard(part, copy.deepcopy(old.metadata)) for part, old in zip(parts, shards, strict=True)]
+            metadata = copy.deepcopy(whole)
+            local = [Shard(part, copy.deepcopy(piece)) for part, piece in zip(parts, pieces, strict=True)]
             for part in parts:  # a stager may cast
                 metadata.tensor_properties.dtype = part.dtype
             for meta in [*metadata.shards_metadata, *(shard.metadata for shard in local)]:
                 if meta.placement is not None:
                     meta.placement._device = torch.device("cpu")
             return ShardedTensor._init_from_local_shards_and_global_metadata(
-                local, metadata, process_group=x._process_group, init_rrefs=x._init_rrefs
+                local, metadata, process_group=group, init_rrefs=rrefs
             )
 
-        return make, ([shard.tensor for shard in shards],)
+        return make, ([shard.tensor for shard in x.local_shards()],)
 
 
 # -- single values
@@ -348,6 +349,10 @@ class _PlainSpec(TreeSpec):
         self._runs: list[tuple[Any, Sequence[Any]]] = []  # a new container, and the keys of its next tensors
         self._met: set[int] = set()
         self._root = self._copy(state)
+
+    def release_sources(self) -> None:
+        self.unflatten([torch.Tensor()] * len(self.tensors))  # in their places
+        super().release_sources()
 
     def unflatten(self, staged: Sequence[torch.Tensor]) -> Any:
         rest = iter(staged)

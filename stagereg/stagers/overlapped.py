@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -150,27 +151,33 @@ def _lies_in(x: torch.Tensor, owned: Mapping[tuple[int, int], int], starts: Sequ
     return address + x.nbytes <= starts[at][1] + owned[starts[at]]
 
 
-class _CopyFuture(Future[StateDict]):
-    """A future that knows whether its outcome was asked for: ``seen``."""
+class _CopyFuture(Future[Any]):
+    """The future of a :class:`.PendingCopy`, which knows whether its outcome was asked for: ``seen``."""
 
     seen = False
+    _outcome: Any = None
 
     def __init__(self) -> None:
-        super().__init__()
         self._lock = threading.Lock()
-        self._pending: PendingCopy | None = None
+        super().__init__()
 
-    def complete(self, pending: PendingCopy) -> None:
-        """End with the copy, whose tensors are made for the one who asks for it, and not while training goes on."""
-        self._pending = pending
-        self.set_result({})
+    @property
+    def _result(self) -> Any:
+        """The copy. Its tensors are made for the first one who reads this, and not while training goes on.
 
-    def result(self, timeout: float | None = None) -> StateDict:
-        self.exception(timeout)
+        ``asyncio`` of Python 3.14 reads this and does not call :meth:`result`.
+        """
         with self._lock:
-            if self._pending is not None:
-                self._result, self._pending = self._pending.unflatten(), None
-        return super().result()
+            if isinstance(self._outcome, PendingCopy):
+                self._outcome = self._outcome.unflatten()
+            return self._outcome
+
+    @_result.setter
+    def _result(self, outcome: Any) -> None:
+        self._outcome = outcome
+
+    def result(self, timeout: float | None = None) -> Any:
+        return self._result if self.exception(timeout) is None else super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         found = super().exception(timeout)
@@ -202,7 +209,9 @@ class _Copies:
             written = copy.run()
             if written:
                 raise _written(state, written[0])
-            future.complete(pending)
+            assert pending.spec is not None
+            pending.spec.release_sources()
+            future.set_result(pending)
         except BaseException as raised:
             interrupted = StagingError([], f"the copy was interrupted ({raised!r})")
             error = raised if isinstance(raised, Exception) else interrupted

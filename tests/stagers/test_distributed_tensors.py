@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
@@ -114,6 +115,15 @@ def stage_sharded_tensors(rank: int, world_size: int) -> None:
         gathered = torch.empty(5, 3) if rank == 0 else None
         copy.gather(0, gathered)
         assert gathered is None or torch.equal(gathered[: local.shape[0]], local)
+    with contextlib.closing(build("overlapped")) as stager:
+        source = sharded_tensor.rand(spec, 5, 3)
+        shard = weakref.ref(source.local_shards()[0].tensor)
+        future = stager.stage({"x": source})
+        stager.synchronize_staging()
+        stager._thread.submit(int).result(30)  # the background thread has let go of its last arguments
+        del source
+        assert shard() is None, "a complete copy holds its source no longer"
+        assert future.result()["x"].size() == (5, 3)
 
 
 def stage_the_result_of_a_collective(rank: int, world_size: int) -> None:

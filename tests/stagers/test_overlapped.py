@@ -12,8 +12,9 @@ import dataclasses
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -337,6 +338,38 @@ def test_a_copy_cannot_be_cancelled(gate, stager) -> None:
     gate.set()
     stager.close()
     assert future.result(WAIT_S)["x"].sum() == 3
+
+
+def test_every_reader_of_a_future_gets_the_same_copy(gate, stager) -> None:
+    future = stager.stage({"x": torch.ones(3)})
+    assert future._result is None
+    gate.set()
+    stager.synchronize_staging()
+    together = threading.Barrier(3)
+
+    def read(reader: Callable[[], Any]) -> Any:
+        together.wait(WAIT_S)
+        return reader()
+
+    with ThreadPoolExecutor(3) as readers:  # the last one as asyncio of Python 3.14 reads it
+        one, other, third = readers.map(read, [future.result, future.result, lambda: future._result])
+    assert one is other is third
+    assert one["x"].sum() == 3
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])  # the plain one is recognised the second time
+def test_a_complete_copy_holds_its_source_no_longer(kind: type[torch.Tensor], gate, stager) -> None:
+    gate.set()
+    state = {"w": torch.ones(100_000), "all": [torch.ones(3)], "some": [1, {"x": kind(torch.ones(3)), "one": 1}]}
+    expected = copy.deepcopy(state)
+    sources = [weakref.ref(x) for x in (state["w"], state["all"][0], state["some"][1]["x"])]
+    futures = [stager.stage(state) for _ in range(2)]
+    stager.synchronize_staging()
+    stager._thread.submit(int).result(WAIT_S)  # the background thread has let go of its last arguments
+    state.clear()
+    assert [source() for source in sources] == [None] * 3
+    for future in futures:
+        assert_same(future.result(WAIT_S), expected)
 
 
 def test_no_hook_is_left_behind() -> None:
