@@ -13,6 +13,7 @@ import gc
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import stagereg
+import stagereg.stagers.deferred_copy as deferred_copy
 from stagereg.errors import StagerClosedError, StagingError
 from stagereg.kernel.copier import PendingCopy
 from stagereg.kernel.layout import plan_layout
@@ -370,6 +372,27 @@ def test_a_complete_copy_holds_its_source_no_longer(kind: type[torch.Tensor], ga
     assert [source() for source in sources] == [None] * 3
     for future in futures:
         assert_same(future.result(WAIT_S), expected)
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2, 4])
+def test_samples_are_prepared_once_for_each_block(max_in_flight: int, monkeypatch) -> None:
+    prepared, prepare = [0], deferred_copy.piece
+
+    def count(moves: Any) -> Callable[[int], None]:
+        prepared[0] += 1
+        return prepare(moves)
+
+    monkeypatch.setattr(deferred_copy, "piece", count)
+    with held_back(max_in_flight=max_in_flight) as (stager, gate):
+        gate.set()
+        one = OneWeight(stager)
+        kept: deque[Any] = deque(maxlen=max_in_flight - 1)
+        for number in range(4 * max_in_flight):
+            kept.append(stager.stage(one.state).result(WAIT_S))
+            if number == 2 * max_in_flight:
+                before = prepared[0]
+        assert prepared[0] == before
+        kept.clear()
 
 
 def test_no_hook_is_left_behind() -> None:
