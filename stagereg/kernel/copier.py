@@ -112,9 +112,8 @@ class HostCopier:
                 return known
             spec = flatten(state, self.type_check)
             with naming(state):
-                is_new = self._replan(state, spec.tensors)
-            if is_new:
-                self._recognizer = None if self.type_check else Recognizer.of(state, spec.tensors)
+                if self._replan(state, spec.tensors):
+                    self._recognizer = None if self.type_check else Recognizer.of(state, spec.tensors)
             return spec
 
     def lease(

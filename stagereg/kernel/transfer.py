@@ -152,9 +152,8 @@ def piece(moves: Sequence[_Move]) -> _Piece:
 
 
 def _move(moves: Sequence[_Move], base: int) -> None:
-    memmove = ctypes.memmove
     for to, source, nbytes in moves:
-        memmove(base + to, source, nbytes)
+        ctypes.memmove(base + to, source, nbytes)
 
 
 def _small_moves(moves: Sequence[_Move]) -> _Piece:

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -20,33 +21,51 @@ from stagereg.errors import StagingError
 from stagereg.kernel.transfer import Batch, CopyEngine, CopyTask, piece
 
 ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "stagereg" / "kernel" / "copy.c"
+
+
+NAME = f"_copy{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+# What makes the compiled part take a processor for a lesser one, and what it then copies with.
+PROCESSORS = {
+    "compiled": ([], None),
+    "compiled, AVX2": (["-D__builtin_cpu_supports(name)=(name[3]=='2')"], "AVX2 streaming stores"),
+    "compiled, neither": (["-D__builtin_cpu_supports(name)=0"], "memcpy"),
+}
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The compiled part, compiled here."""
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
+    """The compiled part, compiled here, for each of the processors."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("needs a C compiler")
-    made = tmp_path_factory.mktemp("compiled") / "_copy.so"
-    source = ROOT / "stagereg" / "kernel" / "copy.c"
-    subprocess.run(
-        [compiler, "-O2", "-Wall", "-Werror", "-shared", "-fPIC", source, "-o", made], check=True, timeout=60
-    )
-    found = ctypes.CDLL(str(made))
-    found.stagereg_copy.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    found: dict[str, ctypes.CDLL] = {}
+    for processor, (flags, _) in PROCESSORS.items():
+        made = tmp_path_factory.mktemp("compiled") / NAME
+        command = [compiler, "-O2", "-Wall", "-Werror", "-shared", "-fPIC", *flags, str(SOURCE), "-o", str(made)]
+        subprocess.run(command, check=True, timeout=60)
+        found[processor] = library = ctypes.CDLL(str(made))
+        library.stagereg_copy.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+        library.stagereg_copy_way.restype = ctypes.c_char_p
     return found
 
 
-@pytest.fixture(params=["compiled", "system call", "not permitted", "half done"])
+@pytest.fixture(params=[*PROCESSORS, "system call", "not permitted", "half done"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """One of the ways to copy many pieces; what a sandbox does to the system call is done by piece."""
+    copy = None
+    if request.param in PROCESSORS:
+        library, (_, name) = request.getfixturevalue("libraries")[request.param], PROCESSORS[request.param]
+        copy = library.stagereg_copy
+        if request.param == "compiled, AVX2" and "avx2" not in Path("/proc/cpuinfo").read_text().split():
+            pytest.skip("needs a processor with AVX2")
+        assert name in (None, library.stagereg_copy_way().decode())
     real = transfer._readv
     answers = {
         "not permitted": lambda *args: -1,
         "half done": lambda process, ours, count, theirs, other, flags: real(process, ours, 1, theirs, 1, flags),
     }
-    copy = request.getfixturevalue("library").stagereg_copy if request.param == "compiled" else None
     monkeypatch.setattr(compiled, "copy", copy)
     monkeypatch.setattr(transfer, "_readv", answers.get(request.param, real))
     return request.param
@@ -128,17 +147,22 @@ print(json.dumps([compiled.way, [line.split()[-1] for line in open("/proc/self/m
 """
 
 
-@pytest.mark.parametrize("beside", ["nothing", "the compiled part", "no library"])
-def test_it_is_loaded_from_beside_the_package_only(beside: str, library: ctypes.CDLL, tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", ["nothing", "the compiled part", "that of another Python", "no library"])
+def test_it_is_loaded_from_beside_the_package_only(
+    beside: str, libraries: dict[str, ctypes.CDLL], tmp_path: Path
+) -> None:
+    library = libraries["compiled"]._name
     site, here = tmp_path / "site", tmp_path / "here"
     shutil.copytree(ROOT / "stagereg", site / "stagereg", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     here.mkdir()
-    for name in ("_copy.so", "stagereg/kernel/_copy.so"):
+    for name in (NAME, f"stagereg/kernel/{NAME}"):
         (here / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(library._name, here / name)
-    own = site / "stagereg" / "kernel" / "_copy.cpython-399-x86_64-linux-gnu.so"
+        shutil.copy(library, here / name)
+    own = site / "stagereg" / "kernel" / NAME
     if beside == "the compiled part":
-        shutil.copy(library._name, own)
+        shutil.copy(library, own)
+    elif beside == "that of another Python":
+        shutil.copy(library, own.with_name("_copy.cpython-399-x86_64-linux-gnu.so"))
     elif beside == "no library":
         own.write_text("something else")
     environment = {"PYTHONPATH": str(site), "LD_LIBRARY_PATH": str(here)}
