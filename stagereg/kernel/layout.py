@@ -199,11 +199,9 @@ def _aligned(nbytes: int) -> int:
 
 
 def tensors_over(view: memoryview, layout: Layout) -> list[torch.Tensor]:
-    """Make the staged tensors; those of one region share one storage, which has the region's bytes and no more.
+    """Make the staged tensors over ``view``, host memory from where the layout begins.
 
-    Args:
-        view: of host memory, from where the layout begins.
-        layout: where they lie.
+    Those of one region share one storage, which has the region's bytes and no more.
     """
     frombuffer = torch.frombuffer
     made: list[Any] = [each and frombuffer(view, dtype=each[0], count=each[1], offset=each[2]) for each in layout.alone]

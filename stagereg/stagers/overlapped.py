@@ -43,10 +43,13 @@ class OverlappedStager(HostStager):
     the next call, raises a ``StagingError`` that names the entry. Found are all in-place operations that move torch's
     version counter, and of the others (``tensor.data``, numpy, gloo collectives) those that write a whole tensor, or
     the part at its ends. What is not found by default is a write to a small part of a big tensor by such a side door
-    within the milliseconds of the copy; ``verify=True`` finds that too.
+    within the milliseconds of the copy; ``verify=True`` finds that too. Until the future is done, the storage of a
+    source must not be freed or resized in place (``resize_(0)``).
 
     Tensors on accelerators are copied on a side stream; the stream of the optimizer waits for it, the host does not.
     What an optimizer writes that was captured in a CUDA graph is copied at once, since nothing announces a replay.
+    Make the stager before the optimizer is captured. A graph captured earlier is not noticed: do not :meth:`watch` such
+    an optimizer, nor step it outside the graph.
 
     Args:
         threads: threads that copy what is copied at once, the caller's among them.
@@ -77,7 +80,10 @@ class OverlappedStager(HostStager):
         self._split_of: tuple[Layout, dict[tuple[int, int], int], set[int]] | None = None
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Take notice of an optimizer before its first step, so that its state need not be copied at once."""
+        """Take notice of an optimizer before its first step, so that its state need not be copied at once.
+
+        Not of one whose step was captured in a CUDA graph before this stager was made.
+        """
         self._guard.watch(optimizer)
 
     def stage(self, state_dict: StateDict) -> Future[StateDict]:  # type: ignore[override]
