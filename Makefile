@@ -5,11 +5,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SITE := -c 'import site; print(site.getsitepackages()[0])'
 HYDRA_1_4 := $(VENV)/hydra-1.4
+FRAMEWORKS := $(VENV)/frameworks
 TORCH := torch==2.13.0
 WORKERS := --numprocesses 2 --dist worksteal
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: train test test-all nightly scale gpu check format clean
+
+.PHONY: train test test-all frameworks nightly scale gpu check format clean
 
 train: $(VENV)/.ready  ## train a small language model on two local ranks
 	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
@@ -17,8 +19,11 @@ train: $(VENV)/.ready  ## train a small language model on two local ranks
 test: $(HYDRA_1_4)/.ready  ## the tests
 	$(BIN)/python -m pytest -m "not slow" $(WORKERS)
 
-test-all: $(HYDRA_1_4)/.ready  ## the tests with their longer matrices
+test-all: $(HYDRA_1_4)/.ready frameworks  ## the tests with their longer matrices
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS)
+
+frameworks: $(FRAMEWORKS)/.ready  ## the tests of stagereg.integrations, with the trainers installed
+	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest $(WORKERS) tests/integrations
 
 nightly: $(HYDRA_1_4)/.ready  ## three hundred kills, five hundred saves twice, new examples; prints counts and figures
 	$(BIN)/python tests/checkpoint/kills/matrix.py --kills 300
@@ -52,6 +57,13 @@ $(VENV)/.ready: pyproject.toml constraints.txt setup.py stagereg/kernel/copy.c
 	$(PIP) $(TORCH) setuptools wheel
 	$(BIN)/python -m pip uninstall --quiet --yes stagereg  # the name before hydra-stagereg
 	$(PIP) --no-build-isolation --editable ".[dev,report]"
+	touch $@
+
+$(FRAMEWORKS)/.ready: $(VENV)/.ready constraints-frameworks.txt
+	$(BIN)/python -m venv --clear --without-pip $(FRAMEWORKS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-frameworks.txt \
+		--target "$$($(FRAMEWORKS)/bin/python $(SITE))"
+	echo "import site; site.addsitedir('$$($(BIN)/python $(SITE))')" > "$$($(FRAMEWORKS)/bin/python $(SITE))/beside.pth"
 	touch $@
 
 # For tests only: an environment inside the first that differs from it in Hydra and OmegaConf.

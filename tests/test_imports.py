@@ -32,7 +32,7 @@ LAYERS = [
     {"launch"},
     {"checkpoint"},
     {"testing"},
-    {"sweep", "bench", "commands"},
+    {"sweep", "bench", "commands", "integrations"},
     {"cli", "__main__", "__init__", "hydra_plugins"},
 ]
 LEVEL = {unit: level for level, layer in enumerate(LAYERS) for unit in layer}
