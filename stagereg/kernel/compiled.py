@@ -18,8 +18,7 @@ copy: Any = None  # copy(moves, count, base), see copy.c; None without the compi
 way = ""  # how it copies large pieces
 
 with contextlib.suppress(OSError, AttributeError):  # not built, of another machine, or of another version
-    _name = f"_copy{sysconfig.get_config_var('EXT_SUFFIX')}"  # as setup.py builds it for this Python
-    _library = ctypes.CDLL(str(Path(__file__).absolute().with_name(_name)))
+    _library = ctypes.CDLL(str(Path(__file__).absolute().with_name(f"_copy{sysconfig.get_config_var('EXT_SUFFIX')}")))
     _library.stagereg_copy.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     _library.stagereg_copy_way.restype = ctypes.c_char_p
     copy, way = _library.stagereg_copy, _library.stagereg_copy_way().decode()

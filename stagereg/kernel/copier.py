@@ -129,7 +129,7 @@ class HostCopier:
 
     def fill(self, pending: PendingCopy) -> None:
         """Copy the bytes; return when they are there."""
-        moving = self.engine.run(pending.address, pending.layout.batch.pieces(self.engine.threads))
+        moving = self.engine.run(pending.address, pending.layout.batch.pieces(self.engine.threads), pending)
         try:
             with torch.no_grad(), no_collection():
                 pending.staged  # noqa: B018  # made while other threads copy

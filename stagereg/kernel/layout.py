@@ -83,9 +83,8 @@ def signature(tensors: Sequence[torch.Tensor]) -> Signature:
     try:
         for x in tensors:
             storage = x.untyped_storage()
-            rows.append(
-                (x.data_ptr(), x.dtype, x.shape, x.stride(), storage.data_ptr(), storage.nbytes(), x.get_device())
-            )
+            row = (x.data_ptr(), x.dtype, x.shape, x.stride(), storage.data_ptr(), storage.nbytes(), x.get_device())
+            rows.append(row)
     except RuntimeError as error:
         raise StagingError([len(rows)], f"its memory cannot be reached ({error})") from error
     return rows

@@ -99,8 +99,12 @@ class OverlappedStager(HostStager):
         pending = self._copier.prepare(state_dict)
         with torch.no_grad():
             copy = self._begin(pending)
-        future = self._copies.add(copy)
-        self._thread.submit(self._copies.run, copy, pending, state_dict)
+        try:
+            future = self._copies.add(copy)
+            self._thread.submit(self._copies.run, copy, pending, state_dict)
+        except BaseException:  # such as a Ctrl-C
+            self._copies.drop(copy)
+            raise
         return future
 
     def synchronize_staging(self) -> None:
@@ -128,7 +132,7 @@ class OverlappedStager(HostStager):
         events = engine.fetch(pending.pairs(split.immediate_remote, pending.layout.packed))
         for device, event in events:  # whatever writes them next is queued on this stream
             torch.accelerator.current_stream(device).wait_event(event)
-        engine.run(pending.address, split.immediate.pieces(engine.threads)).finish()
+        engine.run(pending.address, split.immediate.pieces(engine.threads), pending).finish()
         return DeferredCopy(pending, split, events, self._verify)
 
     def _split_for(self, pending: PendingCopy) -> CopySplit:
@@ -208,6 +212,10 @@ class _Copies:
         future.set_running_or_notify_cancel()  # it cannot be cancelled
         return future
 
+    def drop(self, copy: DeferredCopy) -> None:
+        """Wait no longer for a copy, whose future nobody has."""
+        self._running.pop(copy, None)
+
     def run(self, copy: DeferredCopy, pending: PendingCopy, state: StateDict) -> None:
         """Copy the rest and complete the future; on the background thread."""
         future = self._running[copy]
@@ -224,7 +232,7 @@ class _Copies:
             error.__traceback__ = None  # its frames hold the memory
             self._failed.append(future)
             future.set_exception(error)
-        del self._running[copy]
+        self.drop(copy)
 
     def finish_before_write(self) -> None:
         """Return when no copy needs the sources any more."""

@@ -8,7 +8,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
+import weakref
+from collections import deque
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "stagereg" / "kernel" / "copy.c"
 
 
+WAIT_S = 30.0
 NAME = f"_copy{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 # What makes the compiled part take a processor for a lesser one, and what it then copies with.
@@ -127,18 +132,70 @@ def test_threads_get_equal_shares_of_the_bytes() -> None:
     assert transfer._split([], 2) == [[], []]
 
 
-def test_an_interrupt_is_raised_on_its_thread_when_no_piece_is_left() -> None:
-    worked: list[int] = []
+class InterruptedDeque(deque[Any]):
+    """Where a Ctrl-C comes as a piece has been taken, and before it is worked on."""
 
+    def popleft(self) -> Any:
+        super().popleft()
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("at", ["in a piece", "between two"])
+def test_an_interrupt_is_raised_once_and_others_get_an_error(at: str) -> None:
     def interrupted(base: int) -> None:
         raise KeyboardInterrupt
 
-    task = CopyTask(7, [interrupted, worked.append])
+    worked: list[int] = []
+    task = CopyTask(7, [worked.append, interrupted, worked.append])
+    if at == "between two":
+        task = CopyTask(7, [worked.append, worked.append])
+        task._pieces = InterruptedDeque(task._pieces)
     with pytest.raises(KeyboardInterrupt):
         task.finish()
-    assert worked == [7]
-    with pytest.raises(StagingError, match="interrupted"):
+    assert worked == ([7] if at == "in a piece" else [])
+    with pytest.raises(StagingError, match=r"interrupted \(KeyboardInterrupt\(\)\)"):
         task.finish()
+
+
+@pytest.mark.parametrize("raised", [ValueError, KeyboardInterrupt])
+def test_a_task_ends_when_no_thread_works_on_it_any_more(raised: type[BaseException]) -> None:
+    begun, go, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(base: int) -> None:
+        begun.set()
+        assert go.wait(WAIT_S)
+        ended.set()
+
+    def fails(base: int) -> None:
+        assert begun.wait(WAIT_S)
+        threading.Timer(0.05, go.set).start()
+        raise raised
+
+    engine = CopyEngine(2)
+    task = engine.run(0, [slow, fails])
+    assert begun.wait(WAIT_S)
+    with pytest.raises(raised):
+        task.finish()
+    assert ended.is_set(), "the memory may be used for something else"
+    engine.close()
+
+
+def test_memory_lives_as_long_as_a_thread_works_on_it() -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def slow(base: int) -> None:
+        begun.set()
+        assert go.wait(WAIT_S)
+
+    engine, memory = CopyEngine(2), torch.empty(3)
+    alive = weakref.ref(memory)
+    engine.run(0, [slow, slow], memory)  # by a caller that is interrupted before it has finished the task
+    assert begun.wait(WAIT_S)
+    del memory
+    assert alive() is not None
+    go.set()
+    engine.close()
+    assert alive() is None
 
 
 LOADED = """

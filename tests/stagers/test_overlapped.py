@@ -328,6 +328,17 @@ def test_what_interrupts_a_step_is_raised_there_and_nothing_hangs(gate, stager) 
     assert future.done()
 
 
+def test_a_call_that_was_interrupted_leaves_nothing_to_wait_for(stager, monkeypatch) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stager._thread, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stager.stage({"x": torch.ones(3)})
+    stager.synchronize_staging()
+
+
 def test_whatever_ends_the_background_copy_ends_its_future(stager, monkeypatch) -> None:
     monkeypatch.setattr(DeferredCopy, "run", lambda late: sys.exit(3))
     future = stager.stage({"x": torch.ones(3)})
