@@ -36,7 +36,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
-from stagereg import Checkpointer
+from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.errors import ConfigError, InstallationError, nearest
 
 __all__ = ["StageregCallback"]
