@@ -119,6 +119,7 @@ class Checkpointer:
 
     Attributes:
         preemption: whether the ranks are to leave; ``None`` without ``grace``.
+        restored: the directory of the checkpoint that :meth:`restore` loaded last, a URL if it is one; else ``None``.
         stats: what the checkpoints have cost so far, on this rank; goes on counting.
 
     Raises:
@@ -173,6 +174,7 @@ class Checkpointer:
         self.save_last = save_last
         self.stats = CheckpointStats()
         self.preemption: PreemptionConsensus | None = None
+        self.restored: Path | str | None = None
         self._hold: StoreLock | None = None
         self._seen: int | None = None  # the step last asked about
         self._closed = False
@@ -364,6 +366,7 @@ class Checkpointer:
         if restored is None:  # now, and not at the first save
             self._ranks.run_on_all("No save could succeed", partial(entries.expect_savable, state))
             return None
+        self.restored = path_or_url(restored.path)
         self._schedule.restored(restored.manifest.step)
         if os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(self._store.root):
             self._background.newest = restored.manifest.step

@@ -117,8 +117,8 @@ class LinkedCheckpoints:
                 action()
         except OSError as error:
             self._failure = CheckpointError(
-                f"A checkpoint is complete in {self._store}/step-{number:08d}, but the paths that point there could not be "
-                f"changed in {self._parent}: {error}"
+                f"A checkpoint is complete in {self._store}/step-{number:08d}, but paths in {self._parent} could not "
+                f"be changed to point there: {error}"
             )
 
     def _raise_failure(self) -> None:

@@ -242,7 +242,7 @@ def test_path_that_cannot_be_moved_is_an_error(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", fails)
-    with pytest.raises(CheckpointError, match="could not be changed"):
+    with pytest.raises(CheckpointError, match="could not be changed to point there"):
         trained(tmp_path, StageregCheckpointIO(), epochs=1)
 
 
