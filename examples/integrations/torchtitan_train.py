@@ -48,8 +48,7 @@ def main() -> None:
     schedule = LRSchedulersContainer.Config(warmup_steps=4).build(optimizers=optimizers, training_steps=60)
     rank, progress = dist.get_rank(), Count()
     loader = ParallelAwareDataloader(Count(), rank, dist.get_world_size(), batch_size=4)
-    config = StageregCheckpointManager.Config(enable=True, interval=5, keep_latest_k=2, last_save_model_only=False)
-    checkpointer = config.build(
+    checkpointer = StageregCheckpointManager.Config(enable=True, interval=5, last_save_model_only=False).build(
         dataloader=loader,
         model_parts=[model],
         optimizers=optimizers,
@@ -59,17 +58,17 @@ def main() -> None:
         base_folder=given.dir,
     )
     checkpointer.load(step=-1)
-    batches = iter(loader)
-    for progress.step in range(progress.step + 1, given.steps + 1):
+    for step, batch in zip(range(progress.step + 1, given.steps + 1), loader, strict=False):
+        progress.step = step
         optimizers.zero_grad()
-        batch = next(batches) + rank
-        (loss := (model(batch) - batch.flip(-1)).square().mean()).backward()
+        loss = (model(batch + rank) - batch.flip(-1)).square().mean()
+        loss.backward()
         checkpointer.maybe_wait_for_staging()
         optimizers.step()
         schedule.step()
         if rank == 0:
-            print(f"step {progress.step} loss {loss.item():.4f}", flush=True)
-        checkpointer.save(progress.step, last_step=progress.step == given.steps)
+            print(f"step {step} loss {loss.item():.4f}", flush=True)
+        checkpointer.save(step, last_step=step == given.steps)
     checkpointer.close()
     weights = torch.cat([x.full_tensor().flatten() for x in model.state_dict().values()])
     if rank == 0:

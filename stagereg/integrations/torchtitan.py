@@ -25,8 +25,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-import stagereg
+from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.errors import CheckpointError, ConfigError, InstallationError, nearest
+from stagereg.registry import build
 
 _WRITTEN_FOR = "0.3"
 _FOUND = version("torchtitan")
@@ -98,7 +99,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
 
         def __post_init__(self) -> None:
             base.BaseCheckpointManager.Config.__post_init__(self)
-            known = inspect.signature(stagereg.Checkpointer).parameters.keys() - set(_DECIDED)
+            known = inspect.signature(Checkpointer).parameters.keys() - set(_DECIDED)
             for name in self.checkpoint_options.keys() - known:
                 if name in _DECIDED:
                     raise ConfigError(f"checkpoint_options has {name!r}: torchtitan's options of checkpoint decide it.")
@@ -129,17 +130,17 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         self._parts = model_parts
         self._others = {"optimizer": optimizers, "dataloader": dataloader, "lr_scheduler": lr_schedulers, **states}
         self.states = {**self._others, base.MODEL: base.ModelWrapper(model_parts)}
-        self._stager = stagereg.build("stager", config.stager)
+        self._stager = build("stager", config.stager)
         self._staging = False
         # What is only loaded from is neither locked nor written to, and no signal is answered.
         self._scratch = _agreed(tempfile.mkdtemp) if config.load_only else None
         options = config.checkpoint_options | ({"grace": None} if config.load_only else {})
-        self._checkpointer = stagereg.Checkpointer(
+        self._checkpointer = Checkpointer(
             self._scratch or self.folder,
             every=config.interval,
             keep=config.keep_latest_k or sys.maxsize,
             stager=self._stager,
-            storage=stagereg.build("storage", config.storage),
+            storage=build("storage", config.storage),
             save_last=False,
             **options,
         )

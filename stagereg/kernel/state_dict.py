@@ -373,10 +373,10 @@ class _PlainSpec(TreeSpec):
         keys, values = (range(len(new)), new) if kind is list else (list(new), list(new.values()))
         types = list(map(type, values))
         self.structure.append((kind, keys, types))
-        if set(types) == {torch.Tensor}:
+        if (kinds := set(types)) == {torch.Tensor}:
             self.tensors += values
             self._runs.append((new, keys))
-        else:
+        elif not kinds <= ATOMS:
             self._copy_some(new, keys, values, types)
         if kind is OrderedDict and _attributes(x):  # such as the ``_metadata`` of a module's state dict
             vars(new).update(self._copy(_attributes(x)))
