@@ -12,7 +12,7 @@ import contextlib
 import datetime
 import logging
 import os
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
@@ -302,6 +302,15 @@ class Checkpointer:
             assert self.preemption is not None
             self._saver.leave(step, self.preemption, str(self.dir), follows)
         self._saver.save(step, follows)
+
+    def on_commit(self, listener: Callable[[int], object]) -> None:
+        """Call ``listener(step)`` for each checkpoint from now on, once it is complete and before :meth:`wait` returns.
+
+        On this rank's background thread, so it must not use the process group; it holds up the next save, not training.
+        What it raises is logged: the checkpoint is there.
+        """
+        if self.enable:
+            self._background.listeners.append(listener)
 
     def wait(self) -> None:
         """Wait until every save has ended, or has taken longer than ``timeout``; not for the deletion of older ones.
