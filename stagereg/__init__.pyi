@@ -4,6 +4,8 @@ from stagereg import registry as registry
 from stagereg import testing as testing
 from stagereg._version import __version__ as __version__
 from stagereg.checkpoint.checkpointer import Checkpointer as Checkpointer
+from stagereg.checkpoint.dcp_writer import DcpReader as DcpReader
+from stagereg.checkpoint.dcp_writer import DcpWriter as DcpWriter
 from stagereg.checkpoint.entries import per_rank as per_rank
 from stagereg.checkpoint.opened import open_checkpoint as open_checkpoint
 from stagereg.config.instantiate import instantiate as instantiate

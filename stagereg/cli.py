@@ -23,6 +23,7 @@ from stagereg.commands import (
     listing,
     planning,
     reporting,
+    running,
     scaffold,
 )
 from stagereg.errors import StageregError, nearest
@@ -32,6 +33,7 @@ __all__ = ["main"]
 
 _COMMANDS = (
     listing,
+    running,
     scaffold,
     checking,
     doctor,

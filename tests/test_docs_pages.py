@@ -6,6 +6,7 @@ import argparse
 import inspect
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -96,6 +98,27 @@ def test_every_torchrun_and_script_of_a_page_is_understood() -> None:
     for script in scripts:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=LIMIT_S)
     assert len(scripts) == 4
+
+
+@pytest.mark.parametrize("name", ["skypilot", "kubeflow"])
+def test_schedulers_start_a_job_that_ended_with_75_again(name: str) -> None:
+    from torch.distributed.run import get_args_parser
+
+    (first, *more) = yaml.safe_load_all((EXAMPLES / "clusters" / f"{name}.yaml").read_text())
+    if name == "skypilot":
+        assert first["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+        subprocess.run(["bash", "-n"], input=first["run"], text=True, check=True, timeout=LIMIT_S)
+        command = shlex.split(re.sub(r"\$\w+|\$\([^)]*\)", "2", first["run"].replace("\\\n", " ")))
+    else:
+        ((replicated,), (job,)) = first["spec"]["template"]["spec"]["replicatedJobs"], more
+        (rule,) = replicated["template"]["spec"]["podFailurePolicy"]["rules"]
+        assert (rule["action"], rule["onExitCodes"]["values"]) == ("Ignore", [75])
+        command = job["spec"]["trainer"]["command"] + job["spec"]["trainer"]["args"]
+        models = pytest.importorskip("kubeflow_trainer_api.models", reason="make frameworks installs it")
+        assert models.TrainerV1alpha1ClusterTrainingRuntime.from_dict(first).to_dict() == first
+        assert models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
+    assert command[:2] == ["stagereg", "run"]
+    assert get_args_parser().parse_args(command[2:]).training_script == "train.py"
 
 
 def test_every_command_of_stagereg_is_understood() -> None:

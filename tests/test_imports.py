@@ -1,4 +1,4 @@
-"""The shape of the source: imports point down and never in a circle, and no name of a class or module is used twice."""
+"""The shape of the source: where imports may point, names that are used once, and a kernel that stays small."""
 
 from __future__ import annotations
 
@@ -104,3 +104,11 @@ def test_no_class_name_and_no_file_name_is_used_twice() -> None:
         if file.name != "__init__.py":
             modules[file.name].append(name_of(file))
     assert {name: found for name, found in modules.items() if len(found) > 1} == {}
+
+
+def test_the_kernel_stays_within_its_lines() -> None:
+    def lines(names: str) -> int:
+        return sum(len(file.read_text().splitlines()) for file in (PACKAGE / "kernel").glob(names))
+
+    assert 1000 < lines("*.py") <= 2000
+    assert 0 < lines("*.c") <= 150

@@ -18,5 +18,5 @@ parts of a checkpoint, ``store`` the directory that has them, ``lock`` who may w
 Restoring: ``restoring`` chooses a checkpoint and loads it, ``damage`` is what is wrong with others, ``reading`` reads
 files, ``shared_read`` reads each byte once for all ranks, ``matching`` finds what other programs have saved,
 ``export`` makes one file of a checkpoint for other programs, ``opened`` a mapping of names to tensors;
-``located`` is what a path means.
+``located`` is what a path means. For plain torch: ``dcp_writer``.
 """

@@ -73,6 +73,7 @@ class Background:
     Attributes:
         newest: the step of the newest checkpoint there that this run knows to be good.
         last: why the last save that has ended failed; ``None`` if it did not.
+        listeners: are called on the thread with the step of each complete checkpoint, before its save has ended.
         stats: of its saves.
         timeout_s: as ``timeout``, in seconds.
         warns: as given.
@@ -84,6 +85,7 @@ class Background:
         self.newest: int | None = None
         self.last: CheckpointError | None = None
         self.stats = CheckpointStats()
+        self.listeners: list[Callable[[int], object]] = []
         self._target = target
         self.timeout_s = timeout.total_seconds()
         self._schedule = schedule
@@ -260,6 +262,7 @@ class Background:
             self._schedule.ended(ended - save.called)
             where = {"bytes": nbytes, "dir": self._target.store.root}
             record.emit("write", step=save.step, start=began, seconds=ended - began, **where)
+            self._call_listeners(save.step)
         with self._lock:
             self._clearing = True
             if save.late:
@@ -273,6 +276,13 @@ class Background:
         except Exception:
             _log.debug("Deleting old checkpoints failed.", exc_info=True)
         self._clearing = False
+
+    def _call_listeners(self, step: int) -> None:
+        for listener in self.listeners:
+            try:
+                listener(step)
+            except Exception:  # the checkpoint is complete, so the save must not fail
+                _log.exception("stagereg: step %d is saved; what was to be done then has failed", step)
 
     def _fail(self, save: PendingSave, error: BaseException) -> CheckpointError | None:
         """Note that a save has failed; return what is to be raised, ``None`` if its training loop has raised it."""

@@ -12,7 +12,7 @@ import contextlib
 import datetime
 import logging
 import os
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
@@ -120,6 +120,7 @@ class Checkpointer:
 
     Attributes:
         preemption: whether the ranks are to leave; ``None`` without ``grace``.
+        restored: the directory of the checkpoint that :meth:`restore` loaded last, a URL if it is one; else ``None``.
         stats: what the checkpoints have cost so far, on this rank; goes on counting.
 
     Raises:
@@ -174,6 +175,7 @@ class Checkpointer:
         self.save_last = save_last
         self.stats = CheckpointStats()
         self.preemption: PreemptionConsensus | None = None
+        self.restored: Path | str | None = None
         self._hold: StoreLock | None = None
         self._seen: int | None = None  # the step last asked about
         self._closed = False
@@ -305,6 +307,15 @@ class Checkpointer:
             self._saver.leave(step, self.preemption, str(self.dir), follows)
         self._saver.save(step, follows)
 
+    def on_commit(self, listener: Callable[[int], object]) -> None:
+        """Call ``listener(step)`` for each checkpoint from now on, once it is complete and before :meth:`wait` returns.
+
+        On this rank's background thread, so it must not use the process group; it holds up the next save, not training.
+        What it raises is logged: the checkpoint is there.
+        """
+        if self.enable:
+            self._background.listeners.append(listener)
+
     def wait(self) -> None:
         """Wait until every save has ended, or has taken longer than ``timeout``; not for the deletion of older ones.
 
@@ -409,6 +420,7 @@ class Checkpointer:
         if restored is None:  # now, and not at the first save
             self._ranks.run_on_all("No save could succeed", partial(entries.expect_savable, state))
             return None
+        self.restored = path_or_url(restored.path)
         self._schedule.restored(restored.manifest.step)
         if os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(self._store.root):
             self._background.newest = restored.manifest.step

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ __all__ = ["copy", "way"]
 copy: Any = None  # copy(moves, count, base), see copy.c; None without the compiled part
 way = ""  # how it copies large pieces
 
-for _file in Path(__file__).absolute().parent.glob("_copy*.so"):
-    with contextlib.suppress(OSError, AttributeError):  # of another machine, or of another version
-        _library = ctypes.CDLL(str(_file))
-        _library.stagereg_copy.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-        _library.stagereg_copy_way.restype = ctypes.c_char_p
-        copy, way = _library.stagereg_copy, _library.stagereg_copy_way().decode()
+with contextlib.suppress(OSError, AttributeError):  # not built, of another machine, or of another version
+    _library = ctypes.CDLL(str(Path(__file__).absolute().with_name(f"_copy{sysconfig.get_config_var('EXT_SUFFIX')}")))
+    _library.stagereg_copy.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    _library.stagereg_copy_way.restype = ctypes.c_char_p
+    copy, way = _library.stagereg_copy, _library.stagereg_copy_way().decode()

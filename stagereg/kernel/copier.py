@@ -112,9 +112,8 @@ class HostCopier:
                 return known
             spec = flatten(state, self.type_check)
             with naming(state):
-                is_new = self._replan(state, spec.tensors)
-            if is_new:
-                self._recognizer = None if self.type_check else Recognizer.of(state, spec.tensors)
+                if self._replan(state, spec.tensors):
+                    self._recognizer = None if self.type_check else Recognizer.of(state, spec.tensors)
             return spec
 
     def lease(
@@ -130,7 +129,7 @@ class HostCopier:
 
     def fill(self, pending: PendingCopy) -> None:
         """Copy the bytes; return when they are there."""
-        moving = self.engine.run(pending.address, pending.layout.batch.pieces(self.engine.threads))
+        moving = self.engine.run(pending.address, pending.layout.batch.pieces(self.engine.threads), pending)
         try:
             with torch.no_grad(), no_collection():
                 pending.staged  # noqa: B018  # made while other threads copy

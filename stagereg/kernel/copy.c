@@ -1,8 +1,8 @@
 /* The compiled part of stagereg.kernel: copies many pieces of memory with one call, large ones past the caches.
  *
- * A staged copy is not read again soon. Streaming stores write it without reading what was there before, which
- * memcpy does only beyond a threshold that is meant for the whole cache of the processor. It is optional and built by
- * setup.py; compiled.py loads it with ctypes, without the GIL, so it knows nothing of Python.
+ * A staged copy is not read again soon. Streaming stores write it without reading what was there before. memcpy uses
+ * such stores only for sizes near that of the whole cache. This file is optional: setup.py builds it, compiled.py loads
+ * it with ctypes, and it runs without the GIL and uses nothing of Python.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -83,5 +83,5 @@ void stagereg_copy(const uint64_t *moves, size_t count, uintptr_t base)
         }
         memcpy(to, from, size);
     }
-    fence(); /* streaming stores are not ordered with what follows otherwise */
+    fence(); /* The caller needs no fence of its own before it tells other threads that the copy is there. */
 }

@@ -83,9 +83,8 @@ def signature(tensors: Sequence[torch.Tensor]) -> Signature:
     try:
         for x in tensors:
             storage = x.untyped_storage()
-            rows.append(
-                (x.data_ptr(), x.dtype, x.shape, x.stride(), storage.data_ptr(), storage.nbytes(), x.get_device())
-            )
+            row = (x.data_ptr(), x.dtype, x.shape, x.stride(), storage.data_ptr(), storage.nbytes(), x.get_device())
+            rows.append(row)
     except RuntimeError as error:
         raise StagingError([len(rows)], f"its memory cannot be reached ({error})") from error
     return rows
@@ -199,11 +198,9 @@ def _aligned(nbytes: int) -> int:
 
 
 def tensors_over(view: memoryview, layout: Layout) -> list[torch.Tensor]:
-    """Make the staged tensors; those of one region share one storage, which has the region's bytes and no more.
+    """Make the staged tensors over ``view``, host memory from where the layout begins.
 
-    Args:
-        view: of host memory, from where the layout begins.
-        layout: where they lie.
+    Those of one region share one storage, which has the region's bytes and no more.
     """
     frombuffer = torch.frombuffer
     made: list[Any] = [each and frombuffer(view, dtype=each[0], count=each[1], offset=each[2]) for each in layout.alone]

@@ -86,13 +86,16 @@ class Block:
         return view_of(self._memory)
 
     def _lock(self) -> None:
-        """Page-lock it as long as it is mapped; not with torch's allocator where CUDA is, which rounds up and keeps."""
+        """Page-lock the memory until it is unmapped.
+
+        With CUDA this does not use torch's allocator, which rounds sizes up and keeps what is freed.
+        """
         try:
             if not torch.cuda.is_available():
                 self._memory = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
                 return
             if code := int(torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, _FOR_ALL_DEVICES)):
-                with contextlib.suppress(RuntimeError):  # CUDA keeps the error, for torch to raise after a later kernel
+                with contextlib.suppress(RuntimeError):  # clears the error; otherwise torch raises it at a later kernel
                     torch.zeros(1, device="cuda")
                 raise RuntimeError(f"CUDA error {code}")
             weakref.finalize(self._memory, _unlock, torch.cuda.current_device(), self.address).atexit = False
@@ -222,7 +225,7 @@ class Pool:
         self._reserved: Future[Block] | None = None
         if reserve:
             background = ThreadPoolExecutor(1, thread_name_prefix="stagereg-copy-reserve")
-            if there:  # a new thread has the first one
+            if there:  # a new thread starts on device 0
                 background.submit(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
             self._reserved = background.submit(self._make, reserve)
             background.shutdown(wait=False)

@@ -220,9 +220,8 @@ class _StructurePickler(pickle.Pickler):
             return y.requires_grad_() if wants_grad else y
 
         if x.layout is not torch.strided or x.is_quantized or x.is_nested:  # no single strided block to plan for
-            return self._with_attributes(
-                self._constant(finish(_attempt(lambda y: y.detach().cpu().clone(), x))), vars(x)
-            )
+            copied = self._constant(finish(_attempt(lambda y: y.detach().cpu().clone(), x)))
+            return self._with_attributes(copied, vars(x))
         index = len(self._spec.tensors)
         self._spec.tensors.append(flip(x.detach(), negative, conjugate) if negative or conjugate else x)
         if kind is not torch.Tensor or wants_grad or negative or conjugate:
@@ -374,10 +373,10 @@ class _PlainSpec(TreeSpec):
         keys, values = (range(len(new)), new) if kind is list else (list(new), list(new.values()))
         types = list(map(type, values))
         self.structure.append((kind, keys, types))
-        if set(types) == {torch.Tensor}:
+        if (kinds := set(types)) == {torch.Tensor}:
             self.tensors += values
             self._runs.append((new, keys))
-        else:
+        elif not kinds <= ATOMS:
             self._copy_some(new, keys, values, types)
         if kind is OrderedDict and _attributes(x):  # such as the ``_metadata`` of a module's state dict
             vars(new).update(self._copy(_attributes(x)))

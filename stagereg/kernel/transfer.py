@@ -7,7 +7,6 @@ A :class:`CopyEngine` knows addresses and nothing of state dicts; ``layout`` dec
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -54,11 +53,11 @@ class CopyEngine:
         self._workers = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix=COPY_THREADS)  # started when needed
         self._streams: dict[torch.device, torch.Stream] = {}
 
-    def run(self, base: int, pieces: Sequence[_Piece]) -> CopyTask:
-        """Begin to work on the pieces, with the other threads; the caller has to finish the task."""
+    def run(self, base: int, pieces: Sequence[_Piece], held: object = None) -> CopyTask:
+        """Begin to work on the pieces with other threads, which keep ``held`` alive. The caller has to finish it."""
         task = CopyTask(base, pieces)
         for _ in range(min(self.threads, len(pieces)) - 1):
-            self._workers.submit(task.work)
+            self._workers.submit(task.work, held)
         return task
 
     def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.device, torch.Event]]:
@@ -96,33 +95,37 @@ class CopyTask:
 
     def __init__(self, base: int, pieces: Iterable[_Piece]) -> None:
         self._base, self._pieces = base, deque(pieces)
-        self._left, self._lock, self._done = len(self._pieces), threading.Lock(), threading.Event()
+        self._busy: list[threading.Lock] = []  # one for each thread that takes pieces, which holds it meanwhile
         self._failure: Exception | None = None
 
-    def work(self) -> BaseException | None:
-        """Take pieces as long as there are any. Returns what interrupted this thread, such as a Ctrl-C."""
-        interrupt: BaseException | None = None
-        with contextlib.suppress(IndexError):
-            while True:
-                work = self._pieces.popleft()
-                try:
+    def work(self, held: object = None) -> None:
+        """Take pieces as long as there are any. What one raises ends the task for all."""
+        busy = threading.Lock()
+        with busy:
+            try:
+                self._busy.append(busy)
+                while True:
+                    try:
+                        work = self._pieces.popleft()
+                    except IndexError:
+                        return
                     work(self._base)
-                except Exception as error:
-                    self._failure = error
-                except BaseException as error:  # it is this thread's; the others get an error
-                    interrupt, self._failure = error, StagingError([], f"the copy was interrupted ({error!r})")
-                with self._lock:
-                    self._left -= 1
-                if not self._left:
-                    self._done.set()
-        return interrupt
+            except BaseException as error:  # of a piece, or an interrupt such as a Ctrl-C anywhere between them
+                interrupted = StagingError([], f"the copy was interrupted ({error!r})")
+                self._failure = error if isinstance(error, Exception) else interrupted
+                self._pieces.clear()
+                raise
 
     def finish(self) -> None:
         """Take the pieces that are left, and return when those of others are done too. Raises what a piece raised."""
-        interrupt = self.work()
-        self._done.wait(None if self._left else 0)
-        if failure := interrupt or self._failure:
-            raise failure
+        try:
+            self.work()
+        finally:
+            for busy in self._busy:
+                with busy:
+                    pass
+        if self._failure is not None:
+            raise self._failure
 
 
 class Batch:
@@ -152,9 +155,8 @@ def piece(moves: Sequence[_Move]) -> _Piece:
 
 
 def _move(moves: Sequence[_Move], base: int) -> None:
-    memmove = ctypes.memmove
     for to, source, nbytes in moves:
-        memmove(base + to, source, nbytes)
+        ctypes.memmove(base + to, source, nbytes)
 
 
 def _small_moves(moves: Sequence[_Move]) -> _Piece:

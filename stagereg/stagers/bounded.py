@@ -1,8 +1,7 @@
 """A copy that takes no more host memory than it is given: what does not fit is read where it is.
 
-The bound is one of the machine, as its memory is: each rank on it has an equal share. :class:`BoundedCopier` copies as
-much of a state as fits into its share. What becomes of the rest, whole regions of it,
-depends on the reader:
+The bound is for the whole machine, and each rank on it has an equal share. :class:`BoundedCopier` copies as much of a
+state as fits into the share. What becomes of the rest, which is whole regions, depends on the reader:
 
 - A reader that has promised to release its copies, as the project's checkpointer does, gets tensors over the source's
   own memory. A writer that takes one tensor after the other needs no more host memory than the bound and what it has in
@@ -38,7 +37,10 @@ _log = logging.getLogger("stagereg")
 
 
 def copier_within(host_memory_gb: float | None, pool: Pool, threads: int, type_check: bool) -> HostCopier:
-    """Return a copier over ``pool``; those of all ranks of a machine take ``host_memory_gb`` GiB at most; None: any."""
+    """Return a copier over ``pool``.
+
+    With ``host_memory_gb``, the copies of all ranks on this machine take at most so many GiB together.
+    """
     if host_memory_gb is None:
         return HostCopier(pool, threads, type_check)
     return BoundedCopier(pool, host_memory_gb, threads, type_check)

@@ -56,22 +56,12 @@ class CopySplit:
         self.members = [i for region in (*self.deferred, *self.deferred_remote) for i in region.members]
         # Where to look for a change in host memory: both ends of each region, and regular points between them.
         self.samples = [(region, at) for region in self.deferred for at in _sampled(region.nbytes)]
-        self._takers: dict[int | None, Callable[[int], None]] = {}  # of samples, by where the copy is
+        self._taker = functools.lru_cache(_MOST_BLOCKS + 1)(functools.partial(_taker, self.samples))
 
     def sampled(self, base: int | None = None) -> bytes:
         """Return the samples of the source, one after the other, or of the copy in the block at ``base``."""
         taken = ctypes.create_string_buffer(_SAMPLE_BYTES * len(self.samples) or 1)
-        take = self._takers.get(base)
-        if take is None:
-            starts = [region.address if base is None else base + region.offset for region, _ in self.samples]
-            moves = [
-                (_SAMPLE_BYTES * i, start + at, min(region.nbytes, _SAMPLE_BYTES))
-                for i, (start, (region, at)) in enumerate(zip(starts, self.samples, strict=True))
-            ]
-            take = self._takers[base] = piece(moves)
-            if len(self._takers) > _MOST_BLOCKS:
-                self._takers.pop(next(iter(self._takers)))
-        take(ctypes.addressof(taken))
+        self._taker(base)(ctypes.addressof(taken))
         return taken.raw
 
 
@@ -93,6 +83,13 @@ def _pieces(regions: Sequence[Region]) -> list[Callable[[int], None]]:
 def _sampled(nbytes: int) -> list[int]:
     steps = -(-nbytes // _MAX_BYTES_BETWEEN)
     return [max(nbytes - _SAMPLE_BYTES, 0) * k // steps for k in range(steps + 1)]
+
+
+def _taker(samples: Sequence[tuple[Region, int]], base: int | None) -> Callable[[int], None]:
+    """Return what takes samples: of the source, or of the copy in the block at ``base``."""
+    starts = [(region.address if base is None else base + region.offset) + at for region, at in samples]
+    sizes = [min(region.nbytes, _SAMPLE_BYTES) for region, _ in samples]
+    return piece([*zip(range(0, _SAMPLE_BYTES * len(samples), _SAMPLE_BYTES), starts, sizes, strict=True)])
 
 
 class DeferredCopy:

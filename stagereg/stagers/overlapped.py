@@ -43,10 +43,13 @@ class OverlappedStager(HostStager):
     the next call, raises a ``StagingError`` that names the entry. Found are all in-place operations that move torch's
     version counter, and of the others (``tensor.data``, numpy, gloo collectives) those that write a whole tensor, or
     the part at its ends. What is not found by default is a write to a small part of a big tensor by such a side door
-    within the milliseconds of the copy; ``verify=True`` finds that too.
+    within the milliseconds of the copy; ``verify=True`` finds that too. Until the future is done, the storage of a
+    source must not be freed or resized in place (``resize_(0)``).
 
     Tensors on accelerators are copied on a side stream; the stream of the optimizer waits for it, the host does not.
     What an optimizer writes that was captured in a CUDA graph is copied at once, since nothing announces a replay.
+    Make the stager before the optimizer is captured. A graph captured earlier is not noticed: do not :meth:`watch` such
+    an optimizer, nor step it outside the graph.
 
     Args:
         threads: threads that copy what is copied at once, the caller's among them.
@@ -77,7 +80,10 @@ class OverlappedStager(HostStager):
         self._split_of: tuple[Layout, dict[tuple[int, int], int], set[int]] | None = None
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Take notice of an optimizer before its first step, so that its state need not be copied at once."""
+        """Take notice of an optimizer before its first step, so that its state need not be copied at once.
+
+        Not of one whose step was captured in a CUDA graph before this stager was made.
+        """
         self._guard.watch(optimizer)
 
     def stage(self, state_dict: StateDict) -> Future[StateDict]:  # type: ignore[override]
@@ -93,8 +99,12 @@ class OverlappedStager(HostStager):
         pending = self._copier.prepare(state_dict)
         with torch.no_grad():
             copy = self._begin(pending)
-        future = self._copies.add(copy)
-        self._thread.submit(self._copies.run, copy, pending, state_dict)
+        try:
+            future = self._copies.add(copy)
+            self._thread.submit(self._copies.run, copy, pending, state_dict)
+        except BaseException:  # such as a Ctrl-C
+            self._copies.drop(copy)
+            raise
         return future
 
     def synchronize_staging(self) -> None:
@@ -122,7 +132,7 @@ class OverlappedStager(HostStager):
         events = engine.fetch(pending.pairs(split.immediate_remote, pending.layout.packed))
         for device, event in events:  # whatever writes them next is queued on this stream
             torch.accelerator.current_stream(device).wait_event(event)
-        engine.run(pending.address, split.immediate.pieces(engine.threads)).finish()
+        engine.run(pending.address, split.immediate.pieces(engine.threads), pending).finish()
         return DeferredCopy(pending, split, events, self._verify)
 
     def _split_for(self, pending: PendingCopy) -> CopySplit:
@@ -202,6 +212,10 @@ class _Copies:
         future.set_running_or_notify_cancel()  # it cannot be cancelled
         return future
 
+    def drop(self, copy: DeferredCopy) -> None:
+        """Wait no longer for a copy, whose future nobody has."""
+        self._running.pop(copy, None)
+
     def run(self, copy: DeferredCopy, pending: PendingCopy, state: StateDict) -> None:
         """Copy the rest and complete the future; on the background thread."""
         future = self._running[copy]
@@ -218,7 +232,7 @@ class _Copies:
             error.__traceback__ = None  # its frames hold the memory
             self._failed.append(future)
             future.set_exception(error)
-        del self._running[copy]
+        self.drop(copy)
 
     def finish_before_write(self) -> None:
         """Return when no copy needs the sources any more."""

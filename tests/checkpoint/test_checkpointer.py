@@ -42,6 +42,22 @@ def test_a_clean_end_saves_the_last_step_and_an_error_does_not(tmp_path: Path) -
     assert names(tmp_path) == ["latest", *(f"step-{step:08}" for step in (5, 7, 9, 10))]
 
 
+def test_a_commit_is_reported_and_an_error_of_that_is_logged(tmp_path: Path, caplog: Any) -> None:
+    heard: list[int] = []
+
+    def fails(step: int) -> None:
+        raise ValueError("of the listener")
+
+    with Checkpointer(str(tmp_path), every=1) as checkpointer:
+        checkpointer.on_commit(fails)
+        checkpointer.on_commit(lambda step: heard.append(step if (tmp_path / f"step-{step:08}").is_dir() else -1))
+        for step in (1, 2):
+            checkpointer.save(step, {"x": step})
+        checkpointer.wait()
+        assert heard == [1, 2]
+    assert [record.exc_info is not None for record in caplog.records] == [True, True]
+
+
 def test_what_is_switched_off_saves_and_restores_nothing(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path / "c"), every=1, enable=False) as checkpointer:
         assert checkpointer.restore({"x": 0}) is None

@@ -7,7 +7,12 @@ import json
 import shutil
 import subprocess
 import sys
+import sysconfig
+import threading
+import weakref
+from collections import deque
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,33 +25,52 @@ from stagereg.errors import StagingError
 from stagereg.kernel.transfer import Batch, CopyEngine, CopyTask, piece
 
 ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "stagereg" / "kernel" / "copy.c"
+
+
+WAIT_S = 30.0
+NAME = f"_copy{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+# What makes the compiled part take a processor for a lesser one, and what it then copies with.
+PROCESSORS = {
+    "compiled": ([], None),
+    "compiled, AVX2": (["-D__builtin_cpu_supports(name)=(name[3]=='2')"], "AVX2 streaming stores"),
+    "compiled, neither": (["-D__builtin_cpu_supports(name)=0"], "memcpy"),
+}
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The compiled part, compiled here."""
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
+    """The compiled part, compiled here, for each of the processors."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("needs a C compiler")
-    made = tmp_path_factory.mktemp("compiled") / "_copy.so"
-    source = ROOT / "stagereg" / "kernel" / "copy.c"
-    subprocess.run(
-        [compiler, "-O2", "-Wall", "-Werror", "-shared", "-fPIC", source, "-o", made], check=True, timeout=60
-    )
-    found = ctypes.CDLL(str(made))
-    found.stagereg_copy.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    found: dict[str, ctypes.CDLL] = {}
+    for processor, (flags, _) in PROCESSORS.items():
+        made = tmp_path_factory.mktemp("compiled") / NAME
+        command = [compiler, "-O2", "-Wall", "-Werror", "-shared", "-fPIC", *flags, str(SOURCE), "-o", str(made)]
+        subprocess.run(command, check=True, timeout=60)
+        found[processor] = library = ctypes.CDLL(str(made))
+        library.stagereg_copy.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+        library.stagereg_copy_way.restype = ctypes.c_char_p
     return found
 
 
-@pytest.fixture(params=["compiled", "system call", "not permitted", "half done"])
+@pytest.fixture(params=[*PROCESSORS, "system call", "not permitted", "half done"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """One of the ways to copy many pieces; what a sandbox does to the system call is done by piece."""
+    copy = None
+    if request.param in PROCESSORS:
+        library, (_, name) = request.getfixturevalue("libraries")[request.param], PROCESSORS[request.param]
+        copy = library.stagereg_copy
+        if request.param == "compiled, AVX2" and "avx2" not in Path("/proc/cpuinfo").read_text().split():
+            pytest.skip("needs a processor with AVX2")
+        assert name in (None, library.stagereg_copy_way().decode())
     real = transfer._readv
     answers = {
         "not permitted": lambda *args: -1,
         "half done": lambda process, ours, count, theirs, other, flags: real(process, ours, 1, theirs, 1, flags),
     }
-    copy = request.getfixturevalue("library").stagereg_copy if request.param == "compiled" else None
     monkeypatch.setattr(compiled, "copy", copy)
     monkeypatch.setattr(transfer, "_readv", answers.get(request.param, real))
     return request.param
@@ -108,18 +132,70 @@ def test_threads_get_equal_shares_of_the_bytes() -> None:
     assert transfer._split([], 2) == [[], []]
 
 
-def test_an_interrupt_is_raised_on_its_thread_when_no_piece_is_left() -> None:
-    worked: list[int] = []
+class InterruptedDeque(deque[Any]):
+    """Where a Ctrl-C comes as a piece has been taken, and before it is worked on."""
 
+    def popleft(self) -> Any:
+        super().popleft()
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("at", ["in a piece", "between two"])
+def test_an_interrupt_is_raised_once_and_others_get_an_error(at: str) -> None:
     def interrupted(base: int) -> None:
         raise KeyboardInterrupt
 
-    task = CopyTask(7, [interrupted, worked.append])
+    worked: list[int] = []
+    task = CopyTask(7, [worked.append, interrupted, worked.append])
+    if at == "between two":
+        task = CopyTask(7, [worked.append, worked.append])
+        task._pieces = InterruptedDeque(task._pieces)
     with pytest.raises(KeyboardInterrupt):
         task.finish()
-    assert worked == [7]
-    with pytest.raises(StagingError, match="interrupted"):
+    assert worked == ([7] if at == "in a piece" else [])
+    with pytest.raises(StagingError, match=r"interrupted \(KeyboardInterrupt\(\)\)"):
         task.finish()
+
+
+@pytest.mark.parametrize("raised", [ValueError, KeyboardInterrupt])
+def test_a_task_ends_when_no_thread_works_on_it_any_more(raised: type[BaseException]) -> None:
+    begun, go, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(base: int) -> None:
+        begun.set()
+        assert go.wait(WAIT_S)
+        ended.set()
+
+    def fails(base: int) -> None:
+        assert begun.wait(WAIT_S)
+        threading.Timer(0.05, go.set).start()
+        raise raised
+
+    engine = CopyEngine(2)
+    task = engine.run(0, [slow, fails])
+    assert begun.wait(WAIT_S)
+    with pytest.raises(raised):
+        task.finish()
+    assert ended.is_set(), "the memory may be used for something else"
+    engine.close()
+
+
+def test_memory_lives_as_long_as_a_thread_works_on_it() -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def slow(base: int) -> None:
+        begun.set()
+        assert go.wait(WAIT_S)
+
+    engine, memory = CopyEngine(2), torch.empty(3)
+    alive = weakref.ref(memory)
+    engine.run(0, [slow, slow], memory)  # by a caller that is interrupted before it has finished the task
+    assert begun.wait(WAIT_S)
+    del memory
+    assert alive() is not None
+    go.set()
+    engine.close()
+    assert alive() is None
 
 
 LOADED = """
@@ -128,17 +204,22 @@ print(json.dumps([compiled.way, [line.split()[-1] for line in open("/proc/self/m
 """
 
 
-@pytest.mark.parametrize("beside", ["nothing", "the compiled part", "no library"])
-def test_it_is_loaded_from_beside_the_package_only(beside: str, library: ctypes.CDLL, tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", ["nothing", "the compiled part", "that of another Python", "no library"])
+def test_it_is_loaded_from_beside_the_package_only(
+    beside: str, libraries: dict[str, ctypes.CDLL], tmp_path: Path
+) -> None:
+    library = libraries["compiled"]._name
     site, here = tmp_path / "site", tmp_path / "here"
     shutil.copytree(ROOT / "stagereg", site / "stagereg", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     here.mkdir()
-    for name in ("_copy.so", "stagereg/kernel/_copy.so"):
+    for name in (NAME, f"stagereg/kernel/{NAME}"):
         (here / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(library._name, here / name)
-    own = site / "stagereg" / "kernel" / "_copy.cpython-399-x86_64-linux-gnu.so"
+        shutil.copy(library, here / name)
+    own = site / "stagereg" / "kernel" / NAME
     if beside == "the compiled part":
-        shutil.copy(library._name, own)
+        shutil.copy(library, own)
+    elif beside == "that of another Python":
+        shutil.copy(library, own.with_name("_copy.cpython-399-x86_64-linux-gnu.so"))
     elif beside == "no library":
         own.write_text("something else")
     environment = {"PYTHONPATH": str(site), "LD_LIBRARY_PATH": str(here)}

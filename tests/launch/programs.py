@@ -16,6 +16,7 @@ from ..config.app import App
 
 LIMIT_S = 110
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+STAGEREG_RUN = [sys.executable, "-m", "stagereg", "run", *TORCHRUN[3:]]
 
 TRAIN = """
 import json, logging, os, signal, time

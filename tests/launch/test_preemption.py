@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from stagereg.launch.preemption import PreemptionHandler
 from stagereg.launch.rank import print_exit, publish_run, resume_override
 from stagereg.sweep.result import JobResult
 
-from .programs import LIMIT_S, SAVING, TORCHRUN, Program, comes_true
+from .programs import LIMIT_S, SAVING, STAGEREG_RUN, TORCHRUN, Program, comes_true
 
 STEPS = 700
 
@@ -79,20 +80,23 @@ def test_a_signal_has_all_ranks_save_and_leave_with_75(program: Program, argumen
         (TORCHRUN, []),
         (TORCHRUN, ["workers=1", "stager=shared"]),
         (TORCHRUN, ["to=self", "at=[null,30]", "signal=SIGUSR1"]),
+        (STAGEREG_RUN, []),
+        (STAGEREG_RUN, ["to=self", "at=[null,30]", "signal=SIGUSR1"]),
         ([*TORCHRUN, "--signals-to-handle=SIGTERM,SIGUSR1"], ["signal=SIGUSR1", "workers=1"]),
     ],
-    ids=lambda given: "python" if given is None else " ".join(given[3:] if given[:3] == TORCHRUN[:3] else given) or "-",
+    ids=lambda given: "python" if given is None else " ".join(x for x in given if x != sys.executable) or "-",
 )
 def test_the_next_start_resumes_and_ends_as_an_uninterrupted_run(
     program: Program, start: list[str] | None, arguments: list[str]
 ) -> None:
     arguments = [*arguments, "checkpoint.dir=kept"]
     ended = program.run(*arguments, start=start)
-    assert ended.returncode == (75 if start is None else 1), ended.stderr  # torchrun has codes of its own
+    is_torchrun = start is not None and start[:3] == TORCHRUN[:3]  # which has codes of its own
+    assert ended.returncode == (1 if is_torchrun else 75), ended.stderr
     assert len(re.findall("^preempted by .* is saved in .*; the same command goes on", ended.stderr, re.MULTILINE)) == 1
     saved = latest(program)
     assert 30 <= saved < STEPS
-    if start is not None:
+    if is_torchrun:
         assert "exitcode  : 75" in ended.stderr or "SignalException" in ended.stderr
     ended = program.run(*arguments, start=start)
     assert ended.returncode == 0, ended.stderr

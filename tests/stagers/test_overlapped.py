@@ -13,6 +13,7 @@ import gc
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import stagereg
+import stagereg.stagers.deferred_copy as deferred_copy
 from stagereg.errors import StagerClosedError, StagingError
 from stagereg.kernel.copier import PendingCopy
 from stagereg.kernel.layout import plan_layout
@@ -326,6 +328,17 @@ def test_what_interrupts_a_step_is_raised_there_and_nothing_hangs(gate, stager) 
     assert future.done()
 
 
+def test_a_call_that_was_interrupted_leaves_nothing_to_wait_for(stager, monkeypatch) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stager._thread, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stager.stage({"x": torch.ones(3)})
+    stager.synchronize_staging()
+
+
 def test_whatever_ends_the_background_copy_ends_its_future(stager, monkeypatch) -> None:
     monkeypatch.setattr(DeferredCopy, "run", lambda late: sys.exit(3))
     future = stager.stage({"x": torch.ones(3)})
@@ -370,6 +383,27 @@ def test_a_complete_copy_holds_its_source_no_longer(kind: type[torch.Tensor], ga
     assert [source() for source in sources] == [None] * 3
     for future in futures:
         assert_same(future.result(WAIT_S), expected)
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2, 4])
+def test_samples_are_prepared_once_for_each_block(max_in_flight: int, monkeypatch) -> None:
+    prepared, prepare = [0], deferred_copy.piece
+
+    def count(moves: Any) -> Callable[[int], None]:
+        prepared[0] += 1
+        return prepare(moves)
+
+    monkeypatch.setattr(deferred_copy, "piece", count)
+    with held_back(max_in_flight=max_in_flight) as (stager, gate):
+        gate.set()
+        one = OneWeight(stager)
+        kept: deque[Any] = deque(maxlen=max_in_flight - 1)
+        for number in range(4 * max_in_flight):
+            kept.append(stager.stage(one.state).result(WAIT_S))
+            if number == 2 * max_in_flight:
+                before = prepared[0]
+        assert prepared[0] == before
+        kept.clear()
 
 
 def test_no_hook_is_left_behind() -> None:

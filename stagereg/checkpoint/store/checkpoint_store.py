@@ -51,7 +51,7 @@ from stagereg.checkpoint.manifest import (
 )
 from stagereg.errors import CheckpointError, ConfigError
 
-__all__ = ["FILE_URL", "CheckpointStore", "local_path", "mark_file"]
+__all__ = ["FILE_URL", "CheckpointStore", "local_path", "mark_file", "sync"]
 
 FILE_URL = "file://"
 _LEFTOVER = re.compile(r"\.step-\d+\.[0-9a-f]+\.tmp")
@@ -212,7 +212,7 @@ class CheckpointStore:
 
     def mark(self, written: str, name: str) -> FileMark:
         """Have one file in the directory ``written`` safely stored, read it back, and return its mark. Any rank."""
-        _sync(Path(written) / name)
+        sync(Path(written) / name)
         return self._mark(f"{written}/{name}")
 
     def publish(
@@ -307,11 +307,11 @@ class CheckpointStore:
     def _write(self, path: str, data: bytes) -> None:
         """Write a small file, and have it safely stored."""
         Path(path).write_bytes(data)
-        _sync(Path(path))
+        sync(Path(path))
 
     def _commit(self, written: str, step: int) -> str:
         """Make a checkpoint of ``written``, which has its manifest, in one step; return its path."""
-        _sync(Path(written))
+        sync(Path(written))
         failpoint("described")
         final = f"{self.root}/{step_name(step)}"
         if os.path.lexists(final):
@@ -319,7 +319,7 @@ class CheckpointStore:
         os.rename(written, final)
         failpoint("renamed")
         try:
-            _sync(Path(self.root))
+            sync(Path(self.root))
         except OSError:
             with contextlib.suppress(OSError):  # as far as it can be undone where the disk fails
                 os.rename(final, written)
@@ -331,7 +331,7 @@ class CheckpointStore:
         link = Path(self._hidden(name))
         link.symlink_to(name)
         link.replace(f"{self.root}/{LATEST}")
-        _sync(Path(self.root))
+        sync(Path(self.root))
 
     def _hide(self, path: str) -> str:
         """Make a checkpoint one that is not complete, in one step, and return where it is now, to be discarded."""
@@ -462,7 +462,8 @@ def _size(entry: os.DirEntry[str]) -> int | str | None:
     return found.st_size if stat.S_ISREG(found.st_mode) else "no regular file"
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file or a directory safely on the disk. Raises: ``OSError``."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

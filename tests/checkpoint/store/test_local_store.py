@@ -51,7 +51,7 @@ def test_a_directory_that_may_not_be_entered_is_reported(root: Path, monkeypatch
 
 def test_a_file_is_flushed_to_be_marked_and_not_to_be_verified(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[Path] = []
-    monkeypatch.setattr(local, "_sync", flushed.append)
+    monkeypatch.setattr(local, "sync", flushed.append)
     path, name = root / "step-00000002", "__0_0.distcp"
     assert CheckpointStore(root).contents(str(path), {name: WHOLE}) == {name: local.mark_file(path / name)}
     assert flushed == []
@@ -138,7 +138,7 @@ def test_old_checkpoints_are_deleted_also_without_links(
 
 @pytest.mark.parametrize("step", [2, 3])
 def test_a_rename_that_cannot_be_flushed_is_undone(root: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    sync = local._sync
+    sync = local.sync
 
     def fails(path: Path) -> None:
         if path == root:
@@ -146,7 +146,7 @@ def test_a_rename_that_cannot_be_flushed_is_undone(root: Path, monkeypatch: pyte
         sync(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(local, "_sync", fails)
+        patch.setattr(local, "sync", fails)
         with pytest.raises(CheckpointError, match=f"Step {step} was not saved"):
             save(root, step)
     complete, refused = CheckpointStore(root).checkpoints()

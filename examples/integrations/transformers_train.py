@@ -1,0 +1,73 @@
+"""Train a tiny language model with the Hugging Face Trainer, stop it anywhere, and start the same command again.
+
+    torchrun --nproc-per-node=2 transformers_train.py --output-dir runs/hf --steps 12
+
+It goes on from the newest good checkpoint, and the digest of the weights at the end is that of a run that was never
+stopped: kill it, or send it SIGTERM. The model is built from a config, and the data from a seed: nothing is downloaded.
+"""
+
+import argparse
+import hashlib
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from stagereg.integrations.transformers import StageregCallback
+
+
+class Sentences(Dataset[dict[str, torch.Tensor]]):
+    """Samples of 8 random tokens each, the same in each run."""
+
+    def __init__(self, samples: int) -> None:
+        self.tokens = torch.randint(64, (samples, 8), generator=torch.Generator().manual_seed(7))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+def trainer(output_dir: str, steps: int, callbacks: list[Any], **changes: Any) -> Trainer:
+    """A Trainer with dropout, a schedule and two epochs and a half: all that a resumed run has to go on with."""
+    config = GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    torch.manual_seed(1)
+    arguments = {
+        "max_steps": steps,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_total_limit": 2,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": not torch.cuda.is_available(),
+    }
+    args = TrainingArguments(output_dir, **{**arguments, **changes})
+    data = Sentences(20), Sentences(8)
+    return Trainer(GPT2LMHeadModel(config), args, train_dataset=data[0], eval_dataset=data[1], callbacks=callbacks)
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Of all weights and buffers, bit for bit."""
+    state = model.state_dict()
+    return hashlib.sha256(b"".join(state[name].cpu().numpy().tobytes() for name in sorted(state))).hexdigest()[:16]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output-dir", default="runs/hf")
+    parser.add_argument("--steps", type=int, default=12)
+    options = parser.parse_args()
+    hf = trainer(options.output_dir, options.steps, callbacks=[StageregCallback()])
+    hf.train(resume_from_checkpoint=True)
+    if hf.is_world_process_zero():
+        print("step", hf.state.global_step, "digest", digest(hf.model), flush=True)
+
+
+if __name__ == "__main__":
+    main()

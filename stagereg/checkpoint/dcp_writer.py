@@ -1,0 +1,234 @@
+"""The fast writer and the checks for plain ``torch.distributed.checkpoint``, without a :class:`stagereg.Checkpointer`.
+
+``DcpWriter`` writes as the storage ``dcp`` does, into a directory beside, which the coordinator renames when all ranks
+have written and flushed their files. ``checksums.json`` in it has size and CRC-32 of each other file, as a manifest
+(:mod:`.manifest`) has them. ``DcpReader`` compares them before anything is loaded. Staging, retention, the choice of
+what is loaded, and a state that does not fit are left to torch and its callers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import shutil
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from stagereg.checkpoint.damage import Condition, Found, differences
+from stagereg.checkpoint.failpoints import failpoint
+from stagereg.checkpoint.file_shares import WHOLE, marks_of_shares, share
+from stagereg.checkpoint.manifest import Manifest, step_within
+from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.storage.files import StrPath
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore, local_path, sync
+from stagereg.checkpoint.store.open_store import is_url
+from stagereg.errors import CheckpointError, ConfigError
+
+__all__ = ["DcpReader", "DcpWriter"]
+
+_CHECKSUMS = "checksums.json"
+_METADATA = ".metadata"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+_log = logging.getLogger(__name__)
+
+
+class DcpWriter(StorageWriter):
+    """Writes a checkpoint that is complete or absent: ``dcp.save(state, storage_writer=stagereg.DcpWriter(path))``.
+
+    For ``save`` and ``async_save`` of ``torch.distributed.checkpoint``. What it wrote plain ``dcp.load`` reads, and
+    :class:`DcpReader`, which checks it. All ranks see the same file system.
+
+    Until ``finish`` the files are in ``.NAME.tmp`` beside ``path``, where a killed save leaves them and the next one to
+    the same path deletes them. A checkpoint that is at ``path`` already is replaced in one step, and in two where the
+    file system cannot exchange directories (NFS): killed between them, it is at ``.NAME.old``.
+
+    Args:
+        path: the directory of this one checkpoint; ``checkpoint_id`` of ``save`` names another.
+        direct: ``"auto"`` writes past the page cache where the file system takes that, ``"never"`` nowhere.
+
+    Attributes:
+        path: the directory, resolved; ``None`` if none was named yet.
+
+    Raises:
+        ConfigError: ``path`` is a URL; no directory of an object store can be renamed.
+    """
+
+    def __init__(self, path: StrPath | None = None, direct: str = "auto") -> None:
+        self._storage = DcpStorage(direct=direct)
+        self.path: Path | None = None
+        self.reset(path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
+        """Whether it is a path of this machine's file systems."""
+        return not is_url(checkpoint_id)
+
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
+        """Begin another checkpoint, at ``checkpoint_id`` if that is given. Raises: ``ConfigError``."""
+        if checkpoint_id:
+            self.path = _local(checkpoint_id, type(self).__name__).resolve()
+        if self.path is not None:
+            self._storage.reset(self._hidden("tmp"))
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take part. Raises: ``CheckpointError`` with torch's ``use_collectives=False``."""
+        self._storage.set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan. Raises: ``CheckpointError`` if no path was given, or what is there is no checkpoint."""
+        if self.path is None:
+            raise CheckpointError("DcpWriter was given no directory: DcpWriter(path), or checkpoint_id=path.")
+        there = os.listdir(self.path) if self.path.is_dir() else [""] * self.path.exists()
+        others = [each for each in there if each not in (_METADATA, _CHECKSUMS) and not each.endswith(DEFAULT_SUFFIX)]
+        if others:
+            raise CheckpointError(
+                f"{self.path} has what is no part of a checkpoint ({', '.join(sorted(others)[:3]) or 'it is a file'}), "
+                "and would be replaced as a whole: give each checkpoint a directory of its own."
+            )
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the directory beside, empty. Called on the coordinator, before any rank writes. Raises: ``OSError``."""
+        shutil.rmtree(self._storage.path, ignore_errors=True)
+        os.makedirs(self._storage.path)
+        failpoint("made")
+        return self._storage.prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write and flush this rank's files, whose marks go to the coordinator. Raises: ``OSError``."""
+        results = self._storage.write_data(plan, planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        marks = self._storage.marks.items()
+        done.set_result([*results, *(_FileResult(MetadataIndex(name), mark.bytes, mark) for name, mark in marks)])
+        failpoint("written")
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write torch's metadata and the checksums, and commit. Called on the coordinator.
+
+        Raises:
+            CheckpointError: a file is not there as it was written. ``OSError``.
+        """
+        assert self.path is not None
+        beside, path = Path(self._storage.path), self.path
+        marks = [each for part in results for each in part if isinstance(each, _FileResult)]
+        self._storage.finish(
+            metadata, [[each for each in part if not isinstance(each, _FileResult)] for part in results]
+        )
+        files = {**{each.index.fqn: each.storage_data for each in marks}, **self._storage.marks}
+        manifest = Manifest(step_within(path.name) or 0, len(results), 0, files, time=int(time.time()))
+        sizes: dict[str, Found] = {each.name: each.stat().st_size for each in os.scandir(beside)}
+        if lost := differences(manifest, sizes):
+            raise CheckpointError(f"{beside} was not written as it should be: {Condition(path.name, manifest, lost)}")
+        CheckpointStore(path.parent).put(os.fspath(beside), _CHECKSUMS, manifest.dumps().encode())
+        sync(beside)
+        failpoint("described")
+        old = _rename(beside, path, self._hidden("old"))
+        failpoint("renamed")
+        sync(path.parent)
+        failpoint("committed")
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _hidden(self, kind: str) -> Path:
+        assert self.path is not None
+        return self.path.with_name(f".{self.path.name}.{kind}")
+
+
+class DcpReader(FileSystemReader):
+    """Loads what is undamaged, and nothing else: ``dcp.load(state, storage_reader=stagereg.DcpReader(path))``.
+
+    Before any rank loads, size and CRC-32 of every file are compared with those that :class:`DcpWriter` has written
+    down; each rank reads an equal share of the bytes. What torch's own writer wrote has no checksums: it is loaded as
+    it is, and a warning in the log says so.
+
+    Args:
+        path: the directory of the checkpoint; ``checkpoint_id`` of ``load`` names another.
+
+    Raises:
+        ConfigError: ``path`` is a URL. From ``dcp.load``, which wraps it into a ``CheckpointException``,
+            ``CheckpointError``: a file is damaged, with its name and what is wrong with it.
+    """
+
+    def __init__(self, path: StrPath) -> None:
+        super().__init__(_local(path, type(self).__name__))
+        self._manifest: Manifest | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return torch's metadata, which is checked. Raises: ``CheckpointError``, ``OSError``."""
+        checksums = Path(self.path) / _CHECKSUMS
+        try:
+            self._manifest = Manifest.loads(checksums.read_bytes()) if checksums.exists() else None
+        except ValueError as error:
+            raise CheckpointError(f"{checksums} is damaged: {error}") from error
+        if self._manifest is not None:
+            only = {_METADATA: self._manifest.files[_METADATA]} if _METADATA in self._manifest.files else {}
+            self._expect(replace(self._manifest, files=only), self._contents({_METADATA: WHOLE}))
+        return super().read_metadata(*args, **kwargs)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Read this rank's share of the bytes; what was found goes to the coordinator with the plan."""
+        if self._manifest is None:
+            return plan
+        return replace(plan, storage_data=self._contents(share(self._manifest.files, self.rank or 0, _world_size())))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Compare what the ranks have found. Called on the coordinator. Raises: ``CheckpointError``."""
+        if self._manifest is None:
+            _log.warning("%s has no %s: another writer made it, and it is loaded unchecked.", self.path, _CHECKSUMS)
+            return plans
+        found = [plan.storage_data for plan in plans]
+        if len(found) != _world_size() or None in found:  # a part of the ranks loads, and their shares are not all
+            found = [self._contents(dict.fromkeys(self._manifest.files, WHOLE))]
+        self._expect(self._manifest, marks_of_shares(found))
+        return [replace(plan, storage_data=None) for plan in plans]
+
+    def _contents(self, parts: dict[str, range]) -> dict[str, Found]:
+        return CheckpointStore(Path(self.path).parent).contents(os.fspath(self.path), parts)
+
+    def _expect(self, manifest: Manifest, found: dict[str, Found]) -> None:
+        if damages := differences(manifest, found):
+            raise CheckpointError(
+                f"{self.path} is damaged, and nothing of it was loaded: "
+                f"{Condition(os.fspath(self.path), manifest, damages)}"
+            )
+
+
+@dataclass(frozen=True)
+class _FileResult(WriteResult):
+    """The mark of a file, on the way to the coordinator: ``storage_data``, with the name as ``index.fqn``."""
+
+
+def _local(path: StrPath, what: str) -> Path:
+    if is_url(path):
+        raise ConfigError(f"{what} takes a directory of this machine, not {path}; stagereg.Checkpointer saves to URLs.")
+    return local_path(path)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _rename(beside: Path, path: Path, aside: Path) -> Path:
+    """Give ``beside`` the name ``path``; return where is now what had that name."""
+    if not path.exists():
+        os.rename(beside, path)
+        return beside
+    exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    names = os.fsencode(beside), os.fsencode(path)
+    if exchange is not None and exchange(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return beside
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)
+    os.rename(beside, path)
+    return aside

@@ -1,0 +1,64 @@
+"""``stagereg run``: torchrun that keeps the exit code, for schedulers that start a preempted job again.
+
+It takes torchrun's arguments and is torchrun, in this process, but for three things. It ends with the exit code of the
+rank that ended first, such as 75: saved, start me again. SIGTERM and SIGUSR1 go to the ranks and to nothing else, so
+that these leave by themselves, with no limit of 30 seconds. And the ranks copy with the memory settings that
+``stagereg.main`` gives to its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["add_to", "run"]
+
+_FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``run`` to the commands of ``stagereg``."""
+    # No character begins an option here: all of them are torchrun's, or the program's.
+    parser = commands.add_parser(
+        "run", help="torchrun that keeps exit code 75, for preempted jobs", add_help=False, prefix_chars="\0"
+    )
+    parser.add_argument("arguments", nargs="*", help="as for torchrun")
+    parser.set_defaults(run=run, as_a_rank=True)
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Run the ranks of this machine; return 0, or the code of the first that failed, 128 + the number of a signal."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args
+    from torch.distributed.run import run as run_ranks
+
+    arguments = parse_args(asked.arguments)
+    arguments.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
+    before = {number: signal.signal(number, _forward) for number in _FORWARDED}
+    try:
+        run_ranks(arguments)
+    except ChildFailedError as error:
+        _, first = error.get_first_failure()
+        if first.exitcode != 75:
+            print(error, file=sys.stderr)
+        return first.exitcode if first.exitcode >= 0 else 128 - first.exitcode
+    except SignalException as error:
+        return 128 + error.sigval
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 0
+
+
+def _forward(number: int, frame: FrameType | None) -> None:
+    """Hand a signal on to the ranks, which are what this process has started."""
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in children.read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), number)

@@ -1,0 +1,355 @@
+"""``DcpWriter`` commits as a whole or not at all, ``DcpReader`` loads what is undamaged; torch's own work with both."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import stagereg
+from stagereg.checkpoint.failpoints import watch
+from stagereg.errors import ConfigError
+from stagereg.testing.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def state(value: float) -> dict[str, Any]:
+    """Some MiB, a shard of each rank where there are ranks, and a plain value."""
+    sharded = torch.arange(40_000.0).view(8, 5000) + value
+    if dist.is_initialized():
+        sharded = distribute_tensor(sharded, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+    return {"x": torch.full((300_000,), value), "sharded": sharded, "epoch": int(value), "none": {}}
+
+
+def plain(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(torch.equal(plain(one[key]), plain(other[key])) for key in ("x", "sharded")) and (
+        one["epoch"] == other["epoch"]
+    )
+
+
+def round_trips(rank: int, world_size: int, root: str) -> None:
+    """Save in each way, over what is there too, and load through both readers."""
+    for number, save in enumerate((dcp.save, lambda *a, **k: dcp.async_save(*a, **k).result(timeout=60)), 1):
+        for value in (number, number + 10):
+            save(state(value), storage_writer=stagereg.DcpWriter(f"{root}/{number}"))
+            for reader in (stagereg.DcpReader, dcp.FileSystemReader):
+                found = state(0)
+                dcp.load(found, storage_reader=reader(f"{root}/{number}"))
+                assert same(found, state(value)), (number, value, reader)
+    if rank == 0:
+        assert sorted(os.listdir(root)) == ["1", "2"]
+        names = [".metadata", *(f"__{each}_0.distcp" for each in range(world_size)), "checksums.json"]
+        assert sorted(os.listdir(f"{root}/1")) == names
+
+
+def test_ranks_save_and_load_in_each_way_torch_has(tmp_path: Path) -> None:
+    run_ranks(round_trips, nproc=2, args=(str(tmp_path),))
+
+
+def test_one_process_saves_and_loads_without_ranks(tmp_path: Path) -> None:
+    writer = stagereg.DcpWriter()
+    for value in (1, 2):
+        dcp.save(state(value), checkpoint_id=tmp_path / f"step-{value}", storage_writer=writer)
+    found = state(0)
+    dcp.load(found, checkpoint_id=tmp_path / "step-1", storage_reader=stagereg.DcpReader(tmp_path / "step-2"))
+    assert same(found, state(1))
+    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"]
+
+
+def test_async_save_takes_a_stager_of_the_project(tmp_path: Path) -> None:
+    run_ranks(staged, nproc=1, args=(str(tmp_path),))
+
+
+def staged(rank: int, world_size: int, root: str) -> None:
+    stager = stagereg.build("stager", "pinned_cached", pin=False)
+    given = state(3)
+    saved = dcp.async_save(given, storage_writer=stagereg.DcpWriter(f"{root}/a"), async_stager=stager)
+    given["x"].zero_()
+    saved.result(timeout=60)
+    found = state(0)
+    dcp.load(found, storage_reader=stagereg.DcpReader(f"{root}/a"))
+    stager.close()
+    assert same(found, state(3))
+
+
+def test_plan_caching_of_torch_writes_the_new_values(tmp_path: Path) -> None:
+    for value in (1, 2, 3):
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(state(value), storage_writer=stagereg.DcpWriter(tmp_path / str(value)), planner=planner, no_dist=True)
+    for value in (1, 2, 3):
+        found = state(0)
+        dcp.load(found, storage_reader=stagereg.DcpReader(tmp_path / str(value)), no_dist=True)
+        assert same(found, state(value))
+
+
+def damage(path: Path, how: str) -> None:
+    data = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    elif how == "truncated":
+        path.write_bytes(data[:-1])
+    elif how == "too long":
+        path.write_bytes(data + b"\0")
+    else:
+        path.write_bytes(data[:-9] + bytes([data[-9] ^ 4]) + data[-8:])
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "too long", "flipped bits"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_damaged_file_is_named_and_nothing_is_loaded(tmp_path: Path, name: str, how: str) -> None:
+    dcp.save(state(1), storage_writer=stagereg.DcpWriter(tmp_path / "a"), no_dist=True)
+    damage(tmp_path / "a" / name, how)
+    found = state(0)
+    with pytest.raises(CheckpointException, match=f"{name}: {how}"):
+        dcp.load(found, storage_reader=stagereg.DcpReader(tmp_path / "a"), no_dist=True)
+    assert same(found, state(0))
+
+
+def test_damaged_checksums_are_reported_as_such(tmp_path: Path) -> None:
+    dcp.save(state(1), storage_writer=stagereg.DcpWriter(tmp_path / "a"), no_dist=True)
+    damage(tmp_path / "a" / "checksums.json", "flipped bits")
+    with pytest.raises(CheckpointException, match=r"checksums\.json is damaged"):
+        dcp.load(state(0), storage_reader=stagereg.DcpReader(tmp_path / "a"), no_dist=True)
+
+
+def damaged(rank: int, world_size: int, root: str) -> None:
+    """Damage of any file is an error on all ranks, also where a part of them loads."""
+    dcp.save(state(1), storage_writer=stagereg.DcpWriter(f"{root}/a"))
+    groups = [dist.new_group([each]) for each in range(world_size)]
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        dist.barrier()
+        before = Path(root, "a", name).read_bytes()
+        dist.barrier()
+        if rank == 0:
+            damage(Path(root, "a", name), "flipped bits")
+        dist.barrier()
+        for options in ({}, {"process_group": groups[rank]}, {"no_dist": True}):
+            found = {"x": torch.zeros(300_000)}
+            with pytest.raises(CheckpointException, match=f"{name}: flipped bits"):
+                dcp.load(found, storage_reader=stagereg.DcpReader(f"{root}/a"), **options)
+            assert not found["x"].any()
+        dist.barrier()
+        if rank == 0:
+            Path(root, "a", name).write_bytes(before)
+    dist.barrier()
+    dcp.load(found, storage_reader=stagereg.DcpReader(f"{root}/a"))
+    assert (found["x"] == 1).all()
+
+
+def test_each_rank_refuses_what_any_of_them_finds_damaged(tmp_path: Path) -> None:
+    run_ranks(damaged, nproc=2, args=(str(tmp_path),))
+
+
+def test_ranks_read_equal_shares_of_the_bytes_to_check(tmp_path: Path) -> None:
+    shares = run_ranks(checked, nproc=2, args=(str(tmp_path),))
+    whole = sum(path.stat().st_size for path in (tmp_path / "a").iterdir() if path.name != "checksums.json")
+    assert sum(shares) == whole
+    assert max(shares) < 0.51 * whole
+
+
+def checked(rank: int, world_size: int, root: str) -> int:
+    """Return how many bytes this rank has read of the data, to check them."""
+    dcp.save(state(1), storage_writer=stagereg.DcpWriter(f"{root}/a"))
+    read = []
+
+    class Counting(stagereg.DcpReader):
+        def prepare_local_plan(self, plan: Any) -> Any:
+            found = super().prepare_local_plan(plan)
+            read.extend(each.bytes for each in found.storage_data.values())
+            return found
+
+    dcp.load(state(0), storage_reader=Counting(f"{root}/a"))
+    return sum(read)
+
+
+def test_what_torchs_writer_wrote_is_loaded_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dcp.save(state(1), checkpoint_id=tmp_path / "a", no_dist=True)
+    found = state(0)
+    with caplog.at_level(logging.WARNING, logger="stagereg"):
+        dcp.load(found, storage_reader=stagereg.DcpReader(tmp_path / "a"), no_dist=True)
+    assert same(found, state(1))
+    assert [each.getMessage() for each in caplog.records if "checksums.json" in each.getMessage()] == [
+        f"{tmp_path / 'a'} has no checksums.json: another writer made it, and it is loaded unchecked."
+    ]
+
+
+def test_a_checkpoint_of_torchs_writer_is_replaced(tmp_path: Path) -> None:
+    dcp.save(state(1), checkpoint_id=tmp_path / "a", no_dist=True)
+    dcp.save(state(2), storage_writer=stagereg.DcpWriter(tmp_path / "a"), no_dist=True)
+    found = state(0)
+    dcp.load(found, storage_reader=stagereg.DcpReader(tmp_path / "a"), no_dist=True)
+    assert same(found, state(2))
+
+
+def test_without_an_exchange_of_directories_two_renames_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ctypes
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: None)
+    for value in (1, 2):
+        dcp.save(state(value), storage_writer=stagereg.DcpWriter(tmp_path / "a"), no_dist=True)
+    found = state(0)
+    dcp.load(found, storage_reader=stagereg.DcpReader(tmp_path / "a"), no_dist=True)
+    assert same(found, state(2))
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_leftovers_of_a_killed_save_get_into_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / ".a.tmp").mkdir()
+    (tmp_path / ".a.tmp" / "__7_0.distcp").write_bytes(b"of more ranks")
+    dcp.save(state(1), storage_writer=stagereg.DcpWriter(tmp_path / "a"), no_dist=True)
+    assert os.listdir(tmp_path) == ["a"]
+    assert sorted(os.listdir(tmp_path / "a")) == [".metadata", "__0_0.distcp", "checksums.json"]
+
+
+def test_a_directory_with_other_files_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointException, match=r"notes\.txt"):
+        dcp.save(state(1), storage_writer=stagereg.DcpWriter(tmp_path), no_dist=True)
+    assert os.listdir(tmp_path) == ["notes.txt"]
+
+
+def test_a_url_is_refused_when_a_writer_or_reader_is_made() -> None:
+    for kind in (stagereg.DcpWriter, stagereg.DcpReader):
+        with pytest.raises(ConfigError, match="s3://bucket/a"):
+            kind("s3://bucket/a")
+    with pytest.raises(CheckpointException, match="was given no directory"):
+        dcp.save(state(1), storage_writer=stagereg.DcpWriter(), no_dist=True)
+
+
+def failing(rank: int, world_size: int, root: str) -> None:
+    dcp.save(state(1), storage_writer=stagereg.DcpWriter(f"{root}/a"))
+
+    def fail(point: str) -> None:
+        if point == "writing" and rank == 1:
+            raise OSError(28, "No space left on device")
+
+    watch(fail)
+    with pytest.raises(CheckpointException, match="No space left"):
+        dcp.save(state(2), storage_writer=stagereg.DcpWriter(f"{root}/a"))
+    watch(None)
+    dcp.save(state(3), storage_writer=stagereg.DcpWriter(f"{root}/b"))
+    for name, value in (("a", 1), ("b", 3)):
+        found = state(0)
+        dcp.load(found, storage_reader=stagereg.DcpReader(f"{root}/{name}"))
+        assert same(found, state(value))
+
+
+def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path) -> None:
+    run_ranks(failing, nproc=2, args=(str(tmp_path),))
+
+
+# Imports torch once and forks a child for each moment, before torch has run any thread.
+KILLED = """
+import os, shutil, signal, sys, warnings
+from pathlib import Path
+warnings.simplefilter("ignore")
+import torch, torch.distributed.checkpoint as dcp
+import stagereg
+from stagereg.checkpoint.failpoints import watch
+
+root = Path(sys.argv[1])
+
+def save(value, number=None):
+    seen = [0]
+    def kill(point):
+        if seen[0] == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen[0] += 1
+    watch(kill)
+    dcp.save({"x": torch.full((1000,), float(value))}, storage_writer=stagereg.DcpWriter(root / "a"), no_dist=True)
+
+def check(over, killed):
+    if over or (root / "a").exists():
+        found = {"x": torch.zeros(1000)}
+        dcp.load(found, storage_reader=stagereg.DcpReader(root / "a"), no_dist=True)
+        assert found["x"][0] in (1, 2) and (found["x"] == found["x"][0]).all()
+        assert killed or found["x"][0] == 2
+    save(3)
+    assert os.listdir(root) == ["a"], os.listdir(root)
+
+def forked(act, *args):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            act(*args)
+            os._exit(0)
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitpid(pid, 0)[1]
+
+for over in (False, True):
+    number, killed = 0, signal.SIGKILL
+    while killed:
+        shutil.rmtree(root, ignore_errors=True)
+        root.mkdir()
+        assert not over or forked(save, 1) == 0
+        killed = forked(save, 2, number)
+        assert killed in (0, signal.SIGKILL), killed
+        assert forked(check, over, killed) == 0, (over, number)
+        number += 1
+    print(number - 1)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_all_or_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path / "root"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(int(count) >= 9 for count in done.stdout.split()), done.stdout
+
+
+RANK = """
+import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp, stagereg
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[3]), world_size=2)
+step = 0
+while True:
+    step += 1
+    x = torch.full((200_000,), float(step))
+    dcp.save({"x": x, f"of {sys.argv[3]}": x + 1}, storage_writer=stagereg.DcpWriter(f"{sys.argv[1]}/{step % 2}"))
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_ranks_killed_while_they_save_leave_all_or_nothing(tmp_path: Path, seed: int) -> None:
+    root = tmp_path / "root"
+    command = [sys.executable, "-c", RANK, str(root), str(tmp_path / "group")]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True, env=environment) for rank in (0, 1)
+    ]
+    try:
+        assert ranks[0].stdout is not None
+        for _ in range(4):
+            assert ranks[0].stdout.readline()
+        time.sleep(0.013 * seed)  # any moment will do
+    finally:
+        for rank in ranks:
+            rank.send_signal(signal.SIGKILL)
+            rank.wait(timeout=30)
+    for name in ("0", "1"):
+        found = {"x": torch.zeros(200_000), "of 0": torch.zeros(200_000), "of 1": torch.zeros(200_000)}
+        dcp.load(found, storage_reader=stagereg.DcpReader(root / name), no_dist=True)
+        assert len({float(x.min()) for x in found.values()} | {float(found["of 0"].max())}) == 2

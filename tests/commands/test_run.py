@@ -1,0 +1,68 @@
+"""``stagereg run`` is torchrun that ends with the exit code of the rank that ended first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 100
+
+PROGRAM = """
+import os, signal, sys, time
+assert int(os.environ["WORLD_SIZE"]) == 2
+if os.environ["RANK"] == "1":
+    print("told", sys.argv[1:], flush=True)
+    {act}
+"""
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "stagereg", "run", "--standalone", "--nproc-per-node=2", "program.py", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("act", "code"),
+    [("pass", 0), ("sys.exit(75)", 75), ("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 128 + 9)],
+    ids=["ends", "is preempted", "fails", "is killed"],
+)
+def test_the_code_is_that_of_the_rank_that_ended_first(act: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM.format(act=act))
+    ended = run(tmp_path, "-x", "--nproc-per-node=3", "lr=1")
+    assert ended.returncode == code, ended.stderr
+    assert "told ['-x', '--nproc-per-node=3', 'lr=1']" in ended.stdout
+    assert ("Root Cause" in ended.stderr) is (code not in (0, 75))
+
+
+def test_its_options_are_those_of_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "stagereg", "run", "--help"]
+    assert "--nproc-per-node" in subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S).stdout
+
+
+SIGNALLED = """
+import os, signal, sys, time
+
+def leave(*_):
+    time.sleep(2)
+    os._exit(75)
+
+here = "rank" + os.environ["RANK"]
+signal.signal(signal.{name}, leave)
+open(here, "w").close()
+while not all(map(os.path.exists, ("rank0", "rank1"))):
+    time.sleep(0.01)
+if here == "rank1":
+    os.kill(os.getppid(), signal.{name})
+time.sleep({LIMIT_S})
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_ranks_leave_after_a_signal_in_their_own_time(name: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SIGNALLED.replace("{name}", name).replace("{LIMIT_S}", str(LIMIT_S)))
+    ended = run(tmp_path)
+    assert ended.returncode == 75, ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,340 @@
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+pl = pytest.importorskip("lightning", reason="make frameworks installs it")
+
+# ruff: noqa: E402 - only where there is Lightning
+import stagereg
+from stagereg.errors import CheckpointError, ConfigError, InstallationError
+from stagereg.integrations.lightning import StageregCheckpointIO
+from stagereg.integrations.linked import LinkedCheckpoints
+from stagereg.stagers.blocking import BlockingAsyncStager
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = str(ROOT / "examples/integrations/lightning_train.py")
+SHARDED = str(Path(__file__).with_name("lightning_sharded.py"))
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # Lightning's own, of which a new version has others
+    pytest.mark.timeout(240),
+]
+
+
+def start(program: str, *arguments: object, ranks: int = 2) -> subprocess.Popen:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *torchrun, program, *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, **pipes, env=ENVIRONMENT, text=True, start_new_session=True)
+
+
+def lines(process: subprocess.Popen, word: str) -> set[str]:
+    """Return the lines that begin with ``word`` and that a program has printed at its end."""
+    text, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, text[-5000:]
+    return {line for line in text.splitlines() if line.startswith(word)}
+
+
+def weights(process: subprocess.Popen) -> str:
+    (line,) = lines(process, "weights ")
+    return line
+
+
+class Regression(pl.LightningModule):
+    def __init__(self, stop_at: int = -1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(4, 1)
+        self.stop_at = stop_at
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss)
+        if self.global_step == self.stop_at:
+            raise RuntimeError("stopped on purpose")
+        return loss
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.net(batch[0]).square().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.arange(32.0).view(8, 4)), batch_size=2)
+
+
+def trainer(folder, *plugins, epochs=3, **more):
+    checkpoint = pl.pytorch.callbacks.ModelCheckpoint(folder, **{"save_last": True, **more})
+    return pl.Trainer(max_epochs=epochs, callbacks=[checkpoint], plugins=list(plugins), **quiet)
+
+
+def trained(folder, *plugins, **more):
+    module, fitter = Regression(), trainer(folder, *plugins, **more)
+    fitter.fit(module, loader(), ckpt_path="last")
+    return module, fitter
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in Path(folder).glob("*.ckpt"))
+
+
+# -- two ranks
+
+
+def test_resumed_training_ends_bit_for_bit_as_uninterrupted(tmp_path):
+    whole, first = start(EXAMPLE, "--dir", tmp_path / "a"), start(EXAMPLE, "--dir", tmp_path / "b", "--epochs", 2)
+    expected, _ = weights(whole), weights(first)
+    assert weights(start(EXAMPLE, "--dir", tmp_path / "b")) == expected
+    assert checkpoints(tmp_path / "a") == checkpoints(tmp_path / "b")
+    kill_and_go_on(tmp_path / "c", expected, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 10))
+def test_killed_training_goes_on_to_the_same_end(tmp_path, seed):
+    kill_and_go_on(tmp_path / "b", weights(start(EXAMPLE, "--dir", tmp_path / "a")), seed)
+
+
+def kill_and_go_on(folder, expected, seed):
+    killed = start(EXAMPLE, "--dir", folder)
+    drawn = random.Random(seed)
+    number, until = drawn.randint(1, 7), time.monotonic() + 100
+    while killed.poll() is None and time.monotonic() < until and not list(folder.glob(f".stagereg/*{number:08d}*")):
+        time.sleep(0.001)
+    time.sleep(drawn.random() * 0.05)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate(timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    for path in folder.glob("*.ckpt"):  # complete or absent
+        assert not path.exists() or stagereg.open_checkpoint(path, verify=True).verified
+    assert weights(start(EXAMPLE, "--dir", folder)) == expected
+    assert all(path.exists() for path in folder.glob("*.ckpt"))
+
+
+def test_sharded_models_resume_bit_for_bit(tmp_path):
+    for line in check_sharded(start(SHARDED, tmp_path / "two")):
+        _, resumed, whole = line.replace("resumed", "whole").split(" whole ")
+        assert resumed == whole
+
+
+@pytest.mark.slow
+def test_shards_are_read_by_another_number_of_ranks(tmp_path):
+    two = {line.split()[0]: line.split()[2] for line in check_sharded(start(SHARDED, tmp_path))}
+    one = check_sharded(start(SHARDED, tmp_path, "-", ranks=1))  # which finds all trained, and only loads it
+    assert {line.split()[0]: line.split()[2] for line in one} == two
+
+
+def check_sharded(process):
+    found = lines(process, "by_")
+    assert {line.split()[0] for line in found} == {"by_trainer", "by_fabric"}
+    return found
+
+
+# -- one process
+
+
+def test_resumed_state_equals_that_of_lightning_itself(tmp_path):
+    plain = trained(tmp_path / "a")[1].optimizers[0].state_dict()
+    trained(tmp_path / "b", StageregCheckpointIO(), epochs=1)
+    _, fitter = trained(tmp_path / "b", StageregCheckpointIO())
+    assert fitter.global_step == 12
+    assert str(fitter.optimizers[0].state_dict()) == str(plain)
+    assert checkpoints(tmp_path / "a") == checkpoints(tmp_path / "b")
+
+
+def test_best_k_stay_and_no_others(tmp_path):
+    _, plain = trained(tmp_path / "a", epochs=5, monitor="loss", mode="max", save_top_k=2)
+    _, fitter = trained(tmp_path / "b", StageregCheckpointIO(), epochs=5, monitor="loss", mode="max", save_top_k=2)
+    assert checkpoints(tmp_path / "b") == checkpoints(tmp_path / "a")
+    assert len(list((tmp_path / "b/.stagereg").glob("step-*"))) == 3
+    assert all(stagereg.open_checkpoint(path, verify=True) for path in (tmp_path / "b").glob("*.ckpt"))
+    best = Path(fitter.checkpoint_callback.best_model_path).name
+    assert best == Path(plain.checkpoint_callback.best_model_path).name
+
+
+def test_equal_names_get_versions_as_without(tmp_path):
+    for folder, plugins in (("a", []), ("b", [StageregCheckpointIO()])):
+        trained(tmp_path / folder, *plugins, monitor="loss", save_top_k=3, filename="best", save_last=False)
+    assert checkpoints(tmp_path / "b") == checkpoints(tmp_path / "a") == ["best-v1.ckpt", "best-v2.ckpt", "best.ckpt"]
+
+
+def test_linked_last_is_loaded(tmp_path):
+    trained(tmp_path, StageregCheckpointIO(), epochs=1, save_last="link")
+    assert os.readlink(tmp_path / "last.ckpt").startswith("epoch=0")
+    assert trained(tmp_path, StageregCheckpointIO(), epochs=2, save_last="link")[1].global_step == 8
+
+
+def test_best_is_tested_after_fit(tmp_path):
+    found = []
+    for folder, plugins in (("a", []), ("b", [StageregCheckpointIO()])):
+        module, fitter = trained(tmp_path / folder, *plugins, monitor="loss")
+        last = module.net.weight.clone()
+        fitter.test(module, loader(), ckpt_path="best", verbose=False)
+        found.append(module.net.weight.clone())
+    assert not torch.equal(last, found[0])
+    assert torch.equal(*found)
+
+
+def test_exception_of_the_loop_leaves_good_checkpoints(tmp_path):
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer(tmp_path, StageregCheckpointIO()).fit(Regression(stop_at=5), loader())
+    assert trained(tmp_path, StageregCheckpointIO())[1].global_step == 12
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_failed_write_is_raised_by_fit(tmp_path, epochs):
+    class Failing(type(stagereg.build("storage", "dcp"))):
+        def write_data(self, plan, planner):
+            raise OSError(28, "No space left on device")
+
+    module = Regression()
+    with pytest.raises(CheckpointError, match="No space left"):
+        trainer(tmp_path, StageregCheckpointIO(storage=Failing()), epochs=epochs).fit(module, loader())
+    assert checkpoints(tmp_path) == []
+
+
+def test_what_lightning_removes_stays_until_the_next_is_complete(tmp_path):
+    folder = str(tmp_path)
+    linked = LinkedCheckpoints(folder, True, {})
+    linked.save({"a": torch.zeros(3)}, "one.ckpt", linked.next_number())
+    linked.checkpointer.wait()
+    held = linked.checkpointer.on_commit  # a listener that looks at what is there at the commit
+    seen = []
+    linked._complete, complete = None, linked._complete
+    linked.checkpointer._background.listeners.clear()
+    held(lambda step: (seen.append((tmp_path / "one.ckpt").exists()), complete(step)))
+    io = StageregCheckpointIO()
+    io._directories[folder] = linked
+    linked.save({"a": torch.ones(3)}, "two.ckpt", linked.next_number())
+    io.remove_checkpoint(tmp_path / "one.ckpt")
+    linked.checkpointer.wait()
+    assert seen == [True]
+    assert checkpoints(tmp_path) == ["two.ckpt"]
+    assert len(list((tmp_path / ".stagereg").glob("*step-*"))) == 1
+    io.teardown()
+
+
+def test_saved_again_moves_the_path_when_complete(tmp_path):
+    io = StageregCheckpointIO()
+    for value in (1.0, 2.0):
+        tensor = torch.full((3,), value)
+        io.save_checkpoint({"a": tensor, "n": value}, tmp_path / "last.ckpt")
+        tensor.zero_()
+    io.teardown()
+    assert StageregCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")["n"] == 2.0
+    assert len(list((tmp_path / ".stagereg").glob("step-*"))) == 1
+
+
+def test_path_that_cannot_be_moved_is_an_error(tmp_path, monkeypatch):
+    def fails(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fails)
+    with pytest.raises(CheckpointError, match="could not be changed to point there"):
+        trained(tmp_path, StageregCheckpointIO(), epochs=1)
+
+
+def test_isolation_by_a_blocking_stager(tmp_path):
+    io = StageregCheckpointIO(stager=BlockingAsyncStager())
+    tensor = torch.ones(3)
+    io.save_checkpoint({"a": tensor}, tmp_path / "x.ckpt")
+    tensor.zero_()
+    assert torch.equal(io.load_checkpoint(tmp_path / "x.ckpt")["a"], torch.ones(3))
+    io.teardown()
+    with pytest.raises(ConfigError, match="one directory of checkpoints and one fit"):
+        io.save_checkpoint({"a": tensor}, tmp_path / "y.ckpt")
+
+
+def damage(path):
+    file = next(path.resolve().glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-20] + b"x" * 20)
+
+
+def test_damaged_last_falls_back_to_the_newest_good(tmp_path, caplog):
+    trained(tmp_path, StageregCheckpointIO(), epochs=2, save_top_k=-1)
+    damage(tmp_path / "last.ckpt")
+    _, fitter = trained(tmp_path, StageregCheckpointIO())
+    assert fitter.global_step == 12
+    assert "is passed over" in caplog.text
+    damage(tmp_path / "last.ckpt")
+    best = Path(fitter.checkpoint_callback.best_model_path)
+    damage(best)
+    with pytest.raises(CheckpointError, match="flipped bits"):
+        trainer(tmp_path, StageregCheckpointIO()).test(Regression(), loader(), ckpt_path=best)
+
+
+def test_files_of_lightning_are_read_and_replaced(tmp_path):
+    trained(tmp_path, epochs=1)
+    assert (tmp_path / "last.ckpt").is_file()
+    _, fitter = trained(tmp_path, StageregCheckpointIO(), epochs=2)
+    assert fitter.global_step == 8
+    assert (tmp_path / "last.ckpt").is_symlink()
+    assert len(list((tmp_path / ".stagereg").glob("step-*"))) == 2
+
+
+def test_converted_file_is_one_that_lightning_loads(tmp_path):
+    module, _ = trained(tmp_path, StageregCheckpointIO(), epochs=1)
+    command = [sys.executable, "-m", "stagereg", "convert", tmp_path / "last.ckpt", tmp_path / "out.pt"]
+    subprocess.run(command, check=True, env=ENVIRONMENT, timeout=60)
+    loaded = Regression.load_from_checkpoint(tmp_path / "out.pt", weights_only=True)
+    assert torch.equal(loaded.net.weight, module.net.weight)
+
+
+def test_fabric_saves_and_loads(tmp_path):
+    fabric = pl.Fabric(accelerator="cpu", devices=1, plugins=[StageregCheckpointIO()])
+    model = fabric.setup(torch.nn.Linear(2, 2))
+    kept = model.weight.detach().clone()
+    fabric.save(tmp_path / "a.ckpt", {"model": model, "step": 3})
+    with torch.no_grad():
+        model.weight.zero_()
+    state = {"model": model, "step": 0}
+    assert fabric.load(tmp_path / "a.ckpt", state) == {}
+    assert state["step"] == 3
+    assert torch.equal(model.weight, kept)
+
+
+@pytest.mark.parametrize("name", ["dir", "every", "keep", "resume", "save_last", "grace", "verfy"])
+def test_options_that_are_lightnings_are_refused(name):
+    with pytest.raises(ConfigError, match=r"in Lightning that is|Did you mean 'verify'"):
+        StageregCheckpointIO(**{name: 1})
+
+
+def test_strategies_that_cannot_be_served_are_refused(tmp_path):
+    from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
+    from lightning.pytorch.plugins import AsyncCheckpointIO
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+    class Own(DDPStrategy):
+        def save_checkpoint(self, checkpoint, filepath, storage_options=None):
+            pass
+
+    one_file = ModelParallelStrategy(save_distributed_checkpoint=False)
+    for strategy, text in ((Own(), "writes its checkpoints by itself"), (one_file, "leave out ModelParallelStrategy")):
+        with pytest.raises(ConfigError, match=text):
+            pl.Trainer(strategy=strategy, plugins=[StageregCheckpointIO()], devices=1, **quiet)
+    with pytest.raises(ConfigError, match="leave out AsyncCheckpointIO"):
+        pl.Trainer(plugins=[AsyncCheckpointIO(StageregCheckpointIO())], **quiet)
+    with pytest.raises(NotImplementedError, match="does not support setting"):  # as without
+        FabricModelParallel(lambda *_: None).checkpoint_io = AsyncCheckpointIO()
+    with pytest.raises(ConfigError, match="is a URL"):
+        StageregCheckpointIO().save_checkpoint({}, "s3://bucket/a.ckpt")
+
+
+def test_changed_lightning_is_named_with_both_versions(monkeypatch):
+    from lightning.pytorch.strategies import Strategy
+
+    monkeypatch.setattr(Strategy, "save_checkpoint", lambda self, checkpoint: None)
+    with pytest.raises(InstallationError, match=rf"lightning {pl.__version__} saves in another way than 2\.5 to 2\.6"):
+        StageregCheckpointIO()
