@@ -29,8 +29,9 @@ from stagereg.checkpoint.background import Background, CheckpointStats
 from stagereg.checkpoint.ending import Ending
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import StoreLock
-from stagereg.checkpoint.manifest import new_token
+from stagereg.checkpoint.manifest import LATEST, new_token, step_of
 from stagereg.checkpoint.pending_save import SaveTarget
+from stagereg.checkpoint.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.rank_group import DisagreementError, RankGroup
 from stagereg.checkpoint.requests import Requests
@@ -51,8 +52,8 @@ __all__ = ["CheckpointStats", "Checkpointer"]
 
 _log = logging.getLogger(__name__)
 
-_SAVE, _LEAVE, _RESTORE = "save", "leave", "restore"
-"""What a request begins with: to save a step, to save it and exit, to restore."""
+_SAVE, _LEAVE, _RESTORE, _MOVE = "save", "leave", "restore", "move_to"
+"""What a request begins with: to save a step, to save it and exit, to restore, to go to another directory."""
 
 
 @register("checkpoint", "default")
@@ -192,10 +193,10 @@ class Checkpointer:
         # each, and those of two kinds must not meet.
         if every == "auto":
             self._schedule = Automatic(mtbf.total_seconds(), RankGroup(process_group))
-        target = SaveTarget(self._store, keep, self._storage, self._ranks, opened[0])
-        self._background = Background(target, timeout, self._schedule, on_error == "warn")
+        self._target = SaveTarget(self._store, keep, self._storage, self._ranks, opened[0])
+        self._background = Background(self._target, timeout, self._schedule, on_error == "warn")
         shared = Replicas(verify_replicas, replicas == "share")
-        self._saver = Saver(target, self._stager, self._background, self._schedule, shared)
+        self._saver = Saver(self._target, self._stager, self._background, self._schedule, shared)
         self.stats = self._background.stats
         training = None if self._ranks.group is None else process_group or dist.group.WORLD
         self._requests = Requests(training, f"checkpoint/{opened[0]}/saves")
@@ -278,9 +279,12 @@ class Checkpointer:
         if self.preemption is not None:
             self.preemption.follow()
         while not self._closed and (entry := self._requests.take()) is not None:
-            what, _, step = entry.partition(" ")
+            what, _, step = entry.partition(" ")  # or where to
             if what == _RESTORE:
                 self._answer(entry)
+            elif what == _MOVE:
+                self._finish("saved")
+                self._move(step)
             else:
                 self._save(what, int(step), follows=True)
 
@@ -323,7 +327,57 @@ class Checkpointer:
             self._background.wait()
             self._background.raise_failure()
 
-    def restore(self, state: MutableMapping[str, Any]) -> int | None:
+    def move_to(self, dir: str | os.PathLike[str]) -> None:
+        """Let saves from now on go to another directory, with the same copies and plans; call it on all ranks.
+
+        Waits for the saves under way, and lets go of the directory that it had. One that is not there yet appears with
+        its first complete checkpoint; a run killed before leaves ``.NAME.tmp`` beside it, which the next one deletes.
+
+        Raises:
+            CheckpointError: on all ranks: a save failed, and no call has raised that yet, or another run writes there.
+            ConfigError: the storage cannot write there, or the ranks name different directories.
+        """
+        self._check_open()
+        where = os.fspath(dir)
+        options.at_directory(where)
+        if self.enable and path_or_url(open_store(where).root) != self.dir:
+            self._finish("saved")
+            self._requests.post(f"{_MOVE} {where}")
+            self._move(where)
+
+    def _move(self, dir: str) -> None:
+        store = open_store(dir)
+        expect_fit(self._storage, store.root)
+        taken: list[StoreLock] = []
+
+        def take() -> bool:
+            hidden = not is_url(store.root) and not os.path.lexists(store.root)
+            self.wait()
+            if self._ranks.rank == 0:
+                if hidden:
+                    store.hide()
+                taken.append(self._lock(store))
+            return hidden
+
+        try:
+            named = self._ranks.run_on_all("The ranks could not compare their directories", lambda: {"dir": store.root})
+            options.expect_alike(named)
+            hidden = self._ranks.run_on_all(f"{dir} cannot be written to", take)[0]
+        except BaseException:
+            for lock in taken:
+                lock.release()
+            raise
+        if hidden and not store.appears_as:
+            store.hide()
+        self._let_go()
+        self._hold = taken[0] if taken else None
+        self._store = self._target.store = store
+        self.dir = path_or_url(store.appears_as or store.root)
+        self._background.newest = None
+        if self.resume == "never":
+            store.spared.clear()
+
+    def restore(self, state: MutableMapping[str, Any], source: str | os.PathLike[str] | None = None) -> int | None:
         """Load a checkpoint, chosen by ``resume``, into the objects and values of ``state``; call it on all ranks.
 
         Objects take their state with ``load_state_dict``; plain tensors and containers change in place, other plain
@@ -335,6 +389,8 @@ class Checkpointer:
         Args:
             state: the same names as were saved, or some of them; of what others saved, modules and optimizers are
                 found by the names of their parameters.
+            source: what to load in place of what ``resume`` says: one checkpoint, or a directory of checkpoints, of
+                which it is the newest undamaged one. It is read only, also while another run writes there.
 
         Returns:
             The step of the checkpoint, or ``None`` if none was to be loaded.
@@ -348,21 +404,19 @@ class Checkpointer:
         if not self.enable:
             return None
         a_state(state)
-        self._background.finish()
-        if self._background.hanging:  # in an exchange with the other ranks, which another one must not meet
-            self._background.raise_failure()
-            raise CheckpointError("Nothing was restored: a save has not ended yet, since the storage hangs.")
+        self._finish("restored")
         self._requests.post(_RESTORE)
         self.remember(state)
-        if self.resume == "never":
+        store, resume = (self._store, self.resume) if source is None else _sought(os.fspath(source))
+        if resume == "never":
             self._ranks.run_on_all("Nothing was restored", self.wait)
             return None
-        where = self._store, self.resume, self.verify, self.read, state, self._storage
+        where = store, resume, self.verify, self.read, state, self._storage
         restored = restoring.restore(*where, self._ranks, self._saver.names, ready=self.wait)
         self._store.spared.clear()
         if self._ranks.rank == 0:
             begins = "training starts from scratch" if restored is None else f"resumed from {restored.path}"
-            _log.info("stagereg: checkpoints go to %s; %s", self.dir, begins)
+            _log.info("stagereg: %s%s", "" if source else f"checkpoints go to {self.dir}; ", begins)
         if restored is None:  # now, and not at the first save
             self._ranks.run_on_all("No save could succeed", partial(entries.expect_savable, state))
             return None
@@ -371,6 +425,13 @@ class Checkpointer:
         if os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(self._store.root):
             self._background.newest = restored.manifest.step
         return restored.manifest.step
+
+    def _finish(self, done: str) -> None:
+        """Wait for every save before an exchange on the training thread."""
+        self._background.finish()
+        if self._background.hanging:  # in an exchange with the other ranks, which another one must not meet
+            self._background.raise_failure()
+            raise CheckpointError(f"Nothing was {done}: a save has not ended yet, since the storage hangs.")
 
     def close(self) -> None:
         """Wait for every save, no longer than ``timeout``, end the thread and close the stager. Twice is harmless.
@@ -392,8 +453,8 @@ class Checkpointer:
         if self.preemption is not None:
             self.preemption.close()
         self._background.close()
-        if ended and self._hold is not None:  # else a thread hangs, and no other run may write before this process ends
-            self._hold.release()
+        if ended:  # else a thread hangs, and no other run may write before this process ends
+            self._let_go()
         try:
             self._stager.close()
         finally:
@@ -471,12 +532,15 @@ class Checkpointer:
         """Have other ranks know that this one does not save what they do."""
         if entry == _RESTORE:
             with contextlib.suppress(CheckpointError):
-                self._ranks.run_on_all("Nothing was restored", self._refuse_to_restore)
+                self._ranks.run_on_all("Nothing was restored", partial(self._refuse, _RESTORE))
+        elif entry is not None and entry.startswith(_MOVE):
+            with contextlib.suppress(CheckpointError):
+                self._ranks.run_on_all("Nothing was saved", partial(self._refuse, _MOVE))
         elif entry is not None:
             self._saver.miss(int(entry.partition(" ")[2]))
 
-    def _refuse_to_restore(self) -> None:
-        raise DisagreementError(f"{name_ranks([self._ranks.rank])} did not call restore(), which is for all ranks")
+    def _refuse(self, what: str) -> None:
+        raise DisagreementError(f"{name_ranks([self._ranks.rank])} did not call {what}(), which is for all ranks")
 
     def _describe_end(self, finished: bool) -> str:
         """Return what there is to go on from, and how."""
@@ -491,10 +555,20 @@ class Checkpointer:
     def _open(self) -> str:
         """Take hold of the directory on rank 0; return a token of this run, of which that of rank 0 counts."""
         if self._ranks.rank == 0:
-            store, limit = self._store, self.timeout.total_seconds()
-            take = partial(_taken, store, limit)
-            self._hold = answered(store.root, limit, take, methodcaller("release")) if is_url(store.root) else take()
+            self._hold = self._lock(self._store)
         return new_token()
+
+    def _let_go(self) -> None:
+        """Let other runs write to the directory; on rank 0, which holds it."""
+        if self._hold is not None:
+            if self._store.appears_as:  # its first save has failed
+                self._store.discard(self._store.root)
+            self._hold.release()
+
+    def _lock(self, store: CheckpointStore) -> StoreLock:
+        limit = self.timeout.total_seconds()
+        take = partial(_taken, store, limit)
+        return answered(store.root, limit, take, methodcaller("release")) if is_url(store.root) else take()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -504,6 +578,14 @@ class Checkpointer:
                 f"This checkpointer is of process {self._pid}; a forked child, such as a worker of a DataLoader, can "
                 "neither save nor restore through it."
             )
+
+
+def _sought(source: str) -> tuple[CheckpointStore, str]:
+    """Return the store and what is sought in it, of the path of one checkpoint or of a directory of them."""
+    inside, above = open_store(source), open_parent_store(source)
+    name = source.rstrip("/").rpartition("/")[2]
+    one = name == LATEST or step_of(name) is not None or is_plain_dcp(source) or above.condition(source).manifest
+    return (above, source) if one and not any(inside.checkpoints()) else (inside, "auto")
 
 
 def _taken(store: CheckpointStore, seconds: float) -> StoreLock:

@@ -80,6 +80,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
             work.take(to.plans.round_trip(ranks, failing, work.prepare, work.share_out))
             began = record.now()
             nbytes = to.results.round_trip(ranks, failing, work.write, work.commit)
+            to.store.appeared()
             failpoint("ended")
         to.before = work.entries.structures
         if save.replicas is not None and save.compares:

@@ -11,7 +11,7 @@ from stagereg.errors import ConfigError, RegistryError, nearest
 from stagereg.registry import build
 from stagereg.spec import check
 
-__all__ = ["at_least", "check_all", "component", "expect_alike", "one_of"]
+__all__ = ["at_directory", "at_least", "check_all", "component", "expect_alike", "one_of"]
 
 _RESUME = ("auto", "latest", "never", "the path of a checkpoint")
 _CHOICES = {
@@ -25,8 +25,7 @@ _CHOICES = {
 def check_all(given: Mapping[str, Any]) -> None:
     """Check those of a checkpointer, by name."""
     dir, every, resume = given["dir"], given["every"], given["resume"]
-    if not isinstance(dir, (str, os.PathLike)) or not os.fspath(dir):
-        raise ConfigError(f"checkpoint.dir must be the path or URL of a directory, not {dir!r}.")
+    at_directory(dir)
     if not isinstance(resume, str) or not resume:
         raise ConfigError(f"checkpoint.resume is one of {', '.join(_RESUME)}, not {resume!r}.")
     if resume.isidentifier() and not os.path.exists(resume):
@@ -45,6 +44,12 @@ def check_all(given: Mapping[str, Any]) -> None:
         if not isinstance(duration, datetime.timedelta) or duration <= datetime.timedelta(0):
             such = "such as datetime.timedelta(hours=6)"
             raise ConfigError(f"checkpoint.{name} must be a duration above 0, {such}, not {duration!r}.")
+
+
+def at_directory(given: object) -> None:
+    """Check what is to be the path or URL of a directory."""
+    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
+        raise ConfigError(f"checkpoint.dir must be the path or URL of a directory, not {given!r}.")
 
 
 def at_least(least: int, name: str, given: object) -> int:

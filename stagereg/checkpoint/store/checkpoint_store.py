@@ -38,7 +38,7 @@ from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.damage import Condition, Found, Unclear, differences, of_error
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.file_shares import WHOLE, joined
-from stagereg.checkpoint.lock import Owner, StoreLock, holder
+from stagereg.checkpoint.lock import LOCK, Owner, StoreLock, holder
 from stagereg.checkpoint.manifest import (
     LATEST,
     MANIFEST,
@@ -73,6 +73,7 @@ class CheckpointStore:
 
     Attributes:
         root: its full path or URL, as messages name it; without a slash at its end.
+        appears_as: what :meth:`publish` renames a hidden ``root`` to; empty where that is not hidden.
         distrusted: full paths of checkpoints that look complete and were found to be damaged, which retention neither
             counts nor deletes; whoever reads content adds them.
         spared: full paths of checkpoints that were there at the start, which retention neither counts nor deletes
@@ -81,6 +82,7 @@ class CheckpointStore:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = os.fspath(root)
+        self.appears_as = ""
         self.distrusted: set[str] = set()
         self.spared: set[str] = set()
         self._hold: StoreLock | None = None
@@ -157,6 +159,16 @@ class CheckpointStore:
 
     # -- writing
 
+    def hide(self) -> None:
+        """Have a store that is not there yet appear with its first checkpoint; before :meth:`lock`, on all ranks."""
+        folder, _, name = self.root.rpartition("/")
+        self.root, self.appears_as = f"{folder}/.{name}.tmp", self.root
+
+    def appeared(self) -> None:
+        """Note that a hidden store has its first checkpoint; on all ranks, after :meth:`publish`."""
+        if self.appears_as:
+            self.root, self.appears_as = self.appears_as, ""
+
     def lock(self) -> StoreLock:
         """Lock the store, which is made if it is not there, until the lock is released; before :meth:`sweep`.
 
@@ -171,7 +183,8 @@ class CheckpointStore:
 
     def sweep(self) -> None:
         """Delete what killed runs left half-written, and bring to its end what one of them had begun."""
-        for path in self.leftovers():
+        begun = [f"{self.root}/{name}" for name in self._listing(self.root) if name != LOCK]
+        for path in begun if self.appears_as else self.leftovers():
             self.discard(path)
         complete, damaged = self.checkpoints()
         self.spared = {each.path for each in complete}
@@ -246,6 +259,13 @@ class CheckpointStore:
                 "checkpoints); the next save makes up for it: %s"
             )
             _log.warning(text, step, path, error)
+        if self.appears_as:
+            os.rename(self.root, self.appears_as)
+            if self._hold is not None:
+                self._hold.moved(self.appears_as)
+            self.appeared()
+            sync(Path(self.root).parent)
+            path = f"{self.root}/{os.path.basename(path)}"
         failpoint("retained")
         return path
 

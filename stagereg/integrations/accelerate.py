@@ -1,0 +1,299 @@
+"""accelerate: ``save_state`` and ``load_state`` through a Checkpointer, and ``join_uneven_inputs`` with exact numbers::
+
+      accelerator = Accelerator(...)
+    + stagereg.integrations.accelerate.attach(accelerator, join=True)
+
+accelerate's own hooks replace the model's file alone, so :func:`attach` replaces methods of that one Accelerator; the
+program stays as it is. ``save_state(dir)`` returns when the state is staged; ``dir`` appears when its first checkpoint
+is complete, and a later save to it puts another one beside that. ``load_state(dir)`` takes the newest undamaged one in
+it, and what accelerate alone has saved goes to accelerate's own method.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from accelerate import Accelerator, __version__
+from accelerate.utils import DistributedType, broadcast_object_list
+
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.entries import per_rank
+from stagereg.errors import CheckpointError, ConfigError, nearest
+from stagereg.integrations.accelerate_join import UnevenInputs, inner
+
+__all__ = ["attach"]
+
+_WRITTEN_FOR = "1.10 to 1.15"
+_METHODS = {
+    "save_state": ("output_dir", "safe_serialization", "save_model_func_kwargs"),
+    "load_state": ("input_dir", "load_kwargs", "load_model_func_kwargs"),
+    "register_save_state_pre_hook": ("hook",),
+    "register_load_state_pre_hook": ("hook",),
+    "join_uneven_inputs": ("joinables", "even_batches"),
+    "clip_grad_norm_": ("parameters", "max_norm", "norm_type"),
+    "clip_grad_value_": ("parameters", "clip_value"),
+    "backward": ("loss", "kwargs"),
+    "end_training": (),
+    "free_memory": ("objects",),
+}
+_HOOKS = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
+_LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
+_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
+_DECIDED = {  # of a Checkpointer's options
+    **dict.fromkeys(("every", "mtbf", "save_last"), "save_state says when"),
+    "dir": "save_state(dir) says where",
+    "resume": "load_state says what to load",
+    "process_group": "all ranks of the Accelerator save together",
+}
+_ORDER = "synchronized_generator"  # what a loader's order is drawn from, if that goes on from epoch to epoch
+_STEP = re.compile(r"step-(\d+)")
+_OLD_NAME = re.compile(r"checkpoint_(\d+)")
+
+
+def attach(accelerator: Accelerator, join: bool = False, **checkpoint_options: Any) -> None:
+    """Have ``save_state`` and ``load_state`` of this Accelerator go through a Checkpointer. Call it on all ranks.
+
+    Models, optimizers, schedulers, data loaders, registered objects, the scaler and every rank's random numbers are
+    saved. The copy is written in the background; ``end_training`` and the end of the process wait for it. A failed save
+    is raised by the next ``save_state`` or ``load_state``, by ``end_training``, or at the end of the process. What was
+    saved is loaded on any number of ranks; random numbers and the state of data loaders on as many alone.
+
+    ``save_state(dir)`` makes ``dir/step-00000000`` and counts on, by ``project_configuration.iteration``, which
+    ``load_state`` sets. With ``automatic_checkpoint_naming`` the directory is ``project_dir/checkpoints``, and
+    ``total_limit`` is ``keep``.
+
+    Args:
+        accelerator: with no other adapter attached.
+        join: replace ``join_uneven_inputs`` too. A rank that has run out of data then repeats for every step of the
+            others what its own last step did after ``backward``: ``accelerator.clip_grad_norm_``, steps of optimizers
+            and schedulers. So all of their states stay equal; at the end of the block this is compared.
+        **checkpoint_options: of :class:`stagereg.Checkpointer`. ``keep`` is how many stay in one directory. ``grace``
+            is ``None`` here, since a signal could be answered in ``save_state`` only.
+
+    Raises:
+        ConfigError: accelerate is of a version that this was not written for; what the Accelerator is configured for
+            cannot be kept (DeepSpeed, XLA, ``save_on_each_node``, hooks of ``save_state``); an option is of no use.
+    """
+    _expect_known_version(accelerator)
+    _expect_fit(accelerator, join)
+    _Attached(accelerator, join, checkpoint_options)
+
+
+class _Attached:
+    """What takes the place of the methods of one Accelerator."""
+
+    def __init__(self, accelerator: Any, join: bool, options: dict[str, Any]) -> None:
+        self._accelerator, self._project = accelerator, accelerator.project_configuration
+        self._automatic = bool(self._project.automatic_checkpoint_naming)
+        self._load_as_before, self._end_as_before = accelerator.load_state, accelerator.end_training
+        self._free_as_before = accelerator.free_memory
+        options = {"grace": None, "resume": "never", "save_last": False, **self._checked(options)}
+        # A Checkpointer has a directory from the beginning; the first save leaves this one.
+        self._empty = self._agreed(lambda: tempfile.mkdtemp(prefix="stagereg-"))
+        try:
+            self._checkpointer = Checkpointer(self._empty, **options)
+        except BaseException:
+            self._discard_empty()
+            raise
+        self._goes_on = False  # whether its checkpoints are of this run
+        accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
+        accelerator.end_training, accelerator.free_memory = self.end_training, self.free_memory
+        accelerator.register_save_state_pre_hook = accelerator.register_load_state_pre_hook = _refuse_hook
+        if join:
+            remember = lambda: self._checkpointer.remember(self._state())  # noqa: E731
+            accelerator.join_uneven_inputs = UnevenInputs(accelerator, remember).join
+
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> Path:
+        """As :meth:`Accelerator.save_state`; returns the directory, which may appear later."""
+        _refuse_arguments("save_state", kwargs | ({} if safe_serialization else {"safe_serialization": False}))
+        where = self._where(None if self._automatic else output_dir)
+        step = self._project.iteration
+        if self._automatic and not self._goes_on and step <= (newest := _highest(where, _STEP)):
+            raise CheckpointError(
+                f"{where} has checkpoints of an earlier run, the newest {newest}: call load_state() to go on from it, "
+                f"set project_configuration.iteration to {newest + 1}, or give this run another project_dir."
+            )
+        self._goes_on = True
+        self._checkpointer.move_to(where)
+        self._discard_empty()
+        self._checkpointer.save(step, self._state())
+        self._project.iteration += 1
+        return Path(where)
+
+    def load_state(
+        self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Any = None, **kwargs: Any
+    ) -> None:
+        """As :meth:`Accelerator.load_state`, of what was saved here or by accelerate alone."""
+        where = self._where(input_dir)
+        self._checkpointer.wait()
+        source, ours = self._agreed(lambda: _sought(where, is_project=input_dir is None))
+        if source is None:
+            raise ConfigError(f"There is no checkpoint in {where}.")
+        if not ours:
+            self._load_as_before(source, load_kwargs, **kwargs)
+            step = int(found[1]) if self._automatic and (found := _OLD_NAME.search(Path(source).name)) else None
+        else:
+            _refuse_arguments("load_state", kwargs | ({"load_kwargs": load_kwargs} if load_kwargs else {}))
+            state = self._state()
+            step = self._checkpointer.restore(state, source)
+            if step is None:
+                raise CheckpointError(f"There is no complete checkpoint in {source}.")
+            self._accelerator.step = state["accelerator"]["step"]
+            for loader, done in zip(self._accelerator._dataloaders, state["accelerator"]["iterations"], strict=False):
+                loader.iteration = done
+        if step is not None:
+            self._project.iteration = step + 1
+        self._goes_on = True
+
+    def end_training(self) -> None:
+        """As :meth:`Accelerator.end_training`, once the last save has ended."""
+        try:
+            self._checkpointer.close()
+        finally:
+            self._discard_empty()
+            self._end_as_before()
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As :meth:`Accelerator.free_memory`, once the last save has ended."""
+        self._checkpointer.wait()
+        self._checkpointer.remember({})
+        return self._free_as_before(*objects)
+
+    def _state(self) -> dict[str, Any]:
+        """Return all that accelerate saves, live."""
+        accelerator = self._accelerator
+        kinds = {
+            "model": accelerator._models,
+            "optimizer": [inner(each) for each in accelerator._optimizers],
+            "scheduler": [each.scheduler for each in accelerator._schedulers],
+            "custom": accelerator._custom_objects,
+            "scaler": [] if accelerator.scaler is None else [accelerator.scaler],
+        }
+        loaders = accelerator._dataloaders
+        return {
+            **{f"{kind}_{i}" if i else kind: each for kind, objects in kinds.items() for i, each in enumerate(objects)},
+            "dataloaders": per_rank(_Positions(loaders)),
+            "accelerator": {"step": accelerator.step, "iterations": [each.iteration for each in loaders]},
+        }
+
+    def _where(self, named: str | os.PathLike[str] | None) -> str:
+        """Return the full path of a directory, or of that of the project where none is named."""
+        if named is None and not self._automatic:
+            raise ConfigError("Name a directory, or make the Accelerator with automatic_checkpoint_naming.")
+        text = os.path.join(self._accelerator.project_dir, "checkpoints") if named is None else os.fspath(named)
+        return text if "://" in text else os.path.abspath(os.path.expanduser(text))
+
+    def _checked(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return what is given to the Checkpointer, with ``total_limit`` as ``keep``."""
+        known = inspect.signature(Checkpointer).parameters
+        for name in options:
+            if name in _DECIDED:
+                raise ConfigError(f"attach takes no {name}: {_DECIDED[name]}.")
+            if name not in known:
+                raise ConfigError(f"A Checkpointer has no option {name!r}.{nearest(name, known)}")
+        limit = self._project.total_limit
+        if not self._automatic or "keep" in options:
+            if self._automatic and limit not in (None, options["keep"]):
+                raise ConfigError(f"total_limit={limit} and keep={options['keep']} say different things: give one.")
+            return options
+        return {**options, "keep": sys.maxsize if limit is None else limit}
+
+    def _discard_empty(self) -> None:
+        if self._accelerator.is_main_process:
+            shutil.rmtree(self._empty, ignore_errors=True)
+
+    def _agreed(self, look: Callable[[], Any]) -> Any:
+        """Return what rank 0 sees. Collective."""
+        return broadcast_object_list([look() if self._accelerator.process_index == 0 else None])[0]
+
+
+class _Positions:
+    """Where the data loaders of this rank stand."""
+
+    def __init__(self, loaders: Sequence[Any]) -> None:
+        self._loaders = loaders
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            str(i): {
+                "loader": loader.state_dict() if getattr(loader, "use_stateful_dataloader", False) else None,
+                "order": None if (order := getattr(loader, _ORDER, None)) is None else order.get_state(),
+            }
+            for i, loader in enumerate(self._loaders)
+        }
+
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        for i, loader in enumerate(self._loaders):
+            state = states.get(str(i), {})
+            if state.get("loader") is not None:
+                loader.load_state_dict(state["loader"])
+            if state.get("order") is not None and (order := getattr(loader, _ORDER, None)) is not None:
+                order.set_state(state["order"])
+
+
+def _expect_known_version(accelerator: Any) -> None:
+    """Refuse an accelerate that has changed what is replaced or read here."""
+    missing = [name for name in (*_LISTS, *_HOOKS) if not hasattr(accelerator, name)]
+    there = {name: getattr(type(accelerator), name, lambda self, missing: None) for name in _METHODS}
+    changed = [name for name in there if (*inspect.signature(there[name]).parameters,)[1:] != _METHODS[name]]
+    if missing or changed:
+        raise ConfigError(
+            f"accelerate {__version__} is installed, and this adapter was written for {_WRITTEN_FOR}: "
+            f"{', '.join(missing + changed)} of its Accelerator are not as they were there. Install one of these."
+        )
+
+
+def _expect_fit(accelerator: Any, join: bool) -> None:
+    kind, project = accelerator.distributed_type, accelerator.project_configuration
+    if "save_state" in vars(accelerator):
+        raise ConfigError("save_state of this Accelerator was replaced already: attach once, and nothing else.")
+    if kind not in _PARALLEL:
+        raise ConfigError(f"attach is for one process, DDP and FSDP; this Accelerator is for {kind.value}.")
+    if join and kind == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ConfigError("join=True is for DDP and FSDP2 (fsdp_version=2); FSDP1 cannot be joined in a plain loop.")
+    if project.save_on_each_node:
+        raise ConfigError("save_on_each_node cannot be kept: all ranks of a checkpoint write to one file system.")
+    if project.automatic_checkpoint_naming and accelerator.project_dir is None:
+        raise ConfigError("automatic_checkpoint_naming needs a project_dir.")
+    if any(getattr(accelerator, hooks) for hooks in _HOOKS):
+        _refuse_hook()
+
+
+def _refuse_hook(*_: object) -> NoReturn:
+    raise ConfigError(
+        "Hooks of save_state and load_state cannot be kept: they write into a directory that appears when it is "
+        "complete. Give what they save to accelerator.register_for_checkpointing(object), or write it elsewhere."
+    )
+
+
+def _refuse_arguments(method: str, given: dict[str, Any]) -> None:
+    if given:
+        names = ", ".join(f"{name}={value!r:.50}" for name, value in given.items())
+        raise ConfigError(f"{method} of a Checkpointer has no use for {names}: leave that out.")
+
+
+def _sought(where: str, is_project: bool) -> tuple[str | None, bool]:
+    """Return what to load, ``None`` if there is nothing, and whether it was saved here, not by accelerate alone."""
+    if is_project and (old := _highest(where, _OLD_NAME)) > _highest(where, _STEP):
+        return f"{where}/checkpoint_{old}", False
+    if not os.path.isdir(where) and "://" not in where:
+        found = _OLD_NAME.fullmatch(Path(where).name)  # as accelerate would have called it
+        same = None if found is None else Path(where).with_name(f"step-{int(found[1]):08d}")
+        return (None, False) if same is None or not same.is_dir() else (str(same), True)
+    return where, "://" in where or (Path(where) / "manifest.json").exists() or _highest(where, _STEP) >= 0
+
+
+def _highest(directory: str, pattern: re.Pattern[str]) -> int:
+    """Return the highest number of a name in a directory that the pattern fits; -1 if there is none."""
+    names = os.listdir(directory) if os.path.isdir(directory) else []
+    return max((int(found[1]) for name in names if (found := pattern.match(name))), default=-1)

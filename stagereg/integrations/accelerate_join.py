@@ -1,0 +1,174 @@
+"""``join_uneven_inputs`` of an Accelerator by :class:`stagereg.Join`; used by ``attach`` of :mod:`.accelerate`.
+
+The loop stays plain, so a rank that has run out of data leaves it. It then has to do after each of the others'
+``backward`` what their loop does there, or replicas drift apart and FSDP2's collectives are not matched. It has done so
+itself in its own last step, by methods of accelerate's objects: these calls are noted, and repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import gather_object
+
+from stagereg.errors import JoinError
+from stagereg.join.context import Join
+
+__all__ = ["UnevenInputs", "inner"]
+
+_ELSE = "For any other loop there is stagereg.Join with join.iterate."
+
+
+class UnevenInputs:
+    """Joins the loops of one Accelerator.
+
+    Args:
+        accelerator: with DDP or FSDP2, or one process alone, which has nothing to join.
+        entering: called first, on all ranks.
+    """
+
+    def __init__(self, accelerator: Any, entering: Callable[[], object]) -> None:
+        self._accelerator, self._entering = accelerator, entering
+        self._last_step = _LastStep()
+
+    @contextlib.contextmanager
+    def join(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[Join | None]:
+        """As :meth:`Accelerator.join_uneven_inputs`; gives the :class:`stagereg.Join`, ``None`` on one process.
+
+        Raises:
+            JoinError: on all ranks: gradients are accumulated, there is not one model, or ranks have not done the same.
+        """
+        accelerator = self._accelerator
+        if accelerator.num_processes == 1:
+            yield None
+            return
+        models = [each for each in joinables if isinstance(each, torch.nn.Module)]
+        if len(models) != 1 or accelerator.gradient_accumulation_steps != 1:
+            raise JoinError(
+                "join_uneven_inputs takes one model here, and gradient_accumulation_steps of 1: accelerate ends an "
+                f"accumulation where a rank's own data ends, and the others do not. {_ELSE}"
+            )
+        stepped = [inner(each) for each in accelerator._optimizers]  # as the loop does it
+        others = [each for each in joinables if not any(each is one for one in (*models, *stepped))]
+        enable = not (accelerator.even_batches if even_batches is None else even_batches)
+        self._entering()
+        with contextlib.ExitStack() as after:
+            if even_batches is not None:
+                after.callback(_override_even_batches(accelerator._dataloaders, even_batches))
+            noted = self._last_step.noted(accelerator, models[0]) if enable else contextlib.nullcontext()
+            with Join([*models, *others, self._last_step.repeat], enable, mode="counted") as join, noted:
+                yield join
+            if enable:
+                self._compare()
+
+    def _compare(self) -> None:
+        """Have ranks go on only if they have done the same. Collective."""
+        project = self._accelerator.project_configuration
+        counts = [each.scheduler.last_epoch for each in self._accelerator._schedulers]
+        own = {"did in its last step": self._last_step.names, "has counted in its schedulers": counts}
+        found = gather_object([(own, project.iteration)])
+        for rank, (theirs, _) in enumerate(found):
+            for what, first in found[0][0].items():
+                if theirs[what] != first:
+                    raise JoinError(
+                        f"The ranks have drifted apart: what rank 0 {what} is {first}, and of rank {rank} it is "
+                        f"{theirs[what]}. A rank without data repeats its own last step, so each step has to do the "
+                        f"same; schedulers that step once an epoch do so after the block. {_ELSE}"
+                    )
+        project.iteration = max(iteration for _, iteration in found)  # a rank that had left saved with the others
+
+
+class _LastStep:
+    """What this rank has done since the first forward of its last step, but for the forward and the backward.
+
+    Attributes:
+        names: of these calls, with their limits.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._calls: list[Callable[[], object]] = []
+        self._ended = True  # whether the next forward begins another step
+
+    @contextlib.contextmanager
+    def noted(self, accelerator: Any, model: torch.nn.Module) -> Iterator[None]:
+        """Note the calls, for as long as this rank has data."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(model.register_forward_pre_hook(self._begin).remove)
+            undo.callback(_replace(accelerator, "backward", self._backward))
+            for name in ("clip_grad_norm_", "clip_grad_value_"):
+                undo.callback(_replace(accelerator, name, self._noting_clip(name)))
+            for name, objects in (("optimizer", accelerator._optimizers), ("scheduler", accelerator._schedulers)):
+                for i, each in enumerate(objects):
+                    undo.callback(_replace(each, "step", self._noting(f"step of {name} {i}")))
+            yield
+
+    def repeat(self) -> None:
+        """Do it again, when this rank's data has ended."""
+        if not self._calls:
+            raise JoinError(
+                "This rank has had no batch yet, so it does not know what follows backward() in a step of the others. "
+                f"Give each rank at least one batch in the first epoch. {_ELSE}"
+            )
+        for call in self._calls:
+            call()
+
+    def _begin(self, *_: object) -> None:
+        if self._ended and torch.is_grad_enabled():
+            self.names, self._calls, self._ended = [], [], False
+
+    def _backward(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._ended = True
+        return before(*args, **kwargs)
+
+    def _noting(self, name: str) -> Callable[..., Any]:
+        def noting(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.names.append(name)
+            self._calls.append(lambda: before(*args, **kwargs))
+            return before(*args, **kwargs)
+
+        return noting
+
+    def _noting_clip(self, name: str) -> Callable[..., Any]:
+        def noting(before: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            kept = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)  # not a generator
+            limits = ", ".join(f"{float(each):g}" for each in (*args, *kwargs.values()))
+            return self._noting(f"{name}({limits})")(before, kept, *args, **kwargs)
+
+        return noting
+
+
+def inner(optimizer: Any) -> Any:
+    """Return torch's optimizer of accelerate's."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _replace(owner: Any, name: str, by: Callable[..., Any]) -> Callable[[], None]:
+    """Have ``by(method, ...)`` called in place of a method of one object; return what undoes that."""
+    before = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: by(before, *args, **kwargs))
+    return lambda: delattr(owner, name)
+
+
+def _override_even_batches(loaders: Sequence[Any], even: bool) -> Callable[[], None]:
+    """Override ``even_batches`` as accelerate does; return what undoes that."""
+    sampled = [each.batch_sampler for each in loaders if not isinstance(each, DataLoaderDispatcher)]
+    if len(sampled) < len(loaders):
+        warnings.warn("even_batches is of map-style datasets; a dispatched data loader stays as it is", stacklevel=5)
+    before = [(each, each.even_batches) for each in sampled if hasattr(each, "even_batches")]
+    for each, _ in before:
+        each.even_batches = even
+
+    def undo() -> None:
+        for each, value in before:
+            each.even_batches = value
+
+    return undo

@@ -1,0 +1,605 @@
+"""attach: save_state and load_state through a Checkpointer, and uneven inputs with exact numbers; DDP and FSDP2."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import stagereg
+from stagereg.errors import CheckpointError, ConfigError, JoinError
+from stagereg.testing import run_ranks
+
+pytest.importorskip("accelerate", reason="make frameworks installs it")
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration, set_seed
+
+from stagereg.integrations.accelerate import attach
+
+EXAMPLE = Path(__file__).parents[2] / "examples/integrations/accelerate_train.py"
+LIMIT_S = 40
+
+
+class Counter:
+    """Something of the user's that is registered for checkpointing."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.n = state["n"]
+
+
+def parts() -> tuple[Any, Any, Any]:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+    adamw = torch.optim.AdamW(module.parameters(), lr=0.1)
+    return module, adamw, torch.optim.lr_scheduler.ExponentialLR(adamw, 0.9)
+
+
+class Program:
+    """A training program for accelerate, on one process or a rank of several."""
+
+    def __init__(self, fsdp: bool = False, seed: int = 0, adapter: bool = True, join: bool = False, **config: Any):
+        options = config.pop("options", {})
+        self.accelerator: Any = Accelerator(cpu=True, project_config=ProjectConfiguration(**config))
+        if fsdp:  # accelerate chooses FSDP on accelerators alone; all that follows is its own code
+            AcceleratorState().fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+            AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
+        set_seed(seed)
+        module, adamw, schedule = parts()
+        loader = DataLoader(TensorDataset(torch.randn(16, 4, dtype=torch.double)), batch_size=2, shuffle=True)
+        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
+            module, adamw, schedule, loader
+        )
+        self.counter = Counter()
+        self.accelerator.register_for_checkpointing(self.counter)
+        if adapter:
+            attach(self.accelerator, join=join, **options)
+
+    def step(self, x: torch.Tensor) -> None:
+        self.accelerator.backward(self.model(x).square().mean())
+        self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.counter.n += 1
+
+    def train(self, steps: int = 2) -> None:
+        for _ in range(steps):
+            self.step(torch.randn(4, 4, dtype=torch.double))
+
+    def seen(self) -> list[Any]:
+        """All that a checkpoint is to bring back, as values to compare; the random numbers are drawn."""
+        states = [self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict()]
+        generator = self.loader.synchronized_generator  # None on one process
+        order = None if generator is None else generator.get_state()
+        drawn = [random.random(), torch.rand(2)]
+        return plain([*states, self.counter.n, order, self.loader.iteration, self.accelerator.step, *drawn])
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key.removeprefix("module.") if isinstance(key, str) else key: plain(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    if isinstance(value, torch.Tensor):
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return whole.tolist()
+    return value
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """Forget what accelerate shares between the Accelerators of a process."""
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def reset() -> None:
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+
+
+# -- where checkpoints lie
+
+
+def test_a_directory_for_each_save_state(tmp_path: Path) -> None:
+    program = Program()
+    for step in (10, 20, 30):
+        program.train()
+        assert program.accelerator.save_state(str(tmp_path / f"checkpoint-{step}")) == tmp_path / f"checkpoint-{step}"
+        state = program.seen()
+    program.accelerator.end_training()
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-10", "checkpoint-20", "checkpoint-30"]
+    other = Program(seed=1)
+    other.accelerator.load_state(tmp_path / "checkpoint-30")
+    assert other.seen() == state
+
+
+def test_one_directory_keeps_the_newest(tmp_path: Path) -> None:
+    program = Program(options={"keep": 2})
+    for _ in range(4):
+        program.train()
+        program.accelerator.save_state(tmp_path / "last")
+        state = program.seen()
+    program.accelerator.end_training()
+    assert sorted(os.listdir(tmp_path / "last")) == ["latest", "step-00000002", "step-00000003"]
+    other = Program(seed=1)
+    other.accelerator.load_state(tmp_path / "last")
+    assert other.seen() == state
+    other.accelerator.save_state(tmp_path / "last")
+    other.accelerator.end_training()
+    assert sorted(os.listdir(tmp_path / "last")) == ["latest", "step-00000003", "step-00000004"]
+
+
+def test_what_is_loaded_goes_on_alike(tmp_path: Path) -> None:
+    program = Program()
+    program.train()
+    program.accelerator.save_state(tmp_path / "a")
+    program.train()
+    state = program.seen()
+    program.accelerator.load_state(tmp_path / "a")
+    program.train()
+    assert program.seen() == state
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    program = Program()
+    states = []
+    for _ in range(2):
+        program.train()
+        program.accelerator.save_state(tmp_path / "last")
+        states.append(program.seen())
+    program.accelerator.end_training()
+    file = next((tmp_path / "last/step-00000001").glob("*.distcp"))
+    file.write_bytes(b"x" + file.read_bytes()[1:])
+    other = Program(seed=1)
+    with caplog.at_level(logging.WARNING):
+        other.accelerator.load_state(tmp_path / "last")
+    assert other.seen() == states[0]
+    assert "step-00000001 is damaged and passed over" in caplog.text
+
+
+def test_automatic_names_are_steps_and_total_limit_is_keep(tmp_path: Path) -> None:
+    config = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True, "total_limit": 2}
+    program = Program(**config)
+    states = []
+    for _ in range(3):
+        program.train()
+        program.accelerator.save_state()
+        states.append(program.seen())
+    program.accelerator.end_training()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000001", "step-00000002"]
+
+    other = Program(seed=1, **config)
+    with pytest.raises(CheckpointError, match=r"earlier run, the newest 2: call load_state"):
+        other.accelerator.save_state()
+    other.accelerator.load_state(tmp_path / "checkpoints/checkpoint_1")
+    assert other.seen() == states[1]
+    other.accelerator.load_state()
+    assert other.seen() == states[2]
+    other.accelerator.save_state()
+    other.accelerator.end_training()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000002", "step-00000003"]
+
+
+def test_without_a_limit_all_automatic_ones_stay(tmp_path: Path) -> None:
+    program = Program(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    for _ in range(4):
+        program.accelerator.save_state()
+    program.accelerator.end_training()
+    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 4
+
+
+# -- migration
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_what_accelerate_alone_saved_is_loaded(tmp_path: Path, safe: bool) -> None:
+    program = Program(adapter=False)
+    program.train()
+    program.accelerator.save_state(str(tmp_path / "a"), safe_serialization=safe)
+    saved = program.seen()
+    other = Program(seed=1)
+    other.accelerator.load_state(str(tmp_path / "a"))
+    loaded = other.seen()
+    assert loaded[:4] == saved[:4]
+    assert loaded[-2:] == saved[-2:]
+    other.train()
+    other.accelerator.save_state(tmp_path / "a")
+    state = other.seen()
+    other.accelerator.load_state(tmp_path / "a")
+    assert other.seen() == state
+
+
+def test_the_newest_of_a_project_may_be_accelerates(tmp_path: Path) -> None:
+    config = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True}
+    program = Program(adapter=False, **config)
+    for _ in range(2):
+        program.train()
+        program.accelerator.save_state()
+        old = program.seen()
+    other = Program(seed=1, **config)
+    other.accelerator.load_state()
+    assert other.seen()[:4] == old[:4]
+    other.train()
+    other.accelerator.save_state()
+    new = other.seen()
+    other.accelerator.end_training()
+    assert sorted(each.name for each in (tmp_path / "checkpoints").glob("*_*")) == ["checkpoint_0", "checkpoint_1"]
+    assert (tmp_path / "checkpoints/step-00000002").is_dir()
+    third = Program(seed=2, **config)
+    third.accelerator.load_state()
+    assert third.seen() == new
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"every": 10}, "save_state says when"),
+        ({"dir": "x"}, "save_state\\(dir\\) says where"),
+        ({"kepe": 10}, "Did you mean 'keep'"),
+        ({"keep": 0}, "at least 1"),
+    ],
+)
+def test_options_of_no_use_are_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        attach(Accelerator(cpu=True), **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "why"),
+    [
+        (DistributedType.DEEPSPEED, {}, "this Accelerator is for DEEPSPEED"),
+        (DistributedType.NO, {"save_on_each_node": True}, "save_on_each_node"),
+        (DistributedType.NO, {"automatic_checkpoint_naming": True}, "project_dir"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(kind: DistributedType, config: dict[str, Any], why: str) -> None:
+    accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(**config))
+    AcceleratorState._shared_state["distributed_type"] = kind
+    with pytest.raises(ConfigError, match=why):
+        attach(accelerator)
+
+
+def test_hooks_are_refused_before_and_after(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    handle = accelerator.register_save_state_pre_hook(lambda models, weights, output_dir: None)
+    with pytest.raises(ConfigError, match="register_for_checkpointing"):
+        attach(accelerator)
+    handle.remove()
+    attach(accelerator)
+    for register in (accelerator.register_save_state_pre_hook, accelerator.register_load_state_pre_hook):
+        with pytest.raises(ConfigError, match="register_for_checkpointing"):
+            register(lambda *_: None)
+
+
+def test_attaching_twice_is_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    attach(accelerator)
+    with pytest.raises(ConfigError, match="attach once"):
+        attach(accelerator)
+
+
+def test_arguments_without_a_use_are_refused(tmp_path: Path) -> None:
+    accelerator: Any = Program().accelerator
+    with pytest.raises(ConfigError, match="safe_serialization=False"):
+        accelerator.save_state(tmp_path / "a", safe_serialization=False)
+    with pytest.raises(ConfigError, match="Name a directory"):
+        accelerator.save_state()
+    with pytest.raises(ConfigError, match="no checkpoint in"):
+        accelerator.load_state(tmp_path / "a")
+    accelerator.save_state(tmp_path / "a")
+    with pytest.raises(ConfigError, match="strict=False"):
+        accelerator.load_state(tmp_path / "a", strict=False)
+
+
+def test_a_changed_accelerate_is_named_with_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Accelerator, "save_state", lambda self, output_dir, renamed: None)
+    with pytest.raises(ConfigError, match=r"accelerate \d+\.\d+.* is installed.*written for.*save_state"):
+        attach(Accelerator(cpu=True))
+
+
+# -- the background
+
+
+def test_a_failed_save_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    program = Program()
+    program.accelerator.save_state(tmp_path / "a")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError):
+        program.accelerator.save_state(tmp_path / "file/b")
+    program.counter.n = lambda: None  # type: ignore[assignment]
+    with contextlib.suppress(CheckpointError):
+        program.accelerator.save_state(tmp_path / "c")
+        with pytest.raises(CheckpointError, match="custom"):
+            program.accelerator.end_training()
+    assert sorted(os.listdir(tmp_path)) == ["a", "file"]
+
+
+SCRIPT = """
+import sys, torch
+from accelerate import Accelerator
+from stagereg.integrations.accelerate import attach
+accelerator = Accelerator(cpu=True)
+attach(accelerator)
+model = accelerator.prepare(torch.nn.Linear(1000, 1000))
+accelerator.save_state(sys.argv[1])
+"""
+
+
+def test_the_end_of_the_process_waits_for_the_last_save(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", SCRIPT, tmp_path / "a"], check=True, timeout=LIMIT_S)
+    assert stagereg.open_checkpoint(str(tmp_path / "a"), verify=True)["model.weight"].shape == (1000, 1000)
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_freed_objects_are_not_kept(tmp_path: Path) -> None:
+    import gc
+    import weakref
+
+    program = Program()
+    program.accelerator.save_state(tmp_path / "a")
+    gone = weakref.ref(program.model)
+    program.accelerator.free_memory()
+    del program.model, program.optimizer, program.scheduler
+    gc.collect()
+    assert gone() is None
+
+
+# -- several ranks
+
+
+def saves(rank: int, world_size: int, root: str, fsdp: bool) -> list[Any]:
+    program = Program(fsdp=fsdp, seed=rank)
+    for step in range(4):
+        program.train()
+        program.accelerator.save_state(f"{root}/{step}")
+    program.train()
+    state = program.seen()
+    program.accelerator.load_state(f"{root}/3")
+    program.train()
+    again = program.seen()
+    reset()
+    other = Program(fsdp=fsdp, seed=7 + rank)
+    other.accelerator.load_state(f"{root}/3")
+    other.train()
+    states = [state, again, other.seen()]
+    other.accelerator.end_training()
+    return states
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
+def test_ranks_go_on_alike(tmp_path: Path, fsdp: bool) -> None:
+    for state, again, other in run_ranks(saves, 2, args=(str(tmp_path), fsdp), timeout_s=LIMIT_S):
+        assert state == again == other
+    assert sorted(os.listdir(tmp_path)) == ["0", "1", "2", "3"]
+
+
+def loads(rank: int, world_size: int, root: str) -> list[Any]:
+    program = Program(seed=7 + rank)
+    program.accelerator.load_state(root)
+    return [program.accelerator.num_processes, *program.seen()[:4]]
+
+
+def saves_sharded(rank: int, world_size: int, root: str) -> list[Any]:
+    program = Program(fsdp=True)
+    program.train()
+    program.accelerator.save_state(root)
+    state = program.seen()[:4]
+    program.accelerator.end_training()
+    return state
+
+
+def test_what_fsdp2_saved_another_number_of_ddp_ranks_loads(tmp_path: Path) -> None:
+    model, _, scheduler, counter = run_ranks(saves_sharded, 2, args=(str(tmp_path / "a"),), timeout_s=LIMIT_S)[0]
+    for loaded in run_ranks(loads, 3, args=(str(tmp_path / "a"),), timeout_s=LIMIT_S):
+        assert loaded[:2] == [3, model]
+        assert loaded[3:] == [scheduler, counter]
+
+
+# -- uneven inputs
+
+LENGTHS = ((3, 5), (4, 2), (2, 3))
+
+
+def batches(rank: int, epoch: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * epoch + rank)
+    return [torch.randn(3, 4, dtype=torch.double, generator=generator) for _ in range(LENGTHS[epoch][rank])]
+
+
+def joins(rank: int, world_size: int, fsdp: bool, root: str) -> list[Any]:
+    program = Program(fsdp=fsdp, join=True)
+    for epoch in range(len(LENGTHS)):
+        with program.accelerator.join_uneven_inputs([program.model], even_batches=False):
+            for i, x in enumerate(batches(rank, epoch)):
+                program.step(x)
+                if i == 3:  # one rank has left by then
+                    program.accelerator.save_state(f"{root}/{epoch}")
+    states = [
+        program.model.state_dict(),
+        program.optimizer.state_dict()["state"],
+        program.scheduler.scheduler.last_epoch,
+    ]
+    found = plain([*states, program.accelerator.project_configuration.iteration, sorted(vars(program.optimizer))])
+    program.accelerator.load_state(f"{root}/1")
+    return [*found, plain(program.model.state_dict())]
+
+
+def expected() -> list[Any]:
+    """What one process computes: in each step the mean over the world of the ranks' gradients."""
+    set_seed(0)
+    module, optimizer, scheduler = parts()
+    saved: Any = None
+    for epoch, lengths in enumerate(LENGTHS):
+        inputs = [batches(rank, epoch) for rank in range(2)]
+        for i in range(max(lengths)):
+            (sum(module(each[i]).square().mean() for each in inputs if i < len(each)) / 2).backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            optimizer.step()
+            for _ in range(2):  # AcceleratedScheduler: once for each process
+                scheduler.step()
+            optimizer.zero_grad()
+            if epoch == 1 and i == 3:
+                saved = plain(module.state_dict())
+    return [plain(module.state_dict()), plain(optimizer.state_dict()["state"]), scheduler.last_epoch, 2, saved]
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
+def test_uneven_inputs_have_exact_numbers(tmp_path: Path, fsdp: bool) -> None:
+    first, second = run_ranks(joins, 2, args=(fsdp, str(tmp_path)), timeout_s=LIMIT_S)
+    assert first == second
+    assert "step" not in first.pop(4), "what was replaced is put back"
+    for found, right in zip(first, expected(), strict=True):
+        assert_close(found, right)
+
+
+def assert_close(found: Any, right: Any) -> None:
+    if isinstance(right, dict):
+        assert found.keys() == right.keys()
+        for key in right:
+            assert_close(found[key], right[key])
+    else:
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(right), rtol=1e-9, atol=1e-12)
+
+
+def drifts(rank: int, world_size: int, how: str) -> str:
+    program = Program(join=True)
+    accelerator = program.accelerator
+    with pytest.raises(JoinError) as error:  # noqa: PT012
+        if how == "accumulates":
+            accelerator.gradient_accumulation_steps = 2
+        with accelerator.join_uneven_inputs([program.model], even_batches=False):
+            for x in batches(rank, 0)[: 0 if how == "no batch" and rank == 0 else 9]:
+                program.step(x)
+            if how == "schedule":
+                program.scheduler.step()
+            if how == "clips once" and rank == 1:
+                accelerator.clip_grad_norm_(program.model.parameters(), 0.25)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("accumulates", "gradient_accumulation_steps of 1"),
+        ("no batch", "This rank has had no batch yet"),
+        ("schedule", r"what rank 0 has counted in its schedulers is \[16\], and of rank 1 it is \[12\]"),
+        ("clips once", r"what rank 0 did in its last step is .'clip_grad_norm_\(0.5\)', 'step of optimizer 0'"),
+    ],
+)
+def test_what_would_drift_is_an_error_on_all_ranks(how: str, why: str) -> None:
+    for text in run_ranks(drifts, 2, args=(how,), timeout_s=LIMIT_S):
+        assert re.search(why, text), text
+
+
+def loops_as_accelerate(rank: int, world_size: int) -> list[Any]:
+    program = Program(join=True)
+    sampler = program.loader.batch_sampler
+    lengths = []
+    for even in (None, True, False):
+        with program.accelerator.join_uneven_inputs([program.model], even_batches=even):
+            lengths.append(sampler.even_batches)
+            for (x,) in program.loader:
+                program.step(x)
+    return [*lengths, sampler.even_batches, program.counter.n]
+
+
+def test_even_batches_are_overridden_as_accelerate_does() -> None:
+    for found in run_ranks(loops_as_accelerate, 2, timeout_s=LIMIT_S):
+        assert found == [True, True, False, True, 12]
+
+
+# -- the example, as a user runs it
+
+
+def example(dir: Path, epochs: int, kill_at: int | None = None, after_s: float = 0.0) -> list[str]:
+    """Run the example on two ranks, or kill both so long after it has saved a step; return its digests."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    ranks: list[subprocess.Popen[str]] = []
+    for rank in range(2):  # as torchrun starts them, but in one process group
+        sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        env = {**os.environ, **{name: str(value) for name, value in sizes.items()}, "MASTER_ADDR": "127.0.0.1"}
+        env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, str(EXAMPLE), "--dir", str(dir), "--epochs", str(epochs)]
+        group = ranks[0].pid if ranks else 0
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        ranks.append(subprocess.Popen(command, env=env, process_group=group, **pipes))
+    ends = time.monotonic() + LIMIT_S
+    try:
+        if kill_at is not None:
+            while newest(dir) < kill_at and ranks[0].poll() is None and time.monotonic() < ends:
+                time.sleep(0.002)
+            time.sleep(after_s)
+            os.killpg(ranks[0].pid, signal.SIGKILL)
+        output = "".join(each.communicate(timeout=LIMIT_S)[0] for each in ranks)
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
+    assert {each.returncode for each in ranks} == {0 if kill_at is None else -signal.SIGKILL}, output
+    return re.findall(r"digest ([0-9a-f]{16})", output)
+
+
+def newest(dir: Path) -> int:
+    names = os.listdir(dir) if dir.is_dir() else []
+    return max((int(each[5:13]) for each in names if each.startswith("step-")), default=-1)
+
+
+def content(dir: Path) -> dict[str, Any]:
+    with stagereg.open_checkpoint(str(dir), verify=True) as checkpoint:
+        tensors = {name: checkpoint[name].tolist() for name in checkpoint}
+        return {"tensors": tensors, **{name: checkpoint.entry(name) for name in ("scheduler", "custom", "accelerator")}}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, Any]]:
+    dir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    digests = example(dir, 4)
+    assert len(digests) == 2
+    assert digests[0] == digests[1]
+    return digests, content(dir)
+
+
+def killed_and_resumed(dir: Path, seed: int, kills: int) -> tuple[list[str], dict[str, Any]]:
+    drawn = random.Random(seed)
+    for _ in range(kills):
+        example(dir, 4, drawn.randint(newest(dir) + 1, 9), drawn.uniform(0.0, 0.05))
+    return example(dir, 4), content(dir)
+
+
+def test_stopped_killed_and_resumed_ends_bit_for_bit_alike(uninterrupted: Any, tmp_path: Path) -> None:
+    example(tmp_path / "run", 1)
+    assert newest(tmp_path / "run") == 2
+    assert killed_and_resumed(tmp_path / "run", 1, kills=1) == uninterrupted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 10))
+def test_killed_at_more_moments(uninterrupted: Any, tmp_path: Path, seed: int) -> None:
+    assert killed_and_resumed(tmp_path / "run", seed, kills=1) == uninterrupted
