@@ -118,7 +118,7 @@ def preempted(folder: Path, rank: int) -> dict[str, Any]:
                 time.sleep(0.001)
 
     preemption_consensus._EVERY_S = 0.0
-    hf = example.trainer(str(folder), STEPS, [StageregCallback(), At(3, signal_one)])
+    hf = example.trainer(str(folder), STEPS, [StageregCallback(), At(3, signal_one)], save_steps=STEPS)
     try:
         hf.train(resume_from_checkpoint=True)
     except Preempted as exit:
@@ -161,14 +161,6 @@ def best(folder: Path, stops: int | None) -> dict[str, Any]:
     return {**ended(hf), **state, "files": files, "counted": counted.steps, "kept": kept}
 
 
-def of_the_trainer(folder: Path) -> dict[str, Any]:
-    """Begun without stagereg, and gone on with it."""
-    hf = example.trainer(str(folder), STEPS, [At(5, stop)])
-    with pytest.raises(Stop):
-        hf.train()
-    return ended(run(folder))
-
-
 def again(folder: Path) -> dict[str, Any]:
     run(folder)
     taken: list[int] = []
@@ -184,7 +176,6 @@ def scenarios(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         **{f"stopped {when}": stopped_at(step, folder / f"stopped at {step}") for when, step in STOPS.items()},
         "preempted": preempted(folder / "preempted", rank),
         "damaged": damaged(folder / "damaged", rank),
-        "of the trainer": of_the_trainer(folder / "trainer"),
         "finished": again(folder / "finished"),
         "accumulating": ended(run(folder / "more", gradient_accumulation_steps=2, save_total_limit=None)),
         "accumulating, stopped": stopped_at(7, folder / "less", gradient_accumulation_steps=2),
@@ -220,11 +211,6 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(how: str, on_two_ranks: dict
     whole, found = on_two_ranks["uninterrupted"], on_two_ranks[how]
     assert {name: found[name] for name in SAME} == {name: whole[name] for name in SAME}
     assert whole["step"] == STEPS
-
-
-def test_a_run_that_the_trainer_saved_goes_on(on_two_ranks: dict[str, Any]) -> None:
-    whole, found = on_two_ranks["uninterrupted"], on_two_ranks["of the trainer"]
-    assert {name: found[name] for name in SAME} == {name: whole[name] for name in SAME}
 
 
 def test_accumulated_gradients_make_no_difference(on_two_ranks: dict[str, Any]) -> None:
@@ -320,6 +306,16 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [10, 12]
 
 
+def test_a_run_that_the_trainer_saved_goes_on(tmp_path: Path) -> None:
+    hf = example.trainer(str(tmp_path), STEPS, [At(7, stop)])
+    with pytest.raises(Stop):
+        hf.train()
+    count = Count()
+    found = ended(run(tmp_path, count))
+    assert count.steps == STEPS - 6
+    assert found == ended(run(tmp_path / "whole"))
+
+
 def test_every_saves_in_place_of_the_trainers_steps(tmp_path: Path) -> None:
     hf = example.trainer(
         str(tmp_path), 8, [StageregCallback(every=3, keep=9)], save_strategy="no", save_total_limit=None
@@ -335,10 +331,11 @@ def test_an_epoch_at_a_time_is_saved(tmp_path: Path) -> None:
 
 def test_a_path_chooses_the_checkpoint(tmp_path: Path) -> None:
     run(tmp_path, save_total_limit=None)
-    hf = example.trainer(str(tmp_path / "other"), STEPS, [StageregCallback()])
+    count = Count()
+    hf = example.trainer(str(tmp_path / "other"), STEPS, [StageregCallback(), count])
     hf.train(resume_from_checkpoint=str(tmp_path / "checkpoints" / "step-00000004"))
     assert [each["step"] for each in hf.state.log_history if "loss" in each] == list(range(1, STEPS + 1))
-    assert hf._initial_global_step == 4
+    assert count.steps == STEPS - 4
 
 
 def test_what_a_subclass_does_when_it_saves_is_done(tmp_path: Path) -> None:

@@ -1,0 +1,301 @@
+"""torchtitan saves and resumes through a Checkpointer: one line of the function that returns the trainer's config::
+
+    - checkpoint=CheckpointManager.Config(interval=500, last_save_model_only=False),
+    + checkpoint=StageregCheckpointManager.Config(interval=500, last_save_model_only=False),
+
+Checkpoints have torchtitan's entries: parameters by their names with nothing before them, ``optimizer``,
+``lr_scheduler``, ``train_state`` and ``dataloader``, in torch's format. So torchtitan's own manager and scripts read
+them, and what these have saved is restored here, sharded over ranks in any other way.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.errors import CheckpointError, ConfigError, InstallationError, nearest
+from stagereg.registry import build
+
+_WRITTEN_FOR = "0.3"
+_FOUND = version("torchtitan")
+try:
+    from torchtitan.components.checkpointer import base, dcp
+    from torchtitan.tools import filesystem
+except ImportError as error:
+    raise InstallationError(
+        f"torchtitan {_FOUND} has no checkpoint managers as {_WRITTEN_FOR} has them, for which this adapter was "
+        f"written ({error}): pip install 'torchtitan>={_WRITTEN_FOR}'"
+    ) from error
+
+__all__ = ["StageregCheckpointManager"]
+
+_METHODS = {
+    "dcp_load": ("self", "state_dict", "checkpoint_id", "from_hf", "from_quantized"),
+    "dcp_save": ("self", "state_dict", "checkpoint_id", "async_mode", "enable_garbage_collection", "to_hf"),
+    "_load": ("self", "step"),
+    "_save": ("self", "curr_step", "last_step"),
+    "_maybe_wait_for_staging": ("self",),
+    "_wait_for_saving": ("self",),
+    "_close": ("self",),
+}
+_DECIDED = ["dir", "enable", "every", "keep", "mtbf", "process_group", "resume", "save_last", "stager", "storage"]
+_MODEL_ALONE = (
+    "It is the model alone, left by last_save_model_only at the end of a run. To train on from before, set "
+    "checkpoint.load_step; to begin with it, name it as checkpoint.initial_load_path of another folder."
+)
+_STEP_NAME = re.compile(r"step-(\d+)(\.[0-9a-f]+)?", re.ASCII)
+_MANIFEST, _METADATA = "manifest.json", ".metadata"
+
+
+class _NotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint of the step that was asked for."""
+
+
+class StageregCheckpointManager(base.BaseCheckpointManager):
+    """Saves and restores as torchtitan's ``CheckpointManager`` does, through :class:`stagereg.Checkpointer`.
+
+    ``save`` returns when the state is staged; it is written and committed in the background. Before each optimizer step
+    the Trainer calls ``maybe_wait_for_staging``, where a stager that reads live memory finishes. A save that failed is
+    raised by the next one and by ``close``, which wait for what is under way; so does the end of the process. SIGTERM
+    and SIGUSR1 have all ranks save after the step that they are in, and exit with status 75 (``grace``).
+
+    ``load`` takes the newest undamaged checkpoint in the folder, also one of torchtitan's own manager. Every rank's
+    random numbers are restored too, where as many ranks saved. ``last_save_model_only`` and ``export_dtype`` are kept.
+
+    Args:
+        config: see :class:`Config`.
+        dataloader: and the others as for torchtitan's ``CheckpointManager``, from the Trainer. Call it on all ranks.
+
+    Raises:
+        ConfigError: an option is of no use, or ``last_save_in_hf`` without ``sd_adapter``.
+        InstallationError: torchtitan's managers have other methods than those that this was written for.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(base.BaseCheckpointManager.Config):
+        """torchtitan's options for checkpoints, and those of stagereg."""
+
+        stager: str = "overlapped"
+        """Copies the state: the name of a stager (``stagereg ls``)."""
+
+        storage: str = "dcp"
+        """Writes the files: the name of a storage; torchtitan's own tools read ``dcp``."""
+
+        checkpoint_options: dict[str, Any] = field(default_factory=dict)
+        """Other arguments of ``stagereg.Checkpointer``: ``verify``, ``on_error``, ``timeout``, ``grace`` and others."""
+
+        def __post_init__(self) -> None:
+            base.BaseCheckpointManager.Config.__post_init__(self)
+            known = inspect.signature(Checkpointer).parameters.keys() - set(_DECIDED)
+            for name in self.checkpoint_options.keys() - known:
+                if name in _DECIDED:
+                    raise ConfigError(f"checkpoint_options has {name!r}: torchtitan's options of checkpoint decide it.")
+                raise ConfigError(f"stagereg.Checkpointer has no option {name!r}.{nearest(name, known)}")
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> StageregCheckpointManager:
+        _expect_known_version()
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[torch.nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any,
+        base_folder: str = "",
+    ) -> None:
+        self.enable, self.save_future = config.enable, cast("Future[None] | None", None)
+        if not self.enable:
+            return
+        if config.last_save_in_hf and sd_adapter is None:
+            raise ConfigError("checkpoint.last_save_in_hf needs a state dict adapter, which this model has none of.")
+        self.config, self.folder, self.sd_adapter = config, filesystem.join(base_folder, config.folder), sd_adapter
+        self._parts = model_parts
+        self._others = {"optimizer": optimizers, "dataloader": dataloader, "lr_scheduler": lr_schedulers, **states}
+        self.states = {**self._others, base.MODEL: base.ModelWrapper(model_parts)}
+        self._stager = build("stager", config.stager)
+        self._staging = False
+        # What is only loaded from is neither locked nor written to, and no signal is answered.
+        self._scratch = _agreed(tempfile.mkdtemp) if config.load_only else None
+        options = config.checkpoint_options | ({"grace": None} if config.load_only else {})
+        self._checkpointer = Checkpointer(
+            self._scratch or self.folder,
+            every=config.interval,
+            keep=config.keep_latest_k or sys.maxsize,
+            stager=self._stager,
+            storage=build("storage", config.storage),
+            save_last=False,
+            **options,
+        )
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save at multiples of the interval, at the last step, and when the ranks have agreed to leave."""
+        if self.config.load_only:
+            return False
+        first = curr_step == 1 and self.config.enable_first_step_checkpoint
+        if not (self._checkpointer.due(curr_step) or first or last_step):
+            return False
+        export = last_step and self.config.last_save_model_only
+        if export and self.config.last_save_in_hf:
+            self._checkpointer.wait()
+            self._export_hf(curr_step)
+            return True
+        state = self._exported() if export else {**self._others, **self.states[base.MODEL].state_dict()}
+        self._checkpointer.save(curr_step, state)
+        self._staging, self.save_future = True, Future()
+        if last_step:
+            self.maybe_wait_for_saving()
+        return True
+
+    def _maybe_wait_for_staging(self) -> None:
+        """Wait until the copy of the last save is complete, before the optimizer writes what it is made of."""
+        if self._staging:
+            self._stager.synchronize_staging()
+            self._staging = False
+
+    def _wait_for_saving(self) -> None:
+        """Wait until every save is complete. Raises: ``CheckpointError`` if one failed."""
+        self._checkpointer.wait()
+        if self.save_future is not None:
+            self.save_future.set_result(None)
+        self.save_future = None
+
+    def _close(self) -> None:
+        """Wait for every save and free all. Raises: ``CheckpointError`` if one failed and was not reported yet."""
+        if not hasattr(self, "_checkpointer"):
+            return
+        try:
+            self._checkpointer.close()
+        finally:
+            if self._scratch is not None and not (dist.is_initialized() and dist.get_rank()):
+                shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _load(self, step: int = -1) -> bool:
+        """Restore a checkpoint of the folder, or what ``initial_load_path`` says if there is none."""
+        of_titan, own = _agreed(lambda: _steps_in(self.folder))
+        there = {**of_titan, **own}
+        if step != -1 and step not in there:
+            raise _NotFoundError(
+                f"checkpoint.load_step={step} was not found in {self.folder}, which has "
+                f"{', '.join(map(str, sorted(there))) or 'no checkpoint'}."
+            )
+        if step == -1 and not there:
+            return self._load_initial()
+        newest = max(there) if step == -1 else step
+        fall_back = step == -1 and newest in own and not self.config.load_only
+        chosen = "auto" if fall_back else there[newest]
+        return self._restore(chosen, model_only=newest == 0, plain=newest not in own)
+
+    def _load_initial(self) -> bool:
+        config, path = self.config, self.config.initial_load_path
+        if config.initial_load_in_hf:
+            path = path or (self.sd_adapter.hf_assets_path if self.sd_adapter is not None else None)
+            if self.sd_adapter is None or not path:
+                raise ConfigError("checkpoint.initial_load_in_hf needs a state dict adapter, and a path to load from.")
+            model = self.states[base.MODEL].state_dict()
+            dcp.CheckpointManager.dcp_load(self, model, path, True, config.initial_load_in_hf_quantized)
+            return True
+        if path is None:
+            return False
+        if not filesystem.isdir(path):
+            raise ConfigError(f"checkpoint.initial_load_path={path} is no directory.")
+        plain = not filesystem.isfile(filesystem.join(path, _MANIFEST))
+        return self._restore(path, config.initial_load_model_only, plain)
+
+    def _restore(self, chosen: str, model_only: bool, plain: bool) -> bool:
+        """Restore what ``Checkpointer(resume=chosen)`` takes; from ``plain`` torch, by the names of parameters."""
+        excluded = self.config.exclude_from_loading
+        if unknown := [name for name in excluded if name not in self._others]:
+            raise ConfigError(f"checkpoint.exclude_from_loading has {unknown[0]!r}, of which there is no state.")
+        state = {} if model_only else {name: x for name, x in self._others.items() if name not in excluded}
+        state |= {base.MODEL: self._parts} if plain else self.states[base.MODEL].state_dict()
+        self._checkpointer.resume = chosen
+        try:
+            found = self._checkpointer.restore(state)
+        except CheckpointError as error:
+            if "There is no 'optimizer' in it" not in str(error):
+                raise
+            raise CheckpointError(f"{error}\n{_MODEL_ALONE}") from error
+        if found is not None and not plain:
+            self.states[base.MODEL].load_state_dict(state)  # for parts that save otherwise than they are
+        return found is not None
+
+    def _exported(self) -> dict[str, Any]:
+        found, dtype = dict(self.states[base.MODEL].state_dict()), getattr(torch, self.config.export_dtype)
+        for name, value in found.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                found[name] = value.detach().to(dtype)
+        return found
+
+    def _export_hf(self, step: int) -> None:
+        """Write the model as Hugging Face has it, into ``step-N-hf``, which is complete or absent."""
+        final, beside = (os.path.join(self.folder, name) for name in (f"step-{step}-hf", f".step-{step}-hf.tmp"))
+
+        def commit() -> None:
+            shutil.rmtree(os.path.join(beside, "sharded"), ignore_errors=True)
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(beside, final)
+
+        _agreed(lambda: shutil.rmtree(beside, ignore_errors=True))
+        dcp.CheckpointManager.dcp_save(self, self._exported(), beside, dcp.AsyncMode.DISABLED, to_hf=True)
+        if dist.is_initialized():
+            dist.barrier()
+        _agreed(commit)
+
+
+def _steps_in(folder: str) -> tuple[dict[int, str], dict[int, str]]:
+    """Return the paths of checkpoints by step: those of torchtitan's own managers, and those of stagereg."""
+    plain, own = dict[int, str](), dict[int, str]()
+    for name in filesystem.listdir(folder) if filesystem.isdir(folder) else ():
+        path = filesystem.join(folder, name)
+        if found := _STEP_NAME.fullmatch(name):
+            if filesystem.isfile(filesystem.join(path, _MANIFEST)):
+                own[int(found[1])] = path
+            elif filesystem.isfile(filesystem.join(path, _METADATA)):
+                plain[int(found[1])] = path
+    return plain, own
+
+
+def _agreed(look: Callable[[], Any]) -> Any:
+    """Return on all ranks what ``look`` returns, or raise what it raises, on the first."""
+    if not dist.is_initialized():
+        return look()
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [look()]
+        except OSError as error:
+            found = [error]
+    dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], OSError):
+        raise found[0]
+    return found[0]
+
+
+def _expect_known_version() -> None:
+    """Raise ``InstallationError`` where torchtitan calls other methods than those that are written here."""
+    called = {*_METHODS, *base.BaseCheckpointManager.__abstractmethods__}
+    there = {name: inspect.signature(getattr(dcp.CheckpointManager, name, str)).parameters for name in sorted(called)}
+    wrong = [name for name, arguments in there.items() if tuple(arguments) != _METHODS.get(name)]
+    if wrong:
+        raise InstallationError(
+            f"torchtitan {_FOUND} has another {', '.join(wrong)} than {_WRITTEN_FOR}, for which this was "
+            f"written: pip install 'torchtitan=={_WRITTEN_FOR}.*'"
+        )
