@@ -37,10 +37,11 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.opened import open_checkpoint
 from stagereg.errors import CheckpointError, ConfigError, InstallationError, StageregError, nearest
+from stagereg.integrations.lightning_uneven import UnevenInputs
 from stagereg.integrations.linked import LinkedCheckpoints, choose, delete, split
 from stagereg.registry import build, names
 
-__all__ = ["StageregCheckpointIO"]
+__all__ = ["StageregCheckpointIO", "UnevenInputs"]
 
 _VERSIONS = "2.5 to 2.6"
 _LIGHTNINGS = {

@@ -1,0 +1,157 @@
+"""Uneven inputs in Lightning's ``Trainer``: the callback :class:`UnevenInputs` of :mod:`.lightning`.
+
+A rank out of data goes on with empty batches for as long as others have some, so all ranks run the same loop: the
+loader that the Trainer gets is as long as the longest, and loops over :meth:`stagereg.Join.iterate`. The loss that
+``training_step`` returns, a mean over the batch, is made the mean over the samples of all ranks before its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch.distributed.fsdp import FSDPModule
+
+from stagereg.errors import JoinError
+from stagereg.join.context import Join
+
+__all__ = ["UnevenInputs"]
+
+
+class UnevenInputs(pl.Callback):
+    """Trains ranks with different numbers of batches to the end: ``Trainer(callbacks=[UnevenInputs()])``.
+
+    What is trained is what one process would train on the batches of all ranks: in each step the mean over all of their
+    samples. ``training_step`` stays as it is, and has to bear a batch of no samples: ``x.flatten(1)``, not
+    ``x.view(len(x), -1)``; the mean of nothing may be NaN. It is for ``automatic_optimization``, one train loader that
+    has a length on every rank, and DDP or ``ModelParallelStrategy``. Give the Trainer ``use_distributed_sampler=False``
+    where the ranks have data of their own: Lightning's sampler repeats samples until all ranks have as many.
+
+    Args:
+        samples: how many samples, or tokens, the loss of a batch is a mean over; ``None``: the batch's first dimension.
+        timeout: seconds after which a rank that does not come to a step is an error on the others; longer than any
+            step, validation and checkpoints in it included.
+
+    Raises:
+        JoinError: the Trainer uses what is not served; before the first step, on all ranks.
+        PeerFailedError: another rank has failed, while training.
+    """
+
+    def __init__(self, samples: Callable[[Any], float] | None = None, timeout: float = 1800.0) -> None:
+        self._samples: Callable[[Any], float] = samples or extract_batch_size
+        self._timeout = timeout
+        self._join: Join | None = None
+        self._batches: Iterator[Any] | None = None
+        self._n = 0.0  # samples in the batch of this step
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Have the Trainer get loaders of this class, and losses averaged."""
+        strategy = trainer.strategy
+        if stage != "fit" or isinstance(strategy, SingleDeviceStrategy):
+            return
+        if not isinstance(strategy, DDPStrategy | ModelParallelStrategy):
+            raise JoinError(f"UnevenInputs serves DDP and ModelParallelStrategy, not {type(strategy).__name__}.")
+        if not pl_module.automatic_optimization:
+            raise JoinError("UnevenInputs needs automatic_optimization: it averages the loss of training_step.")
+        self._trainer = trainer
+        wrapped: dict[str, Callable[..., Any]] = {"process_dataloader": self._process, "backward": self._backward}
+        for name, method in wrapped.items():
+            setattr(strategy, name, method)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse several loaders."""
+        loader = trainer.train_dataloader
+        if trainer.world_size > 1 and not isinstance(loader, _JoinedLoader):
+            raise JoinError(f"UnevenInputs serves one train loader, not {type(loader).__name__} of them.")
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Count the samples."""
+        self._n = float(self._samples(batch))
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave the join; all ranks have come to the same step."""
+        self._leave()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Have the other ranks know."""
+        self._leave(type(exception), exception, exception.__traceback__)
+
+    def _process(self, loader: Any) -> Any:
+        """In the place of ``Strategy.process_dataloader``."""
+        strategy = self._trainer.strategy
+        loader = type(strategy).process_dataloader(strategy, loader)
+        if not self._trainer.training:
+            return loader
+        try:
+            length = len(loader)
+        except (TypeError, NotImplementedError):
+            length = -1
+        lengths: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(lengths, length)
+        if -1 in lengths:
+            raise JoinError(
+                f"The train loader of rank {lengths.index(-1)} has no length. Lightning then fetches each batch before "
+                "the step of the last one, so no rank can wait for others there. Give the dataset a __len__: that of "
+                "this rank, at most."
+            )
+        return _JoinedLoader(loader, max(lengths), self.iterate)
+
+    def iterate(self, loader: Any) -> Iterator[Any]:
+        """Loop over ``loader`` in a join, which is entered with the first batch."""
+        self._leave()
+        strategy = self._trainer.strategy
+        sharded = [module for module in self._trainer.lightning_module.modules() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            module.reshard()  # validation leaves the outermost one whole
+        if not sharded and not isinstance(strategy, DDPStrategy):
+            raise JoinError(
+                "UnevenInputs found no module of fully_shard in the model, so nothing says where steps begin."
+            )
+        model = sharded[0] if sharded else strategy.model
+        self._join = Join([model], mode="auto", timeout=self._timeout)
+        self._join.__enter__()
+        self._batches = self._join.iterate(loader)
+        yield from self._batches
+
+    def _backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> None:
+        """In the place of ``Strategy.backward``."""
+        strategy = self._trainer.strategy
+        if self._join is not None:
+            closure_loss = self._join.mean(closure_loss * self._n, self._n)
+        type(strategy).backward(strategy, closure_loss, *args, **kwargs)
+
+    def _leave(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        join, batches = self._join, self._batches
+        self._join = self._batches = None
+        if join is not None:
+            if batches is not None:
+                batches.close()  # type: ignore[attr-defined]
+            join.__exit__(kind, error, trace)
+
+
+class _JoinedLoader:
+    """As many batches on all ranks as the longest loader has, some of them empty."""
+
+    def __init__(self, loader: Any, length: int, iterate: Callable[[Any], Iterator[Any]]) -> None:
+        self._loader, self._length, self._iterate = loader, length, iterate
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterate(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
