@@ -4,11 +4,9 @@
     + stagereg.integrations.accelerate.attach(accelerator, join=True)
 
 accelerate's own hooks replace the model's file alone, so :func:`attach` replaces methods of that one Accelerator; the
-program stays as it is.
-
-``save_state(dir)`` returns when the state is staged; ``dir`` appears when its first checkpoint is complete, and a later
-save to it puts another one beside that. ``load_state(dir)`` takes the newest undamaged one in it, and what accelerate
-alone has saved goes to accelerate's own method.
+program stays as it is. ``save_state(dir)`` returns when the state is staged; ``dir`` appears when its first checkpoint
+is complete, and a later save to it puts another one beside that. ``load_state(dir)`` takes the newest undamaged one in
+it, and what accelerate alone has saved goes to accelerate's own method.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import re
 import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,7 +25,8 @@ from typing import Any, NoReturn
 from accelerate import Accelerator, __version__
 from accelerate.utils import DistributedType, broadcast_object_list
 
-from stagereg import Checkpointer, per_rank
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.entries import per_rank
 from stagereg.errors import CheckpointError, ConfigError, nearest
 from stagereg.integrations.accelerate_join import UnevenInputs, inner
 
@@ -98,12 +98,9 @@ class _Attached:
         self._free_as_before = accelerator.free_memory
         options = {"grace": None, "resume": "never", "save_last": False, **self._checked(options)}
         # A Checkpointer has a directory from the beginning; the first save leaves this one.
-        self._empty = self._agreed(lambda: tempfile.mkdtemp(prefix="stagereg-"))
-        try:
-            self._checkpointer = Checkpointer(self._empty, **options)
-        except BaseException:
-            self._discard_empty()
-            raise
+        empty = self._agreed(lambda: tempfile.mkdtemp(prefix="stagereg-"))
+        self._discard_empty = weakref.finalize(self, shutil.rmtree, empty, ignore_errors=True)
+        self._checkpointer = Checkpointer(empty, **options)
         self._goes_on = False  # whether its checkpoints are of this run
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
         accelerator.end_training, accelerator.free_memory = self.end_training, self.free_memory
@@ -161,7 +158,6 @@ class _Attached:
         try:
             self._checkpointer.close()
         finally:
-            self._discard_empty()
             self._end_as_before()
 
     def free_memory(self, *objects: Any) -> Any:
@@ -208,10 +204,6 @@ class _Attached:
                 raise ConfigError(f"total_limit={limit} and keep={options['keep']} say different things: give one.")
             return options
         return {**options, "keep": sys.maxsize if limit is None else limit}
-
-    def _discard_empty(self) -> None:
-        if self._accelerator.is_main_process:
-            shutil.rmtree(self._empty, ignore_errors=True)
 
     def _agreed(self, look: Callable[[], Any]) -> Any:
         """Return what rank 0 sees. Collective."""

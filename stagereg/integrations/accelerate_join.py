@@ -17,8 +17,8 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
 
-from stagereg import Join
 from stagereg.errors import JoinError
+from stagereg.join.context import Join
 
 __all__ = ["UnevenInputs", "inner"]
 

@@ -264,7 +264,7 @@ class CheckpointStore:
             if self._hold is not None:
                 self._hold.moved(self.appears_as)
             self.appeared()
-            _sync(Path(self.root).parent)
+            sync(Path(self.root).parent)
             path = f"{self.root}/{os.path.basename(path)}"
         failpoint("retained")
         return path
