@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -97,12 +98,9 @@ class _Attached:
         self._free_as_before = accelerator.free_memory
         options = {"grace": None, "resume": "never", "save_last": False, **self._checked(options)}
         # A Checkpointer has a directory from the beginning; the first save leaves this one.
-        self._empty = self._agreed(lambda: tempfile.mkdtemp(prefix="stagereg-"))
-        try:
-            self._checkpointer = Checkpointer(self._empty, **options)
-        except BaseException:
-            self._discard_empty()
-            raise
+        empty = self._agreed(lambda: tempfile.mkdtemp(prefix="stagereg-"))
+        self._discard_empty = weakref.finalize(self, shutil.rmtree, empty, ignore_errors=True)
+        self._checkpointer = Checkpointer(empty, **options)
         self._goes_on = False  # whether its checkpoints are of this run
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
         accelerator.end_training, accelerator.free_memory = self.end_training, self.free_memory
@@ -160,7 +158,6 @@ class _Attached:
         try:
             self._checkpointer.close()
         finally:
-            self._discard_empty()
             self._end_as_before()
 
     def free_memory(self, *objects: Any) -> Any:
@@ -207,10 +204,6 @@ class _Attached:
                 raise ConfigError(f"total_limit={limit} and keep={options['keep']} say different things: give one.")
             return options
         return {**options, "keep": sys.maxsize if limit is None else limit}
-
-    def _discard_empty(self) -> None:
-        if self._accelerator.is_main_process:
-            shutil.rmtree(self._empty, ignore_errors=True)
 
     def _agreed(self, look: Callable[[], Any]) -> Any:
         """Return what rank 0 sees. Collective."""
