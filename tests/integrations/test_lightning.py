@@ -22,7 +22,12 @@ from stagereg.stagers.blocking import BlockingAsyncStager
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples/integrations/lightning_train.py")
 SHARDED = str(Path(__file__).with_name("lightning_sharded.py"))
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+}
 quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
 pytestmark = [

@@ -13,7 +13,12 @@ from stagereg.integrations.lightning import UnevenInputs
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(Path(__file__).with_name("lightning_uneven.py"))
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+}
 CASES = ("ddp", "accumulated", "resumed", "sharded", "stream", "failing")
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
