@@ -28,7 +28,7 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.entries import per_rank
 from stagereg.errors import CheckpointError, ConfigError, nearest
-from stagereg.integrations.accelerate_join import UnevenInputs, inner
+from stagereg.integrations.accelerate_join import AcceleratorJoin, inner
 
 __all__ = ["attach"]
 
@@ -107,7 +107,7 @@ class _Attached:
         accelerator.register_save_state_pre_hook = accelerator.register_load_state_pre_hook = _refuse_hook
         if join:
             remember = lambda: self._checkpointer.remember(self._state())  # noqa: E731
-            accelerator.join_uneven_inputs = UnevenInputs(accelerator, remember).join
+            accelerator.join_uneven_inputs = AcceleratorJoin(accelerator, remember).join
 
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any

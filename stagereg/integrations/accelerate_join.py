@@ -20,12 +20,12 @@ from accelerate.utils import gather_object
 from stagereg.errors import JoinError
 from stagereg.join.context import Join
 
-__all__ = ["UnevenInputs", "inner"]
+__all__ = ["AcceleratorJoin", "inner"]
 
 _ELSE = "For any other loop there is stagereg.Join with join.iterate."
 
 
-class UnevenInputs:
+class AcceleratorJoin:
     """Joins the loops of one Accelerator.
 
     Args:
