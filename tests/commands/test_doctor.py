@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_reported_with_its_remedy(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     findings = [*doctor._versions(), *doctor._limits(), doctor._directory(tmp_path)]
     found = {one.what: one[1:] for one in findings}
-    assert found["torch"] == ("broken", "2.4.0, but stagereg needs >=2.9", "pip install 'torch>=2.9'")
+    assert found["torch"] == ("broken", "2.4.0, but stagereg needs >=2.11", "pip install 'torch>=2.11'")
     assert found["omegaconf"] == ("broken", "not installed", "pip install 'omegaconf>=2.3'")
     assert found["safetensors"] == ("missing", "not installed", "pip install 'hydra-stagereg[safetensors]'")
     assert (found["hydra-core"][0], found["matplotlib"][0]) == ("ok", "ok")
