@@ -1,42 +1,47 @@
-"""Checkpoints under paths that a trainer chooses: a link for each, to a checkpoint of a :class:`stagereg.Checkpointer`.
+"""Checkpoints at paths that a trainer chooses, written by a :class:`stagereg.Checkpointer`, for :mod:`.lightning`.
 
 A trainer has names and an order of its own: ``last.ckpt``, ``epoch=3-val=0.2.ckpt``, the best three. What is saved to
-``DIR/last.ckpt`` lies in ``DIR/.stagereg/step-00000007``, the seventh save to ``DIR``, and ``last.ckpt`` is a relative
-link, which moves there by one atomic rename when that checkpoint is complete. Until then a path that was there points
-to what it pointed to, and a new one to a file of this process: it counts as taken, and as missing if the process dies.
-What is removed or replaced goes when the saves before are complete, and what is half-deleted has no checkpoint's name.
+``DIR/last.ckpt`` is written in ``DIR/.stagereg`` and, when it is complete, moved by one atomic rename to
+``DIR/last.ckpt/step-00000007``, the seventh save to ``DIR``; then the one that was there goes. So each path is a
+directory of checkpoints, which can be copied, moved and deleted like any other. A path that is not there yet is a link
+to a file of this process until then: it counts as taken, and as missing if the process dies. What is removed goes when
+the saves before are complete, and what is half-deleted has no checkpoint's name.
 
-Rank 0 alone looks after links; all ranks save.
+Rank 0 alone looks after paths; all ranks save.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.dcp_writer import exchange
 from stagereg.checkpoint.opened import open_checkpoint
+from stagereg.checkpoint.store.checkpoint_store import sync
 from stagereg.errors import CheckpointError, ConfigError
 
-__all__ = ["LinkedCheckpoints", "choose", "delete", "split"]
+__all__ = ["NamedCheckpoints", "choose", "delete", "split"]
 
 _log = logging.getLogger(__name__)
 
 _STORE = ".stagereg"
-_NUMBER = re.compile(r"\.?step-(\d+)")
+_STEPS = "step-*"
+_NUMBER = re.compile(r"step-(\d+)(\.[0-9a-f]+)?")
 _PLACEHOLDER = re.compile(r"/proc/\d+/comm")
-_ALL = 10**9  # checkpoints are kept: the trainer removes them
+_ALL = 10**9  # checkpoints are kept: none of them stays in the directory that they are written in
 
 
-class LinkedCheckpoints:
+class NamedCheckpoints:
     """The checkpoints of one directory, on one rank. Constructing it is collective.
 
     Args:
@@ -56,43 +61,44 @@ class LinkedCheckpoints:
         )
         self._lock = threading.Lock()
         self._waiting: list[tuple[int, Callable[[], None]]] = []  # for the save of that number, or a later one
-        self._saved = self._committed = 0
-        self._failure: CheckpointError | None = None  # to move links, which no call has raised yet
+        self._failure: CheckpointError | None = None  # to move a checkpoint, which no call has raised yet
+        self._begun = self._placed = 0
         if is_first:
+            latest = self._store / "latest"  # where the last one of all was moved from
+            self._begun = self._placed = _number(Path(os.readlink(latest))) if latest.is_symlink() else 0
+            for path in self._store.glob(_STEPS):  # of a run that was killed before it moved them
+                delete(path, self._store)
+            self._clear_placeholders()
             self.checkpointer.on_commit(self._complete)
-            self._clear_placeholders()  # of runs that were killed
 
-    def next_number(self) -> int:
-        """Return the number of the next save, which none there has, whoever wrote it; on rank 0.
+    def begin(self, name: str) -> int:
+        """Return the number of a save that is to be found under ``name``, for :meth:`save`; on rank 0.
 
         Raises:
-            CheckpointError: a checkpoint is complete, and could not be linked.
+            CheckpointError: an earlier checkpoint is complete, and could not be moved.
         """
         self._raise_failure()
-        there = (_NUMBER.match(name) for name in os.listdir(self._store))
-        return 1 + max([self._saved, *(int(found[1]) for found in there if found)])
-
-    def save(self, state: Mapping[str, Any], name: str, number: int) -> None:
-        """Stage ``state``, and have it found under ``name`` once it is complete; all ranks have the same number.
-
-        Raises as :meth:`stagereg.Checkpointer.save`.
-        """
         path = self._parent / name
-        if self._is_first:
-            if not os.path.lexists(path):
+        if not os.path.lexists(path):
+            with contextlib.suppress(OSError):  # where there are no links it is taken only when the save is complete
                 path.symlink_to(f"/proc/{os.getpid()}/comm")
-            with self._lock:
-                self._waiting.append((number, partial(self._link, path, number)))
-        self._saved = number
+        with self._lock:
+            self._begun = 1 + max([self._begun, *map(_number, path.glob(_STEPS))])
+            self._waiting.append((self._begun, partial(self._place, path, self._begun)))
+        return self._begun
+
+    def save(self, state: Mapping[str, Any], number: int) -> None:
+        """Stage ``state``, on all ranks. Raises as :meth:`stagereg.Checkpointer.save`."""
         self.checkpointer.save(number, dict(state))
 
-    def after_saves(self, remove: Callable[[], None]) -> None:
-        """Call ``remove`` once what was saved last is complete; if that fails, once a later save is."""
+    def remove(self, name: str) -> None:
+        """Delete what is at ``name`` once what was saved last is in its place; if that fails, once a later save is."""
+        delete_it = partial(delete, self._parent / name, self._store)
         with self._lock:
-            if self._committed < self._saved:
-                self._waiting.append((self._saved, remove))
+            if self._placed < self._begun:
+                self._waiting.append((self._begun, delete_it))
                 return
-        remove()
+        delete_it()
 
     def close(self) -> None:
         """Wait for all saves. Raises: ``CheckpointError`` if one has failed and no call has raised that yet."""
@@ -104,50 +110,57 @@ class LinkedCheckpoints:
 
     def _clear_placeholders(self) -> None:
         for path in self._parent.iterdir() if self._is_first else ():
-            if _is_placeholder(path):
+            if path.is_symlink() and _PLACEHOLDER.fullmatch(os.readlink(path)):
                 path.unlink()
 
     def _complete(self, number: int) -> None:
-        with self._lock:
-            due = [action for least, action in self._waiting if least <= number]
-            self._waiting = [each for each in self._waiting if each[0] > number]
-            self._committed = number
+        """Do what has waited for that save, in order; on the background thread."""
         try:
-            for action in due:
+            while (action := self._due(number)) is not None:
                 action()
+                self._waiting.pop(0)  # what has failed is done again after the next save
         except OSError as error:
             self._failure = CheckpointError(
                 f"A checkpoint is complete in {self._store}/step-{number:08d}, but paths in {self._parent} could not "
-                f"be changed to point there: {error}"
+                f"be changed: {error}"
             )
+
+    def _due(self, number: int) -> Callable[[], None] | None:
+        with self._lock:
+            if self._waiting and self._waiting[0][0] <= number:
+                return self._waiting[0][1]
+            self._placed = number
+            return None
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
-    def _link(self, path: Path, number: int) -> None:
-        """Have ``path`` point to the save of that number; what was there before goes."""
-        target = self._store / f"step-{number:08d}"
-        if not target.is_dir():
+    def _place(self, path: Path, number: int) -> None:
+        """Move the save of that number to ``path``; what was there before goes."""
+        made = self._store / f"step-{number:08d}"
+        if not made.is_dir():
             return  # it has failed, and a later one has not
-        before = _target(path)
         if path.is_dir() and not path.is_symlink():
-            before = self._store / _hidden(number)
-            path.rename(before)
-        link = self._store / f".link-{number}"
-        link.unlink(missing_ok=True)
-        link.symlink_to(f"{_STORE}/{target.name}")  # as seen from where it goes now
-        link.replace(path)
-        _flush(self._parent)
-        if before is not None:
-            _delete_tree(before)
+            before = list(path.glob(_STEPS))
+            made.rename(path / made.name)
+            sync(path)
+        else:
+            beside = _hidden(self._store)
+            beside.mkdir()
+            made.rename(beside / made.name)
+            sync(beside)
+            before = [exchange(beside, path, path.with_name(f".{path.name}.old"))]
+            sync(self._parent)
+        for each in before:
+            delete(each, self._store)
 
 
 def split(path: Any) -> tuple[str, str]:
     """Return the directory of ``path`` and the name in it. Raises: ``ConfigError`` for a URL."""
     if "://" in str(path):
-        raise ConfigError(f"{path} is a URL, where nothing can be linked. Save to a file system that all ranks see.")
+        raise ConfigError(f"{path} is a URL, where nothing can be renamed. Save to a file system that all ranks see.")
     parent, name = os.path.split(os.path.abspath(path))
     return os.path.realpath(parent), name
 
@@ -155,23 +168,22 @@ def split(path: Any) -> tuple[str, str]:
 def choose(path: str, verify: bool) -> str | None:
     """Return the directory of the checkpoint that is to be read for ``path``; ``None`` if that is not stagereg's.
 
-    Where the name begins with ``last``, and what it points to is no good checkpoint, the newest good one beside it.
+    Where the name begins with ``last``, and there is no good checkpoint at it, the newest good one beside it.
 
     Args:
-        path: a link, or the directory of a checkpoint.
+        path: that was saved to, a copy of it, or the directory of one checkpoint.
         verify: whether to compare the content of all files with their checksums.
 
     Raises:
         CheckpointError: it is damaged, incomplete or not there.
     """
     there = os.path.realpath(path)
-    if os.path.exists(there) and not _is_placeholder(Path(path)) and not os.path.exists(f"{there}/manifest.json"):
+    own = _newest_first(Path(there).glob(_STEPS))
+    taken = os.path.exists(there) and not _PLACEHOLDER.fullmatch(there)
+    if taken and not own and not os.path.exists(f"{there}/manifest.json"):
         return None
-    parent, name = split(path)
-    store = Path(parent) / _STORE
-    others = sorted(store.glob("step-*"), reverse=True) if name.startswith("last") else []
     first: CheckpointError | None = None
-    for each in dict.fromkeys([there, *map(str, others)]):
+    for each in _candidates(path, own or [Path(there)]):
         try:
             open_checkpoint(each, verify=verify).close()
         except CheckpointError as error:
@@ -179,45 +191,35 @@ def choose(path: str, verify: bool) -> str | None:
         else:
             if first is not None:
                 _log.warning("stagereg: %s is passed over: %s. Loaded in its place: %s", path, first, each)
-            return each
+            return str(each)
     raise CheckpointError(f"{path} cannot be loaded: {first}")
 
 
-def _is_placeholder(path: Path) -> bool:
-    return path.is_symlink() and _PLACEHOLDER.fullmatch(os.readlink(path)) is not None
-
-
-def _target(path: Path) -> Path | None:
-    """Return the checkpoint that the link ``path`` points to; ``None`` if it is no such link."""
-    target = path.parent / os.readlink(path) if path.is_symlink() else path
-    return target if target.parent.name == _STORE and _NUMBER.match(target.name) else None
-
-
-def delete(path: Path) -> None:
-    """Delete a link with the checkpoint it points to, or what else is there."""
-    target = _target(path)
-    if path.is_dir() and not path.is_symlink():
-        target = path
-    else:
+def delete(path: Path, store: Path | None = None) -> None:
+    """Delete what is at ``path``, in ``store`` or the one beside it, so that no half is left under its name."""
+    store = store or path.parent / _STORE
+    if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
-    if target is not None:
-        _delete_tree(target)
+    else:
+        shutil.rmtree(path.rename(_hidden(store)) if store.is_dir() else path)
 
 
-def _delete_tree(path: Path) -> None:
-    """Delete a checkpoint: first its name, so that no half of one is left under it."""
-    if path.exists():
-        hidden = path.parent / _hidden(0)
-        shutil.rmtree(path.rename(hidden) if _NUMBER.match(path.name) else path)
+def _candidates(path: str, own: list[Path]) -> Iterator[Path]:
+    yield from own
+    parent, name = split(path)
+    if name.startswith("last"):
+        yield from (each for each in _newest_first(Path(parent).glob(f"*/{_STEPS}")) if each not in own)
 
 
-def _hidden(number: int) -> str:
-    return f".step-{number:08d}.{secrets.token_hex(8)}.tmp"  # what the next run deletes, should this one be killed
+def _newest_first(found: Iterable[Path]) -> list[Path]:
+    return sorted((path for path in found if _number(path)), key=_number, reverse=True)
 
 
-def _flush(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _number(path: Path) -> int:
+    """Return the number in the name of a checkpoint, 0 of anything else."""
+    found = _NUMBER.fullmatch(path.name)
+    return int(found[1]) if found else 0
+
+
+def _hidden(store: Path) -> Path:
+    return store / f".step-{0:08d}.{secrets.token_hex(8)}.tmp"  # what the next run deletes, should this one be killed
