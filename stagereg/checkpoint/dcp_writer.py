@@ -34,7 +34,7 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore, local_pa
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import CheckpointError, ConfigError
 
-__all__ = ["DcpReader", "DcpWriter"]
+__all__ = ["DcpReader", "DcpWriter", "exchange"]
 
 _CHECKSUMS = "checksums.json"
 _METADATA = ".metadata"
@@ -134,7 +134,7 @@ class DcpWriter(StorageWriter):
         CheckpointStore(path.parent).put(os.fspath(beside), _CHECKSUMS, manifest.dumps().encode())
         sync(beside)
         failpoint("described")
-        old = _rename(beside, path, self._hidden("old"))
+        old = exchange(beside, path, self._hidden("old"))
         failpoint("renamed")
         sync(path.parent)
         failpoint("committed")
@@ -219,14 +219,17 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _rename(beside: Path, path: Path, aside: Path) -> Path:
-    """Give ``beside`` the name ``path``; return where is now what had that name."""
-    if not path.exists():
+def exchange(beside: Path, path: Path, aside: Path) -> Path:
+    """Give ``beside`` the name ``path``; return where is now what had that name.
+
+    In one step, or in two where the file system has no such step: killed between them, it is at ``aside``.
+    """
+    if not os.path.lexists(path):
         os.rename(beside, path)
         return beside
-    exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     names = os.fsencode(beside), os.fsencode(path)
-    if exchange is not None and exchange(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+    if rename is not None and rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
         return beside
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(path, aside)
