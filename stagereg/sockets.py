@@ -255,11 +255,12 @@ def connect_ranks(rank: int, exchange: Callable[[str, str], Sequence[str]]) -> P
     """
     own_name, own_secret = secrets.token_hex(8), secrets.token_hex(16)
     peers: dict[int, socket.socket] = {}
-    with socket.socket(socket.AF_UNIX) as listener:
-        with contextlib.suppress(OSError):  # not on Linux, where nobody can connect then
+    with contextlib.ExitStack() as closing:
+        with contextlib.suppress(OSError):  # not on Linux, or no sockets in a sandbox; nobody can connect then
+            listener = closing.enter_context(socket.socket(socket.AF_UNIX))
+            listener.setblocking(False)
             listener.bind(f"\0stagereg-{own_name}")  # of the kernel, not of a file system
             listener.listen()
-        listener.setblocking(False)
         addresses = [each.split() for each in exchange("here", f"{own_name} {own_secret}")]
         if len(addresses) > MOST_RANKS:
             return None

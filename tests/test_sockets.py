@@ -212,8 +212,11 @@ def channels(rank: int, world_size: int) -> list[Any]:
     found = []
     many = mock.patch("stagereg.sockets.MOST_RANKS", 2)
     elsewhere = mock.patch.object(socket.socket, "connect", side_effect=ConnectionRefusedError)
-    for purpose, ranks in {"few": contextlib.nullcontext(), "many": many, "several": elsewhere}.items():
-        with ranks if purpose != "several" or rank == 1 else contextlib.nullcontext():
+    forbidden = mock.patch("socket.socket", side_effect=PermissionError)
+    where = {"few": {}, "many": dict.fromkeys(range(3), many), "several": {1: elsewhere}}
+    where |= {f"forbidden on rank {each}": {each: forbidden} for each in range(3)}
+    for purpose, on_ranks in where.items():
+        with on_ranks.get(rank, contextlib.nullcontext()):
             channel = control_channel(group, purpose)
         sums = [channel.add([float(rank), step]) for step in range(3)]
         gathered = channel.gather({"rank": rank, "filler": "x" * 10_000 * rank})
@@ -224,7 +227,7 @@ def channels(rank: int, world_size: int) -> list[Any]:
 
 def test_sums_are_the_same_over_sockets_and_over_gloo() -> None:
     for found in run_ranks(channels, 3, timeout_s=40):
-        assert [each[0] for each in found] == ["PeerSockets", "ProcessGroupGloo", "ProcessGroupGloo"]
+        assert [each[0] for each in found] == ["PeerSockets", *["ProcessGroupGloo"] * 5]
         assert all(each[1:] == ([[3.0, 3.0 * step] for step in range(3)], [0, 10_000, 20_000]) for each in found)
 
 

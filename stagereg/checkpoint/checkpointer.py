@@ -530,14 +530,13 @@ class Checkpointer:
 
     def _answer(self, entry: str | None) -> None:
         """Have other ranks know that this one does not save what they do."""
-        if entry == _RESTORE:
+        what, _, step = (entry or "").partition(" ")
+        if what in (_RESTORE, _MOVE):
             with contextlib.suppress(CheckpointError):
-                self._ranks.run_on_all("Nothing was restored", partial(self._refuse, _RESTORE))
-        elif entry is not None and entry.startswith(_MOVE):
-            with contextlib.suppress(CheckpointError):
-                self._ranks.run_on_all("Nothing was saved", partial(self._refuse, _MOVE))
-        elif entry is not None:
-            self._saver.miss(int(entry.partition(" ")[2]))
+                failing = f"Nothing was {'restored' if what == _RESTORE else 'saved'}"
+                self._ranks.run_on_all(failing, partial(self._refuse, what))
+        elif what:
+            self._saver.miss(int(step))
 
     def _refuse(self, what: str) -> None:
         raise DisagreementError(f"{name_ranks([self._ranks.rank])} did not call {what}(), which is for all ranks")

@@ -2,8 +2,8 @@
 
 It takes torchrun's arguments and is torchrun, in this process, but for three things. It ends with the exit code of the
 rank that ended first, such as 75: saved, start me again. SIGTERM and SIGUSR1 go to the ranks and to nothing else, so
-that these leave by themselves, with no limit of 30 seconds. And the ranks copy with the memory settings that
-``stagereg.main`` gives to its own.
+that these leave by themselves, with no limit of 30 seconds; before there are ranks, they end it. And the ranks copy
+with the memory settings that ``stagereg.main`` gives to its own.
 """
 
 from __future__ import annotations
@@ -57,8 +57,15 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _forward(number: int, frame: FrameType | None) -> None:
-    """Hand a signal on to the ranks, which are what this process has started."""
+    """Hand a signal on to the ranks, which are what this process has started; end by it where there are none yet."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    ranks: list[str] = []
     for children in Path("/proc/self/task").glob("*/children"):
-        for pid in children.read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), number)
+        with contextlib.suppress(OSError):  # the thread has ended
+            ranks += children.read_text().split()
+    if not ranks:
+        raise SignalException(f"signal {number} before any rank was started", signal.Signals(number))
+    for pid in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), number)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,25 @@ def test_ranks_leave_after_a_signal_in_their_own_time(name: str, tmp_path: Path)
     ended = run(tmp_path)
     assert ended.returncode == 75, ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def catches(pid: int, number: int) -> bool:
+    [caught] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")]
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+def test_a_signal_ends_a_launcher_that_waits_for_others(tmp_path: Path) -> None:
+    """The ranks are started when all machines are there; until then a job that is preempted must not hang."""
+    (tmp_path / "program.py").write_text("")
+    others = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command = [sys.executable, "-m", "stagereg", "run", *others, "program.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            ends = time.monotonic() + LIMIT_S
+            while not catches(launcher.pid, signal.SIGTERM) and time.monotonic() < ends:
+                time.sleep(0.05)
+            launcher.terminate()
+            launcher.communicate(timeout=LIMIT_S)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 128 + signal.SIGTERM

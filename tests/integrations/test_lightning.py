@@ -1,5 +1,6 @@
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,8 @@ pl = pytest.importorskip("lightning", reason="make frameworks installs it")
 # ruff: noqa: E402 - only where there is Lightning
 import stagereg
 from stagereg.errors import CheckpointError, ConfigError, InstallationError
-from stagereg.integrations.lightning import StageregCheckpointIO
-from stagereg.integrations.linked import LinkedCheckpoints
+from stagereg.integrations.lightning import StageregCheckpointIO, _Whole
+from stagereg.integrations.named import NamedCheckpoints
 from stagereg.stagers.blocking import BlockingAsyncStager
 
 ROOT = Path(__file__).parents[2]
@@ -126,6 +127,7 @@ def kill_and_go_on(folder, expected, seed):
         assert not path.exists() or stagereg.open_checkpoint(path, verify=True).verified
     assert weights(start(EXAMPLE, "--dir", folder)) == expected
     assert all(path.exists() for path in folder.glob("*.ckpt"))
+    assert sorted(os.listdir(folder / ".stagereg")) == ["latest"]
 
 
 def test_sharded_models_resume_bit_for_bit(tmp_path):
@@ -163,7 +165,7 @@ def test_best_k_stay_and_no_others(tmp_path):
     _, plain = trained(tmp_path / "a", epochs=5, monitor="loss", mode="max", save_top_k=2)
     _, fitter = trained(tmp_path / "b", StageregCheckpointIO(), epochs=5, monitor="loss", mode="max", save_top_k=2)
     assert checkpoints(tmp_path / "b") == checkpoints(tmp_path / "a")
-    assert len(list((tmp_path / "b/.stagereg").glob("step-*"))) == 3
+    assert len(list((tmp_path / "b").glob("*/step-*"))) == 3
     assert all(stagereg.open_checkpoint(path, verify=True) for path in (tmp_path / "b").glob("*.ckpt"))
     best = Path(fitter.checkpoint_callback.best_model_path).name
     assert best == Path(plain.checkpoint_callback.best_model_path).name
@@ -212,26 +214,28 @@ def test_failed_write_is_raised_by_fit(tmp_path, epochs):
 
 def test_what_lightning_removes_stays_until_the_next_is_complete(tmp_path):
     folder = str(tmp_path)
-    linked = LinkedCheckpoints(folder, True, {})
-    linked.save({"a": torch.zeros(3)}, "one.ckpt", linked.next_number())
-    linked.checkpointer.wait()
-    held = linked.checkpointer.on_commit  # a listener that looks at what is there at the commit
-    seen = []
-    linked._complete, complete = None, linked._complete
-    linked.checkpointer._background.listeners.clear()
-    held(lambda step: (seen.append((tmp_path / "one.ckpt").exists()), complete(step)))
+    named = NamedCheckpoints(folder, True, {})
+    named.save({"a": torch.zeros(3)}, named.begin("one.ckpt"))
+    named.checkpointer.wait()
+    seen, move = [], Path.rename
+
+    def moves(path, target):
+        seen.append((tmp_path / "one.ckpt").exists())
+        return move(path, target)
+
     io = StageregCheckpointIO()
-    io._directories[folder] = linked
-    linked.save({"a": torch.ones(3)}, "two.ckpt", linked.next_number())
-    io.remove_checkpoint(tmp_path / "one.ckpt")
-    linked.checkpointer.wait()
-    assert seen == [True]
+    io._directories[folder] = named
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", moves)
+        named.save({"a": torch.ones(3)}, named.begin("two.ckpt"))
+        io.remove_checkpoint(tmp_path / "one.ckpt")
+        io.teardown()
+    assert seen == [True, True]  # of the new one to its place, and then of the old one
     assert checkpoints(tmp_path) == ["two.ckpt"]
-    assert len(list((tmp_path / ".stagereg").glob("*step-*"))) == 1
-    io.teardown()
+    assert len(list(tmp_path.glob("*/step-*"))) == 1
 
 
-def test_saved_again_moves_the_path_when_complete(tmp_path):
+def test_saved_again_replaces_what_was_there_when_complete(tmp_path):
     io = StageregCheckpointIO()
     for value in (1.0, 2.0):
         tensor = torch.full((3,), value)
@@ -239,15 +243,91 @@ def test_saved_again_moves_the_path_when_complete(tmp_path):
         tensor.zero_()
     io.teardown()
     assert StageregCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")["n"] == 2.0
-    assert len(list((tmp_path / ".stagereg").glob("step-*"))) == 1
+    assert os.listdir(tmp_path / "last.ckpt") == ["step-00000002"]
+
+
+def test_copied_moved_and_deleted_like_any_directory(tmp_path):
+    io = StageregCheckpointIO()
+    io.save_checkpoint({"n": 1}, tmp_path / "a.ckpt")
+    assert io.load_checkpoint(tmp_path / "a.ckpt")["n"] == 1
+    subprocess.run(["cp", "-r", tmp_path / "a.ckpt", tmp_path / "elsewhere"], check=True)
+    subprocess.run(["mv", tmp_path / "a.ckpt", tmp_path / "b.ckpt"], check=True)
+    io.save_checkpoint({"n": 2}, tmp_path / "a.ckpt")
+    found = [io.load_checkpoint(tmp_path / name)["n"] for name in ("a.ckpt", "b.ckpt", "elsewhere")]
+    assert found == [2, 1, 1]
+    io.remove_checkpoint(tmp_path / "b.ckpt")
+    shutil.rmtree(tmp_path / "a.ckpt")
+    assert sorted(os.listdir(tmp_path)) == [".stagereg", "elsewhere"]
+    io.save_checkpoint({"n": 3}, tmp_path / "a.ckpt")
+    io.teardown()
+    assert io.load_checkpoint(tmp_path / "a.ckpt")["n"] == 3
+
+
+def test_what_slurm_requeues_is_complete_when_saved(tmp_path):
+    io = StageregCheckpointIO()
+    io.save_checkpoint({"a": torch.zeros(1 << 20), "n": 1}, tmp_path / "hpc_ckpt_1.ckpt")
+    assert stagereg.open_checkpoint(tmp_path / "hpc_ckpt_1.ckpt", verify=True).entry("n") == 1
+    io.teardown()
+
+
+KILLED = """
+import os, signal, sys
+from stagereg.integrations.named import NamedCheckpoints
+
+named, left = NamedCheckpoints(sys.argv[1], True, {}), int(sys.argv[2])
+
+def save(value):
+    named.save({"value": value}, named.begin("x.ckpt"))
+
+def kill(event, arguments):
+    global left
+    if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "ctypes.dlsym"):
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+save(1)
+named.checkpointer.wait()
+sys.addaudithook(kill)
+save(2)
+named.checkpointer.wait()
+named.remove("x.ckpt")
+save(3)
+named.close()
+"""
+
+
+def killed_at(folder, changes):
+    command = [sys.executable, "-c", KILLED, str(folder), str(changes)]
+    return subprocess.Popen(command, env=ENVIRONMENT)
+
+
+@pytest.mark.parametrize("first", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (0, *range(2, 15)))])
+def test_killed_at_any_change_leaves_the_old_or_the_new(tmp_path, first):
+    """Of the some forty changes of names, a few in one test."""
+    killed = {at: killed_at(tmp_path / str(at), at) for at in range(first, 60, 15)}
+    left = []
+    for at, process in killed.items():
+        ended = process.wait(timeout=150)
+        path = tmp_path / str(at) / "x.ckpt"
+        there = os.path.exists(path) and stagereg.open_checkpoint(path, verify=True).entry("value")
+        left.append(there)
+        assert ended in (0, -signal.SIGKILL)
+        named = NamedCheckpoints(str(path.parent), True, {})
+        named.save({"value": 4}, named.begin("x.ckpt"))
+        named.close()
+        assert len(os.listdir(path)) == 1
+        assert StageregCheckpointIO().load_checkpoint(path)["value"] == 4
+        assert os.listdir(path.parent / ".stagereg") == ["latest"]
+    assert {1, 3} <= set(left) <= {1, 2, 3, False}
 
 
 def test_path_that_cannot_be_moved_is_an_error(tmp_path, monkeypatch):
     def fails(self, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", fails)
-    with pytest.raises(CheckpointError, match="could not be changed to point there"):
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(CheckpointError, match="could not be changed"):
         trained(tmp_path, StageregCheckpointIO(), epochs=1)
 
 
@@ -263,7 +343,7 @@ def test_isolation_by_a_blocking_stager(tmp_path):
 
 
 def damage(path):
-    file = next(path.resolve().glob("*.distcp"))
+    file = next(path.resolve().glob("*/*.distcp"))
     file.write_bytes(file.read_bytes()[:-20] + b"x" * 20)
 
 
@@ -285,8 +365,9 @@ def test_files_of_lightning_are_read_and_replaced(tmp_path):
     assert (tmp_path / "last.ckpt").is_file()
     _, fitter = trained(tmp_path, StageregCheckpointIO(), epochs=2)
     assert fitter.global_step == 8
-    assert (tmp_path / "last.ckpt").is_symlink()
-    assert len(list((tmp_path / ".stagereg").glob("step-*"))) == 2
+    assert (tmp_path / "last.ckpt").is_dir()
+    assert len(list(tmp_path.glob("*/step-*"))) == 2
+    assert sorted(os.listdir(tmp_path)) == [".stagereg", *checkpoints(tmp_path)]
 
 
 def test_converted_file_is_one_that_lightning_loads(tmp_path):
@@ -310,9 +391,36 @@ def test_fabric_saves_and_loads(tmp_path):
     assert torch.equal(model.weight, kept)
 
 
+def test_storage_options_are_refused_on_ranks_that_only_follow():
+    class Following:
+        is_global_zero = False
+
+        def save_checkpoint(self, checkpoint, filepath, storage_options=None):
+            pass
+
+        def broadcast(self, answer):
+            raise AssertionError("rank 0 has raised, and answers no more")
+
+    io = StageregCheckpointIO()
+    io._strategy = Following()
+    with pytest.raises(ConfigError, match="takes no storage_options"):
+        _Whole(io, io._strategy).save_checkpoint({}, "a.ckpt", storage_options={"a": 1})
+
+
+def test_two_trainers_of_a_process_save_to_one_directory(tmp_path):
+    ios = [StageregCheckpointIO(), StageregCheckpointIO()]
+    for n in range(4):
+        ios[n % 2].save_checkpoint({"a": torch.zeros(1 << 20), "n": n}, tmp_path / f"{n % 3}.ckpt")
+        assert ios[1 - n % 2].load_checkpoint(tmp_path / f"{n % 3}.ckpt")["n"] == n
+    ios[0].remove_checkpoint(tmp_path / "1.ckpt")
+    for io in ios:
+        io.teardown()
+    assert checkpoints(tmp_path) == ["0.ckpt", "2.ckpt"]
+
+
 @pytest.mark.parametrize("name", ["dir", "every", "keep", "resume", "save_last", "grace", "verfy"])
 def test_options_that_are_lightnings_are_refused(name):
-    with pytest.raises(ConfigError, match=r"in Lightning that is|Did you mean 'verify'"):
+    with pytest.raises(ConfigError, match=r"in Lightning that is said by|Did you mean 'verify'"):
         StageregCheckpointIO(**{name: 1})
 
 

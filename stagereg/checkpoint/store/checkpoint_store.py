@@ -183,8 +183,11 @@ class CheckpointStore:
 
     def sweep(self) -> None:
         """Delete what killed runs left half-written, and bring to its end what one of them had begun."""
-        begun = [f"{self.root}/{name}" for name in self._listing(self.root) if name != LOCK]
-        for path in begun if self.appears_as else self.leftovers():
+        if self.appears_as:
+            begun = [f"{self.root}/{name}" for name in self._listing(self.root) if name != LOCK]
+        else:
+            begun = self.leftovers()
+        for path in begun:
             self.discard(path)
         complete, damaged = self.checkpoints()
         self.spared = {each.path for each in complete}

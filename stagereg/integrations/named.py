@@ -1,0 +1,245 @@
+"""Checkpoints at paths that a trainer chooses, written by a :class:`stagereg.Checkpointer`, for :mod:`.lightning`.
+
+A trainer has names and an order of its own: ``last.ckpt``, ``epoch=3-val=0.2.ckpt``, the best three. What is saved to
+``DIR/last.ckpt`` is written in ``DIR/.stagereg`` and, when it is complete, moved by one atomic rename to
+``DIR/last.ckpt/step-00000007``, the seventh save to ``DIR``; then the one that was there goes. So each path is a
+directory of checkpoints, which can be copied, moved and deleted like any other. A path that is not there yet is a link
+to a file of this process until then: it counts as taken, and as missing if the process dies. What is removed goes when
+the saves before are complete, and what is half-deleted has no checkpoint's name.
+
+Rank 0 alone looks after paths; all ranks save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.dcp_writer import exchange
+from stagereg.checkpoint.opened import open_checkpoint
+from stagereg.checkpoint.store.checkpoint_store import sync
+from stagereg.errors import CheckpointError, ConfigError
+
+__all__ = ["NamedCheckpoints", "choose", "delete", "split"]
+
+_log = logging.getLogger(__name__)
+
+_STORE = ".stagereg"
+_STEPS = "step-*"
+_NUMBER = re.compile(r"step-(\d+)(\.[0-9a-f]+)?")
+_PLACEHOLDER = re.compile(r"/proc/\d+/comm")
+_ALL = 10**9  # checkpoints are kept: none of them stays in the directory that they are written in
+
+
+class NamedCheckpoints:
+    """The checkpoints of one directory, on one rank. Constructing it is collective.
+
+    It closes the one that this process has of the same directory, of another trainer.
+
+    Args:
+        parent: the directory, a real path; made if it is not there.
+        is_first: whether this is rank 0.
+        options: of the :class:`stagereg.Checkpointer`, which says what it raises.
+
+    Attributes:
+        checkpointer: that writes them.
+    """
+
+    _open: ClassVar[dict[str, NamedCheckpoints]] = {}
+
+    def __init__(self, parent: str, is_first: bool, options: Mapping[str, Any]) -> None:
+        if parent in self._open:
+            self._open[parent].close()
+        self._parent, self._is_first = Path(parent), is_first
+        self._store = self._parent / _STORE
+        self.checkpointer = Checkpointer(
+            str(self._store), keep=_ALL, resume="never", grace=None, save_last=False, **options
+        )
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[int, Callable[[], None]]] = []  # for the save of that number, or a later one
+        self._failure: CheckpointError | None = None  # to move a checkpoint, which no call has raised yet
+        self._begun = self._placed = 0
+        if is_first:
+            latest = self._store / "latest"  # where the last one of all was moved from
+            self._begun = self._placed = _number(Path(os.readlink(latest))) if latest.is_symlink() else 0
+            for path in self._store.glob(_STEPS):  # of a run that was killed before it moved them
+                delete(path, self._store)
+            self._clear_placeholders()
+            self.checkpointer.on_commit(self._complete)
+        self._open[parent] = self
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is not closed."""
+        return self._open.get(str(self._parent)) is self
+
+    @classmethod
+    def wait_for_all(cls) -> None:
+        """Wait for the saves of all directories that are open. Raises as :meth:`stagereg.Checkpointer.wait`."""
+        for each in list(cls._open.values()):
+            each.checkpointer.wait()
+
+    def begin(self, name: str) -> int:
+        """Return the number of a save that is to be found under ``name``, for :meth:`save`; on rank 0.
+
+        Raises:
+            CheckpointError: an earlier checkpoint is complete, and could not be moved.
+        """
+        self._raise_failure()
+        path = self._parent / name
+        if not os.path.lexists(path):
+            with contextlib.suppress(OSError):  # where there are no links it is taken only when the save is complete
+                path.symlink_to(f"/proc/{os.getpid()}/comm")
+        with self._lock:
+            self._begun = 1 + max([self._begun, *map(_number, path.glob(_STEPS))])
+            self._waiting.append((self._begun, partial(self._place, path, self._begun)))
+        return self._begun
+
+    def save(self, state: Mapping[str, Any], number: int) -> None:
+        """Stage ``state``, on all ranks. Raises as :meth:`stagereg.Checkpointer.save`."""
+        self.checkpointer.save(number, dict(state))
+
+    def remove(self, name: str) -> None:
+        """Delete what is at ``name`` once what was saved last is in its place; if that fails, once a later save is."""
+        delete_it = partial(delete, self._parent / name, self._store)
+        with self._lock:
+            if self._placed < self._begun:
+                self._waiting.append((self._begun, delete_it))
+                return
+        delete_it()
+
+    def close(self) -> None:
+        """Wait for all saves. Raises: ``CheckpointError`` if one has failed and no call has raised that yet."""
+        if self.is_open:
+            del self._open[str(self._parent)]
+        try:
+            self.checkpointer.close()
+        finally:
+            self._clear_placeholders()
+        self._raise_failure()
+
+    def _clear_placeholders(self) -> None:
+        for path in self._parent.iterdir() if self._is_first else ():
+            if path.is_symlink() and _PLACEHOLDER.fullmatch(os.readlink(path)):
+                path.unlink()
+
+    def _complete(self, number: int) -> None:
+        """Do what has waited for that save, in order; on the background thread."""
+        try:
+            while (action := self._due(number)) is not None:
+                action()
+                self._waiting.pop(0)  # what has failed is done again after the next save
+        except OSError as error:
+            self._failure = CheckpointError(
+                f"A checkpoint is complete in {self._store}/step-{number:08d}, but paths in {self._parent} could not "
+                f"be changed: {error}"
+            )
+
+    def _due(self, number: int) -> Callable[[], None] | None:
+        with self._lock:
+            if self._waiting and self._waiting[0][0] <= number:
+                return self._waiting[0][1]
+            self._placed = number
+            return None
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _place(self, path: Path, number: int) -> None:
+        """Move the save of that number to ``path``; what was there before goes."""
+        made = self._store / f"step-{number:08d}"
+        if not made.is_dir():
+            return  # it has failed, and a later one has not
+        if path.is_dir() and not path.is_symlink():
+            before = list(path.glob(_STEPS))
+            made.rename(path / made.name)
+            sync(path)
+        else:
+            beside = _hidden(self._store)
+            beside.mkdir()
+            made.rename(beside / made.name)
+            sync(beside)
+            before = [exchange(beside, path, path.with_name(f".{path.name}.old"))]
+            sync(self._parent)
+        for each in before:
+            delete(each, self._store)
+
+
+def split(path: Any) -> tuple[str, str]:
+    """Return the directory of ``path`` and the name in it. Raises: ``ConfigError`` for a URL."""
+    if "://" in str(path):
+        raise ConfigError(f"{path} is a URL, where nothing can be renamed. Save to a file system that all ranks see.")
+    parent, name = os.path.split(os.path.abspath(path))
+    return os.path.realpath(parent), name
+
+
+def choose(path: str, verify: bool) -> str | None:
+    """Return the directory of the checkpoint that is to be read for ``path``; ``None`` if that is not stagereg's.
+
+    Where the name begins with ``last``, and there is no good checkpoint at it, the newest good one beside it.
+
+    Args:
+        path: that was saved to, a copy of it, or the directory of one checkpoint.
+        verify: whether to compare the content of all files with their checksums.
+
+    Raises:
+        CheckpointError: it is damaged, incomplete or not there.
+    """
+    there = os.path.realpath(path)
+    own = _newest_first(Path(there).glob(_STEPS))
+    taken = os.path.exists(there) and not _PLACEHOLDER.fullmatch(there)
+    if taken and not own and not os.path.exists(f"{there}/manifest.json"):
+        return None
+    first: CheckpointError | None = None
+    for each in _candidates(path, own or [Path(there)]):
+        try:
+            open_checkpoint(each, verify=verify).close()
+        except CheckpointError as error:
+            first = first or error
+        else:
+            if first is not None:
+                _log.warning("stagereg: %s is passed over: %s. Loaded in its place: %s", path, first, each)
+            return str(each)
+    raise CheckpointError(f"{path} cannot be loaded: {first}")
+
+
+def delete(path: Path, store: Path | None = None) -> None:
+    """Delete what is at ``path``, in ``store`` or the one beside it, so that no half is left under its name."""
+    store = store or path.parent / _STORE
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path.rename(_hidden(store)) if store.is_dir() else path)
+
+
+def _candidates(path: str, own: list[Path]) -> Iterator[Path]:
+    yield from own
+    parent, name = split(path)
+    if name.startswith("last"):
+        yield from (each for each in _newest_first(Path(parent).glob(f"*/{_STEPS}")) if each not in own)
+
+
+def _newest_first(found: Iterable[Path]) -> list[Path]:
+    return sorted((path for path in found if _number(path)), key=_number, reverse=True)
+
+
+def _number(path: Path) -> int:
+    """Return the number in the name of a checkpoint, 0 of anything else."""
+    found = _NUMBER.fullmatch(path.name)
+    return int(found[1]) if found else 0
+
+
+def _hidden(store: Path) -> Path:
+    return store / f".step-{0:08d}.{secrets.token_hex(8)}.tmp"  # what the next run deletes, should this one be killed
