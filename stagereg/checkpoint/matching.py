@@ -61,7 +61,7 @@ class MatchedFiles(CheckpointFiles):
                 own = {of for one in each for of in names.of(one, state).of.values()}
                 structure = _optimizer(name, optimizers, own)
             else:
-                structure = tree.get(name)
+                structure = tree.get(name, {} if _is_empty(value) else None)
             if structure is None and name not in tree and not isinstance(value, PerRank):
                 known = f"only {listed(sorted(tree))}.{nearest(name, tree)}"
                 raise CheckpointError(f"There is no {name!r} in it, and nothing with the same parameters, {known}")
@@ -93,6 +93,12 @@ def describe(path: str) -> Checkpoint:
                 break
     is_step = type(step) is int and 0 <= step <= MOST
     return Checkpoint(path, Manifest(step if is_step else 0, world_size=0, serial=0, files={}))
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether it has no state, of which torch saves nothing."""
+    state = getattr(value, "state_dict", lambda: value)()
+    return isinstance(state, Mapping) and not state
 
 
 def _collect(tree: Mapping[str, Any], prefix: str, leaves: dict[str, Leaf], optimizers: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,17 +121,16 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         sd_adapter: Any,
         base_folder: str = "",
     ) -> None:
-        self.enable, self.save_future = config.enable, cast("Future[None] | None", None)
+        self.enable = config.enable
+        self.save_future: Future[None] | None = None
         if not self.enable:
             return
         if config.last_save_in_hf and sd_adapter is None:
             raise ConfigError("checkpoint.last_save_in_hf needs a state dict adapter, which this model has none of.")
         self.config, self.folder, self.sd_adapter = config, filesystem.join(base_folder, config.folder), sd_adapter
-        self._parts = model_parts
         self._others = {"optimizer": optimizers, "dataloader": dataloader, "lr_scheduler": lr_schedulers, **states}
         self.states = {**self._others, base.MODEL: base.ModelWrapper(model_parts)}
         self._stager = build("stager", config.stager)
-        self._staging = False
         # What is only loaded from is neither locked nor written to, and no signal is answered.
         self._scratch = _agreed(tempfile.mkdtemp) if config.load_only else None
         options = config.checkpoint_options | ({"grace": None} if config.load_only else {})
@@ -159,23 +158,22 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
             return True
         state = self._exported() if export else {**self._others, **self.states[base.MODEL].state_dict()}
         self._checkpointer.save(curr_step, state)
-        self._staging, self.save_future = True, Future()
+        self.save_future = self.save_future or Future()
         if last_step:
             self.maybe_wait_for_saving()
         return True
 
     def _maybe_wait_for_staging(self) -> None:
         """Wait until the copy of the last save is complete, before the optimizer writes what it is made of."""
-        if self._staging:
+        if self.save_future is not None:
             self._stager.synchronize_staging()
-            self._staging = False
 
     def _wait_for_saving(self) -> None:
         """Wait until every save is complete. Raises: ``CheckpointError`` if one failed."""
         self._checkpointer.wait()
         if self.save_future is not None:
             self.save_future.set_result(None)
-        self.save_future = None
+            self.save_future = None
 
     def _close(self) -> None:
         """Wait for every save and free all. Raises: ``CheckpointError`` if one failed and was not reported yet."""
@@ -189,53 +187,51 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
 
     def _load(self, step: int = -1) -> bool:
         """Restore a checkpoint of the folder, or what ``initial_load_path`` says if there is none."""
+        self.maybe_wait_for_saving()
         of_titan, own = _agreed(lambda: _steps_in(self.folder))
         there = {**of_titan, **own}
         if step != -1 and step not in there:
             raise _NotFoundError(
-                f"checkpoint.load_step={step} was not found in {self.folder}, which has "
+                f"--checkpoint.load_step={step} was not found in {self.folder}, which has "
                 f"{', '.join(map(str, sorted(there))) or 'no checkpoint'}."
             )
-        if step == -1 and not there:
+        if not there:
             return self._load_initial()
         newest = max(there) if step == -1 else step
-        fall_back = step == -1 and newest in own and not self.config.load_only
-        chosen = "auto" if fall_back else there[newest]
-        return self._restore(chosen, model_only=newest == 0, plain=newest not in own)
+        source = self.folder if step == -1 and newest in own else there[newest]
+        return self._restore(source, model_only=newest == 0)
 
     def _load_initial(self) -> bool:
-        config, path = self.config, self.config.initial_load_path
-        if config.initial_load_in_hf:
-            path = path or (self.sd_adapter.hf_assets_path if self.sd_adapter is not None else None)
-            if self.sd_adapter is None or not path:
+        path, in_hf, adapter = self.config.initial_load_path, self.config.initial_load_in_hf, self.sd_adapter
+        if in_hf:
+            path = path or getattr(adapter, "hf_assets_path", None)
+            if adapter is None or path is None:
                 raise ConfigError("checkpoint.initial_load_in_hf needs a state dict adapter, and a path to load from.")
-            model = self.states[base.MODEL].state_dict()
-            dcp.CheckpointManager.dcp_load(self, model, path, True, config.initial_load_in_hf_quantized)
-            return True
         if path is None:
             return False
         if not filesystem.isdir(path):
             raise ConfigError(f"checkpoint.initial_load_path={path} is no directory.")
-        plain = not filesystem.isfile(filesystem.join(path, _MANIFEST))
-        return self._restore(path, config.initial_load_model_only, plain)
+        if in_hf:
+            model = self.states[base.MODEL].state_dict()
+            dcp.CheckpointManager.dcp_load(self, model, path, True, self.config.initial_load_in_hf_quantized)
+            return True
+        return self._restore(path, self.config.initial_load_model_only)
 
-    def _restore(self, chosen: str, model_only: bool, plain: bool) -> bool:
-        """Restore what ``Checkpointer(resume=chosen)`` takes; from ``plain`` torch, by the names of parameters."""
+    def _restore(self, source: str, model_only: bool) -> bool:
+        """Restore what ``Checkpointer.restore(source=)`` takes, but for what is excluded from loading."""
         excluded = self.config.exclude_from_loading
         if unknown := [name for name in excluded if name not in self._others]:
             raise ConfigError(f"checkpoint.exclude_from_loading has {unknown[0]!r}, of which there is no state.")
         state = {} if model_only else {name: x for name, x in self._others.items() if name not in excluded}
-        state |= {base.MODEL: self._parts} if plain else self.states[base.MODEL].state_dict()
-        self._checkpointer.resume = chosen
+        state |= self.states[base.MODEL].state_dict()
         try:
-            found = self._checkpointer.restore(state)
+            self._checkpointer.restore(state, source)
         except CheckpointError as error:
             if "There is no 'optimizer' in it" not in str(error):
                 raise
             raise CheckpointError(f"{error}\n{_MODEL_ALONE}") from error
-        if found is not None and not plain:
-            self.states[base.MODEL].load_state_dict(state)  # for parts that save otherwise than they are
-        return found is not None
+        self.states[base.MODEL].load_state_dict(state)  # for parts that save otherwise than they are
+        return True
 
     def _exported(self) -> dict[str, Any]:
         found, dtype = dict(self.states[base.MODEL].state_dict()), getattr(torch, self.config.export_dtype)
@@ -281,10 +277,10 @@ def _agreed(look: Callable[[], Any]) -> Any:
     if dist.get_rank() == 0:
         try:
             found = [look()]
-        except OSError as error:
+        except Exception as error:
             found = [error]
     dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], OSError):
+    if isinstance(found[0], Exception):
         raise found[0]
     return found[0]
 

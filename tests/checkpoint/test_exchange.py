@@ -173,6 +173,16 @@ def test_numbered_states_are_taken_by_position(tmp_path: Path) -> None:
     assert (state["epoch"], state["seen"][0].tolist()) == (3, [1, 1])
 
 
+def test_what_has_nothing_to_save_need_not_be_there(tmp_path: Path) -> None:
+    model, _ = trained()
+    dcp.save({"model": model.state_dict(), "hooks": {}}, checkpoint_id=tmp_path / "there", no_dist=True)
+    state: dict[str, Any] = {"model": trained()[0], "hooks": {}}
+    restored(tmp_path / "there", state)
+    assert state["hooks"] == {}
+    with pytest.raises(CheckpointError, match="There is no 'epoch' in it"):
+        restored(tmp_path / "there", {"epoch": 0})
+
+
 def test_model_and_optimizer_may_be_directories_each(tmp_path: Path) -> None:
     model, optimizer = trained({"lr": 0.25})
     weights, state = get_state_dict(model, optimizer)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import random
 import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,16 @@ class State:
         self.step = state["step"]
 
 
+class Stateless(State):
+    """Has nothing to save, such as torchtitan's tests have for loaders and schedules."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert not state
+
+
 class Numbers(State, torch.utils.data.IterableDataset):  # type: ignore[misc, type-arg]
     """As a dataset."""
 
@@ -127,7 +139,7 @@ class Run:
 
     def __init__(self, root: Path | str, seed: int = 0, kind: Any = StageregCheckpointManager, **options: Any) -> None:
         torch.manual_seed(seed)
-        self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), options.pop("second", torch.nn.Linear)(8, 4))
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if size > 1:
             fully_shard(self.model, mesh=dist.init_device_mesh("cpu", (size,)))
@@ -139,6 +151,7 @@ class Run:
             optimizers=self.optimizers, training_steps=20
         )
         self.progress, self.loader = State(), ParallelAwareDataloader(Numbers(), rank, size, batch_size=2)
+        self.seen = torch.zeros(2)
         adapter = options.pop("sd_adapter", None)
         defaults: dict[str, Any] = {"interval": 2, "last_save_model_only": False, "initial_load_model_only": False}
         self.manager = kind.Config(enable=True, folder="ck", **{**defaults, **options}).build(
@@ -146,7 +159,7 @@ class Run:
             model_parts=[self.model],
             optimizers=self.optimizers,
             lr_schedulers=self.schedule,
-            states={"train_state": self.progress},
+            states={"train_state": self.progress, "seen": self.seen, "nothing": Stateless()},
             sd_adapter=adapter,
             base_folder=str(root),
         )
@@ -156,6 +169,7 @@ class Run:
         batches = iter(self.loader)
         while self.progress.step < until:
             self.progress.step += 1
+            self.seen += 1
             self.optimizers.zero_grad()
             self.model(next(batches)).square().mean().backward()
             self.manager.maybe_wait_for_staging()
@@ -173,11 +187,35 @@ class Run:
             **{name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in flat.items()},
             "schedule": self.schedule.state_dict(),
             "step": self.progress.step,
+            "seen": self.seen.tolist(),
             "data": self.loader.state_dict(),
         }
 
     def weights(self) -> dict[str, Any]:
         return {name: x for name, x in self.content().items() if name in self.model.state_dict()}
+
+
+class Split(torch.nn.Module):
+    """Has one parameter, of which its state dict has two, made anew each time; and a buffer that is not saved."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(out, 2, width))
+        self.register_buffer("cache", torch.ones(3), persistent=False)
+        self.register_state_dict_post_hook(self._split)
+        self.register_load_state_dict_pre_hook(self._joined)
+
+    @staticmethod
+    def _split(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        w = state.pop(f"{prefix}w")
+        state |= {f"{prefix}a": w[:, 0].contiguous(), f"{prefix}b": w[:, 1].contiguous()}
+
+    @staticmethod
+    def _joined(module: Any, state: dict[str, Any], prefix: str, *others: Any) -> None:
+        state[f"{prefix}w"] = torch.stack([state.pop(f"{prefix}{name}") for name in "ab"], 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.w.sum(1).T
 
 
 def steps_in(root: Path) -> list[str]:
@@ -188,6 +226,34 @@ def test_all_that_the_trainer_saves_is_restored(tmp_path: Path) -> None:
     saved = Run(tmp_path).train(4)
     saved.manager.close()
     found = Run(tmp_path, seed=1)
+    assert found.manager.load()
+    assert found.content() == saved.content()
+    found.manager.close()
+
+
+@pytest.mark.parametrize("kind", [StageregCheckpointManager, CheckpointManager])
+def test_a_model_may_save_otherwise_than_it_is(tmp_path: Path, kind: Any) -> None:
+    run_ranks(split, nproc=1, args=(str(tmp_path), kind), timeout_s=60)
+
+
+def split(rank: int, world_size: int, root: str, kind: Any) -> None:
+    saved = Run(root, kind=kind, second=Split).train(4)
+    saved.manager.close()
+    path = next(each for each in Path(root, "ck").iterdir() if re.fullmatch("step-0*4", each.name))
+    names = {name.partition(".")[0]: name for name in dcp.FileSystemReader(path).read_metadata().state_dict_metadata}
+    assert {"0", "1", "optimizer", "lr_scheduler", "train_state", "dataloader", "seen"} <= {*names}
+    assert "cache" not in str(names)
+    found = Run(root, seed=1, second=Split)
+    assert found.manager.load()
+    assert found.content() == saved.content()
+    found.manager.close()
+
+
+def test_a_folder_may_be_a_url(tmp_path: Path) -> None:
+    url = f"memory:/{tmp_path}"
+    saved = Run(url).train(4)
+    saved.manager.close()
+    found = Run(url, seed=1)
     assert found.manager.load()
     assert found.content() == saved.content()
     found.manager.close()
@@ -248,12 +314,13 @@ def migrated(rank: int, world_size: int, root: str) -> None:
     again.manager.close()
 
 
-def test_the_newest_undamaged_checkpoint_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("load_only", [False, True])
+def test_the_newest_undamaged_checkpoint_is_loaded(tmp_path: Path, load_only: bool) -> None:
     run = Run(tmp_path, keep_latest_k=3).train(6)
     run.manager.close()
     damaged = tmp_path / "ck" / "step-00000006" / "__0_0.distcp"
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    found = Run(tmp_path, seed=1)
+    found = Run(tmp_path, seed=1, load_only=load_only)
     assert found.manager.load()
     assert found.progress.step == 4
     found.manager.close()
@@ -273,6 +340,88 @@ def test_a_step_that_is_asked_for_is_loaded_or_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"load_step=3 was not found in .*, which has 2, 4, 6"):
         run.manager.load(3)
     run.manager.close()
+
+
+def test_a_fresh_start_loads_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert not run.manager.load()
+    with pytest.raises(FileNotFoundError, match=r"--checkpoint.load_step=5 was not found in .* no checkpoint"):
+        run.manager.load(5)
+    with pytest.raises(ValueError, match="initial_load_path=/nowhere is no directory"):
+        Run(tmp_path / "new", initial_load_path="/nowhere").manager.load()
+    run.manager.close()
+
+
+def test_a_load_in_mid_run_waits_for_the_save_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path).train(2)
+    run.manager.maybe_wait_for_saving()
+    waited, wait = threading.Event(), stagereg.Checkpointer.wait
+
+    def waiting(checkpointer: stagereg.Checkpointer) -> None:
+        waited.set()
+        wait(checkpointer)
+
+    before = watch(lambda point: waited.wait(30) if point == "writing" else None)
+    try:
+        saved = run.train(4).content()
+        run.manager.maybe_wait_for_staging()
+        for x in run.model.parameters():
+            x.data.zero_()
+        monkeypatch.setattr(stagereg.Checkpointer, "wait", waiting)
+        assert run.manager.load(4)
+    finally:
+        waited.set()
+        watch(before)
+    assert {**run.content(), "data": saved["data"]} == saved
+    run.manager.close()
+
+
+def test_the_future_is_done_when_all_saves_are(tmp_path: Path) -> None:
+    run = Run(tmp_path).train(2)
+    future = run.manager.save_future
+    run.train(4).manager.maybe_wait_for_saving()
+    assert future.done()
+    assert run.manager.save_future is None
+    assert steps_in(tmp_path) == ["step-00000002", "step-00000004"]
+    run.manager.close()
+
+
+def test_what_is_excluded_from_loading_stays_as_it_is(tmp_path: Path) -> None:
+    saved = Run(tmp_path).train(4)
+    saved.manager.close()
+    run = Run(tmp_path, seed=1, exclude_from_loading=["lr_scheduler", "train_state"])
+    fresh = run.content()
+    assert run.manager.load()
+    assert run.content() == {**saved.content(), "schedule": fresh["schedule"], "step": 0}
+    run.manager.close()
+
+
+def test_a_seed_checkpoint_is_a_model_to_begin_with(tmp_path: Path) -> None:
+    seed = Run(tmp_path, last_save_model_only=True)
+    assert seed.manager.save(0, last_step=True)
+    seed.manager.close()
+    run = Run(tmp_path, seed=1)
+    assert run.manager.load()
+    assert (run.weights(), run.progress.step) == (seed.weights(), 0)
+    run.train(2).manager.close()
+    again = Run(tmp_path, seed=2)
+    assert again.manager.load()
+    assert again.content() == run.content()
+    again.manager.close()
+
+
+def test_an_exported_model_begins_a_run_and_only_begins_it(tmp_path: Path) -> None:
+    done = Run(tmp_path / "done", last_save_model_only=True).train(4, steps=4)
+    done.manager.close()
+    path = str(tmp_path / "done" / "ck" / "step-00000004")
+    run = Run(tmp_path, seed=1, initial_load_path=path, initial_load_model_only=True)
+    assert run.manager.load()
+    assert (run.weights(), run.progress.step) == (done.weights(), 0)
+    run.train(2).manager.close()
+    again = Run(tmp_path, seed=2, initial_load_path=path, initial_load_model_only=True)
+    assert again.manager.load()
+    assert again.content() == run.content()
+    again.manager.close()
 
 
 @pytest.mark.parametrize("interval", [2, 3])
@@ -342,8 +491,8 @@ def test_load_only_reads_beside_a_run_and_writes_nothing(tmp_path: Path) -> None
 
 def test_saves_come_when_torchtitan_says_so(tmp_path: Path) -> None:
     run = Run(tmp_path, interval=4, keep_latest_k=0, enable_first_step_checkpoint=True).train(6, steps=6)
-    run.manager.close()
-    assert steps_in(tmp_path) == ["step-00000001", "step-00000004", "step-00000006"]
+    run.train(8).manager.close()
+    assert steps_in(tmp_path) == [f"step-{step:08d}" for step in (1, 4, 6, 8)]
 
 
 def test_a_disabled_manager_does_nothing(tmp_path: Path) -> None:
@@ -407,6 +556,34 @@ def test_what_is_of_no_use_is_refused_at_the_start(tmp_path: Path, options: dict
         Run(tmp_path, **options)
     with pytest.raises(ConfigError, match="exclude_from_loading has 'loader'"):
         Run(tmp_path, exclude_from_loading=["loader"], initial_load_path=str(tmp_path)).manager.load()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"folder": "  "},
+        {"interval": 0},
+        {"keep_latest_k": -1},
+        {"keep_latest_k": 1},
+        {"exclude_from_loading": ["model"]},
+        {"initial_load_path": "relative"},
+        {"initial_load_in_hf": True, "initial_load_model_only": False},
+        {"initial_load_in_hf_quantized": True},
+        {"last_save_in_hf": True, "last_save_model_only": False},
+        {"last_save_in_hf": True, "folder": "gs://bucket"},
+    ],
+)
+def test_options_are_checked_as_torchtitan_does(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError) as theirs:  # noqa: PT011
+        CheckpointManager.Config(**options)
+    with pytest.raises(ValueError, match=re.escape(str(theirs.value))):
+        StageregCheckpointManager.Config(**options)
+
+
+def test_the_config_can_be_written_as_json() -> None:
+    config = StageregCheckpointManager.Config(checkpoint_options={"verify": "fast"}).to_dict()
+    assert json.loads(json.dumps(config))["checkpoint_options"] == {"verify": "fast"}
+    assert {*CheckpointManager.Config().to_dict()} - {*config} == {"async_mode"}
 
 
 def test_another_torchtitan_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
