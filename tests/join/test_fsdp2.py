@@ -72,7 +72,7 @@ def divided(rank: int, world_size: int) -> Any:
                     module(torch.ones(2, 4, dtype=dtype)).sum().backward()
                     note()
             results[str(dtype), own] = seen[-1]
-            group = module._get_fsdp_state()._fsdp_param_groups[0]
+            group = module._get_fsdp_state()._fsdp_param_group
             assert group.gradient_divide_factor == own
             assert not group.force_sum_reduction_for_comms
             assert len(module._forward_pre_hooks) == 1 == len(module._forward_hooks)  # FSDP2's own
