@@ -7,7 +7,8 @@ SITE := -c 'import site; print(site.getsitepackages()[0])'
 HYDRA_1_4 := $(VENV)/hydra-1.4
 FRAMEWORKS := $(VENV)/frameworks
 TORCH := torch==2.13.0
-WORKERS := --numprocesses 2 --dist worksteal
+# For two cores: a third of the time tests wait.
+WORKERS := --numprocesses 3 --dist worksteal
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 

@@ -12,6 +12,7 @@ import ctypes
 import logging
 import os
 import shutil
+import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,9 +39,13 @@ __all__ = ["DcpReader", "DcpWriter", "exchange"]
 
 _CHECKSUMS = "checksums.json"
 _METADATA = ".metadata"
+_PATIENCE_S = 1.0  # for the end of a save that has just failed
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 _log = logging.getLogger(__name__)
+_lock = threading.Lock()
+_saving: dict[Path, threading.Thread] = {}
+"""By path, what other threads than the main one are saving, in a process that is the coordinator."""
 
 
 class DcpWriter(StorageWriter):
@@ -51,7 +56,8 @@ class DcpWriter(StorageWriter):
 
     Until ``finish`` the files are in ``.NAME.tmp`` beside ``path``, where a killed save leaves them and the next one to
     the same path deletes them. A checkpoint that is at ``path`` already is replaced in one step, and in two where the
-    file system cannot exchange directories (NFS): killed between them, it is at ``.NAME.old``.
+    file system cannot exchange directories (NFS): killed between them, it is at ``.NAME.old``. Saves that are under way
+    at the same time need a writer and a path each.
 
     Args:
         path: the directory of this one checkpoint; ``checkpoint_id`` of ``save`` names another.
@@ -99,7 +105,13 @@ class DcpWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the directory beside, empty. Called on the coordinator, before any rank writes. Raises: ``OSError``."""
+        """Make the directory beside, empty. Called on the coordinator, before any rank writes.
+
+        Raises:
+            CheckpointError: an earlier save to the same path is still being written. ``OSError``.
+        """
+        assert self.path is not None
+        _expect_sole(self.path)
         shutil.rmtree(self._storage.path, ignore_errors=True)
         os.makedirs(self._storage.path)
         failpoint("made")
@@ -121,7 +133,12 @@ class DcpWriter(StorageWriter):
             CheckpointError: a file is not there as it was written. ``OSError``.
         """
         assert self.path is not None
-        beside, path = Path(self._storage.path), self.path
+        try:
+            self._commit(Path(self._storage.path), self.path, metadata, results)
+        finally:
+            _saving.pop(self.path, None)
+
+    def _commit(self, beside: Path, path: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         marks = [each for part in results for each in part if isinstance(each, _FileResult)]
         self._storage.finish(
             metadata, [[each for each in part if not isinstance(each, _FileResult)] for part in results]
@@ -217,6 +234,18 @@ def _local(path: StrPath, what: str) -> Path:
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _expect_sole(path: Path) -> None:
+    """Note that this thread saves to ``path``. Raises: ``CheckpointError`` if another one still does."""
+    with _lock:
+        other, this = _saving.get(path), threading.current_thread()
+        if other is not None and other is not this:
+            other.join(_PATIENCE_S)
+            if other.is_alive() and _saving.get(path) is other:
+                raise CheckpointError(f"An earlier save to {path} is still being written: wait for its future first.")
+        if this is not threading.main_thread():  # which comes to a save when its last one has ended, or has failed
+            _saving[path] = this
 
 
 def exchange(beside: Path, path: Path, aside: Path) -> Path:

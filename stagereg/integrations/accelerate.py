@@ -55,8 +55,7 @@ _DECIDED = {  # of a Checkpointer's options
     "process_group": "all ranks of the Accelerator save together",
 }
 _ORDER = "synchronized_generator"  # what a loader's order is drawn from, if that goes on from epoch to epoch
-_STEP = re.compile(r"step-(\d+)")
-_OLD_NAME = re.compile(r"checkpoint_(\d+)")
+_STEP, _OLD_NAME = re.compile(r"step-(\d+)"), re.compile(r"checkpoint_(\d+)")
 
 
 def attach(accelerator: Accelerator, join: bool = False, **checkpoint_options: Any) -> None:
@@ -94,8 +93,6 @@ class _Attached:
     def __init__(self, accelerator: Any, join: bool, options: dict[str, Any]) -> None:
         self._accelerator, self._project = accelerator, accelerator.project_configuration
         self._automatic = bool(self._project.automatic_checkpoint_naming)
-        self._load_as_before, self._end_as_before = accelerator.load_state, accelerator.end_training
-        self._free_as_before = accelerator.free_memory
         options = {"grace": None, "resume": "never", "save_last": False, **self._checked(options)}
         # A Checkpointer has a directory from the beginning; the first save leaves this one.
         empty = self._agreed(lambda: tempfile.mkdtemp(prefix="stagereg-"))
@@ -106,17 +103,16 @@ class _Attached:
         accelerator.end_training, accelerator.free_memory = self.end_training, self.free_memory
         accelerator.register_save_state_pre_hook = accelerator.register_load_state_pre_hook = _refuse_hook
         if join:
-            remember = lambda: self._checkpointer.remember(self._state())  # noqa: E731
-            accelerator.join_uneven_inputs = AcceleratorJoin(accelerator, remember).join
+            joins = AcceleratorJoin(accelerator, lambda: self._checkpointer.remember(self._state()))
+            accelerator.join_uneven_inputs = joins.join
 
-    def save_state(
-        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
-    ) -> Path:
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Path:
         """As :meth:`Accelerator.save_state`; returns the directory, which may appear later."""
         _refuse_arguments("save_state", kwargs | ({} if safe_serialization else {"safe_serialization": False}))
         where = self._where(None if self._automatic else output_dir)
         step = self._project.iteration
-        if self._automatic and not self._goes_on and step <= (newest := _highest(where, _STEP)):
+        newest = -1 if self._goes_on or not self._automatic else self._agreed(lambda: _highest(where, _STEP))
+        if step <= newest:
             raise CheckpointError(
                 f"{where} has checkpoints of an earlier run, the newest {newest}: call load_state() to go on from it, "
                 f"set project_configuration.iteration to {newest + 1}, or give this run another project_dir."
@@ -128,9 +124,7 @@ class _Attached:
         self._project.iteration += 1
         return Path(where)
 
-    def load_state(
-        self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Any = None, **kwargs: Any
-    ) -> None:
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         """As :meth:`Accelerator.load_state`, of what was saved here or by accelerate alone."""
         where = self._where(input_dir)
         self._checkpointer.wait()
@@ -138,7 +132,7 @@ class _Attached:
         if source is None:
             raise ConfigError(f"There is no checkpoint in {where}.")
         if not ours:
-            self._load_as_before(source, load_kwargs, **kwargs)
+            type(self._accelerator).load_state(self._accelerator, source, load_kwargs, **kwargs)
             step = int(found[1]) if self._automatic and (found := _OLD_NAME.search(Path(source).name)) else None
         else:
             _refuse_arguments("load_state", kwargs | ({"load_kwargs": load_kwargs} if load_kwargs else {}))
@@ -147,8 +141,11 @@ class _Attached:
             if step is None:
                 raise CheckpointError(f"There is no complete checkpoint in {source}.")
             self._accelerator.step = state["accelerator"]["step"]
-            for loader, done in zip(self._accelerator._dataloaders, state["accelerator"]["iterations"], strict=False):
+            loaders = zip(self._accelerator._dataloaders, state["accelerator"]["loaders"], strict=False)
+            for loader, (done, seed) in loaders:
                 loader.iteration = done
+                if seed is not None:
+                    loader.get_sampler().initial_seed = seed
         if step is not None:
             self._project.iteration = step + 1
         self._goes_on = True
@@ -158,13 +155,13 @@ class _Attached:
         try:
             self._checkpointer.close()
         finally:
-            self._end_as_before()
+            type(self._accelerator).end_training(self._accelerator)
 
     def free_memory(self, *objects: Any) -> Any:
         """As :meth:`Accelerator.free_memory`, once the last save has ended."""
         self._checkpointer.wait()
         self._checkpointer.remember({})
-        return self._free_as_before(*objects)
+        return type(self._accelerator).free_memory(self._accelerator, *objects)
 
     def _state(self) -> dict[str, Any]:
         """Return all that accelerate saves, live."""
@@ -180,7 +177,10 @@ class _Attached:
         return {
             **{f"{kind}_{i}" if i else kind: each for kind, objects in kinds.items() for i, each in enumerate(objects)},
             "dataloaders": per_rank(_Positions(loaders)),
-            "accelerator": {"step": accelerator.step, "iterations": [each.iteration for each in loaders]},
+            "accelerator": {
+                "step": accelerator.step,
+                "loaders": [(each.iteration, getattr(each.get_sampler(), "initial_seed", None)) for each in loaders],
+            },
         }
 
     def _where(self, named: str | os.PathLike[str] | None) -> str:
@@ -199,15 +199,23 @@ class _Attached:
             if name not in known:
                 raise ConfigError(f"A Checkpointer has no option {name!r}.{nearest(name, known)}")
         limit = self._project.total_limit
-        if not self._automatic or "keep" in options:
-            if self._automatic and limit not in (None, options["keep"]):
-                raise ConfigError(f"total_limit={limit} and keep={options['keep']} say different things: give one.")
+        if not self._automatic:
             return options
-        return {**options, "keep": sys.maxsize if limit is None else limit}
+        usual = {"keep": sys.maxsize if limit is None else limit, **options}
+        if limit not in (None, usual["keep"]):
+            raise ConfigError(f"total_limit={limit} and keep={usual['keep']} say different things: give one.")
+        return usual
 
     def _agreed(self, look: Callable[[], Any]) -> Any:
-        """Return what rank 0 sees. Collective."""
-        return broadcast_object_list([look() if self._accelerator.process_index == 0 else None])[0]
+        """Return what rank 0 sees, or raise its ``OSError``. Collective."""
+        try:
+            found = look() if self._accelerator.process_index == 0 else None
+        except OSError as error:
+            found = error
+        found = broadcast_object_list([found])[0]
+        if isinstance(found, OSError):
+            raise found
+        return found
 
 
 class _Positions:

@@ -153,9 +153,9 @@ def inner(optimizer: Any) -> Any:
 
 def _replace(owner: Any, name: str, by: Callable[..., Any]) -> Callable[[], None]:
     """Have ``by(method, ...)`` called in place of a method of one object; return what undoes that."""
-    before = getattr(owner, name)
+    before, own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, lambda *args, **kwargs: by(before, *args, **kwargs))
-    return lambda: delattr(owner, name)
+    return lambda: setattr(owner, name, before) if own else delattr(owner, name)
 
 
 def _override_even_batches(loaders: Sequence[Any], even: bool) -> Callable[[], None]:

@@ -143,17 +143,17 @@ class StageregCheckpointIO(CheckpointIO):
         for option in [option for option, value in refused.items() if value is not None]:
             raise ConfigError(f"StageregCheckpointIO takes no {option}.")
         parent, name = self._agree(lambda: split(path))
-        if parent not in self._directories:
-            self._directories[parent] = NamedCheckpoints(parent, self._strategy.is_global_zero, self._build_options())
-        directory = self._directories[parent]
+        directory = self._directories.get(parent)
+        if directory is None or not directory.is_open:
+            directory = NamedCheckpoints(parent, self._strategy.is_global_zero, self._build_options())
+            self._directories[parent] = directory
         directory.save(state, self._agree(lambda: directory.begin(name)))
         if name.startswith("hpc_ckpt"):  # after which Lightning has Slurm end this job at once
             directory.checkpointer.wait()
 
     def choose(self, path: str | Path) -> str | None:
         """Return the directory of the checkpoint to read, a good one; ``None`` for what Lightning itself wrote."""
-        for directory in self._directories.values():
-            directory.checkpointer.wait()
+        NamedCheckpoints.wait_for_all()
         verify = self._options.get("verify", "full") == "full"
         return self._agree(lambda: choose(str(path), verify))
 

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.dcp_writer import exchange
@@ -44,6 +44,8 @@ _ALL = 10**9  # checkpoints are kept: none of them stays in the directory that t
 class NamedCheckpoints:
     """The checkpoints of one directory, on one rank. Constructing it is collective.
 
+    It closes the one that this process has of the same directory, of another trainer.
+
     Args:
         parent: the directory, a real path; made if it is not there.
         is_first: whether this is rank 0.
@@ -53,7 +55,11 @@ class NamedCheckpoints:
         checkpointer: that writes them.
     """
 
+    _open: ClassVar[dict[str, NamedCheckpoints]] = {}
+
     def __init__(self, parent: str, is_first: bool, options: Mapping[str, Any]) -> None:
+        if parent in self._open:
+            self._open[parent].close()
         self._parent, self._is_first = Path(parent), is_first
         self._store = self._parent / _STORE
         self.checkpointer = Checkpointer(
@@ -70,6 +76,18 @@ class NamedCheckpoints:
                 delete(path, self._store)
             self._clear_placeholders()
             self.checkpointer.on_commit(self._complete)
+        self._open[parent] = self
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is not closed."""
+        return self._open.get(str(self._parent)) is self
+
+    @classmethod
+    def wait_for_all(cls) -> None:
+        """Wait for the saves of all directories that are open. Raises as :meth:`stagereg.Checkpointer.wait`."""
+        for each in list(cls._open.values()):
+            each.checkpointer.wait()
 
     def begin(self, name: str) -> int:
         """Return the number of a save that is to be found under ``name``, for :meth:`save`; on rank 0.
@@ -102,6 +120,8 @@ class NamedCheckpoints:
 
     def close(self) -> None:
         """Wait for all saves. Raises: ``CheckpointError`` if one has failed and no call has raised that yet."""
+        if self.is_open:
+            del self._open[str(self._parent)]
         try:
             self.checkpointer.close()
         finally:

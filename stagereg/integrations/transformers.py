@@ -216,8 +216,8 @@ class _Run:
         shutil.rmtree(path, ignore_errors=True)
         os.rename(beside, path)
         steps = sorted(int(found[1]) for each in os.listdir(folder) if (found := re.fullmatch(r"best-(\d+)", each)))
-        # Each checkpoint that stays may refer to another one, and so may one that is still being written.
-        kept = [each for each in steps if each <= step][-self._options["keep"] - 2 :]
+        # Each checkpoint that stays may refer to another one, and so may the two that are not complete yet.
+        kept = [each for each in steps if each <= step][-self._options["keep"] - 3 :]
         for old in set(steps).difference(kept):
             shutil.rmtree(os.path.join(folder, f"best-{old}"), ignore_errors=True)
 

@@ -7,7 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +227,37 @@ def test_a_directory_with_other_files_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match=r"notes\.txt"):
         dcp.save(state(1), storage_writer=stagereg.DcpWriter(tmp_path), no_dist=True)
     assert os.listdir(tmp_path) == ["notes.txt"]
+
+
+def test_a_save_beside_another_to_the_same_path_is_refused(tmp_path: Path) -> None:
+    """One would delete and overwrite what the other writes, and the good checkpoint that is there would go."""
+    written, goes_on = threading.Event(), threading.Event()
+
+    def hold(point: str) -> None:
+        if point == "written" and not written.is_set():
+            written.set()
+            assert goes_on.wait(60)
+
+    save = partial(dcp.save, no_dist=True)
+    save(state(1), storage_writer=stagereg.DcpWriter(tmp_path / "a"))
+    watch(hold)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(save, state(2), storage_writer=stagereg.DcpWriter(tmp_path / "a"))
+            assert written.wait(60)
+            try:
+                save(state(4), storage_writer=stagereg.DcpWriter(tmp_path / "b"))
+                with pytest.raises(CheckpointException, match="still being written"):
+                    save(state(3), storage_writer=stagereg.DcpWriter(tmp_path / "a"))
+            finally:
+                goes_on.set()
+            first.result(60)
+    finally:
+        watch(None)
+    found = state(0)
+    dcp.load(found, storage_reader=stagereg.DcpReader(tmp_path / "a"), no_dist=True)
+    assert same(found, state(2))
+    save(state(3), storage_writer=stagereg.DcpWriter(tmp_path / "a"))
 
 
 def test_a_url_is_refused_when_a_writer_or_reader_is_made() -> None:

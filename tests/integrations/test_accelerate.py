@@ -28,7 +28,13 @@ pytest.importorskip("accelerate", reason="make frameworks installs it")
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration, set_seed
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ProjectConfiguration,
+    set_seed,
+)
 
 from stagereg.integrations.accelerate import attach
 
@@ -251,6 +257,29 @@ def test_the_newest_of_a_project_may_be_accelerates(tmp_path: Path) -> None:
     third = Program(seed=2, **config)
     third.accelerator.load_state()
     assert third.seen() == new
+
+
+def seedable(seed: int) -> tuple[Any, Any]:
+    reset()
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    set_seed(seed)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(16.0)), batch_size=2, shuffle=True))
+    attach(accelerator)
+    return accelerator, loader
+
+
+def test_a_shuffled_epoch_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Also in a program that is started with another seed: no sample twice, none left out."""
+    accelerator, loader = seedable(0)
+    seen = []
+    for i, (x,) in enumerate(loader):
+        seen += x.tolist()
+        if i == 3:
+            accelerator.save_state(tmp_path / "a")
+    accelerator.end_training()
+    accelerator, loader = seedable(1)
+    accelerator.load_state(tmp_path / "a")
+    assert [x for (batch,) in accelerator.skip_first_batches(loader, 4) for x in batch.tolist()] == seen[8:]
 
 
 # -- what is refused
@@ -520,11 +549,13 @@ def loops_as_accelerate(rank: int, world_size: int) -> list[Any]:
     program = Program(join=True)
     sampler = program.loader.batch_sampler
     lengths = []
+    own = program.optimizer.step = program.optimizer.step  # as a schedule that is given this optimizer replaces it
     for even in (None, True, False):
         with program.accelerator.join_uneven_inputs([program.model], even_batches=even):
             lengths.append(sampler.even_batches)
             for (x,) in program.loader:
                 program.step(x)
+    assert vars(program.optimizer)["step"] is own
     return [*lengths, sampler.even_batches, program.counter.n]
 
 

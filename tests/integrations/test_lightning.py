@@ -302,13 +302,13 @@ def killed_at(folder, changes):
     return subprocess.Popen(command, env=ENVIRONMENT)
 
 
-@pytest.mark.parametrize("first", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (0, 2, 3, 4))])
+@pytest.mark.parametrize("first", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (0, *range(2, 15)))])
 def test_killed_at_any_change_leaves_the_old_or_the_new(tmp_path, first):
-    """Of the some forty changes of names, every fifth in one test."""
-    killed = {at: killed_at(tmp_path / str(at), at) for at in range(first, 60, 5)}
+    """Of the some forty changes of names, a few in one test."""
+    killed = {at: killed_at(tmp_path / str(at), at) for at in range(first, 60, 15)}
     left = []
     for at, process in killed.items():
-        ended = process.wait(timeout=100)
+        ended = process.wait(timeout=150)
         path = tmp_path / str(at) / "x.ckpt"
         there = os.path.exists(path) and stagereg.open_checkpoint(path, verify=True).entry("value")
         left.append(there)
@@ -319,7 +319,7 @@ def test_killed_at_any_change_leaves_the_old_or_the_new(tmp_path, first):
         assert len(os.listdir(path)) == 1
         assert StageregCheckpointIO().load_checkpoint(path)["value"] == 4
         assert os.listdir(path.parent / ".stagereg") == ["latest"]
-    assert {1, 2, 3} <= set(left) <= {1, 2, 3, False}
+    assert {1, 3} <= set(left) <= {1, 2, 3, False}
 
 
 def test_path_that_cannot_be_moved_is_an_error(tmp_path, monkeypatch):
@@ -405,6 +405,17 @@ def test_storage_options_are_refused_on_ranks_that_only_follow():
     io._strategy = Following()
     with pytest.raises(ConfigError, match="takes no storage_options"):
         _Whole(io, io._strategy).save_checkpoint({}, "a.ckpt", storage_options={"a": 1})
+
+
+def test_two_trainers_of_a_process_save_to_one_directory(tmp_path):
+    ios = [StageregCheckpointIO(), StageregCheckpointIO()]
+    for n in range(4):
+        ios[n % 2].save_checkpoint({"a": torch.zeros(1 << 20), "n": n}, tmp_path / f"{n % 3}.ckpt")
+        assert ios[1 - n % 2].load_checkpoint(tmp_path / f"{n % 3}.ckpt")["n"] == n
+    ios[0].remove_checkpoint(tmp_path / "1.ckpt")
+    for io in ios:
+        io.teardown()
+    assert checkpoints(tmp_path) == ["0.ckpt", "2.ckpt"]
 
 
 @pytest.mark.parametrize("name", ["dir", "every", "keep", "resume", "save_last", "grace", "verfy"])

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from transformers.trainer_callback import ExportableState
 import stagereg
 import stagereg.checkpoint.preemption_consensus as preemption_consensus
 from stagereg.errors import CheckpointError, ConfigError, InstallationError, Preempted
-from stagereg.integrations.transformers import StageregCallback
+from stagereg.integrations.transformers import StageregCallback, _Run
 from stagereg.testing import run_ranks
 from stagereg.testing.ranks import RankFailure
 
@@ -243,6 +244,17 @@ def test_the_best_model_is_loaded_and_survives_a_stop(on_two_ranks: dict[str, An
     assert {**found, "files": None, "kept": None} == {**whole, "files": None, "kept": None}
     assert whole["evaluated"].index(max(whole["evaluated"])) == whole["best"] // 2 - 1
     assert whole["counted"] == STEPS
+
+
+def test_a_best_model_stays_while_a_checkpoint_refers_to_it(tmp_path: Path) -> None:
+    """With keep=1: that of the complete checkpoint, of the two that are under way, and the new one."""
+    trainer: Any = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path), should_save=True))
+    trainer.args.save_total_limit, trainer.args.save_strategy = 1, "steps"
+    trainer.state, trainer.save_model = SimpleNamespace(), lambda path, _internal_call: os.makedirs(path)
+    run = _Run(trainer, {})
+    for step in range(1, 6):
+        run._write_best(step)
+    assert sorted(os.listdir(tmp_path)) == ["best-2", "best-3", "best-4", "best-5"]
 
 
 def test_from_pretrained_reads_the_best_and_the_last_model(on_two_ranks: dict[str, Any]) -> None:

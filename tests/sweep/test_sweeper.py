@@ -108,8 +108,6 @@ def test_directories_by_number_override_or_value_are_fine(tmp_path: Path) -> Non
         ended = app.sweep("b=1,2", f"checkpoint.dir=c/{setting}", by_override, "nproc=1")
         assert ended.returncode == 0, ended.stdout + ended.stderr
     assert {path.name for path in (tmp_path / "c").iterdir()} == {"number_0", "number_1", "value_1", "value_2"}
-    ended = app.sweep("b=3,4", "nproc=1", "hydra.sweep.dir=usual")  # and those that a job has if nothing is said
-    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_the_same_sweep_once_more_runs_what_is_not_completed(app: App) -> None:
