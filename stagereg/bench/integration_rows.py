@@ -194,7 +194,7 @@ def _lightning(training: StallTraining, way: str, folder: Path, closing: context
 
     from stagereg.integrations.lightning import StageregCheckpointIO
 
-    class Module(LightningModule):
+    class LightningLoss(LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = _Loss(training.model)
@@ -205,7 +205,7 @@ def _lightning(training: StallTraining, way: str, folder: Path, closing: context
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return training.optimizer
 
-    class Steps(Callback):
+    class LightningSteps(Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             while (then := loop.pause()) == "save":
                 trainer.save_checkpoint(path)
@@ -217,10 +217,10 @@ def _lightning(training: StallTraining, way: str, folder: Path, closing: context
         plugin = StageregCheckpointIO(verify="fast")
     off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     trainer = Trainer(
-        accelerator="cpu", max_steps=_MANY, callbacks=[Steps()], plugins=plugin, default_root_dir=folder, **off
+        accelerator="cpu", max_steps=_MANY, callbacks=[LightningSteps()], plugins=plugin, default_root_dir=folder, **off
     )
     data = torch.utils.data.DataLoader(_samples(training), batch_size=2)
-    loop = _StoppedLoop(lambda: trainer.fit(Module(), data))
+    loop = _StoppedLoop(lambda: trainer.fit(LightningLoss(), data))
     loop.begin(training, closing)
 
     def save() -> Any:
@@ -236,7 +236,7 @@ def _transformers(training: StallTraining, way: str, folder: Path, closing: cont
 
     from stagereg.integrations.transformers import StageregCallback
 
-    class Steps(TrainerCallback):
+    class TransformersSteps(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             then = loop.pause()
             control.should_save, control.should_training_stop = then == "save", then == "stop"
@@ -246,7 +246,9 @@ def _transformers(training: StallTraining, way: str, folder: Path, closing: cont
 
     options: dict[str, Any] = {"save_strategy": "no", "save_total_limit": 2, "logging_strategy": "no", "use_cpu": True}
     options |= {"report_to": "none", "disable_tqdm": True, "max_grad_norm": 0, "per_device_train_batch_size": 2}
-    callbacks = [Steps()] if way != "stagereg" else [Steps(), StageregCallback(grace=None)]  # this is no main thread
+    callbacks = [TransformersSteps()]
+    if way == "stagereg":
+        callbacks.append(StageregCallback(grace=None))  # this is no main thread
     trainer = Trainer(
         _Loss(training.model),
         TrainingArguments(str(folder), max_steps=_MANY, **options),
