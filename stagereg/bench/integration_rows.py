@@ -246,7 +246,7 @@ def _transformers(training: StallTraining, way: str, folder: Path, closing: cont
 
     options: dict[str, Any] = {"save_strategy": "no", "save_total_limit": 2, "logging_strategy": "no", "use_cpu": True}
     options |= {"report_to": "none", "disable_tqdm": True, "max_grad_norm": 0, "per_device_train_batch_size": 2}
-    callbacks = [TransformersSteps()]
+    callbacks: list[Any] = [TransformersSteps()]
     if way == "stagereg":
         callbacks.append(StageregCallback(grace=None))  # this is no main thread
     trainer = Trainer(
