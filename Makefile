@@ -26,11 +26,13 @@ test-all: $(HYDRA_1_4)/.ready frameworks  ## the tests with their longer matrice
 frameworks: $(FRAMEWORKS)/.ready  ## the tests of stagereg.integrations, with the trainers installed
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest $(WORKERS) tests/integrations
 
-nightly: $(HYDRA_1_4)/.ready  ## three hundred kills, five hundred saves twice, new examples; prints counts and figures
+nightly: $(HYDRA_1_4)/.ready  ## three hundred kills, five hundred saves twice, new examples, other versions of torch and Python
 	$(BIN)/python tests/checkpoint/kills/matrix.py --kills 300
 	$(BIN)/stagereg bench endurance --saves 500
 	$(BIN)/stagereg bench endurance --saves 500 --stager shared --storage dcp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --hypothesis-profile=explore $(WORKERS)
+	# Interpreters of pyenv are found too.
+	PYENV_VERSION=$$(pyenv versions --bare 2>/dev/null | paste -sd:) $(BIN)/python -m nox
 
 scale: $(VENV)/.ready  ## what a save sends and costs on thousands of simulated ranks
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python tests/checkpoint/scale.py

@@ -31,6 +31,8 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from stagereg.checkpoint.checkpointer import Checkpointer
@@ -112,14 +114,13 @@ class StageregCheckpointIO(CheckpointIO):
     def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> Any:
         """Return the checkpoint at ``path``, verified; called on all ranks. Loading runs no code from it.
 
-        Also without a ``Trainer``, such as ``StageregCheckpointIO().load_checkpoint(path)["state_dict"]``.
-
         Raises:
             CheckpointError: it is damaged, incomplete or not there.
         """
         chosen = self.choose(path)
         if chosen is None:
-            return TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
+            given = {"map_location": map_location, "weights_only": weights_only}  # 2.5.0 has no weights_only
+            return TorchCheckpointIO().load_checkpoint(path, **{name: x for name, x in given.items() if x is not None})
         return _read(chosen, lambda name: True, map_location if isinstance(map_location, str | torch.device) else "cpu")
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -135,8 +136,6 @@ class StageregCheckpointIO(CheckpointIO):
         with contextlib.ExitStack() as every:
             while self._directories:
                 every.callback(self._directories.popitem()[1].close)
-
-    # -- for the strategy, on all ranks
 
     def save(self, state: Mapping[str, Any], path: str | Path | None, **refused: Any) -> None:
         """Stage what this rank has of a checkpoint; the ``path`` of rank 0 counts."""
@@ -222,20 +221,21 @@ class _Sharded(_Whole):
         module, rest = self.strategy.lightning_module, dict(checkpoint)
         if rest.pop("state_dict").keys() != module.state_dict().keys():
             raise CheckpointError("on_save_checkpoint has changed state_dict; of a sharded model all of it is saved.")
-        weights_only = rest.pop("optimizer_states", None) is None
-        objects = {"state_dict": module} if weights_only else self._objects()
+        objects = self._objects(model_only=rest.pop("optimizer_states", None) is None)
         self.plugin.save({**(rest if self.strategy.is_global_zero else {}), **objects}, filepath, **refused)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, **more: Any) -> dict[str, Any]:
         chosen = self.plugin.choose(checkpoint_path)
         if chosen is None:
-            return type(self.strategy).load_checkpoint(self.strategy, checkpoint_path, weights_only)
-        self.plugin.restore(chosen, self._objects())
+            return type(self.strategy).load_checkpoint(self.strategy, checkpoint_path, **more)
+        fits = self.strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        with contextlib.nullcontext() if fits else isolate_rng():  # what tests a model changes nothing else
+            self.plugin.restore(chosen, self._objects(model_only=not fits))
         return _read(chosen, lambda name: not re.fullmatch(r"state_dict|optimizer_\d+", name))
 
-    def _objects(self) -> dict[str, Any]:
-        optimizers = {f"optimizer_{i}": each for i, each in enumerate(self.strategy.optimizers)}
-        return {"state_dict": self.strategy.lightning_module, **optimizers}
+    def _objects(self, model_only: bool) -> dict[str, Any]:
+        optimizers = [] if model_only else self.strategy.optimizers
+        return {"state_dict": self.strategy.lightning_module, **{f"optimizer_{i}": x for i, x in enumerate(optimizers)}}
 
 
 class _ShardedFabric(_Whole):
@@ -244,10 +244,10 @@ class _ShardedFabric(_Whole):
     def save_checkpoint(self, path: Any, state: dict[str, Any], **refused: Any) -> None:
         self.plugin.save(state, path, **refused)
 
-    def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, weights_only: Any = None) -> Any:
+    def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, **more: Any) -> dict[str, Any]:
         chosen = self.plugin.choose(path)
         if chosen is None:
-            return type(self.strategy).load_checkpoint(self.strategy, path, state, strict, weights_only)
+            return type(self.strategy).load_checkpoint(self.strategy, path, state, strict, **more)
         if not isinstance(state, dict):
             raise ConfigError(f"{path} is loaded into a dict: fabric.load(path, {{'model': model, ...}}).")
         with open_checkpoint(chosen) as opened:

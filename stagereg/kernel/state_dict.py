@@ -233,9 +233,9 @@ class _StructurePickler(pickle.Pickler):
 
     def _wrapper(self, x: Any) -> _Reduced:
         """DTensor and other traceable wrappers, through their own flatten protocol."""
-        names, context = x.__tensor_flatten__()
-        size, stride, kind = x.size(), x.stride(), type(x)
+        (names, context), size, stride, kind = x.__tensor_flatten__(), x.size(), x.stride(), type(x)
         parts = {name: getattr(x, name) for name in names}
+        x._clear_non_serializable_cached_data()  # of what size() keeps in its __dict__, before torch 2.13
 
         def make(inner: dict[str, Any]) -> Any:
             return kind.__tensor_unflatten__(inner, context, size, stride)

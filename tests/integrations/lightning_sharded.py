@@ -72,7 +72,13 @@ def by_trainer(folder: str, epochs: int, ranks: int) -> str:
     (optimizer,) = trainer.optimizers
     moments = [value for state in optimizer.state.values() for value in state.values()]
     trained = digest([*module.parameters(), *moments])
-    trainer.test(module, loader(), ckpt_path="last", verbose=False)
+    trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+    drawn = set()
+    for seed, name in enumerate(("last", "last", f"{folder}/weights.ckpt")):
+        torch.manual_seed(seed)
+        trainer.test(module, loader(), ckpt_path=name, verbose=False)
+        drawn.add(float(torch.rand(1)))
+    assert len(drawn) == 3, "random numbers come from the checkpoint"
     return f"{trained} step {trainer.global_step}"
 
 
@@ -104,4 +110,5 @@ if __name__ == "__main__":
         name = f"{folder}/{train.__name__}"
         whole = train(f"{name}/whole", 3, ranks) if len(sys.argv) < 3 else sys.argv[2]
         train(f"{name}/resumed", 2, ranks)
-        print(train.__name__, "resumed", train(f"{name}/resumed", 3, ranks), "whole", whole, flush=True)
+        resumed = train(f"{name}/resumed", 3, ranks)
+        print(f"{train.__name__} resumed {resumed} whole {whole}\n", end="", flush=True)  # in one piece

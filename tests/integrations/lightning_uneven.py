@@ -101,7 +101,8 @@ if __name__ == "__main__":
         try:
             module = train(case, f"{folder}/{case}", 3)
         except Exception as error:
-            print(case, "rank", rank, type(error).__name__, str(error).replace("\n", " "), flush=True)
+            text = str(error).replace("\n", " ")
+            print(f"{case} rank {rank} {type(error).__name__} {text}\n", end="", flush=True)  # in one piece
             continue
         expected = reference(3, ranks, 4 if case == "accumulated" else 1)
         found = [each.full_tensor() if isinstance(each, DTensor) else each.detach() for each in module.parameters()]

@@ -20,6 +20,14 @@ DTYPES = [getattr(torch, name) for name in f"{NAMES} complex32 complex64 complex
 DTYPES += [getattr(torch, name) for name in sorted(dir(torch)) if name.startswith(("float8_", "float4_"))]
 
 
+def has_copies(dtype: torch.dtype) -> bool:
+    try:
+        torch.empty(1, dtype=dtype).clone()
+    except NotImplementedError:  # float4 in torch 2.9
+        return False
+    return True
+
+
 class Mark(torch.Tensor):
     """A plain subclass."""
 
@@ -61,7 +69,7 @@ def padded(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_every_dtype_keeps_its_bits(stager: AsyncStager) -> None:
-    for dtype in DTYPES:
+    for dtype in filter(has_copies, DTYPES):
         raw = torch.randint(0, 2 if dtype is torch.bool else 256, (6 * dtype.itemsize,), dtype=torch.uint8)
         x = raw.view(dtype)
         state = {"flat": x, "folded": x.clone().view(2, 3), "turned": x.clone().view(2, 3).t(), "one": x[2].clone()}

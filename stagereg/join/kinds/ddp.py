@@ -189,7 +189,7 @@ class DdpJoinable(ReducingJoinable):
 
     def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool:
         """Whether a step depends on which ranks are active: through the divisor, or through buffers that are shared."""
-        shares = self.module.forward_sync_buffers and bool(self.module.modules_buffers)
+        shares = self.module.broadcast_buffers and bool(self.module.modules_buffers)
         return shares or super().needs_active_ranks(divide_by_initial_world_size)
 
     @property

@@ -249,9 +249,10 @@ def _group_of(module: FSDPModule) -> Any:
 
 
 def _groups(module: FSDPModule) -> list[Any]:
-    parts = (part for part in cast(nn.Module, module).modules() if isinstance(part, FSDPModule))
-    unique = {id(group): group for part in parts for group in part._get_fsdp_state()._fsdp_param_groups}
-    return list(unique.values())
+    states = [part._get_fsdp_state() for part in cast(nn.Module, module).modules() if isinstance(part, FSDPModule)]
+    # torch 2.11 has no list, but one group or None.
+    groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
+    return list({id(group): group for each in groups for group in each if group is not None}.values())
 
 
 def _shards(module: FSDPModule) -> list[torch.Tensor]:
