@@ -28,12 +28,13 @@ _KINDS = {
     "staging": "how long a loop waits for a copy, against the memory's speed",
     "write": "how long a copy takes to be on the disk, against the disk's speed",
     "stall": "what a checkpoint costs the training it interrupts",
+    "integrations": "what a checkpoint costs training, saved by the trainer itself and through stagereg",
     "join": "what a join costs a training step, with all ranks having data",
     "replicas": "how long ranks save what they hold alike or have split, and what each stages and writes",
     "restore": "how long ranks restore it, and what each reads, against the page cache's speed",
     "endurance": "whether hundreds of checkpoints leave memory, files, threads or processes behind",
 }
-_ROUNDS = {"staging": 11, "write": 9, "stall": 11, "join": 120, "replicas": 9, "restore": 9}
+_ROUNDS = {"staging": 11, "write": 9, "stall": 11, "integrations": 9, "join": 120, "replicas": 9, "restore": 9}
 _STATES = {"staging": "large,gpt,small,lora", "write": "gpt"}
 _MODELS = {"join": "small,medium", "replicas": "ddp,fsdp2", "restore": "ddp,fsdp2"}
 _RANKS = {"join": "2,4", "replicas": "1,2,4", "restore": "1,2,4"}
@@ -63,6 +64,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         if kind in _MODELS:
             add("--models", default=_MODELS[kind], help="models, with commas, %(default)s")
             add("--ranks", default=_RANKS[kind], help="numbers of local ranks, with commas, %(default)s")
+            continue
+        if kind == "integrations":
             continue
         add("--device", choices=["cpu", "cuda"], default="cpu", help="where the state is, %(default)s")
         if kind in _STATES:
@@ -104,6 +107,7 @@ def _check(asked: argparse.Namespace) -> list[str]:
     import torch
 
     import stagereg.bench.endurance as endurance
+    import stagereg.bench.integration_rows as integrations
     import stagereg.bench.join_rows as join
     import stagereg.bench.replicas as replicas
     import stagereg.bench.stall as stall
@@ -133,6 +137,8 @@ def _check(asked: argparse.Namespace) -> list[str]:
     elif asked.kind == "stall":
         asked.torch_threads = _numbers("--torch-threads", asked.torch_threads)
         there = stall.row_names()
+    elif asked.kind == "integrations":
+        there = integrations.row_names()
     else:
         asked.ranks = _numbers("--ranks", asked.ranks)
         asked.models = _known("model", asked.models, list(join.MODELS if asked.kind == "join" else replicas.MODELS))
@@ -215,6 +221,18 @@ def _stall(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
     return groups
 
 
+def _integrations(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
+    import stagereg.bench.integration_rows as integrations
+
+    groups = []
+    for trainer in dict.fromkeys(row.partition(":")[0] for row in rows):
+        own = [row for row in integrations.row_names() if row.startswith(f"{trainer}:")]
+        wanted = [row for row in own if row in rows or row == own[0]]  # the first is the one without a checkpoint
+        with _folder(asked.dir) as folder:
+            groups.append(integrations.group(trainer, wanted, asked.rounds, asked.scale, Path(folder)))
+    return groups
+
+
 def _join(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
     import stagereg.bench.join_rows as join
 
@@ -237,6 +255,7 @@ _MEASURE: dict[str, Callable[[argparse.Namespace, Sequence[str]], list[Group]]] 
     "staging": _series,
     "write": _series,
     "stall": _stall,
+    "integrations": _integrations,
     "join": _join,
     "replicas": _replicas,
     "restore": _replicas,

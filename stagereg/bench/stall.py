@@ -60,12 +60,12 @@ class StallTraining:
             torch.nn.Embedding(self._WORDS, width), *layers, torch.nn.Linear(width, self._WORDS)
         ).to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
-        self._tokens = torch.randint(self._WORDS, (self._BATCH, self._LENGTH + 1), device=device)
+        self.tokens = torch.randint(self._WORDS, (self._BATCH, self._LENGTH + 1), device=device)
 
     def step(self) -> None:
         """Forward, backward and the optimizer's step."""
-        logits = self.model(self._tokens[:, :-1])
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), self._tokens[:, 1:].flatten()).backward()
+        logits = self.model(self.tokens[:, :-1])
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), self.tokens[:, 1:].flatten()).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import stagereg.bench.integration_rows as integration_rows
 from stagereg import cli
 
 FEW = {
@@ -77,6 +78,23 @@ def test_stall_measures_what_a_checkpoint_costs(tmp_path: Path, capsys: pytest.C
     assert list(tmp_path.iterdir()) == [tmp_path / "result.json"]
 
 
+def test_a_trainer_that_is_not_installed_is_a_skipped_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(integration_rows.importlib.util, "find_spec", {"torch": torch}.get)
+    seen = bench(tmp_path, "integrations", "--rows", "accelerate:own,torch:stagereg,torch:async")
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 120
+    assert "skipped: accelerate is not installed (pip install 'hydra-stagereg[accelerate]')" in out
+    skipped, measured = seen["groups"]
+    assert rows(skipped) == {"accelerate": {"row": "accelerate"}}
+    found = rows(measured)
+    assert list(found) == ["torch:none", "torch:async", "torch:stagereg"]
+    assert all(len(row["lost"]["samples"]) == 2 for row in found.values())
+    assert found["torch:stagereg"]["blocked"]["median"] > found["torch:none"]["blocked"]["median"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "result.json"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(FEW))
 def test_every_row_that_is_there_can_be_measured(kind: str, tmp_path: Path) -> None:
@@ -101,6 +119,7 @@ def test_every_row_that_is_there_can_be_measured(kind: str, tmp_path: Path) -> N
         (["staging", "--json", "/"], "is a directory"),
         (["write", "--dir", "/nowhere/at/all"], "cannot write in /nowhere/at/all"),
         (["stall", "--dir", "/proc"], "cannot write in /proc"),
+        (["integrations", "--rows", "acelerate:own"], "Did you mean 'accelerate:own'"),
         (["join", "--rows", "plannd"], "Did you mean 'planned'"),
         (["join", "--models", "medum"], "Did you mean 'medium'"),
         (["join", "--ranks", "2,none"], "--ranks takes whole numbers from 1 on, not 'none'"),
