@@ -29,6 +29,7 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.entries import per_rank
 from stagereg.errors import CheckpointError, ConfigError, nearest
 from stagereg.integrations.accelerate_join import AcceleratorJoin, inner
+from stagereg.integrations.agreed import agreed
 
 __all__ = ["attach"]
 
@@ -207,15 +208,8 @@ class _Attached:
         return usual
 
     def _agreed(self, look: Callable[[], Any]) -> Any:
-        """Return what rank 0 sees, or raise its ``OSError``. Collective."""
-        try:
-            found = look() if self._accelerator.process_index == 0 else None
-        except OSError as error:
-            found = error
-        found = broadcast_object_list([found])[0]
-        if isinstance(found, OSError):
-            raise found
-        return found
+        """Return what rank 0 sees, or raise its error. Collective."""
+        return agreed(look, self._accelerator.process_index == 0, lambda found: broadcast_object_list([found])[0])
 
 
 class _Positions:

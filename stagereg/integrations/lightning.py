@@ -37,7 +37,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.opened import open_checkpoint
-from stagereg.errors import CheckpointError, ConfigError, InstallationError, StageregError, nearest
+from stagereg.errors import CheckpointError, ConfigError, InstallationError, nearest
+from stagereg.integrations.agreed import agreed
 from stagereg.integrations.lightning_uneven import UnevenInputs
 from stagereg.integrations.named import NamedCheckpoints, choose, delete, split
 from stagereg.registry import build, names
@@ -168,18 +169,7 @@ class StageregCheckpointIO(CheckpointIO):
                 shutil.rmtree(scratch, ignore_errors=True)
 
     def _agree(self, decide: Callable[[], Any]) -> Any:
-        """Return what rank 0 decides, or raise its error, on all ranks."""
-        answer: Any = None
-        if self._strategy.is_global_zero:
-            try:
-                answer = decide()
-            except Exception as error:  # that the others must not wait for
-                known = isinstance(error, StageregError)
-                answer = error if known else CheckpointError(f"{type(error).__name__}: {error}")
-        answer = self._strategy.broadcast(answer)
-        if isinstance(answer, StageregError):
-            raise answer
-        return answer
+        return agreed(decide, self._strategy.is_global_zero, self._strategy.broadcast)
 
     def _build_options(self) -> dict[str, Any]:
         options = dict(self._options)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.errors import CheckpointError, ConfigError, InstallationError, nearest
+from stagereg.integrations.agreed import agreed
 from stagereg.registry import build
 
 _WRITTEN_FOR = "0.3"
@@ -89,7 +90,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         """torchtitan's options for checkpoints, and those of stagereg."""
 
         stager: str = "overlapped"
-        """Copies the state: the name of a stager (``stagereg ls``)."""
+        """Copies the state: the name of a stager (``stagereg list``)."""
 
         storage: str = "dcp"
         """Writes the files: the name of a storage; torchtitan's own tools read ``dcp``."""
@@ -270,19 +271,15 @@ def _steps_in(folder: str) -> tuple[dict[int, str], dict[int, str]]:
 
 
 def _agreed(look: Callable[[], Any]) -> Any:
-    """Return on all ranks what ``look`` returns, or raise what it raises, on the first."""
-    if not dist.is_initialized():
-        return look()
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            found = [look()]
-        except Exception as error:
-            found = [error]
-    dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+    """Return what the first rank sees, or raise its error, on all ranks."""
+    return agreed(look, not dist.is_initialized() or dist.get_rank() == 0, _from_first)
+
+
+def _from_first(found: Any) -> Any:
+    if dist.is_initialized():
+        dist.broadcast_object_list(boxed := [found], src=0)
+        return boxed[0]
+    return found
 
 
 def _expect_known_version() -> None:
