@@ -13,7 +13,7 @@ WORKERS := --numprocesses 2 --dist worksteal
 SCRIPTS := mermaid@11.17.2 iframe-worker@1.0.4
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: train test test-all frameworks docs nightly scale gpu check format clean
+.PHONY: train test test-all frameworks docs nightly scale gpu dist check format clean
 
 train: $(VENV)/.ready  ## train a small language model on two local ranks
 	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
@@ -44,6 +44,9 @@ scale: $(VENV)/.ready  ## what a save sends and costs on thousands of simulated 
 # Offline: make gpu VENV= PYTHON=the one that has torch, Hydra and pytest
 gpu: $(if $(VENV),$(VENV)/.ready)  ## on a machine with an NVIDIA GPU: its tests and benchmarks, to gpu-report/gpu.md
 	$(if $(VENV),$(BIN)/python,$(PYTHON)) tests/gpu.py --out gpu-report
+
+dist: $(VENV)/.ready  ## the wheel and the source distribution, checked, and tried in an environment without the checkout
+	$(BIN)/python -m nox --session release
 
 check: $(VENV)/.ready  ## lint, format and types
 	$(BIN)/ruff check .
