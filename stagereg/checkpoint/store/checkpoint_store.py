@@ -55,7 +55,7 @@ from stagereg.checkpoint.manifest import (
     step_of,
 )
 from stagereg.checkpoint.store.lease import LEASE_S, LeaseRecord
-from stagereg.checkpoint.store.reading import being_read, hold, reader_name
+from stagereg.checkpoint.store.reader_lease import being_read, hold, reader_name
 from stagereg.errors import CheckpointError, ConfigError
 
 __all__ = ["FILE_URL", "CheckpointStore", "local_path", "mark_file", "sync"]
@@ -162,7 +162,7 @@ class CheckpointStore:
         """Keep a checkpoint from being deleted while the block runs, if it is complete when the block begins.
 
         In the block, look first whether it still is. Any process, any thread, also while a run writes there; without
-        the right to write in its directory, nothing is kept. :mod:`.store.reading` has the details.
+        the right to write in its directory, nothing is kept. :mod:`.store.reader_lease` has the details.
 
         Args:
             path: as :meth:`condition` has it.

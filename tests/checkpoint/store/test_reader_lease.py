@@ -25,7 +25,7 @@ import stagereg
 import stagereg.checkpoint.failpoints as failpoints
 import stagereg.checkpoint.store.checkpoint_store as checkpoint_store
 import stagereg.checkpoint.store.lease as lease
-import stagereg.checkpoint.store.reading as reading
+import stagereg.checkpoint.store.reader_lease as reader_lease
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -76,7 +76,7 @@ def leave(checkpointer: Checkpointer, **changes: Any) -> str:
     """Write the lease of a reader on another machine, as it is when that does not go on."""
     store = open_store(str(checkpointer.dir))
     owner = {"pid": 1, "host": "far", "since": 0.0, "command": "evaluate.py"}
-    path = f"{store.root}/{reading.reader_name(first(checkpointer).rpartition('/')[2])}"
+    path = f"{store.root}/{reader_lease.reader_name(first(checkpointer).rpartition('/')[2])}"
     store._write(
         path, json.dumps({"owner": owner, "token": "a", "machine": "other", "renewed": 0.0} | changes).encode()
     )
@@ -204,7 +204,7 @@ def test_a_lease_is_renewed_and_then_deleted(run: Checkpointer, monkeypatch: pyt
 
 def test_a_forked_child_leaves_the_lease_alone(run: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     with contextlib.suppress(AssertionError), open_store(str(run.dir)).reading(first(run)):
-        monkeypatch.setattr(reading.os, "getpid", lambda: -1)
+        monkeypatch.setattr(reader_lease.os, "getpid", lambda: -1)
     monkeypatch.undo()
     assert len(leases(run)) == 1
 
@@ -212,7 +212,7 @@ def test_a_forked_child_leaves_the_lease_alone(run: Checkpointer, monkeypatch: p
 def test_who_may_not_write_reads_without_a_lease(
     run: Checkpointer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reading._log_without.cache_clear()
+    reader_lease._log_without.cache_clear()
 
     def refuse(path: str, data: bytes) -> None:
         raise PermissionError(13, "Permission denied", path)
