@@ -8,6 +8,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from stagereg.data import LoadsEveryRank, ResumableSampler, is_position
 from stagereg.errors import CheckpointError, ConfigError
+from stagereg.testing import run_ranks
+
+from .pages import Page
 
 
 class Ahead(DataLoader):
@@ -123,6 +127,16 @@ def test_the_order_is_that_of_torchs_distributed_sampler() -> None:
             torchs.set_epoch(epoch)
             assert list(ours) == list(torchs)
     assert list(ResumableSampler(range(5), 2, 1, shuffle=False)) == [1, 3]
+    assert list(ResumableSampler(range(8), seed=5)) == [
+        3,
+        6,
+        0,
+        2,
+        1,
+        4,
+        5,
+        7,
+    ]  # another torch may not draw another order
 
 
 def test_what_workers_have_fetched_ahead_is_not_consumed() -> None:
@@ -308,3 +322,23 @@ def test_positions_are_told_from_what_is_trained() -> None:
     assert is_position(ResumableSampler(range(3)))
     assert isinstance(ResumableSampler(range(3)), LoadsEveryRank)
     assert not isinstance(Position(), LoadsEveryRank)
+
+
+def run_page(rank: int, world_size: int, blocks: list[str]) -> tuple[int, int]:
+    space: dict[str, Any] = {}
+    steps = []
+    for block in blocks:
+        exec(block, space)
+        steps.append(space["step"])
+    return steps[0], space["sampler"].state_dict()["consumed"]
+
+
+def test_the_blocks_of_the_page_run_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    *ours, torchdatas = Page("data.md").of("python")
+    assert len(ours) == 3
+    assert "StatefulDataLoader" in torchdatas  # integrations/test_torchdata.py runs it
+    interrupted = ours[0].replace("epochs=3", "epochs=3, limit=10")
+    assert interrupted != ours[0]
+    assert run_ranks(run_page, nproc=3, args=([interrupted],)) == [(10, 4)] * 3
+    assert run_ranks(run_page, nproc=2, args=(ours,)) == [(10 + 12 + 13, 51), (10 + 12 + 13, 50)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 import stagereg
 from stagereg.errors import CheckpointError, ConfigError
@@ -16,6 +17,8 @@ from stagereg.testing import run_ranks
 pytest.importorskip("torchdata.stateful_dataloader", reason="make frameworks installs torchdata")
 
 from torchdata.stateful_dataloader import StatefulDataLoader
+
+from ..pages import Page
 
 LENGTH, TAKEN = 40, 3
 
@@ -72,3 +75,15 @@ def test_a_stateful_loader_over_a_resumable_sampler_is_refused() -> None:
     sampler = stagereg.data.ResumableSampler(range(8))
     with pytest.raises(ConfigError, match="no StatefulDataLoader"):
         sampler.batches(StatefulDataLoader(range(8), 2, sampler=sampler))
+
+
+def test_the_block_of_the_page_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = [text for text in Page("data.md").of("python") if "StatefulDataLoader" in text]
+    space: dict[str, Any] = {"torch": torch, "stagereg": stagereg, "dataset": TensorDataset(torch.ones(101, 8))}
+    space |= {"model": (model := torch.nn.Linear(8, 1)), "optimizer": torch.optim.AdamW(model.parameters())}
+    steps = []
+    for stop in ("        if step == 10: break\n", ""):
+        exec(block + stop, space)
+        steps.append((space["step"], sum(1 for _ in space["loader"]) if not stop else 0))
+    assert steps == [(10, 0), (26, 26)]
