@@ -70,7 +70,7 @@ def normalized(distribution: str) -> str:
 
 def _identity(distribution: Distribution) -> tuple[str, str]:
     known = bool(distribution.read_text("METADATA") or distribution.read_text("PKG-INFO"))
-    name, version = (distribution.metadata[key] if known else "" for key in ("Name", "Version"))
+    name, version = (distribution.metadata.get(key) if known else "" for key in ("Name", "Version"))
     if not name or not version:
         raise InstallationError("its METADATA lacks the name or the version")
     return name, version
