@@ -102,6 +102,12 @@ class RemoteStore(CheckpointStore):
     def _write(self, path: str, data: bytes) -> None:
         self.objects.put(path, data)
 
+    def _replace(self, name: str, data: bytes) -> None:
+        self.objects.put(f"{self.root}/{name}", data)
+
+    def _unlink(self, path: str) -> None:
+        self.objects.delete(path)
+
     def _commit(self, written: str, step: int) -> str:
         self._committed = written
         return written
