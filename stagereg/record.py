@@ -28,13 +28,14 @@ import os
 import platform
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, Protocol, SupportsFloat
 
 from stagereg.errors import ConfigError, Preempted, Stopped
 
-__all__ = ["FILES", "FORMAT", "emit", "file_name", "log", "now", "peak_rss", "recording"]
+__all__ = ["FILES", "FORMAT", "emit", "file_name", "listen", "log", "now", "peak_rss", "recording"]
 
 _log = logging.getLogger(__name__)
 
@@ -83,12 +84,28 @@ class _Recorder:
 _recorder: _Recorder | None = None
 
 
+class LogListener(Protocol):
+    """What is given all that users log, whether this process records or not."""
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the values of a step. On the thread that logs; must neither raise nor wait."""
+
+
+# Global as the recorder is.
+_listeners: weakref.WeakSet[LogListener] = weakref.WeakSet()
+
+
 def _forget() -> None:
     global _recorder
     _recorder = None
 
 
-os.register_at_fork(after_in_child=_forget)
+def _forget_in_child() -> None:
+    _forget()
+    _listeners.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 @contextlib.contextmanager
@@ -152,8 +169,8 @@ def now() -> float:
 def log(step: int, **values: SupportsFloat) -> None:
     """Record numbers of your own for a training step; ``loss`` and ``samples`` are taken up by ``stagereg report``.
 
-    A tensor on an accelerator is waited for, so log every so often rather than at each step. Does nothing but check
-    its arguments where nothing records.
+    A tensor on an accelerator is waited for, so log every so often rather than at each step. What rank 0 logs about a
+    step that a :class:`stagereg.Checkpointer` saves is kept with the checkpoint, also where nothing records.
 
     Args:
         step: the training step, as given to ``Checkpointer.maybe_save``.
@@ -167,7 +184,15 @@ def log(step: int, **values: SupportsFloat) -> None:
         whole = operator.index(step)
     except TypeError:
         raise ConfigError(f"stagereg.log: step={step!r} is no whole number") from None
-    emit("log", step=whole, values={name: _real(name, value) for name, value in values.items()})
+    found = {name: _real(name, value) for name, value in values.items()}
+    emit("log", step=whole, values=found)
+    for listener in list(_listeners):
+        listener.add(whole, found)
+
+
+def listen(listener: LogListener) -> None:
+    """Give ``listener`` what is logged from now on, for as long as the object exists: this keeps no reference."""
+    _listeners.add(listener)
 
 
 def file_name(rank: int) -> str:

@@ -197,6 +197,33 @@ def test_a_run_that_cannot_be_recorded_goes_on(
         assert torn == '{"event":'
 
 
+FORKED = """
+import os, threading
+from stagereg import record
+
+class Listener:
+    lock, values = threading.Lock(), {}
+    def add(self, step, values):
+        with self.lock:
+            self.values[step] = values
+
+listener = Listener()
+record.listen(listener)
+record.log(1, loss=0.5)
+with listener.lock:  # as another thread may hold it at the fork
+    if (child := os.fork()) == 0:
+        record.log(2, loss=0.25)
+        os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert listener.values == {1: {"loss": 0.5}}
+"""
+
+
+def test_listeners_hear_what_is_logged_and_a_fork_has_none() -> None:
+    command = [sys.executable, "-c", FORKED]
+    subprocess.run(command, check=True, timeout=60, cwd=Path(__file__).parents[1])
+
+
 KILLED = """
 import os, sys
 from pathlib import Path

@@ -96,6 +96,8 @@ class Background:
         self._look: Callable[[], Callable[[], None] | None] = lambda: None
         self._process = os.getpid()
         self._clearing = False  # whether it deletes what is no longer kept
+        self._late, self._noted = 0, 0  # metrics that were logged late: how often, and as often as they are written
+        self._closed = False
         self._lock = threading.Lock()
         self._under_way: deque[PendingSave] = deque()
         self._failures: deque[CheckpointError] = deque()
@@ -142,11 +144,21 @@ class Background:
         return self._wait(1)
 
     def finish(self) -> bool:
-        """As :meth:`wait`, and until old checkpoints are deleted, which may take as long as a save."""
+        """As :meth:`wait`, and until what follows a save is done, which may take as long: what is old is deleted."""
         ended, until = self._wait(1), time.monotonic() + self.timeout_s
-        while ended and self._clearing and os.getpid() == self._process and time.monotonic() < until:
+        while ended and self._is_busy() and time.monotonic() < until:
             time.sleep(_LOOK_S)
         return ended
+
+    def note_metrics(self) -> None:
+        """Have metrics written that were logged after the manifest of their step. Any thread."""
+        if not self._closed:
+            self._late += 1
+            self._queue.put(self._write_metrics)
+
+    def _is_busy(self) -> bool:
+        late = self._noted < self._late and not self._closed
+        return (self._clearing or late) and os.getpid() == self._process
 
     @property
     def failing(self) -> bool:
@@ -191,6 +203,7 @@ class Background:
         """End the thread after its last save; one that hangs commits nothing, should it ever go on."""
         for save in self._under_way:
             save.abandoned = True
+        self._closed = True
         self._queue.put(None)
 
     def _wait(self, most: int) -> bool:
@@ -276,6 +289,15 @@ class Background:
         except Exception:
             _log.debug("Deleting old checkpoints failed.", exc_info=True)
         self._clearing = False
+
+    def _write_metrics(self) -> None:
+        asked = self._late
+        try:
+            self._target.store.note_metrics(self._target.metrics.late())
+            self._target.store.write_metrics()
+        except Exception as error:
+            _log.warning("stagereg: metrics are not written in %s yet: %s", self._target.store.root, error)
+        self._noted = asked
 
     def _call_listeners(self, step: int) -> None:
         for listener in self.listeners:

@@ -204,6 +204,8 @@ class Checkpointer:
         self.stats = self._background.stats
         self._crashes = CrashCounter(self._store, give_up_after, counts=self._ranks.rank == 0)
         self._background.listeners.append(self._crashes.committed)
+        if self._ranks.rank == 0:
+            self._target.metrics.listen(self._background.note_metrics)
         training = None if self._ranks.group is None else process_group or dist.group.WORLD
         self._requests = Requests(training, f"checkpoint/{opened[0]}/saves")
         self._ending = Ending(training, f"checkpoint/{opened[0]}/end")
@@ -379,6 +381,7 @@ class Checkpointer:
         self._hold = taken[0] if taken else None
         self._store = self._target.store = store
         self._crashes.move(store)
+        self._target.metrics.forget()
         self.dir = path_or_url(store.appears_as or store.root)
         self._background.newest = None
         if self.resume == "never":
@@ -421,6 +424,7 @@ class Checkpointer:
         where = store, resume, self.verify, self.read, state, self._storage
         restored = restoring.restore(*where, self._ranks, self._saver.names, self.wait, self._crashes)
         self._store.spared.clear()
+        self._target.metrics.forget()
         if self._ranks.rank == 0:
             begins = "training starts from scratch" if restored is None else f"resumed from {restored.path}"
             _log.info("stagereg: %s%s", "" if source else f"checkpoints go to {self.dir}; ", begins)

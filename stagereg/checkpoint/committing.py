@@ -248,7 +248,10 @@ class _Work:
         files |= {name: to.store.mark(self.path, name) for name in there if name not in files}
         failpoint("marked")
         to.entries = self._merging.entries
-        to.store.publish(self.path, save.step, self._ranks.size, to.storage_name, files, to.keep)
+        to.store.note_metrics(to.metrics.late())
+        made = self._ranks.size, to.storage_name, files
+        done = to.store.publish(self.path, save.step, *made, to.keep, to.metrics.of(save.step))
+        to.metrics.committed(done.manifest, to.store.serials)
         return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each for each, _ in written[1:])]]
 
     def _marks(self) -> dict[str, FileMark]:

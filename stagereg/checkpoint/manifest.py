@@ -1,7 +1,8 @@
 """What a checkpoint is made of, wherever it lies: the names, the manifest, and the marks of its files.
 
 ``step-00000100/manifest.json`` has size and CRC-32 of each other file in that directory, step, world size, serial,
-storage and time. ``latest`` names the directory committed last.
+storage, time and metrics. ``latest`` names the directory committed last, and ``metrics.json`` beside it has what was
+logged about a step after its manifest was written.
 
 A directory without a readable manifest, or with a file missing or of another size, is not a checkpoint. Serials count
 commits, so "newest" means committed last, also after a run was resumed from an older step. A manifest has a CRC-32 of
@@ -12,9 +13,11 @@ checkpoint is found, read and committed is described in :mod:`stagereg.checkpoin
 from __future__ import annotations
 
 import json
+import math
 import re
 import uuid
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
 from stagereg.checkpoint.checksum import crc32
@@ -22,11 +25,15 @@ from stagereg.checkpoint.checksum import crc32
 __all__ = [
     "LATEST",
     "MANIFEST",
+    "METRICS",
     "MOST",
     "Checkpoint",
     "FileMark",
     "Manifest",
     "file_mark",
+    "is_name",
+    "metrics_from_json",
+    "metrics_to_json",
     "new_token",
     "step_name",
     "step_of",
@@ -35,6 +42,7 @@ __all__ = [
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
+METRICS = "metrics.json"
 _FORMAT = 2
 _STEP_NAME = re.compile(r"step-(?P<step>\d+)(\.[0-9a-f]+)?", re.ASCII)  # a token, where a step has several
 _BLOCK_BYTES = 1 << 20
@@ -63,6 +71,7 @@ class Manifest:
         files: their marks, by the name inside the directory.
         storage: the name of the storage that reads it.
         time: when it was committed, whole seconds since the epoch.
+        metrics: what rank 0 had logged about the step by then; may have NaN, so two manifests are compared without.
     """
 
     step: int
@@ -71,10 +80,13 @@ class Manifest:
     files: dict[str, FileMark]
     storage: str = "dcp"
     time: int = 0
+    metrics: dict[str, float] = field(default_factory=dict, compare=False)
 
     def dumps(self) -> str:
         """Return the text of ``manifest.json``; its checksum is that of the JSON with sorted keys and no spaces."""
-        data = {"format": _FORMAT, **asdict(self)}
+        data = {"format": _FORMAT, **asdict(self), "metrics": metrics_to_json(self.metrics)}
+        if not self.metrics:
+            del data["metrics"]
         checked = json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
         return json.dumps({**data, "crc32": crc32(checked)}, indent=1) + "\n"
 
@@ -93,12 +105,12 @@ class Manifest:
         if type(data) is not dict or data.get("format") != _FORMAT:
             raise ValueError(f"it is no manifest of format {_FORMAT}")
         storage, files = data.get("storage"), data.get("files")
-        if not isinstance(storage, str) or not _is_name(storage):
+        if not isinstance(storage, str) or not is_name(storage):
             raise ValueError(f"storage is {storage!r:.100}, which is no name")
         if not isinstance(files, dict) or not all(isinstance(mark, dict) for mark in files.values()):
             raise ValueError("it lists no files")
         for name in files:
-            if not _is_name(name) or name in (".", "..", MANIFEST) or set(name) & set("/\\"):
+            if not is_name(name) or name in (".", "..", MANIFEST) or set(name) & set("/\\"):
                 raise ValueError(f"{name!r:.100} is no plain name of a file")
         manifest = cls(
             step=_whole(data, "step"),
@@ -107,6 +119,7 @@ class Manifest:
             files={name: FileMark(_whole(mark, "bytes"), _whole(mark, "crc32")) for name, mark in files.items()},
             storage=storage,
             time=_whole(data, "time", most=_LATEST_TIME),
+            metrics=metrics_from_json(data.get("metrics", {})),
         )
         if (text.decode() if isinstance(text, bytes) else text) != manifest.dumps():
             raise ValueError("it is not what was written: its own CRC-32 differs, or the text")
@@ -156,7 +169,22 @@ def file_mark(stream: IO[bytes], most: int = MOST) -> FileMark:
     return FileMark(size, crc)
 
 
-def _is_name(text: str) -> bool:
+def metrics_to_json(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """Return metrics as JSON can have them: NaN and infinity as texts."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+
+
+def metrics_from_json(data: Any) -> dict[str, float]:
+    """Return the metrics that :func:`metrics_to_json` made this of. Raises: ``ValueError`` if they are none."""
+    if not isinstance(data, dict) or not all(is_name(name) for name in data):
+        raise ValueError("its metrics are no mapping of names")
+    for name, value in data.items():
+        if value not in ("nan", "inf", "-inf") and not (type(value) is float and math.isfinite(value)):
+            raise ValueError(f"the metric {name} is {value!r:.100}, which is no number")
+    return {name: float(value) for name, value in data.items()}
+
+
+def is_name(text: str) -> bool:
     """Whether it can be printed: no control characters, and no longer than file systems have it."""
     return text.isprintable() and 0 < len(text.encode()) <= _LONGEST_NAME
 

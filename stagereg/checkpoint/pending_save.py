@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import stagereg.record as record
 from stagereg.checkpoint.encoding import Encoded
+from stagereg.checkpoint.logged_metrics import LoggedMetrics
 from stagereg.checkpoint.merging import Structures
 from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.checkpoint.sharing import Part, Replicas
@@ -44,6 +45,7 @@ class SaveTarget:
         self.storage_name = name_of(self.storage)  # for manifests
         self._tokens = random.Random(self.token)
         self.repeats = isinstance(self.storage, Storage) and self.storage.repeats
+        self.metrics = LoggedMetrics()  # on rank 0: of its steps
         self.plans, self.results = Unchanged(self.repeats), Unchanged(self.repeats)
         self.planner = StatePlanner()
         self.plan: SavePlan | None = None  # what this rank would have written in the last save

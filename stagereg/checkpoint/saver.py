@@ -90,6 +90,7 @@ class Saver:
         schedules = {name: x.last_epoch for name, x in (self.state or {}).items() if isinstance(x, LRScheduler)}
         save = PendingSave(a_step(step), self._target, follows=follows, taken={**schedules, **self._taken})
         self.saved = step
+        self._target.metrics.begin(step)
         save.replicas, save.number = self._replicas, self._replicas.begin()
         try:
             self._background.admit(save)

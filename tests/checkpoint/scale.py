@@ -39,7 +39,7 @@ from stagereg.bench.measure import in_own_process
 from stagereg.checkpoint.committing import _Prepared, _Work
 from stagereg.checkpoint.encoding import walk
 from stagereg.checkpoint.index import INDEX
-from stagereg.checkpoint.manifest import FileMark
+from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest
 from stagereg.checkpoint.merging import Asked, Sent
 from stagereg.checkpoint.pending_save import PendingSave, SaveTarget
 from stagereg.checkpoint.sharing import EntryContents, HeldTensor
@@ -158,7 +158,7 @@ class Nowhere(CheckpointStore):
     """Keeps what is put there, and has the files of all ranks."""
 
     def __init__(self, ranks: int) -> None:
-        self.root, self.content, self.ranks = "", {}, ranks
+        self.root, self.content, self.ranks, self.serials = "", {}, ranks, set()
 
     def temporary(self, *_: Any) -> str:
         return ""
@@ -170,8 +170,8 @@ class Nowhere(CheckpointStore):
         self.content[name] = data
         return FileMark(len(data), 0)
 
-    def publish(self, written: str, step: int, size: int, storage: str, files: dict[str, FileMark], keep: int) -> str:
-        return ""
+    def publish(self, written: str, step: int, size: int, storage: str, files: dict[str, FileMark], *_: Any) -> Any:
+        return Checkpoint("", Manifest(step, size, 1, files, storage))
 
 
 class StorageWithoutFiles(FileStorage):

@@ -34,7 +34,7 @@ def _save(store: CheckpointStore, step: int, files: dict[str, bytes], ranks: int
             Path(written).mkdir(parents=True, exist_ok=True)
             (Path(written) / name).write_bytes(content)
     marks = {name: FileMark(len(content), zlib.crc32(content)) for name, content in files.items()}
-    return store.publish(written, step, ranks, "dcp", marks, keep=99)
+    return store.publish(written, step, ranks, "dcp", marks, keep=99).path
 
 
 def path_of(root: Path, step: int) -> Path:

@@ -23,6 +23,7 @@ Paths are full paths, or URLs, as text. Errors of the file system are ``OSError`
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -42,9 +43,12 @@ from stagereg.checkpoint.lock import LOCK, Owner, StoreLock, holder
 from stagereg.checkpoint.manifest import (
     LATEST,
     MANIFEST,
+    METRICS,
     Checkpoint,
     FileMark,
     Manifest,
+    metrics_from_json,
+    metrics_to_json,
     new_token,
     step_name,
     step_of,
@@ -78,6 +82,7 @@ class CheckpointStore:
             crashes, which retention neither counts nor deletes; whoever finds them adds them.
         spared: full paths of checkpoints that were there at the start, which retention neither counts nor deletes
             before the run has come to their step; cleared by whoever knows that the run goes on from them.
+        serials: of the manifests that there are beside the last one committed.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -85,8 +90,11 @@ class CheckpointStore:
         self.appears_as = ""
         self.distrusted: set[str] = set()
         self.spared: set[str] = set()
+        self.serials: set[int] = set()
         self._hold: StoreLock | None = None
         self._out_of_sight: list[str] = []
+        self._late: dict[int, dict[str, float]] | None = None  # metrics by serial, once they are read
+        self._late_text = ""  # as they are on the disk
 
     # -- reading
 
@@ -148,6 +156,13 @@ class CheckpointStore:
     def latest(self) -> Checkpoint | None:
         """Return what ``latest`` points to; ``None`` if that is nothing, or not complete."""
         return self.condition(f"{self.root}/{LATEST}").checkpoint
+
+    def metrics_of(self, manifest: Manifest) -> dict[str, float]:
+        """Return what rank 0 has logged about the step of a checkpoint of this store, after its manifest too.
+
+        The file with what came after is read once; a store that is written to knows it as it is.
+        """
+        return {**manifest.metrics, **self._late_metrics().get(manifest.serial, {})}
 
     def holder(self) -> Owner | None:
         """Return who writes here at this moment, or ``None``; neither waits nor locks."""
@@ -232,9 +247,28 @@ class CheckpointStore:
         sync(Path(written) / name)
         return self._mark(f"{written}/{name}")
 
+    def note_metrics(self, late: Mapping[int, Mapping[str, float]]) -> None:
+        """Take what was logged after a manifest, by its serial; :meth:`write_metrics` writes it."""
+        for serial, metrics in late.items():
+            self._late_metrics().setdefault(serial, {}).update(metrics)
+
+    def write_metrics(self) -> None:
+        """Replace the file of what was logged after manifests, if there is something new; in one step."""
+        text = json.dumps({serial: metrics_to_json(each) for serial, each in self._late_metrics().items()}, indent=1)
+        if text != (self._late_text or "{}"):
+            self._replace(METRICS, f"{text}\n".encode())
+            self._late_text = text
+
     def publish(
-        self, written: str, step: int, world_size: int, storage: str, files: dict[str, FileMark], keep: int
-    ) -> str:
+        self,
+        written: str,
+        step: int,
+        world_size: int,
+        storage: str,
+        files: dict[str, FileMark],
+        keep: int,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Checkpoint:
         """Commit the checkpoint in ``written``, and have :meth:`clear` delete all but the ``keep`` newest.
 
         Args:
@@ -244,9 +278,10 @@ class CheckpointStore:
             storage: what it was written through, for its manifest.
             files: the mark of every file in ``written``.
             keep: how many complete checkpoints stay, at least 1.
+            metrics: what rank 0 has logged about the step so far.
 
         Returns:
-            The full path of the checkpoint.
+            The checkpoint.
 
         Raises:
             CheckpointError: a file does not have its mark.
@@ -256,7 +291,8 @@ class CheckpointStore:
         failpoint("held")
         before = self._conditions()
         serials = [each.manifest.serial for each in before if each.manifest is not None]  # damaged ones count as well
-        manifest = Manifest(step, world_size, 1 + max(serials, default=0), files, storage, int(time.time()))
+        serial, seconds = 1 + max(serials, default=0), int(time.time())
+        manifest = Manifest(step, world_size, serial, files, storage, seconds, dict(metrics or {}))
         lost = Condition(written, manifest, differences(manifest, self._sizes(written)))
         if lost.damages:
             raise CheckpointError(f"{written} did not reach the disk or the store as it was written: {lost}")
@@ -268,8 +304,14 @@ class CheckpointStore:
                 self._point(path.rpartition("/")[2])
                 failpoint("pointed")
             finally:  # or a file system without links would fill up
-                for old in self._too_old(before, path, step, keep):
+                gone = self._too_old(before, path, step, keep)
+                stay = [each.manifest.serial for each in before if each.manifest and each.path not in gone]
+                self.serials = set(stay)
+                for old in gone:
                     self._out_of_sight.append(self._hide(old))
+            for each in self._late_metrics().keys() - self.serials:
+                del self._late_metrics()[each]
+            self.write_metrics()
         except Exception as error:
             text = (
                 "stagereg: step %d is saved in %s, but not all that follows is done (moving `latest`, deleting old "
@@ -284,7 +326,7 @@ class CheckpointStore:
             sync(Path(self.root).parent)
             path = f"{self.root}/{os.path.basename(path)}"
         failpoint("retained")
-        return path
+        return Checkpoint(path, manifest)
 
     def clear(self) -> None:
         """Delete what is no longer kept; it is out of sight already."""
@@ -413,6 +455,19 @@ class CheckpointStore:
             return f"damaged ({error})"
         named = step_of(path.rpartition("/")[2])
         return manifest if named in (None, manifest.step) else f"of step {manifest.step}, not of this one"
+
+    def _late_metrics(self) -> dict[int, dict[str, float]]:
+        if self._late is None:
+            self._late = {}
+            try:
+                self._late_text = self._read(f"{self.root}/{METRICS}").decode().strip()
+                read = json.loads(self._late_text)
+                self._late = {int(serial): metrics_from_json(metrics) for serial, metrics in read.items()}
+            except FileNotFoundError:
+                pass
+            except (OSError, ValueError, AttributeError, RecursionError) as error:
+                _log.warning("stagereg: %s/%s is passed over: %s", self.root, METRICS, error)
+        return self._late
 
     def _hidden(self, name: str) -> str:
         """Return a name that the next start deletes."""

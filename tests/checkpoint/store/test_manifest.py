@@ -26,6 +26,7 @@ MANIFESTS = st.builds(
     st.dictionaries(PLAIN, MARKS, max_size=4),
     PLAIN,
     st.integers(0, 2**36),
+    st.dictionaries(PLAIN, st.floats(), max_size=4),
 )
 ONE = Manifest(7, 2, 3, {"__0_0.distcp": FileMark(10, 11), ".metadata": FileMark(12, 13)}, "direct", 14)
 
@@ -34,6 +35,17 @@ ONE = Manifest(7, 2, 3, {"__0_0.distcp": FileMark(10, 11), ".metadata": FileMark
 def test_a_written_manifest_is_read_back(manifest: Manifest) -> None:
     assert Manifest.loads(manifest.dumps()) == manifest
     assert Manifest.loads(manifest.dumps().encode()) == manifest
+    json.loads(manifest.dumps(), parse_constant=pytest.fail)  # JSON has no NaN
+    assert repr(Manifest.loads(manifest.dumps()).metrics) == repr(manifest.metrics)
+
+
+def test_a_manifest_without_metrics_is_as_it_always_was() -> None:
+    assert ONE.dumps() == (
+        '{\n "format": 2,\n "step": 7,\n "world_size": 2,\n "serial": 3,\n "files": {\n'
+        '  "__0_0.distcp": {\n   "bytes": 10,\n   "crc32": 11\n  },\n'
+        '  ".metadata": {\n   "bytes": 12,\n   "crc32": 13\n  }\n },\n'
+        ' "storage": "direct",\n "time": 14,\n "crc32": 48220282\n}\n'
+    )
 
 
 @given(st.data())
@@ -90,6 +102,12 @@ WRONG: list[tuple[str, Any]] = [
     ("files", {"a": {"bytes": -1, "crc32": 0}}),
     ("files", {"a": {"bytes": 1}}),
     ("files", {"a": {"bytes": float("nan"), "crc32": 0}}),
+    ("metrics", [1.0]),
+    ("metrics", {"loss": 1}),
+    ("metrics", {"loss": True}),
+    ("metrics", {"loss": "0.5"}),
+    ("metrics", {"loss": float("nan")}),
+    ("metrics", {"\x1b[2J": 0.5}),
     ("format", 1),
     ("format", 3),
     ("format", None),
@@ -99,7 +117,7 @@ WRONG: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("key", "value"), WRONG, ids=repr)
 def test_a_value_that_cannot_be_is_refused(key: str, value: Any) -> None:
     data = {**json.loads(ONE.dumps()), key: value}
-    with pytest.raises(ValueError, match=rf"{key}|no files|bytes|crc32 is"):
+    with pytest.raises(ValueError, match=rf"{key}|no files|bytes|crc32 is|the metric"):
         Manifest.loads(json.dumps(data))
 
 

@@ -53,7 +53,7 @@ def publish(store: RemoteStore, step: int, token: str, keep: int = 9) -> str:
     path, files = write(store.root, step, token)
     published = store.publish(path, step, 1, "dcp", files, keep)
     store.clear()
-    return published
+    return published.path
 
 
 def complete(store: RemoteStore) -> list[int]:
@@ -69,7 +69,7 @@ def test_a_checkpoint_is_there_when_its_manifest_is(url: str) -> None:
         with pytest.raises(CheckpointError, match=r"did not reach.*(more: missing|too long: 7 of 3 bytes)"):
             store.publish(path, 5, 1, "dcp", wrong, 1)
     assert names(url) == ["step-00000005.aa/__0_0.distcp"]
-    assert store.publish(path, 5, 2, "dcp", files, 1) == path == f"{url}/step-00000005.aa"
+    assert store.publish(path, 5, 2, "dcp", files, 1).path == path == f"{url}/step-00000005.aa"
     found = store.condition(path).checkpoint
     assert isinstance(found, Checkpoint)
     assert (found, store.leftovers()) == (store.latest(), [])
