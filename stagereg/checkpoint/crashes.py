@@ -75,7 +75,7 @@ class CrashCounter:
         if not self._is_ours(store):
             return {path: each._replace(most=self.give_up_after) for path, each in crashes_in(store).items()}
         if self._times is None:
-            self._times = _Note.read(self._store).counted(over=True)
+            self._times = _RestoreNote.read(self._store).counted(over=True)
         there = {_key(each): each.path for each in self._store.checkpoints()[0]} if self._times else {}
         self._times = {key: times for key, times in self._times.items() if key in there}
         found = {there[key]: Crashes(times, self.give_up_after) for key, times in self._times.items()}
@@ -126,7 +126,7 @@ class CrashCounter:
         return ours and self._process == os.getpid()
 
     def _write(self, restored: str = "") -> None:
-        note = _Note(restored, self.give_up_after, self._times or {})
+        note = _RestoreNote(restored, self.give_up_after, self._times or {})
         try:
             with within(_BEST_EFFORT_S):
                 self._store.write_note(_NOTE, note.dumps() if restored or note.times else b"")
@@ -148,13 +148,13 @@ def crashes_in(store: CheckpointStore) -> dict[str, Crashes]:
 
     Errors of the store are ``OSError``.
     """
-    note = _Note.read(store)
+    note = _RestoreNote.read(store)
     times = note.counted(over=store.holder() is None) if note.restored or note.times else {}
     there = {each.path: _key(each) for each in store.checkpoints()[0]} if times else {}
     return {path: Crashes(times[key], note.most) for path, key in there.items() if key in times}
 
 
-class _Note(NamedTuple):
+class _RestoreNote(NamedTuple):
     """The content of the file: what the last run has restored, if it is not over; and crashes after checkpoints."""
 
     restored: str = ""
@@ -162,7 +162,7 @@ class _Note(NamedTuple):
     times: Mapping[str, int] = MappingProxyType({})
 
     @classmethod
-    def read(cls, store: CheckpointStore) -> _Note:
+    def read(cls, store: CheckpointStore) -> _RestoreNote:
         try:
             read: Any = json.loads(store.note(_NOTE) or b"{}")
             times = {str(key): int(each) for key, each in read.get("crashes", {}).items()}
