@@ -408,10 +408,6 @@ class CheckpointStore:
         os.replace(beside, f"{self.root}/{name}")
         sync(Path(self.root))
 
-    def _unlink(self, path: str) -> None:
-        """Delete a small file, if it is there."""
-        Path(path).unlink(missing_ok=True)
-
     def _commit(self, written: str, step: int) -> str:
         """Make a checkpoint of ``written``, which has its manifest, in one step; return its path."""
         sync(Path(written))

@@ -105,9 +105,6 @@ class RemoteStore(CheckpointStore):
     def _replace(self, name: str, data: bytes) -> None:
         self.objects.put(f"{self.root}/{name}", data)
 
-    def _unlink(self, path: str) -> None:
-        self.objects.delete(path)
-
     def _commit(self, written: str, step: int) -> str:
         self._committed = written
         return written
