@@ -566,8 +566,13 @@ def mark_file(path: Path, part: range = WHOLE) -> FileMark:
         pieces = [range(at, min(at + _PIECE_BYTES, end)) for at in range(part.start, end, _PIECE_BYTES)]
         if len(pieces) < 2:
             return joined(_mark_piece(file.fileno(), piece) for piece in pieces)
+        mark = partial(_mark_piece, file.fileno())
         with ThreadPoolExecutor(min(_THREADS, len(pieces))) as threads:
-            return joined(threads.map(partial(_mark_piece, file.fileno()), pieces))
+            try:
+                marks = threads.map(mark, pieces)
+            except RuntimeError:  # while a process ends, Python 3.12 starts no thread any more
+                marks = map(mark, pieces)
+            return joined(marks)
 
 
 def _mark_piece(descriptor: int, piece: range) -> FileMark:
