@@ -32,6 +32,7 @@ RUN = {
     "checkpoints.md": {"console": "test_docs_pages.py", "text": "checkpoint/test_faults.py"},
     "coming-from-dcp.md": {"diff": "test_docs_site.py", "python": "test_docs_site.py"},
     "coming-from-torchtitan.md": {"diff": "integrations/test_torchtitan.py"},
+    "data.md": {"python": "test_data.py"},
     "guide.md": {"diff": "test_docs_pages.py"},
     "contracts.md": {"python": "testing/test_join_contract.py"},
     "join.md": {"python": "join/test_docs.py", "yaml": "join/test_docs.py"},
