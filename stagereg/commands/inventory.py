@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import stagereg.output as output
+from stagereg.checkpoint.crashes import crashes_in
 from stagereg.checkpoint.damage import Condition, Unclear
 from stagereg.checkpoint.located import Located, conditions, located, newest_first
 from stagereg.checkpoint.manifest import step_of, step_within
@@ -45,16 +46,17 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
         ConfigError: the URL is of a kind that cannot be read here.
     """
     found = located(asked.directory, empty=True)
-    owner, latest = found.store.holder(), found.store.latest()
+    owner, latest, crashes = found.store.holder(), found.store.latest(), crashes_in(found.store)
     kept, readers = found.store.kept(), found.store.readers()
     entries = []
     for each in _read(found) if asked.verify else found.conditions:
         # Not by the path: a directory that is reached by a link may spell it otherwise.
         is_latest = latest is not None and each.manifest == latest.manifest
         good = "ok" if asked.verify else "not verified"
-        why = [kept[each.name]] if each.name in kept else []
-        why += [f"being read by {lease.owner}" for lease in readers.get(each.name, ()) if not lease.is_over()]
-        entries.append(_entry(each, good) | {"why": str(each), "latest": is_latest, "kept": "; ".join(why)})
+        stays = [kept[each.name]] if each.name in kept else []
+        stays += [f"being read by {lease.owner}" for lease in readers.get(each.name, ()) if not lease.is_over()]
+        why = "; ".join(filter(None, (str(crashes.get(each.path, "")), str(each))))
+        entries.append(_entry(each, good) | {"why": why, "latest": is_latest, "kept": "; ".join(stays)})
     for path in [] if found.one else found.store.leftovers():
         unknown = dict.fromkeys(("time", "bytes", "ranks", "storage"))
         state = "leftover of a dead run" if owner is None else "being written"
