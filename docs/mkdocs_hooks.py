@@ -24,6 +24,8 @@ _SCRIPTS = {"scripts/mermaid.js": "package/dist/mermaid.min.js", "scripts/iframe
 _LINK = re.compile(r"(\]\()([^)#:\s]+)([^)\s]*\))")
 _ROLE = re.compile(r":\w+:`~?([^`]*)`")
 _CELL_CODE = re.compile(r"`[^`\n]*`")
+_BOOST = {"options.md": 2, "guide.md": 2, "CHANGELOG.md": 0.3}
+"""How much more a page counts in the search; programs count less than pages."""
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".md": "markdown"}
 
 
@@ -52,6 +54,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Lead the links of a page to where its site has what they name."""
     source = page.file.src_uri
+    page.meta["search"] = {"boost": _BOOST.get(source, 0.3 if source.startswith("examples/") else 1)}
     here = posixpath.dirname(source if source in _BESIDE else f"docs/{source}")
 
     def lead(link: re.Match[str]) -> str:
