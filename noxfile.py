@@ -31,7 +31,7 @@ def run_tests(session: nox.Session, torch: str) -> None:
             session.install(torch, "--extra-index-url", CPU_INDEX)
         except CommandFailed:
             session.skip(f"pip finds no {torch} here")
-        session.install("--editable", ".[dev]")
+        session.install("--editable", ".[dev,report]")
         session.run("python", "-c", "import sys, torch; print('Python', sys.version, 'torch', torch.__version__)")
         session.run("pytest", "-m", "not slow", "--numprocesses", "2", env={"OMP_NUM_THREADS": "1"})
     finally:
