@@ -32,6 +32,7 @@ RUN = {
     "checkpoints.md": {"console": "test_docs_pages.py", "text": "checkpoint/test_faults.py"},
     "coming-from-dcp.md": {"diff": "test_docs_site.py", "python": "test_docs_site.py"},
     "coming-from-torchtitan.md": {"diff": "integrations/test_torchtitan.py"},
+    "data.md": {"python": "test_data.py"},
     "guide.md": {"diff": "test_docs_pages.py"},
     "contracts.md": {"python": "testing/test_join_contract.py"},
     "join.md": {"python": "join/test_docs.py", "yaml": "join/test_docs.py"},
@@ -138,7 +139,7 @@ class Loads(HTMLParser):
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.skipif(not MKDOCS.exists(), reason="make docs sets it up")
 def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    command = [MKDOCS, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path]
+    command = [MKDOCS, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     assert built.returncode == 0, built.stderr

@@ -237,6 +237,7 @@ class Checkpointer:
         self._seen = step
         if not self.enable:
             return False
+        self._saver.end_step(step)
         leaves = self.preemption is not None and self.preemption.agreed_at(step)
         return self._schedule.due(step) or leaves
 

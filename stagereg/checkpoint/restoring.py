@@ -382,6 +382,7 @@ class _Loading:
     def assign(self) -> None:
         """Have the objects take what was read, and read the rest straight into them."""
         saved_size, (_, _, state, _, ranks, names, _) = self._chosen.manifest.world_size, self._asked
+        rank = ranks.rank if saved_size == ranks.size else None
         try:
             if not self._once:
                 self.transfer.run()
@@ -389,10 +390,10 @@ class _Loading:
             raise CheckpointError(f"the objects have changed in part: {error}") from error
         for name in (each for each in state if each in self._found):
             try:
-                entries.assign(state, name, fill(self._found[name]), names)
+                entries.assign(state, name, fill(self._found[name]), names, rank)
             except Exception as error:
                 raise CheckpointError(entries.refusal(name, reason(error))) from error
-        if saved_size == ranks.size:
+        if rank is not None:
             rng.restore(fill(self._found[entries.rng_name(ranks.rank)]))
         elif ranks.rank == 0:
             own = [name for name in state if name not in self._found]
