@@ -7,6 +7,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -135,13 +136,36 @@ class Loads(HTMLParser):
             self.found.append(str(given["href"]))
 
 
+def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """What `make docs` runs, of the pages in ``root``."""
+    (line,) = re.findall(r"bin/python -m (mkdocs build .*)", (ROOT / "Makefile").read_text())
+    command = [MKDOCS, "-m", *line.split(), "--site-dir", site]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.skipif(not MKDOCS.exists(), reason="make docs sets it up")
+def test_dead_links_and_pages_without_a_menu_end_the_build(tmp_path: Path) -> None:
+    shutil.copytree(DOCS, tmp_path / "docs")
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    for name in (*BESIDE, "examples", "stagereg"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    links = ("nowhere.md", "guide.md#nowhere", "../examples/nowhere.py", "../NOWHERE.md")
+    (tmp_path / "docs" / "lost.md").write_text("".join(f"[x]({link})\n" for link in links))
+    built = build(tmp_path, tmp_path / "site")
+    assert built.returncode == 1
+    for wrong in ("- lost.md", "'nowhere.md'", "'guide.md#nowhere'", "examples/nowhere.py'", "NOWHERE.md'"):
+        assert wrong in built.stderr
+    assert "in strict mode" in built.stderr + built.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.skipif(not MKDOCS.exists(), reason="make docs sets it up")
 def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    command = [MKDOCS, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
-    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    built = build(ROOT, tmp_path)
     assert built.returncode == 0, built.stderr
     assert {page.removesuffix(".md") for page in NAV} <= {
         str(p.relative_to(tmp_path))[:-5] for p in tmp_path.rglob("*.html")
