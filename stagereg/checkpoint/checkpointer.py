@@ -30,6 +30,7 @@ from stagereg.checkpoint.ending import Ending
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import StoreLock
 from stagereg.checkpoint.manifest import LATEST, new_token, step_of
+from stagereg.checkpoint.on_commit.calls import CommitCalls
 from stagereg.checkpoint.pending_save import SaveTarget
 from stagereg.checkpoint.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
@@ -117,6 +118,10 @@ class Checkpointer:
             the files between them. ``"once"``: every byte is read by one rank, which checks it and passes it on to the
             ranks that need it, so objects may have changed before damage is found. ``"auto"``: ``"once"`` from URLs
             and network file systems, where there are several ranks, else ``"each"``.
+        on_commit: what rank 0 calls in the background for each complete checkpoint: components of the kind
+            ``on_commit`` or functions of one argument, a :class:`.CommittedCheckpoint`; a list, or a mapping by name,
+            as ``+on_commit@checkpoint.on_commit.tracker=wandb`` makes it. One that fails, or takes longer than
+            ``timeout``, is logged and counted in ``stats``, and fails nothing. :meth:`close` waits for them as long.
 
     Attributes:
         preemption: whether the ranks are to leave; ``None`` without ``grace``.
@@ -155,6 +160,7 @@ class Checkpointer:
         replicas: Literal["share", "first"] = "share",
         verify_replicas: int = 0,
         read: Literal["auto", "each", "once"] = "auto",
+        on_commit: Any = None,
     ) -> None:
         alike: dict[str, Any] = {"dir": dir, "every": every, "keep": keep, "resume": resume, "verify": verify}
         alike |= {"on_error": on_error, "grace": grace, "read": read}
@@ -172,6 +178,7 @@ class Checkpointer:
         if isinstance(self._stager, ReleasesCopies):
             self._stager.expect_release()
         expect_fit(self._storage, self._store.root)
+        components = options.on_commit(on_commit)
         self.save_last = save_last
         self.stats = CheckpointStats()
         self.preemption: PreemptionConsensus | None = None
@@ -208,6 +215,8 @@ class Checkpointer:
             exchanges = Requests(training, f"checkpoint/{opened[0]}/signals")
             ranks = RankGroup(process_group)
             self.preemption = PreemptionConsensus(ranks, grace.total_seconds(), newest, exchanges)
+        components = components if self._ranks.rank == 0 else {}
+        self._calls = CommitCalls(components, self._background, self._target.metrics, self.preemption)
         if training is not None:
             self._background.look_out(self._look_for_missed)
             followers.add(self)
@@ -237,6 +246,7 @@ class Checkpointer:
         self._seen = step
         if not self.enable:
             return False
+        self._calls.at_step(step)
         leaves = self.preemption is not None and self.preemption.agreed_at(step)
         return self._schedule.due(step) or leaves
 
@@ -306,13 +316,14 @@ class Checkpointer:
             )
         if what == _LEAVE:
             assert self.preemption is not None
+            self._calls.leave()
             self._saver.leave(step, self.preemption, str(self.dir), follows)
         self._saver.save(step, follows)
 
-    def on_commit(self, listener: Callable[[int], object]) -> None:
-        """Call ``listener(step)`` for each checkpoint from now on, once it is complete and before :meth:`wait` returns.
+    def listen(self, listener: Callable[[int], object]) -> None:
+        """Call ``listener(step)`` on this rank for each complete checkpoint from now on, before :meth:`wait` returns.
 
-        On this rank's background thread, so it must not use the process group; it holds up the next save, not training.
+        On the background thread, so it must not use the process group; it holds up the next save, not training.
         What it raises is logged: the checkpoint is there.
         """
         if self.enable:
@@ -454,6 +465,7 @@ class Checkpointer:
             self._answer_all()
         ended = self._background.finish()
         self._closed = True
+        self._calls.close()
         if self.preemption is not None:
             self.preemption.close()
         self._background.close()

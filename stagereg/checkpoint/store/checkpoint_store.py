@@ -29,7 +29,9 @@ import os
 import re
 import shutil
 import stat
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -91,6 +93,8 @@ class CheckpointStore:
         self.distrusted: set[str] = set()
         self.spared: set[str] = set()
         self.serials: set[int] = set()
+        self._retention = threading.Lock()  # held by whoever hides checkpoints, or takes hold of one
+        self._held: Counter[str] = Counter()  # how often
         self._hold: StoreLock | None = None
         self._out_of_sight: list[str] = []
         self._late: dict[int, dict[str, float]] | None = None  # metrics by serial, once they are read
@@ -152,6 +156,11 @@ class CheckpointStore:
         if wrong and self.condition(path).manifest != condition.manifest:
             return self.examine(path)
         return Condition(condition.path, condition.manifest, wrong)
+
+    def is_whole(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint of this store is still there, by its manifest and the sizes."""
+        found = self.condition(checkpoint.path)
+        return found.manifest == checkpoint.manifest and not found.damages
 
     def latest(self) -> Checkpoint | None:
         """Return what ``latest`` points to; ``None`` if that is nothing, or not complete."""
@@ -290,11 +299,12 @@ class CheckpointStore:
                 self._point(path.rpartition("/")[2])
                 failpoint("pointed")
             finally:  # or a file system without links would fill up
-                gone = self._too_old(before, path, step, keep)
-                stay = [each.manifest.serial for each in before if each.manifest and each.path not in gone]
-                self.serials = set(stay)
-                for old in gone:
-                    self._out_of_sight.append(self._hide(old))
+                with self._retention:
+                    gone = [each for each in self._too_old(before, path, step, keep) if not self._held[each]]
+                    stay = [each.manifest.serial for each in before if each.manifest and each.path not in gone]
+                    self.serials = set(stay)
+                    for old in gone:
+                        self._out_of_sight.append(self._hide(old))
             for each in self._late_metrics().keys() - self.serials:
                 del self._late_metrics()[each]
             self.write_metrics()
@@ -313,6 +323,17 @@ class CheckpointStore:
             path = f"{self.root}/{os.path.basename(path)}"
         failpoint("retained")
         return Checkpoint(path, manifest)
+
+    def hold(self, checkpoint: Checkpoint) -> bool:
+        """Have retention of this process pass a checkpoint by; False if it is not complete any more. Any thread."""
+        with self._retention:
+            there = self.is_whole(checkpoint)
+            self._held[checkpoint.path] += there
+            return there
+
+    def let_go(self, checkpoint: Checkpoint) -> None:
+        """Let the next commit delete it, if it is too old then."""
+        self._held[checkpoint.path] -= 1
 
     def clear(self) -> None:
         """Delete what is no longer kept; it is out of sight already."""
