@@ -6,11 +6,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 SITE := -c 'import site; print(site.getsitepackages()[0])'
 HYDRA_1_4 := $(VENV)/hydra-1.4
 FRAMEWORKS := $(VENV)/frameworks
+DOCS := $(VENV)/docs
 TORCH := torch==2.13.0
 WORKERS := --numprocesses 2 --dist worksteal
+# What pages of the site load, in place of a CDN: draws diagrams; lets the search run from file://.
+SCRIPTS := mermaid@11.17.2 iframe-worker@1.0.4
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: train test test-all frameworks nightly scale gpu check format clean
+.PHONY: train test test-all frameworks docs nightly scale gpu dist check format clean
 
 train: $(VENV)/.ready  ## train a small language model on two local ranks
 	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
@@ -24,8 +27,11 @@ test-all: $(HYDRA_1_4)/.ready frameworks  ## the tests with their longer matrice
 frameworks: $(FRAMEWORKS)/.ready  ## the tests of stagereg.integrations, with the trainers installed
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest $(WORKERS) tests/integrations
 
+docs: $(DOCS)/.ready  ## the documentation site, to site/index.html; without network once its environment is there
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
+
 # The last line finds pyenv's interpreters too.
-nightly: $(HYDRA_1_4)/.ready  ## three hundred kills, five hundred saves twice, new examples, other versions of torch and Python
+nightly: $(HYDRA_1_4)/.ready docs  ## three hundred kills, five hundred saves twice, new examples, other versions of torch and Python
 	$(BIN)/python tests/checkpoint/kills/matrix.py --kills 300
 	$(BIN)/stagereg bench endurance --saves 500
 	$(BIN)/stagereg bench endurance --saves 500 --stager shared --storage dcp
@@ -39,6 +45,9 @@ scale: $(VENV)/.ready  ## what a save sends and costs on thousands of simulated 
 gpu: $(if $(VENV),$(VENV)/.ready)  ## on a machine with an NVIDIA GPU: its tests and benchmarks, to gpu-report/gpu.md
 	$(if $(VENV),$(BIN)/python,$(PYTHON)) tests/gpu.py --out gpu-report
 
+dist: $(VENV)/.ready  ## the wheel and the source distribution, checked, and tried in an environment without the checkout
+	$(BIN)/python -m nox --session release
+
 check: $(VENV)/.ready  ## lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,7 +58,7 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info
 
 # torch comes first and alone: without a GPU, its CPU build spares gigabytes of CUDA libraries.
 $(VENV)/.ready: pyproject.toml constraints.txt setup.py stagereg/kernel/copy.c
@@ -65,6 +74,16 @@ $(FRAMEWORKS)/.ready: $(VENV)/.ready constraints-frameworks.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-frameworks.txt \
 		--target "$$($(FRAMEWORKS)/bin/python $(SITE))"
 	echo "import site; site.addsitedir('$$($(BIN)/python $(SITE))')" > "$$($(FRAMEWORKS)/bin/python $(SITE))/beside.pth"
+	touch $@
+
+$(DOCS)/.ready: $(VENV)/.ready constraints-docs.txt
+	$(BIN)/python -m venv --clear --without-pip $(DOCS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-docs.txt \
+		--target "$$($(DOCS)/bin/python $(SITE))"
+	echo "import site; site.addsitedir('$$($(BIN)/python $(SITE))')" > "$$($(DOCS)/bin/python $(SITE))/beside.pth"
+	cd $(DOCS) && npm pack --silent $(SCRIPTS)
+	cd $(DOCS) && tar xzf mermaid-*.tgz package/dist/mermaid.min.js && tar xzf iframe-worker-*.tgz package/shim/index.js
+	rm $(DOCS)/*.tgz
 	touch $@
 
 # For tests only: an environment inside the first that differs from it in Hydra and OmegaConf.

@@ -69,8 +69,9 @@ def normalized(distribution: str) -> str:
 
 
 def _identity(distribution: Distribution) -> tuple[str, str]:
-    known = bool(distribution.read_text("METADATA") or distribution.read_text("PKG-INFO"))
-    name, version = (distribution.metadata[key] if known else "" for key in ("Name", "Version"))
+    there = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO")
+    known = distribution.metadata if there else None
+    name, version = (known[key] if known is not None and key in known else "" for key in ("Name", "Version"))
     if not name or not version:
         raise InstallationError("its METADATA lacks the name or the version")
     return name, version

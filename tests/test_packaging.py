@@ -108,7 +108,7 @@ def app(tmp_path: Path) -> Path:
 def test_the_wheel_has_every_module_and_config_and_nothing_else(wheel: Path) -> None:
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     shipped = {name for name in names if not name.startswith(COMPILED)}
-    plugin = ROOT / "examples" / "plugin"
+    program, plugin = ROOT / "examples", ROOT / "examples" / "plugin"
     own = [p for p in (ROOT / "stagereg").rglob("*.py*") if p.suffix != ".pyc" and p.name != "stagereg_plugin.py"]
     own += [p for p in (ROOT / "stagereg/sweep/render/templates").rglob("*") if p.is_file()]
     conf = [p for p in (ROOT / "conf").rglob("*") if p.suffix in (".py", ".yaml")]
@@ -116,6 +116,8 @@ def test_the_wheel_has_every_module_and_config_and_nothing_else(wheel: Path) -> 
     expected = {p.relative_to(ROOT).as_posix() for p in own} | {"stagereg/py.typed", "hydra_plugins/stagereg_plugin.py"}
     expected |= {f"stagereg/{p.relative_to(ROOT).as_posix()}" for p in conf}
     expected |= {f"stagereg/example/{p.relative_to(plugin).as_posix()}" for p in copied}
+    copied = [program / "train.py", *(program / "conf").rglob("*.yaml")]
+    expected |= {f"stagereg/program/{p.relative_to(program).as_posix()}" for p in copied}
     assert shipped == expected
 
 

@@ -1,12 +1,14 @@
 """What a path or URL that the user gives means: a directory of checkpoints, or one checkpoint, and the newest of them.
 
-Only manifests and sizes are read, unless :func:`newest` is asked to verify. Nothing is changed or locked.
+Only manifests and sizes are read, unless :func:`newest` is asked to verify. Nothing is locked, or changed but for the
+lease of a reader.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from stagereg.checkpoint.damage import Condition
@@ -70,12 +72,13 @@ def conditions(store: CheckpointStore) -> list[Condition]:
     )
 
 
-def newest(target: str, verify: bool) -> tuple[Checkpoint, list[Condition]]:
+def newest(target: str, verify: bool, reading: ExitStack) -> tuple[Checkpoint, list[Condition]]:
     """Return the newest checkpoint with which nothing is wrong, and the newer ones, which are not good.
 
     Args:
         target: as :func:`located` takes it.
         verify: whether to read the content of every file.
+        reading: is entered with what keeps the checkpoint from being deleted.
 
     Raises:
         CheckpointError: none is good. And as :func:`located` raises.
@@ -83,11 +86,15 @@ def newest(target: str, verify: bool) -> tuple[Checkpoint, list[Condition]]:
     found = located(target)
     passed: list[Condition] = []
     for each in newest_first(found.conditions):
-        condition = each if each.damages or not verify else found.store.examine(each.path)
+        condition = each
+        if not each.damages:
+            reading.enter_context(found.store.reading(each.path))
+            condition = found.store.examine(each.path) if verify else found.store.condition(each.path)
         if condition.checkpoint is not None:
             return condition.checkpoint, passed
+        reading.close()
         passed.append(condition)
     if {each.path for each in located(target).conditions} - {each.path for each in found.conditions}:
-        return newest(target, verify)  # a run has replaced them by newer ones meanwhile
+        return newest(target, verify, reading)  # a run has replaced them by newer ones meanwhile
     listed = "\n".join(f"{each.path}: {each}" for each in passed)
     raise CheckpointError(f"There is no good checkpoint in {target}:\n{listed}")

@@ -13,6 +13,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -52,12 +53,17 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
     """
 
     def __init__(
-        self, files: CheckpointFiles, structures: Mapping[str, Any], manifest: Manifest | None, verified: bool
+        self,
+        files: CheckpointFiles,
+        structures: Mapping[str, Any],
+        manifest: Manifest | None,
+        verified: bool,
+        reading: ExitStack,
     ) -> None:
         self.path, self.manifest, self.verified = files.path, manifest, verified
         self.entries = tuple(structures)
         self.files, self.structures = files, structures
-        self._tensors = tensors_of(structures)
+        self._tensors, self._reading = tensors_of(structures), reading
         self._closed = False
 
     @property
@@ -110,6 +116,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         """Close the files. Nothing can be read any more."""
         self._closed = True
         self.files.close()
+        self._reading.close()
 
     def __enter__(self) -> OpenCheckpoint:
         return self
@@ -174,16 +181,17 @@ def first_good(path: str, verify: bool, passing_over: Callable[[Condition], obje
     """
     if is_plain_dcp(path):
         files, structures = open_plain_dcp(path)
-        return OpenCheckpoint(files, by_name(files, structures), None, False)
-    chosen, passed = newest(path, verify)
-    for each in passed:
-        passing_over(each)
-    try:
-        files = CheckpointFiles.of(chosen, DcpStorage())
-    except OSError as error:
-        text = f"{chosen.path} was not read: {error}. If a run has just deleted it, there is a newer one: try again."
-        raise CheckpointError(text) from error
-    return OpenCheckpoint(files, entries.parts(files), chosen.manifest, verify)
+        return OpenCheckpoint(files, by_name(files, structures), None, False, ExitStack())
+    with ExitStack() as reading:
+        chosen, passed = newest(path, verify, reading)
+        for each in passed:
+            passing_over(each)
+        try:
+            files = CheckpointFiles.of(chosen, DcpStorage())
+        except OSError as error:
+            more = "If a run has just deleted it, there is a newer one: try again."
+            raise CheckpointError(f"{chosen.path} was not read: {error}. {more}") from error
+        return OpenCheckpoint(files, entries.parts(files), chosen.manifest, verify, reading.pop_all())
 
 
 def tensors_of(structures: Mapping[str, Any]) -> dict[str, Leaf]:

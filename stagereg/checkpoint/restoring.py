@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import shlex
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -128,7 +128,8 @@ def _tried(store: CheckpointStore, resume: str, ready: Callable[[], object], ask
         candidate = condition.checkpoint
         if candidate is not None:
             parent = store if resume in ("auto", "latest") else open_parent_store(candidate.path)
-            condition = _restored(parent, candidate, machines, asked)
+            with parent.reading(candidate.path) if ranks.rank == 0 else nullcontext():
+                condition = _restored(parent, candidate, machines, asked)
             if not condition.damages:
                 _log_fallback(candidate, passed, ranks)
                 return candidate

@@ -1,8 +1,9 @@
 """``stagereg ls`` and ``stagereg verify``: what checkpoints there are, and whether they are what was written.
 
-``ls`` reads manifests and sizes, ``verify`` and ``ls --verify`` the content of every file. Both change nothing, load
-nothing, and do not disturb a run that writes there. ``verify`` exits with 0 if all are good, 1 if something is wrong
-with one, 2 if there is nothing to look at; so a shell can ask before it resumes, copies or deletes.
+``ls`` reads manifests and sizes, ``verify`` and ``ls --verify`` the content of every file. Both change no checkpoint,
+load nothing, and do not disturb a run that writes there, which deletes none while it is read. ``verify`` exits with 0
+if all are good, 1 if something is wrong with one, 2 if there is nothing to look at; so a shell can ask before it
+resumes, copies or deletes.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def _read(found: Located) -> list[Condition]:
     looked = []
     for each in found.conditions:
         output.progress(f"reading {each.path}")
-        looked.append(found.store.examine(each.path))
+        with found.store.reading(each.path):
+            looked.append(found.store.examine(each.path))
     output.progress()
     return looked
 

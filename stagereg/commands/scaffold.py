@@ -1,7 +1,8 @@
-"""``stagereg new``: a complete package for one plugin, which passes its own tests as it is made.
+"""``stagereg new``: a complete package for one plugin, which passes its own tests as it is made, or a program to train.
 
-It is the part of one kind of ``examples/plugin``, which is installed with stagereg, under another name. It is written
-whole or not at all, and nothing that is there already is touched.
+The package is the part of one kind of ``examples/plugin``, under another name; the program is ``examples/train.py`` and
+its configs. Both are installed with stagereg. What is made is written whole or not at all, and nothing that is there
+already is touched.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _MODULES = {
     "join_hook": ("timed", "training", "timed_contract"),
 }
 """The modules of the example that each kind needs."""
+_PROGRAM = "program"
 _TESTS = {"stager": ("test_stager",), "joinable": ("test_average", "test_join"), "join_hook": ("test_timed",)}
 _NAMES = {"stager": ("bf16", "Bf16"), "joinable": ("ema", "Ema"), "join_hook": ("ddp_timed", "TimedDdp")}
 """The name of the example's component, and how the names of its classes begin."""
@@ -45,31 +47,42 @@ _README = """# {distribution}
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``new`` to the commands of ``stagereg``."""
-    help_ = "make a package for a new plugin: typed, documented, with its contract, green at once"
+    help_ = "make a package for a new plugin: typed, documented, with its contract, green at once; or a program"
     parser = output.add_command(commands, "new", help_, run)
-    parser.add_argument("kind", choices=_MODULES, help="what it is to be: %(choices)s", metavar="kind")
-    parser.add_argument("name", help="what users choose it by, as in stager=NAME; lower-case letters, digits and '_'")
+    kinds = (*_MODULES, _PROGRAM)
+    parser.add_argument("kind", choices=kinds, help="what it is to be: %(choices)s", metavar="kind")
+    name = "what users choose a plugin by, as in stager=NAME, or a program's folder; lower-case letters, digits and '_'"
+    parser.add_argument("name", help=name)
     parser.add_argument("--dir", default=".", metavar="D", help="where to make the folder, the current directory")
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Make the package and print what to do with it. Returns the exit code, 0.
+    """Make the package or the program, and print what to do with it. Returns the exit code, 0.
 
     Raises:
         ConfigError: the name cannot be had, or the folder is there or cannot be made; nothing was written.
     """
     folder = make(asked.kind, asked.name, Path(asked.dir))
     made = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
-    steps = {
-        f"cd {shlex.quote(str(folder))} && python -m pip install --editable '.[test]'": "make it known by name",
-        "python -m pytest": "its tests, green as they are",
-        f"stagereg check {folder.name}": "its promises as a table, for anybody",
-    }
+    enter = f"cd {shlex.quote(str(folder))}"
+    if asked.kind == _PROGRAM:
+        steps = {
+            f"{enter} && python train.py": "train it on two local ranks, with checkpoints",
+            "python train.py data=uneven train.steps=60 stager=shared": "another stager, on uneven inputs",
+            "python train.py --help": "what can be set",
+        }
+    else:
+        steps = {
+            f"{enter} && python -m pip install --editable '.[test]'": "make it known by name",
+            "python -m pytest": "its tests, green as they are",
+            f"stagereg check {folder.name}": "its promises as a table, for anybody",
+        }
     if asked.json:
         output.as_json({"kind": asked.kind, "folder": str(folder), "files": made, "next": list(steps)})
         return 0
     kind = asked.kind.replace("_", " ")
-    output.echo(f"Made {folder}: the {kind} {asked.name!r}, its contract and its tests.", "bold")
+    what = "train.py and its configs" if kind == _PROGRAM else f"the {kind} {asked.name!r}, its contract and its tests"
+    output.echo(f"Made {folder}: {what}.", "bold")
     output.table("", (), [[f"  {file}"] for file in made])
     output.echo("Next:")
     output.table("", (), [[step, f"# {why}"] for step, why in steps.items()])
@@ -77,7 +90,10 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def make(kind: str, name: str, parent: Path) -> Path:
-    """Write the package for the plugin ``name`` into a new folder in ``parent``, made if need be; return the folder.
+    """Write the package of a plugin, or a program, into a new folder ``name`` in ``parent``, made if need be.
+
+    Returns:
+        The folder.
 
     Raises:
         ConfigError: the name cannot be had, or the folder is there or cannot be made; nothing was written.
@@ -91,7 +107,7 @@ def make(kind: str, name: str, parent: Path) -> Path:
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=parent) as unfinished:
             whole = Path(unfinished) / folder.name
-            for file, text in _files(kind, name).items():
+            for file, text in (_program() if kind == _PROGRAM else _files(kind, name)).items():
                 (whole / file).parent.mkdir(parents=True, exist_ok=True)
                 (whole / file).write_text(text, encoding="utf-8")
             whole.rename(folder)
@@ -101,9 +117,11 @@ def make(kind: str, name: str, parent: Path) -> Path:
 
 
 def _problem(kind: str, name: str) -> str:
-    """Why a plugin and its package cannot have a name; empty if they can."""
+    """Why a plugin and its package, or a program, cannot have a name; empty if they can."""
     if not re.fullmatch("[a-z]([a-z0-9_]{0,26}[a-z0-9])?", name) or "__" in name:
         return "is no name: take up to 28 lower-case letters, digits and '_', a letter first and '_' between others"
+    if kind == _PROGRAM:
+        return ""
     if name in registry.names(kind):
         return f"is a {kind} already: {registry.find(kind, name).origin}"
     if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name in (*_RESERVED, *_MODULES, *_MODULES[kind]):
@@ -112,10 +130,22 @@ def _problem(kind: str, name: str) -> str:
     return "is a Python module already" if found is not None and found.origin is not None else ""
 
 
+def _folder(installed: str, of_checkout: str) -> Path:
+    """Where what is copied lies, as it is installed or in a checkout."""
+    there = Path(__file__).parents[1] / installed
+    return there if there.is_dir() else Path(__file__).parents[2] / of_checkout
+
+
+def _program() -> dict[str, str]:
+    """The files of the program, by their paths."""
+    program = _folder("program", "examples")
+    sources = [program / "train.py", *(program / "conf").rglob("*.yaml")]
+    return {file.relative_to(program).as_posix(): file.read_text(encoding="utf-8") for file in sources}
+
+
 def _files(kind: str, name: str) -> dict[str, str]:
     """The files of the package, by their paths."""
-    installed = Path(__file__).parents[1] / "example"
-    example = installed if installed.is_dir() else Path(__file__).parents[2] / "examples" / "plugin"
+    example = _folder("example", "examples/plugin")
     modules = [f"lean_export/{module}.py" for module in _MODULES[kind]]
     sources = [*modules, *(f"tests/{test}.py" for test in _TESTS[kind]), "pyproject.toml"]
     texts = {file: (example / file).read_text(encoding="utf-8") for file in sources}

@@ -365,7 +365,5 @@ def padding_around(x: torch.Tensor) -> Padding | None:
     if x.device.type != "cpu" or x.layout is not torch.strided or not x.is_contiguous():
         return None
     address = x.data_ptr()
-    for padding in tuple(_padded.values()):
-        if padding.spans.get(address - padding.address) == x.nbytes:
-            return padding
-    return None
+    found = (each for each in tuple(_padded.values()) if each.spans.get(address - each.address) == x.nbytes)
+    return next(found, None)

@@ -15,6 +15,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -56,8 +57,9 @@ class CopyEngine:
     def run(self, base: int, pieces: Sequence[_Piece], held: object = None) -> CopyTask:
         """Begin to work on the pieces with other threads, which keep ``held`` alive. The caller has to finish it."""
         task = CopyTask(base, pieces)
-        for _ in range(min(self.threads, len(pieces)) - 1):
-            self._workers.submit(task.work, held)
+        with suppress(RuntimeError):  # while a process ends, Python 3.12 starts no thread any more
+            for _ in range(min(self.threads, len(pieces)) - 1):
+                self._workers.submit(task.work, held)
         return task
 
     def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.device, torch.Event]]:

@@ -23,6 +23,7 @@ import stagereg
 import stagereg.checkpoint.failpoints as failpoints
 from stagereg.checkpoint.advice import advice, causes
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.opened import open_checkpoint
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError, StagingError
@@ -242,6 +243,33 @@ def test_a_failure_that_was_not_raised_reaches_the_exit_status(tmp_path: Path, h
     assert "Traceback" not in done.stderr
     if how != "is_interrupted":
         assert ((tmp_path / "step-00000001").exists()) == (how == "works")
+
+
+NO_MORE_THREADS = """
+import sys, threading
+import torch
+from stagereg import Checkpointer, build
+
+start = threading.Thread.start
+
+def as_python_3_12_does(self):
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+    start(self)
+
+threading.Thread.start = as_python_3_12_does
+checkpointer = Checkpointer(sys.argv[1], stager=build("stager", sys.argv[2]), storage=build("storage", sys.argv[3]))
+checkpointer.save(1, {"x": torch.arange(5_000_000)})
+"""
+
+
+@pytest.mark.parametrize(("stager", "storage"), [("overlapped", "dcp"), ("blocking", "torch_dcp")])
+def test_a_save_ends_well_where_no_thread_can_be_started(tmp_path: Path, stager: str, storage: str) -> None:
+    command = [sys.executable, "-c", NO_MORE_THREADS, str(tmp_path), stager, storage]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    with open_checkpoint(tmp_path / "latest", verify=True) as checkpoint:
+        assert torch.equal(checkpoint["x"], torch.arange(5_000_000))
 
 
 def test_an_error_wrapped_by_torch_is_found_behind_other_errors() -> None:

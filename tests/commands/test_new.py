@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import stagereg.commands.scaffold as scaffold
 from stagereg.errors import ConfigError
 
-from ..test_packaging import build, environment
+from ..test_packaging import ROOT, build, environment
 from .conftest import Command
 
 KINDS = ("stager", "joinable", "join_hook")
@@ -81,6 +81,16 @@ def test_the_new_packages_are_linted_and_formatted(made: Path) -> None:
         for command in (["check"], ["format", "--check"]):
             done = run(RUFF, *command, "--no-cache", ".", cwd=package)
             assert done.returncode == 0, done.stdout
+
+
+def test_a_new_program_trains_without_a_checkout(made: Path, python: Path) -> None:
+    new = run(python, "-m", "stagereg", "new", "program", "demo", "--dir", "programs", cwd=made)
+    assert new.returncode == 0, new.stderr
+    small = ("train.steps=4", "train.eval_every=4", "model.layers=1", "data.files=2", "checkpoint.every=2")
+    done = run(python, "train.py", *small, "checkpoint.dir=kept", cwd=made / "programs" / "demo")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (made / "programs" / "demo" / "kept" / "step-00000004").is_dir()
+    assert (made / "programs" / "demo" / "train.py").read_text() == (ROOT / "examples" / "train.py").read_text()
 
 
 @pytest.mark.slow

@@ -107,6 +107,6 @@ def test_throw_stops_all_ranks_at_one_step_and_names_the_reason(tmp_path: Path, 
         assert not latest.exists()
         return
     (message,) = re.findall(r".*exhausted all inputs.*", done.stderr + done.stdout)
-    assert re.match(r"rank \d: Rank 1 exhausted all inputs", message)
+    assert re.match(r"rank \d: Rank \d exhausted all inputs", message)
     step = int(latest.name.removeprefix("step-"))
     assert saved(latest, tmp_path)["stagereg.step"] == step > 0

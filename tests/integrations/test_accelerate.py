@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -40,6 +40,8 @@ from stagereg.integrations.accelerate import attach
 
 EXAMPLE = Path(__file__).parents[2] / "examples/integrations/accelerate_train.py"
 LIMIT_S = 40
+PORTS = itertools.count(10_000 + 20 * (os.getpid() % 1_000))
+"""Below those that the system gives to others in between."""
 
 
 class Counter:
@@ -569,9 +571,7 @@ def test_even_batches_are_overridden_as_accelerate_does() -> None:
 
 def example(dir: Path, epochs: int, kill_at: int | None = None, after_s: float = 0.0) -> list[str]:
     """Run the example on two ranks, or kill both so long after it has saved a step; return its digests."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = next(PORTS)
     ranks: list[subprocess.Popen[str]] = []
     for rank in range(2):  # as torchrun starts them, but in one process group
         sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
@@ -624,6 +624,7 @@ def killed_and_resumed(dir: Path, seed: int, kills: int) -> tuple[list[str], dic
     return example(dir, 4), content(dir)
 
 
+@pytest.mark.timeout(300)  # for four runs of the example, each of which has its own limit
 def test_stopped_killed_and_resumed_ends_bit_for_bit_alike(uninterrupted: Any, tmp_path: Path) -> None:
     example(tmp_path / "run", 1)
     assert newest(tmp_path / "run") == 2

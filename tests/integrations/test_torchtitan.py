@@ -600,3 +600,14 @@ def test_the_arguments_are_those_of_torchtitans_manager() -> None:
     )
     assert [*ours] == [*theirs]
     assert issubclass(StageregCheckpointManager, BaseCheckpointManager)
+
+
+def test_the_config_of_the_page_for_newcomers_is_one() -> None:
+    diff = (EXAMPLE.parents[2] / "docs" / "coming-from-torchtitan.md").read_text().partition("```diff\n")[2]
+    lines = diff.partition("```")[0].splitlines()
+    made: list[dict[str, Any]] = [{}, {}]
+    for space, mark in zip(made, "-+", strict=True):
+        exec("\n".join(line[1:] for line in lines if line[:1] in ("", " ", mark)), space)
+    theirs, ours = made[0]["checkpoint"], made[1]["checkpoint"]
+    assert isinstance(ours, StageregCheckpointManager.Config)
+    assert (ours.interval, ours.keep_latest_k, ours.folder) == (theirs.interval, theirs.keep_latest_k, theirs.folder)

@@ -2,8 +2,8 @@
 
 Each component has a thread of its own, which takes one checkpoint after the other, so nothing waits for it: neither
 training, nor the next save, nor another component. A call begins when the training step is over too (the next ``due``
-or ``maybe_save``), so that what an evaluation after ``maybe_save`` logs is in its metrics. While it runs, retention
-passes its checkpoint by; one that is still waiting when retention deletes its checkpoint is left out, loudly.
+or ``maybe_save``), so that what an evaluation after ``maybe_save`` logs is in its metrics. While it runs, it reads its
+checkpoint, which is not deleted then; one that is still waiting when that is deleted is left out, loudly.
 
 What a call raises, ``SystemExit`` included, is logged and counted. So are a call that has not returned in time and a
 checkpoint that is not complete any more after a call. A call is made on a further thread, since a thread that hangs
@@ -40,6 +40,14 @@ __all__ = ["CommitCalls"]
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
+_DELETED = (
+    "is not called, since the checkpoint is deleted already: it is too slow for so many checkpoints; keep more of them "
+    "(checkpoint.keep), or save less often"
+)
+
+
+class _DeletedError(Exception):
+    """There is no checkpoint any more to call a component for."""
 
 
 @dataclass
@@ -186,15 +194,14 @@ class _Caller:
         if self.calling:
             self._fail(step, f"is not called: its call for step {self._called_for} has still not returned")
             return
-        if not store.hold(checkpoint):
-            why = "it is too slow for so many checkpoints; keep more of them (checkpoint.keep), or save less often"
-            self._fail(step, f"is not called, since the checkpoint is deleted already: {why}")
-            return
         failures: list[BaseException] = []
         self._called_for, began = step, record.now()
         self._call = threading.Thread(target=self._run, args=(checkpoint, store, failures), daemon=True)
         self._call.start()
         self._call.join(self.limit_s)
+        if failures and isinstance(failures[0], _DeletedError):
+            self._fail(step, str(failures[0]))
+            return
         self._stats.on_commit_calls += 1
         record.emit("on_commit", step=step, name=self._name, start=began, seconds=record.now() - began)
         if self.calling:
@@ -211,11 +218,12 @@ class _Caller:
         metrics = manifest.metrics | self._metrics.late().get(manifest.serial, {})
         given = CommittedCheckpoint(manifest.step, path_or_url(checkpoint.path), manifest, metrics)
         try:
-            self._component.committed(given)
+            with store.reading(checkpoint.path):
+                if not store.is_whole(checkpoint):
+                    raise _DeletedError(_DELETED)
+                self._component.committed(given)
         except BaseException as error:  # SystemExit too: in a thread it would end that alone, and in silence
             failures.append(error)
-        finally:
-            store.let_go(checkpoint)
 
     def _fail(self, step: int, what: str, error: BaseException | None = None) -> None:
         self._stats.on_commit_failures += 1

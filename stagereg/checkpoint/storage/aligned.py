@@ -132,7 +132,7 @@ class Upload:
 
 
 class AlignedFile:
-    """A new file, written from its beginning to its end by one thread.
+    """A new file, written from its beginning to its end by one thread, or by the caller where none can be started.
 
     As a context manager it ends its thread and closes the file; :meth:`finish` comes before that, when all is written.
 
@@ -159,15 +159,20 @@ class AlignedFile:
         self._writes: queue.Queue[tuple[memoryview, memoryview | None] | None] = queue.Queue(_MOST_PENDING)
         # Not an executor's, which the end of the process would wait for, although a disk may never answer.
         self._thread = threading.Thread(target=self._work, name="stagereg-write", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+            self._has_thread = True
+        except RuntimeError:  # while a process ends, Python 3.12 starts no thread any more
+            self._has_thread = False
 
     def __enter__(self) -> AlignedFile:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._error = self._error or error
-        self._writes.put(None)
-        self._thread.join()
+        if self._has_thread:
+            self._writes.put(None)
+            self._thread.join()
         self._target.close(self._whole)
         self._error = None  # or else it and the caller's memory would keep each other
 
@@ -238,22 +243,27 @@ class AlignedFile:
     def _submit(self, data: memoryview, buffer: memoryview | None = None) -> None:
         """Write ``data`` in the background."""
         self.raise_error()
-        self._writes.put((data, buffer))
+        if self._has_thread:
+            self._writes.put((data, buffer))
+        else:
+            self._write(data, buffer)
         self._crc32 = crc32(data, self._crc32)
         self._begin += len(data)
 
     def _work(self) -> None:
         while (given := self._writes.get()) is not None:
-            data, buffer = given
-            try:
-                if self._error is None:
-                    self._target.write(data)
-            except BaseException as error:
-                self._error = error.with_traceback(None)
-            if buffer is not None:
-                self._free.put(buffer)
-            del given, data, buffer  # the memory is held no longer than it is needed
+            self._write(*given)
+            del given  # the memory is held no longer than it is needed
             self._writes.task_done()
+
+    def _write(self, data: memoryview, buffer: memoryview | None) -> None:
+        try:
+            if self._error is None:
+                self._target.write(data)
+        except BaseException as error:
+            self._error = error.with_traceback(None)
+        if buffer is not None:
+            self._free.put(buffer)
 
 
 def _buffer(nbytes: int) -> memoryview:

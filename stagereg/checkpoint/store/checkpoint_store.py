@@ -1,7 +1,8 @@
 """A checkpoint store: a directory of checkpoints, and how one is committed there; docs/checkpoints.md shows its files.
 
 Two kinds of calls. *Reading*: any process, any rank, at any time, and no lock is needed; what another process writes
-meanwhile is either seen complete or not at all. *Writing*: the run that holds the lock, and of that rank 0 alone,
+meanwhile is either seen complete or not at all, and :meth:`CheckpointStore.reading` keeps it from being deleted.
+*Writing*: the run that holds the lock, and of that rank 0 alone,
 except for :meth:`CheckpointStore.files` and :meth:`CheckpointStore.mark`, with which each rank looks after its own
 files.
 
@@ -29,10 +30,8 @@ import os
 import re
 import shutil
 import stat
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -55,6 +54,8 @@ from stagereg.checkpoint.manifest import (
     step_name,
     step_of,
 )
+from stagereg.checkpoint.store.lease import LEASE_S, LeaseRecord
+from stagereg.checkpoint.store.reader_lease import being_read, hold, reader_name
 from stagereg.errors import CheckpointError, ConfigError
 
 __all__ = ["FILE_URL", "CheckpointStore", "local_path", "mark_file", "sync"]
@@ -93,10 +94,9 @@ class CheckpointStore:
         self.distrusted: set[str] = set()
         self.spared: set[str] = set()
         self.serials: set[int] = set()
-        self._retention = threading.Lock()  # held by whoever hides checkpoints, or takes hold of one
-        self._held: Counter[str] = Counter()  # how often
         self._hold: StoreLock | None = None
         self._out_of_sight: list[str] = []
+        self._leases: dict[tuple[str, LeaseRecord], float] = {}  # of readers, and since when they have not changed
         self._late: dict[int, dict[str, float]] | None = None  # metrics by serial, once they are read
         self._late_text = ""  # as they are on the disk
 
@@ -156,6 +156,38 @@ class CheckpointStore:
         if wrong and self.condition(path).manifest != condition.manifest:
             return self.examine(path)
         return Condition(condition.path, condition.manifest, wrong)
+
+    @contextlib.contextmanager
+    def reading(self, path: str) -> Generator[None, None, None]:
+        """Keep a checkpoint from being deleted while the block runs, if it is complete when the block begins.
+
+        In the block, look first whether it still is. Any process, any thread, also while a run writes there; without
+        the right to write in its directory, nothing is kept. :mod:`.store.reader_lease` has the details.
+
+        Args:
+            path: as :meth:`condition` has it.
+        """
+        folder, _, name = self._resolve(path).rpartition("/")
+        with contextlib.ExitStack() as held:
+            if step_of(name) is not None:
+                held.enter_context(hold(f"{folder}/{reader_name(name)}", self._write, self._unlink))
+            yield
+
+    def readers(self) -> dict[str, list[LeaseRecord]]:
+        """Return the leases of those who read checkpoints, by the names of these.
+
+        Those of processes of this machine that have ended are not among them, nor those that have not changed for a
+        minute since this object has seen them first. The run that writes here deletes these.
+        """
+        now, there = time.monotonic(), [name for name in self._listing(self.root) if being_read(name)]
+        self._leases = {each: self._leases.get(each, now) for each in map(self._lease, there)}
+        found: dict[str, list[LeaseRecord]] = {}
+        for (name, record), since in self._leases.items():
+            if not record.is_orphaned() and now <= since + LEASE_S:
+                found.setdefault(being_read(name) or "", []).append(record)
+            elif self._hold is not None:
+                self._unlink(f"{self.root}/{name}")
+        return found
 
     def is_whole(self, checkpoint: Checkpoint) -> bool:
         """Whether a checkpoint of this store is still there, by its manifest and the sizes."""
@@ -299,12 +331,8 @@ class CheckpointStore:
                 self._point(path.rpartition("/")[2])
                 failpoint("pointed")
             finally:  # or a file system without links would fill up
-                with self._retention:
-                    gone = [each for each in self._too_old(before, path, step, keep) if not self._held[each]]
-                    stay = [each.manifest.serial for each in before if each.manifest and each.path not in gone]
-                    self.serials = set(stay)
-                    for old in gone:
-                        self._out_of_sight.append(self._hide(old))
+                stay = self._remove(before, self._too_old(before, path, step, keep))
+                self.serials = {each.manifest.serial for each in stay if each.manifest is not None}
             for each in self._late_metrics().keys() - self.serials:
                 del self._late_metrics()[each]
             self.write_metrics()
@@ -323,17 +351,6 @@ class CheckpointStore:
             path = f"{self.root}/{os.path.basename(path)}"
         failpoint("retained")
         return Checkpoint(path, manifest)
-
-    def hold(self, checkpoint: Checkpoint) -> bool:
-        """Have retention of this process pass a checkpoint by; False if it is not complete any more. Any thread."""
-        with self._retention:
-            there = self.is_whole(checkpoint)
-            self._held[checkpoint.path] += there
-            return there
-
-    def let_go(self, checkpoint: Checkpoint) -> None:
-        """Let the next commit delete it, if it is too old then."""
-        self._held[checkpoint.path] -= 1
 
     def clear(self) -> None:
         """Delete what is no longer kept; it is out of sight already."""
@@ -413,6 +430,14 @@ class CheckpointStore:
         failpoint("hidden")
         return hidden
 
+    def _show(self, hidden: str, path: str, manifest: Manifest) -> None:
+        """Undo :meth:`_hide`."""
+        os.rename(hidden, path)
+
+    def _unlink(self, path: str) -> None:
+        """Delete a small file, if it is there."""
+        Path(path).unlink(missing_ok=True)
+
     # -- common to them
 
     def _pointed(self) -> str:
@@ -443,6 +468,26 @@ class CheckpointStore:
         if isinstance(found, str):
             return Condition(path, None, {MANIFEST: found})
         return Condition(path, found, differences(found, sizes))
+
+    def _lease(self, name: str) -> tuple[str, LeaseRecord]:
+        with contextlib.suppress(OSError):
+            return name, LeaseRecord.loads(self._read(f"{self.root}/{name}"))
+        return name, LeaseRecord()
+
+    def _remove(self, before: list[Condition], old: Collection[str]) -> list[Condition]:
+        """Take those of the paths ``old`` out of sight that nobody reads; return what stays of ``before``."""
+        read, stay = self.readers() if old else {}, []
+        for each in before:
+            if each.path not in old or each.name in read:
+                stay.append(each)
+                continue
+            hidden = self._hide(each.path)
+            if each.manifest is not None and each.name in self.readers():  # by now
+                self._show(hidden, each.path, each.manifest)
+                stay.append(each)
+            else:
+                self._out_of_sight.append(hidden)
+        return stay
 
     def _manifest(self, path: str, there: int | str) -> Manifest | str:
         """Return the manifest in a directory, of which a listing says ``there``, or what is wrong with it."""
@@ -476,7 +521,7 @@ class CheckpointStore:
         """Return a name that the next start deletes."""
         return f"{self.root}/.{name.partition('.')[0]}.{new_token()}.tmp"
 
-    def _too_old(self, before: list[Condition], path: str, step: int, keep: int) -> list[str]:
+    def _too_old(self, before: list[Condition], path: str, step: int, keep: int) -> set[str]:
         """Return what of ``before`` the commit of ``path`` replaces, and what is not to be kept."""
         replaced = {each.path for each in before if each.step == step}
         for each in before:
@@ -488,7 +533,7 @@ class CheckpointStore:
         stays = replaced | self.distrusted | (self.spared & later)
         counted = [each.path for each in _complete(before) if each.path not in stays]
         pointed = f"{self.root}/{self._pointed()}"
-        return [old for old in (*counted[keep - 1 :], *sorted(replaced)) if old not in (path, pointed)]
+        return {*counted[keep - 1 :], *replaced} - {path, pointed}
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -512,8 +557,13 @@ def mark_file(path: Path, part: range = WHOLE) -> FileMark:
         pieces = [range(at, min(at + _PIECE_BYTES, end)) for at in range(part.start, end, _PIECE_BYTES)]
         if len(pieces) < 2:
             return joined(_mark_piece(file.fileno(), piece) for piece in pieces)
+        mark = partial(_mark_piece, file.fileno())
         with ThreadPoolExecutor(min(_THREADS, len(pieces))) as threads:
-            return joined(threads.map(partial(_mark_piece, file.fileno()), pieces))
+            try:
+                marks = threads.map(mark, pieces)
+            except RuntimeError:  # while a process ends, Python 3.12 starts no thread any more
+                marks = map(mark, pieces)
+            return joined(marks)
 
 
 def _mark_piece(descriptor: int, piece: range) -> FileMark:

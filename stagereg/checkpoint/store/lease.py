@@ -31,12 +31,14 @@ from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.retry import retrying, within
 from stagereg.errors import CheckpointError
 
-__all__ = ["StoreLease", "leaseholder"]
+__all__ = ["LEASE_S", "REQUEST_S", "LeaseRecord", "StoreLease", "leaseholder"]
 
 LEASE_S = 60.0
 """Seconds that it is good for after it was renewed."""
 
-_REQUEST_S = 10.0
+REQUEST_S = 10.0
+"""Seconds that writing or deleting it may take."""
+
 _SETTLE_S = 1.0
 """After which an object that two wrote at the same moment is as it will stay."""
 
@@ -56,7 +58,7 @@ class StoreLease(StoreLock):
     def __init__(self, objects: ObjectStore, root: str) -> None:
         self._objects = objects
         self._owner, self._token = Owner.ourselves(), uuid.uuid4().hex
-        self._first: _Note | None = None  # what was there at the first look
+        self._first: LeaseRecord | None = None  # what was there at the first look
         self._ended = threading.Event()
         self._busy = threading.Lock()  # the thread that renews must not write after the one that deletes
         super().__init__(root, LEASE_S)
@@ -104,19 +106,18 @@ class StoreLease(StoreLock):
 
     def _release(self) -> None:
         self._ended.set()
-        with contextlib.suppress(Exception), self._busy, within(_REQUEST_S):  # it is free in a minute
+        with contextlib.suppress(Exception), self._busy, within(REQUEST_S):  # it is free in a minute
             if self._is_ours():
                 self._objects.delete(self._path)
 
     def renew(self) -> None:
         """Renew it, if it is ours; if not, :meth:`check` will raise."""
-        with self._busy, within(_REQUEST_S):
+        with self._busy, within(REQUEST_S):
             if self._is_ours() and not self._ended.is_set():
                 self._objects.put(self._path, self._text())
 
     def _text(self) -> bytes:
-        note = {"owner": asdict(self._owner), "token": self._token, "machine": _machine(), "renewed": time.time()}
-        return json.dumps(note).encode()
+        return LeaseRecord.renewed_now(self._owner, self._token).dumps()
 
 
 def _keep(held: weakref.ref[StoreLease], ended: threading.Event) -> None:
@@ -135,35 +136,53 @@ def leaseholder(objects: ObjectStore, root: str) -> Owner | None:
     return None if note is None or note.is_over() else note.owner
 
 
-class _Note(NamedTuple):
-    """The content of the object: the owner, which of its locks, on which machine, and when it was last renewed."""
+class LeaseRecord(NamedTuple):
+    """The content of a lease: the owner, which of its leases, on which machine, and when it was last renewed."""
 
     owner: Owner = Owner()
     token: str = ""
     machine: str = ""
     renewed: float = 0.0
 
+    @classmethod
+    def renewed_now(cls, owner: Owner, token: str) -> LeaseRecord:
+        """Return that of this process."""
+        return cls(owner, token, _machine(), time.time())
+
+    @classmethod
+    def loads(cls, data: bytes) -> LeaseRecord:
+        """Read the content; one that is not ours is over."""
+        try:
+            read = json.loads(data)
+            owner, machine = Owner.parse(read["owner"]), str(read.get("machine", ""))
+            record = cls(owner, str(read["token"]), machine, float(read["renewed"]))
+        except Exception:
+            return cls()
+        return record if math.isfinite(record.renewed) else cls()
+
+    def dumps(self) -> bytes:
+        """Return the content."""
+        return json.dumps({**self._asdict(), "owner": asdict(self.owner)}).encode()
+
     def is_over(self) -> bool:
-        return time.time() > self.renewed + LEASE_S or (self.is_near() and not _lives(self.owner.pid))
+        """Whether its owner has ended, or has not renewed it in time by the clock of this machine."""
+        return time.time() > self.renewed + LEASE_S or self.is_orphaned()
 
     def is_near(self) -> bool:
         """Whether the owner is another process of this machine."""
         return self.machine == _machine() and self.owner.pid != os.getpid()
 
+    def is_orphaned(self) -> bool:
+        """Whether the owner is of this machine and has ended."""
+        return self.is_near() and not _lives(self.owner.pid)
 
-def _read(objects: ObjectStore, url: str) -> _Note | None:
-    """Return the content of the object; one that is not ours is over. None if there is none."""
+
+def _read(objects: ObjectStore, url: str) -> LeaseRecord | None:
+    """Return the content of the object, None if there is none."""
     try:
-        data = objects.get(url)
+        return LeaseRecord.loads(objects.get(url))
     except FileNotFoundError:
         return None
-    try:
-        read = json.loads(data)
-        owner, machine = Owner.parse(read["owner"]), str(read.get("machine", ""))
-        note = _Note(owner, str(read["token"]), machine, float(read["renewed"]))
-    except Exception:
-        return _Note()
-    return note if math.isfinite(note.renewed) else _Note()
 
 
 def _machine() -> str:

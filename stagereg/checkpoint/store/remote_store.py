@@ -16,7 +16,7 @@ from stagereg.checkpoint.damage import Condition
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.file_shares import WHOLE
 from stagereg.checkpoint.lock import Owner, StoreLock
-from stagereg.checkpoint.manifest import LATEST, MANIFEST, FileMark, file_mark, step_name, step_of
+from stagereg.checkpoint.manifest import LATEST, MANIFEST, FileMark, Manifest, file_mark, step_name, step_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.lease import StoreLease, leaseholder
 from stagereg.checkpoint.store.object_store import ObjectStore
@@ -119,6 +119,12 @@ class RemoteStore(CheckpointStore):
         self.objects.delete(f"{path}/{MANIFEST}")
         failpoint("hidden")
         return path
+
+    def _show(self, hidden: str, path: str, manifest: Manifest) -> None:
+        self._write(f"{path}/{MANIFEST}", manifest.dumps().encode())
+
+    def _unlink(self, path: str) -> None:
+        self.objects.delete(path)
 
 
 def _is_unfinished(each: Condition) -> bool:

@@ -78,6 +78,13 @@ def test_it_gets_what_is_logged_after_maybe_save(tmp_path: Path) -> None:
     assert seen == {step: {"held_out": 1 / step} for step in (1, 2, 3)}
 
 
+def test_the_block_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "checkpoints.md").read_text().partition("\n## After a checkpoint: on_commit\n")[2]
+    exec(page.partition("```python\n")[2].partition("```")[0], {})
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["10", "20"]
+
+
 def test_it_holds_up_neither_saves_nor_other_components(tmp_path: Path, held: Held) -> None:
     quick: list[int] = []
     checkpointer = Checkpointer(str(tmp_path), keep=9, on_commit=[held, lambda c: quick.append(c.step)])

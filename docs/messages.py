@@ -1,0 +1,293 @@
+"""Writes the index of error messages from the source: ``python docs/messages.py > docs/messages.md``.
+
+It reads where an error of the project is made, and puts the message together as far as it stands in the source:
+constants, f-strings, both sides of a condition, what a function of the project returns. ``...`` stands for the rest.
+Nothing is imported, so all of the package is covered, whatever is installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["page"]
+
+_PACKAGE = Path(__file__).parents[1] / "stagereg"
+_OPEN = "..."
+_VARIANTS = 8  # of one message that are followed
+_DEPTH = 6  # of functions and names that are followed
+_HEAD = """\
+# Error messages
+
+Every message of an error that stagereg raises, written by `python docs/messages.py`: edit the source, not this page.
+Look for a few words of what you see; `...` stands for what differs from case to case. Most messages say what to do.
+Where the function that raises it documents when it does, that stands below the message, after the function's name.
+Messages are grouped by class, and by the module that raises them, with what that module is for.
+
+A message that begins with `Step 300 was not saved:` goes on with the reason, which is another one of this page, or an
+error of the system; what each fault of a disk looks like is in [checkpoints](checkpoints.md#when-the-storage-fails).
+"""
+_REMEDIES = {
+    "BrokenPromiseError": "Correct the component; [contracts](contracts.md) has each promise, and why it is one.",
+    "CheckpointError": "What was complete is not harmed: `stagereg ls DIR` lists it, `stagereg verify DIR` reads it, "
+    "and the same command again goes on from the newest good checkpoint. [Checkpoints](checkpoints.md)",
+    "ConfigError": "Change the option that the message names; `stagereg show KIND/NAME` and [options](options.md) say "
+    "what it takes.",
+    "DisagreementError": "Call it on every rank, with the same arguments, and not below `if rank == 0`.",
+    "InstallationError": "Run the command that the message has; `stagereg doctor` shows what is installed.",
+    "JoinError": "What can be joined, and how: [uneven inputs](join.md).",
+    "JoinableNotInitializedError": "Call `super().__init__()` in its constructor. [Plugins](plugins.md)",
+    "LaunchError": "The output of the rank that is named has the cause. [Many machines](slurm.md)",
+    "OptionError": "`stagereg list` shows the names, `stagereg doctor` which packages are broken.",
+    "PeerFailedError": "Look at the rank that is named: this one stopped because of it. "
+    "[When a rank fails](join.md#when-a-rank-fails)",
+    "PluginError": "Correct the module that `plugins:` in the config names. [Plugins](plugins.md)",
+    "RankFailure": "The message has the traceback of each rank that failed, and the stacks of those that hung.",
+    "RanksFailedError": "The message has each cause once, with its rank. Start the same command again to go on.",
+    "RegistryError": "`stagereg list` shows what is registered, and by which package. [Plugins](plugins.md)",
+    "StagerClosedError": "Build a new stager; a `Checkpointer` closes the one that it was given.",
+    "StagingError": "The state to be saved is at fault, or the memory for its copy. [Stagers](guide.md#stagers)",
+    "StageregError": "",
+    "SweepError": "How a sweep is asked for: [sweeps](sweeps.md).",
+    "TargetNotAllowedError": "Register the class, or name it in `allow=` of `stagereg.instantiate`. "
+    "[Security](../SECURITY.md)",
+    "UnevenInputsError": "`join.throw=true` asked for it; without it ranks that run out of data wait. "
+    "[Throw](join.md#throw)",
+    "UnknownNameError": "The message lists the names there are, and the nearest one.",
+    "UnstageableTypeError": "Take the value out of the state, or make it a number, text or tensor. The message says "
+    "where it is.",
+}
+"""What to do about any error of a class."""
+
+
+@dataclass
+class _Source:
+    """A module of the package."""
+
+    name: str
+    tree: ast.Module
+    constants: dict[str, ast.expr] = field(default_factory=dict)
+    functions: dict[str, ast.FunctionDef] = field(default_factory=dict)
+    imports: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Name here -> module, and name there; no name for a module as a whole."""
+
+    def __post_init__(self) -> None:
+        for node in ast.walk(self.tree):
+            match node:
+                case ast.Import(names=names):
+                    self.imports |= {each.asname or each.name: (each.name, "") for each in names}
+                case ast.ImportFrom(module=str(module), names=names):
+                    self.imports |= {each.asname or each.name: (module, each.name) for each in names}
+        for node in self.tree.body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    self.constants[name] = value
+                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                    self.constants[name] = value
+                case ast.FunctionDef(name=name):
+                    self.functions[name] = node
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Where an error is made."""
+
+    kind: str
+    texts: tuple[str, ...]
+    module: str
+    function: str
+    why: str
+
+
+def page() -> str:
+    """Return the page, in Markdown."""
+    found = _everything()
+    parts = [_HEAD]
+    for kind in sorted({made.kind for made in found}):
+        parts.append(f"\n## {kind}\n\n{_classes()[kind][1]}\n")
+        remedy = _REMEDIES[kind]
+        parts.append(f"\n{remedy}\n" if remedy else "")
+        modules: dict[str, list[_Made]] = defaultdict(list)
+        for made in found:
+            if made.kind == kind:
+                modules[made.module].append(made)
+        for module, several in modules.items():
+            about = _prose((ast.get_docstring(_sources()[module].tree) or "").partition("\n\n")[0])
+            parts.append(f"\n### {kind}: {module.removeprefix('stagereg.')}\n\n{about}\n\n")
+            parts += [f"- {_item(made)}\n" for made in several]
+    return "".join(parts)
+
+
+def _item(made: _Made) -> str:
+    texts = "<br>or ".join(_code(text) for text in made.texts)
+    return texts + (f"<br>`{made.function}`: {made.why}" if made.why else "")
+
+
+def _code(text: str) -> str:
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+def _everything() -> list[_Made]:
+    found: dict[tuple[str, tuple[str, ...]], _Made] = {}
+    for source in _sources().values():
+        for call, scopes in _calls(source.tree, ()):
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            if name in _classes():
+                made = _made(name, call, scopes, source)
+                if made.texts:
+                    found.setdefault((made.kind, made.texts), made)
+    return list(found.values())
+
+
+def _calls(node: ast.AST, scopes: tuple[ast.AST, ...]) -> Iterator[tuple[ast.Call, tuple[ast.AST, ...]]]:
+    """Every call below ``node``, with the classes and functions around it, outermost first."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call):
+            yield child, scopes
+        inside = isinstance(child, ast.ClassDef | ast.FunctionDef)
+        yield from _calls(child, (*scopes, child) if inside else scopes)
+
+
+def _made(name: str, call: ast.Call, scopes: tuple[ast.AST, ...], source: _Source) -> _Made:
+    kind = name
+    while kind.startswith("_"):
+        kind = _classes()[kind][0][0]
+    ancestors = _ancestors(name)
+    staging = "StagingError" in ancestors
+    message = call.args[staging:][:1]
+    functions = [each for each in scopes if isinstance(each, ast.FunctionDef)]
+    texts = _texts(message[0], source, functions[-1] if functions else None, _DEPTH) if message else []
+    before = ""
+    if staging:
+        before = "cannot stage: " if call.args and ast.unparse(call.args[0]) == "[]" else "cannot stage ...: "
+    whole = dict.fromkeys(before + _clean(text) for text in texts if len(re.findall(r"[A-Za-z]{2,}", text)) > 1)
+    names = [
+        each.name for each in scopes if isinstance(each, ast.ClassDef | ast.FunctionDef) and each.name != "__init__"
+    ]
+    return _Made(kind, tuple(whole), source.name, ".".join(names), _why(scopes, ancestors))
+
+
+def _why(scopes: tuple[ast.AST, ...], ancestors: list[str]) -> str:
+    """What the nearest docstring around says of when such an error is raised."""
+    made_in = [scope for scope in scopes if isinstance(scope, ast.FunctionDef)][-1:]
+    if made_in and made_in[0].name == "__init__":
+        made_in = [*made_in, *scopes[:1]]  # a class says it of its constructor
+    for scope in made_in:
+        doc = ast.get_docstring(scope) if isinstance(scope, ast.ClassDef | ast.FunctionDef) else None
+        section = re.search(r"^Raises:\n((?:[ \n].*\n?|\n)*)", doc or "", re.M)
+        for kind, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section[1] if section else "", re.M):
+            if kind in ancestors:
+                return _prose(text)
+    return ""
+
+
+def _prose(text: str) -> str:
+    return re.sub(r":\w+:`~?([^`]*)`", r"`\1`", " ".join(text.split())).replace("``", "`")
+
+
+def _clean(text: str) -> str:
+    """One line, with the dots of holes that touch made into one."""
+    return re.sub(r"\.{4,}", _OPEN, " ".join(text.split()))
+
+
+def _texts(node: ast.expr | None, source: _Source, function: ast.FunctionDef | None, depth: int) -> list[str]:
+    """Every text that an expression may be."""
+    if node is None or depth == 0:
+        return [_OPEN]
+
+    def of(other: ast.expr) -> list[str]:
+        return _texts(other, source, function, depth)
+
+    match node:
+        case ast.Constant(value=value):
+            return [str(value)]
+        case ast.JoinedStr(values=values):
+            return _joined([of(value) for value in values])
+        case ast.FormattedValue(value=ast.Name() | ast.Attribute() as value):
+            texts = _texts(value, source, None, depth - 1)
+            return texts if len(texts) == 1 else [_OPEN]
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            return _joined([of(left), of(right)])
+        case ast.BinOp(op=ast.Mod(), left=left):
+            return [re.sub(r"%[sdr]", _OPEN, text) for text in of(left)]
+        case ast.IfExp(body=body, orelse=other):
+            return (of(body) + of(other))[:_VARIANTS]
+        case ast.BoolOp(values=values):
+            return [text for value in values for text in of(value)][:_VARIANTS]
+        case ast.Name(id=name):
+            return _named(name, source, function, depth - 1)
+        case ast.Attribute(value=ast.Name(id=name), attr=attr) if name in source.imports:
+            module = ".".join(filter(None, source.imports[name]))
+            return _named(attr, _sources()[module], None, depth - 1) if module in _sources() else [_OPEN]
+        case ast.Call(func=ast.Name(id=name)):
+            return _returned(name, source, depth - 1)
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=attr)) if name in source.imports:
+            module = ".".join(filter(None, source.imports[name]))
+            return _returned(attr, _sources()[module], depth - 1) if module in _sources() else [_OPEN]
+    return [_OPEN]
+
+
+def _joined(parts: list[list[str]]) -> list[str]:
+    return ["".join(texts) for texts in itertools.islice(itertools.product(*parts), _VARIANTS)]
+
+
+def _named(name: str, source: _Source, function: ast.FunctionDef | None, depth: int) -> list[str]:
+    """What a local variable, a constant of the module or an imported one is."""
+    given = [] if function is None else list(ast.walk(function))
+    values = [each.value for each in given if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == name]
+    if values:
+        return [text for value in values for text in _texts(value, source, function, depth)][:_VARIANTS]
+    if name in source.constants:
+        value = source.constants[name]
+        return _texts(value, source, None, depth)
+    module, there = source.imports.get(name, ("", ""))
+    return _named(there, _sources()[module], None, depth) if module in _sources() and there else [_OPEN]
+
+
+def _returned(name: str, source: _Source, depth: int) -> list[str]:
+    if name in source.functions:
+        function = source.functions[name]
+        values = [each.value for each in ast.walk(function) if isinstance(each, ast.Return)]
+        return [text for value in values for text in _texts(value, source, function, depth)][:_VARIANTS]
+    module, there = source.imports.get(name, ("", ""))
+    return _returned(there, _sources()[module], depth) if module in _sources() and there and depth else [_OPEN]
+
+
+def _ancestors(name: str) -> list[str]:
+    return [name, *(up for base in _classes().get(name, ([], ""))[0] for up in _ancestors(base))]
+
+
+_read: dict[str, _Source] = {}
+_errors: dict[str, tuple[list[str], str]] = {}
+
+
+def _sources() -> dict[str, _Source]:
+    """The modules of the package, by name."""
+    if not _read:
+        for file in sorted(_PACKAGE.rglob("*.py")):
+            name = ".".join(("stagereg", *file.relative_to(_PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+            _read[name] = _Source(name, ast.parse(file.read_text()))
+    return _read
+
+
+def _classes() -> dict[str, tuple[list[str], str]]:
+    """The classes of errors of the project: their bases among them, and what they say of themselves."""
+    if not _errors:
+        classes = [n for s in _sources().values() for n in ast.walk(s.tree) if isinstance(n, ast.ClassDef)]
+        known = {"StageregError"}
+        while more := {c.name for c in classes if known & {ast.unparse(base) for base in c.bases}} - known:
+            known |= more
+        for each in classes:
+            if each.name in known:
+                bases = [base for base in map(ast.unparse, each.bases) if base in known]
+                _errors[each.name] = bases, _prose((ast.get_docstring(each) or "").partition("\n\n")[0])
+    return _errors
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,75 @@
+"""What MkDocs does not do by itself when it builds the site (``mkdocs.yml``).
+
+Pages link to files beside ``docs``, as they do where the repository is read: SECURITY.md, CHANGELOG.md, examples. Each
+of these becomes a page of the site, a program as one block of code, and links to it lead there. The scripts that pages
+load come from the environment that ``make docs`` has set up, and not from a CDN.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from griffe import Extension, Object
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+_ROOT = Path(__file__).parents[1]
+_BESIDE = ("SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md")
+_SCRIPTS = {"scripts/mermaid.js": "package/dist/mermaid.min.js", "scripts/iframe-worker.js": "package/shim/index.js"}
+_LINK = re.compile(r"(\]\()([^)#:\s]+)([^)\s]*\))")
+_ROLE = re.compile(r":\w+:`~?([^`]*)`")
+_CELL_CODE = re.compile(r"`[^`\n]*`")
+_LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".md": "markdown"}
+
+
+class Docstrings(Extension):
+    """Makes docstrings, which are written for ``help()``, ready for the page."""
+
+    def on_object(self, *, obj: Object, **_: Any) -> None:
+        """Take the roles away from what docstrings refer to, which is code in Markdown."""
+        if obj.docstring is not None:
+            obj.docstring.value = _ROLE.sub(r"`\1`", obj.docstring.value)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the files that do not lie in ``docs``."""
+    for name in _BESIDE:
+        files.append(File.generated(config, name, abs_src_path=str(_ROOT / name)))
+    texts = [Path(file.abs_src_path).read_text() for file in files.documentation_pages() if file.abs_src_path]
+    for path in sorted({link for text in texts for link in re.findall(r"\]\((?:\.\./)+(examples/[^)#]+)\)", text)}):
+        page = File.generated(config, f"{path}.md", content=_code(path), inclusion=InclusionLevel.NOT_IN_NAV)
+        files.append(page)
+    for name, packed in _SCRIPTS.items():
+        files.append(File.generated(config, name, abs_src_path=str(Path(sys.prefix) / packed)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lead the links of a page to where its site has what they name."""
+    source = page.file.src_uri
+    here = posixpath.dirname(source if source in _BESIDE else f"docs/{source}")
+
+    def lead(link: re.Match[str]) -> str:
+        to = posixpath.normpath(posixpath.join(here, link[2])).removeprefix("docs/")
+        if files.get_file_from_path(f"{to}.md") is not None:
+            to += ".md"
+        return f"{link[1]}{posixpath.relpath(to, posixpath.dirname(source) or '.')}{link[3]}"
+
+    # In a table GitHub asks for `a \\| b`, and shows `a | b`; here the code of a cell may have the bar as it is.
+    markdown = _CELL_CODE.sub(lambda code: code[0].replace(r"\|", "|"), markdown)
+    return _LINK.sub(lead, markdown)
+
+
+def _code(path: str) -> str:
+    """Return the page of a program, or of all files of a folder."""
+    found = _ROOT / path
+    each = [found] if found.is_file() else sorted(file for file in found.rglob("*") if file.suffix in _LANGUAGES)
+    blocks = [
+        f'````{_LANGUAGES[file.suffix]} title="{file.relative_to(_ROOT)}"\n{file.read_text()}````' for file in each
+    ]
+    return f"# {path}\n\n" + "\n\n".join(blocks) + "\n"

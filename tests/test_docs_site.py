@@ -1,0 +1,192 @@
+"""The documentation site: it builds without a warning, has every page and name, and loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+import stagereg
+
+from .pages import DOCS, Page
+
+ROOT = DOCS.parent
+NAV = re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2], re.M)
+BESIDE = {"SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md"}
+MKDOCS = Path(sys.prefix) / "docs" / "bin" / "python"
+LIMIT_S = 400
+
+NOT_RUN = 42
+"""Blocks, at most, that no test runs: outputs, layouts of folders, parts of programs. Code in them is parsed."""
+RUN = {
+    "checkpoints.md": {"console": "test_docs_pages.py", "text": "checkpoint/test_faults.py"},
+    "coming-from-dcp.md": {"diff": "test_docs_site.py", "python": "test_docs_site.py"},
+    "coming-from-torchtitan.md": {"diff": "integrations/test_torchtitan.py"},
+    "guide.md": {"diff": "test_docs_pages.py"},
+    "contracts.md": {"python": "testing/test_join_contract.py"},
+    "join.md": {"python": "join/test_docs.py", "yaml": "join/test_docs.py"},
+    "plugins.md": dict.fromkeys(("console", "python", "yaml"), "test_docs_tutorials.py"),
+    "slurm.md": {"bash": "test_docs_pages.py", "yaml": "test_docs_pages.py"},
+    "sweeps.md": {"console": "test_docs_pages.py"},
+    "tutorial.md": dict.fromkeys(("console", "python", "yaml"), "test_docs_tutorials.py"),
+}
+
+
+def test_every_page_is_in_the_menu_once() -> None:
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} | BESIDE
+    assert sorted(NAV) == sorted(pages)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    shown = "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    known = {name for name in dir(stagereg) if name not in ("__version__", "registry", "testing", "errors")}
+    known -= {
+        name
+        for name in known
+        if isinstance(getattr(stagereg, name), type) and issubclass(getattr(stagereg, name), BaseException)
+    }
+    missing = {name for name in known if not re.search(rf"^(::: |      heading: )stagereg\.{name}$", shown, re.M)}
+    assert missing == set(), "add ::: stagereg.NAME to a page of docs/reference"
+    from stagereg import testing
+
+    assert {name for name in testing.__all__ if f"::: stagereg.testing.{name}\n" not in f"{shown}\n"} == set()
+
+
+def test_llms_txt_has_a_title_a_summary_and_every_page() -> None:
+    text = (DOCS / "llms.txt").read_text()
+    assert re.match(r"# stagereg\n\n> [^\n]+\n\n", text)
+    links = re.findall(r"^- \[[^]]+\]\(([^)]+)\.html\)(?:: .+)?$", text, re.M)
+    assert len(links) == text.count("\n- ")
+    assert sorted(links) == sorted(page.removesuffix(".md") for page in NAV)
+
+
+def test_the_index_of_error_messages_is_current() -> None:
+    page = runpy.run_path(str(DOCS / "messages.py"))["page"]()
+    assert (DOCS / "messages.md").read_text() == page, "run: python docs/messages.py > docs/messages.md"
+
+
+def test_messages_that_users_see_are_in_the_index() -> None:
+    page = DOCS.joinpath("messages.md").read_text()
+    patterns = [
+        re.escape(text).replace(re.escape("..."), ".*") for text in re.findall(r"``? ?(.+?) ?``?(?=<br>|$)", page, re.M)
+    ]
+    calls = (
+        lambda: stagereg.build("stager", "pined"),
+        lambda: stagereg.build("stager", "blocking", max_in_flight=0),
+        lambda: stagereg.open_checkpoint("/nowhere"),
+        lambda: stagereg.instantiate({"_target_": "os.system"}),
+        lambda: stagereg.Checkpointer("x", every=0),
+        lambda: stagereg.Join([]),
+    )
+    for call in calls:
+        with pytest.raises(stagereg.StageregError) as raised:
+            call()
+        text = " ".join(str(raised.value).split())
+        assert [pattern for pattern in patterns if re.fullmatch(pattern, text)], text
+
+
+def blocks() -> Iterator[tuple[str, str, str]]:
+    for path in sorted(DOCS.rglob("*.md")):
+        name = str(path.relative_to(DOCS))
+        yield from ((name, language, text) for language, text in Page(name).blocks)
+
+
+def test_blocks_are_run_or_at_least_parsed_and_those_are_counted() -> None:
+    not_run = 0
+    for page, language, text in blocks():
+        if test := RUN.get(page, {}).get(language):
+            assert page.rpartition("/")[2].removesuffix(".md") in (ROOT / "tests" / test).read_text()
+            continue
+        not_run += 1
+        if language == "python":
+            ast.parse(text)
+        elif language in ("yaml", "json"):
+            assert list({"yaml": yaml.safe_load_all, "json": lambda t: [json.loads(t)]}[language](text))
+        elif language == "bash":
+            subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=60)
+        else:
+            assert language in ("", "text", "diff", "mermaid"), (page, language)
+    assert not_run <= NOT_RUN
+
+
+class Loads(HTMLParser):
+    """What a browser loads for a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        if tag in ("script", "img", "iframe") and given.get("src"):
+            self.found.append(str(given["src"]))
+        if tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload", "preconnect"):
+            self.found.append(str(given["href"]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.skipif(not MKDOCS.exists(), reason="make docs sets it up")
+def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    command = [MKDOCS, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    assert built.returncode == 0, built.stderr
+    assert {page.removesuffix(".md") for page in NAV} <= {
+        str(p.relative_to(tmp_path))[:-5] for p in tmp_path.rglob("*.html")
+    }
+    loaded = 0
+    for page in tmp_path.rglob("*.html"):
+        parser = Loads()
+        parser.feed(page.read_text())
+        for link in parser.found:
+            assert (page.parent / link.partition("?")[0]).is_file(), (page, link)
+            loaded += 1
+    assert loaded > 100
+    index = json.loads((tmp_path / "search/search_index.js").read_text().removeprefix("var __index = "))
+    assert {"tutorial.html", "messages.html", "reference/checkpoints.html"} <= {
+        each["location"] for each in index["docs"]
+    }
+
+
+def programs(page: str) -> tuple[str, str]:
+    """What the last diff of a page begins with, and what it makes of it."""
+    lines = Page(page).of("diff")[-1].splitlines()
+    return tuple("".join(f"{line[1:]}\n" for line in lines if line[:1] in ("", " ", mark)) for mark in "-+")  # type: ignore[return-value]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+def test_the_programs_of_the_page_on_dcp_go_on_where_they_were(tmp_path: Path) -> None:
+    before, after = programs("coming-from-dcp.md")
+    old, new = (re.sub("^[-+] *", "", line) for line in Page("coming-from-dcp.md").of("diff")[0].splitlines())
+    assert old in before
+    (resume,) = Page("coming-from-dcp.md").of("python")
+    made = next(line for line in after.splitlines() if "Checkpointer(" in line)
+
+    def start(folder: str, program: str) -> str:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "train.py").write_text(program)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=tmp_path / folder, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "from step 0" in start("plain", before)
+    assert "from step 30" in start("plain", after.replace(made, resume.strip()))
+    assert "from step 0" in start("writer", f"import stagereg\n{before.replace(old, new)}")
+    assert (tmp_path / "writer/kept/step-30/checksums.json").is_file()
+    assert "from step 30" in start("writer", before)
+    assert "from step 0" in start("new", after)
+    assert "from step 30" in start("new", after)
