@@ -14,7 +14,6 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -27,8 +26,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 import stagereg
+from stagereg.data import ResumableSampler
 
 LOG_EVERY = 5
 """Steps between two losses in the run's record: each waits for the device, which no step should have to."""
@@ -60,43 +61,22 @@ def samples(files: list[Path], context: int) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, context + 1, context)
 
 
-def load(cfg: DictConfig, rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """Return this rank's samples for training, and samples for evaluation, the same on all ranks."""
+def load(cfg: DictConfig, seed: int, rank: int, world: int) -> tuple[DataLoader[Any], ResumableSampler, Tensor]:
+    """Return batches for training, the sampler that deals these to the ranks, and samples for evaluation."""
     library = Path(sysconfig.get_path("stdlib"))
     files = sorted(file for file in library.glob("*.py") if file.stat().st_size > 2_000)
     held_out, files = files[::10][:8], [file for i, file in enumerate(files) if i % 10][: cfg.files]
-    if cfg.shard == "files":
-        return samples(files[rank::world], cfg.context), samples(held_out, cfg.context)
-    every = samples(files, cfg.context)
-    return every[rank : len(every) // world * world : world], samples(held_out, cfg.context)
-
-
-class Batches:
-    """Batches of full size, shuffled anew in each epoch, the same ones whenever the seed is the same.
-
-    Has a length, as a ``DataLoader`` has: ranks that know theirs need not ask each other in every step.
-    """
-
-    def __init__(self, data: Tensor, size: int, epochs: int, seed: int, steps: range) -> None:
-        self.data, self.size, self.seed = data, size, seed
-        self.an_epoch = len(data) // size
-        self.steps = range(steps.start, min(steps.stop, epochs * self.an_epoch))
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        generator = torch.Generator().manual_seed(self.seed)
-        shuffled, order = 0, torch.empty(0)
-        for step in self.steps:
-            epoch, at = divmod(step, self.an_epoch)
-            while shuffled <= epoch:
-                order, shuffled = torch.randperm(len(self.data), generator=generator), shuffled + 1
-            yield self.data[order[at * self.size : (at + 1) * self.size]].long()
+    apart = cfg.shard == "files"  # each rank has its own files, so that they run out of data at different steps
+    text = TensorDataset(samples(files[rank::world] if apart else files, cfg.context))
+    dealt_to, seed = ((1, 0), seed + rank) if apart else ((world, rank), seed)
+    sampler = ResumableSampler(text, *dealt_to, seed=seed, drop_last=True)
+    loader = DataLoader(text, cfg.batch, sampler=sampler, drop_last=True)
+    return loader, sampler, samples(held_out, cfg.context)
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
     """Return the loss in nats, summed over the bytes that were to be predicted, and how many these were."""
+    batch = batch.long()
     targets = batch[:, 1:].flatten()
     return cross_entropy(model(batch[:, :-1]), targets, reduction="sum"), len(targets)
 
@@ -121,12 +101,13 @@ def train(cfg: DictConfig) -> float:
     if cfg.train.steps < 0:
         raise stagereg.StageregError(f"train.steps is a number of steps from 0 on, not {cfg.train.steps}")
     torch.manual_seed(cfg.seed)
-    text, held_out = load(cfg.data, rank, world)
-    held_out = held_out[: 8 * cfg.data.batch][rank::world].long().to(device)
+    loader, sampler, held_out = load(cfg.data, cfg.seed, rank, world)
+    held_out = held_out[: 8 * cfg.data.batch][rank::world].to(device)
 
     model, optimizer = distributed(Model(**cfg.model, context=cfg.data.context).to(device), cfg)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, cfg.train.steps)
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # the step and random numbers come along
+    # The step and random numbers come along.
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler}
     losses: list[Tensor] = []  # one a batch of this rank
 
     def evaluate() -> float:
@@ -152,12 +133,12 @@ def train(cfg: DictConfig) -> float:
     with stagereg.instantiate(cfg.checkpoint) as checkpointer:
         step = start = checkpointer.restore(state) or 0
         began = time.perf_counter()
-        mine = Batches(text, cfg.data.batch, cfg.data.epochs, cfg.seed + rank, range(start, cfg.train.steps))
+        mine = sampler.batches(loader, cfg.data.epochs, limit=cfg.train.steps - start)
 
         try:
             with join:
                 # All ranks run this for as long as one has data, on an empty batch once they have none themselves.
-                for batch in join.iterate(mine):
+                for (batch,) in join.iterate(mine):
                     loss, count = loss_of(model, batch.to(device))
                     join.mean(loss, count).backward()
                     nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,4 +1,5 @@
 # The public names. `stagereg/__init__.py` reads this file too: what stands here is imported when it is first used.
+from stagereg import data as data
 from stagereg import errors as errors
 from stagereg import registry as registry
 from stagereg import testing as testing

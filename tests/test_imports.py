@@ -25,6 +25,7 @@ LAYERS = [
         "spec",
         "registry",
         "sockets",
+        "data",
     },
     {"kernel"},
     {"stagers", "join"},

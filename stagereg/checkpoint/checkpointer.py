@@ -26,6 +26,7 @@ import stagereg.checkpoint.options as options
 import stagereg.checkpoint.restoring as restoring
 import stagereg.record as record
 from stagereg.checkpoint.background import Background, CheckpointStats
+from stagereg.checkpoint.crashes import CrashCounter, is_in_order
 from stagereg.checkpoint.ending import Ending
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import StoreLock
@@ -118,6 +119,8 @@ class Checkpointer:
             the files between them. ``"once"``: every byte is read by one rank, which checks it and passes it on to the
             ranks that need it, so objects may have changed before damage is found. ``"auto"``: ``"once"`` from URLs
             and network file systems, where there are several ranks, else ``"each"``.
+        give_up_after: how many times in a row runs may crash after a checkpoint was restored and before the next one is
+            complete; then ``resume="auto"`` passes over it. Counted in the directory. ``None`` never gives one up.
         on_commit: what rank 0 calls in the background for each complete checkpoint: components of the kind
             ``on_commit`` or functions of one argument, a :class:`.CommittedCheckpoint`; a list, or a mapping by name,
             as ``+on_commit@checkpoint.on_commit.tracker=wandb`` makes it. One that fails, or takes longer than
@@ -160,10 +163,11 @@ class Checkpointer:
         replicas: Literal["share", "first"] = "share",
         verify_replicas: int = 0,
         read: Literal["auto", "each", "once"] = "auto",
+        give_up_after: int | None = 3,
         on_commit: Any = None,
     ) -> None:
         alike: dict[str, Any] = {"dir": dir, "every": every, "keep": keep, "resume": resume, "verify": verify}
-        alike |= {"on_error": on_error, "grace": grace, "read": read}
+        alike |= {"on_error": on_error, "grace": grace, "read": read, "give_up_after": give_up_after}
         alike |= {"replicas": replicas, "verify_replicas": verify_replicas}
         options.check_all({**alike, "mtbf": mtbf, "timeout": timeout})
         self.enable = enable
@@ -205,6 +209,8 @@ class Checkpointer:
         shared = Replicas(verify_replicas, replicas == "share")
         self._saver = Saver(self._target, self._stager, self._background, self._schedule, shared)
         self.stats = self._background.stats
+        self._crashes = CrashCounter(self._store, give_up_after, counts=self._ranks.rank == 0)
+        self._background.listeners.append(self._crashes.committed)
         if self._ranks.rank == 0:
             self._target.metrics.listen(self._background.note_metrics)
         training = None if self._ranks.group is None else process_group or dist.group.WORLD
@@ -246,6 +252,7 @@ class Checkpointer:
         self._seen = step
         if not self.enable:
             return False
+        self._saver.end_step(step)
         self._calls.at_step(step)
         leaves = self.preemption is not None and self.preemption.agreed_at(step)
         return self._schedule.due(step) or leaves
@@ -385,6 +392,7 @@ class Checkpointer:
         self._let_go()
         self._hold = taken[0] if taken else None
         self._store = self._target.store = store
+        self._crashes.move(store)
         self._target.metrics.forget()
         self.dir = path_or_url(store.appears_as or store.root)
         self._background.newest = None
@@ -396,9 +404,9 @@ class Checkpointer:
 
         Objects take their state with ``load_state_dict``; plain tensors and containers change in place, other plain
         values are replaced in ``state``. The random number generators of each rank are set as well. The files are
-        looked at first, as ``verify`` says. ``"auto"`` passes over damaged and incomplete checkpoints, and logs
-        what is wrong with each, and how many steps are lost; nothing of them has got into any object by then, or, with
-        ``read="once"``, all of it is overwritten.
+        looked at first, as ``verify`` says. ``"auto"`` passes over damaged and incomplete checkpoints, and those that
+        runs crash after (``give_up_after``), and logs what is wrong with each, and how many steps are lost; nothing of
+        them has got into any object by then, or, with ``read="once"``, all of it is overwritten.
 
         Args:
             state: the same names as were saved, or some of them; of what others saved, modules and optimizers are
@@ -426,7 +434,7 @@ class Checkpointer:
             self._ranks.run_on_all("Nothing was restored", self.wait)
             return None
         where = store, resume, self.verify, self.read, state, self._storage
-        restored = restoring.restore(*where, self._ranks, self._saver.names, ready=self.wait)
+        restored = restoring.restore(*where, self._ranks, self._saver.names, self.wait, self._crashes)
         self._store.spared.clear()
         self._target.metrics.forget()
         if self._ranks.rank == 0:
@@ -489,9 +497,12 @@ class Checkpointer:
         interrupted = isinstance(error, KeyboardInterrupt)
         if interrupted and self._ranks.rank == 0:
             _log.warning("stagereg: interrupted. %s", self._describe_end(finished=False))
+        self._crashes.crashed = True  # unless all ranks come to the end
         try:
             if error is None and self.save_last:
                 self._come_to_the_end()
+            self._crashes.crashed = not is_in_order(error)
+            if error is None and self.save_last:
                 self._saver.save_last(self._seen)
         finally:
             try:
@@ -575,6 +586,7 @@ class Checkpointer:
 
     def _let_go(self) -> None:
         """Let other runs write to the directory; on rank 0, which holds it."""
+        self._crashes.leave()
         if self._hold is not None:
             if self._store.appears_as:  # its first save has failed
                 self._store.discard(self._store.root)

@@ -4,8 +4,8 @@ An entry is a name and a state dict or plain value, of modules and optimizers by
 (:mod:`.module_state`, :mod:`.optimizer_state`). What several ranks have of an entry is put together: of what is the
 same on all of them the lowest rank's copy is stored, and every rank reads what it needs, of a ``DTensor`` its own
 shard, however many ranks it was sharded over. What belongs to a rank is an entry per rank, ``name.rank0``,
-``name.rank1``: that is what :class:`PerRank` asks for. Beside the caller's entries, those under ``stagereg.`` hold the
-step, the number of ranks and each rank's random number generators.
+``name.rank1``: what :class:`PerRank` marks, and positions in data (:mod:`stagereg.data`). Beside the caller's entries,
+those under ``stagereg.`` hold the step, the number of ranks and each rank's random number generators.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from stagereg.checkpoint.encoding import Leaf, encode, leaves, marks
 from stagereg.checkpoint.index import Stored
 from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.reading import CheckpointFiles
+from stagereg.data import LoadsEveryRank, is_position, is_stateful
 from stagereg.errors import CheckpointError, nearest
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "part",
     "parts",
     "per_rank",
+    "positions",
     "rank_name",
     "refusal",
     "replicated",
@@ -69,8 +71,9 @@ class PerRank(Generic[T]):
 def per_rank(value: T) -> PerRank[T]:
     """Return ``value`` marked as this rank's own: each rank's is saved, and restored by as many ranks as saved it.
 
-    For what differs between ranks although it has one name: a data loader, a position in a file, a list of losses.
-    Given to :class:`.Checkpointer` as an entry of the state: ``{"model": model, "loader": per_rank(loader)}``.
+    For what differs between ranks although it has one name: a position in a file, a list of losses. Given to
+    :class:`.Checkpointer` as an entry of the state: ``{"model": model, "losses": per_rank(losses)}``. Data loaders and
+    samplers need no mark; one that is marked stays as it is on another number of ranks, where it is an error else.
 
     Args:
         value: an object with ``state_dict`` and ``load_state_dict``, or a plain value. A plain one that was restored is
@@ -105,7 +108,8 @@ def capture(state: Mapping[str, Any], step: int, rank: int, world_size: int, nam
             raise CheckpointError(
                 f"The state has an entry named {name!r}; use text that does not begin with {_RESERVED!r}."
             )
-        entries[rank_name(name, rank) if isinstance(value, PerRank) else name] = _current(state, name, names)
+        own = isinstance(value, PerRank) or is_position(value)
+        entries[rank_name(name, rank) if own else name] = _current(state, name, names)
     return entries
 
 
@@ -122,19 +126,15 @@ def _current(state: Mapping[str, Any], name: str, names: ParameterNames) -> Any:
     if optimizers := optimizer_state.optimizers_of(value):
         each = [optimizer_state.state_of(one, names.of(one, state)) for one in optimizers]
         return optimizer_state.joined(each)
-    return value.state_dict() if _is_stateful(value) else value
+    return value.state_dict() if is_stateful(value) else value
 
 
 def expect_savable(state: Mapping[str, Any]) -> None:
     """Raise ``CheckpointError`` if a plain value of ``state`` is one that no checkpoint takes."""
     for name in state:
         value = _value(state, name)
-        if not (_is_stateful(value) or module_state.modules_of(value) or optimizer_state.optimizers_of(value)):
+        if not (is_stateful(value) or module_state.modules_of(value) or optimizer_state.optimizers_of(value)):
             encode(value, name)
-
-
-def _is_stateful(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def buffers(state: Mapping[str, Any]) -> set[str]:
@@ -149,6 +149,11 @@ def buffers(state: Mapping[str, Any]) -> set[str]:
         for buffer, _ in module.named_buffers(remove_duplicate=False)
     }
     return {f"{name}.{buffer}" for name, buffer in found} | {buffer for _, buffer in found if "." in buffer}
+
+
+def positions(state: Mapping[str, Any]) -> list[str]:
+    """Return the names of positions in data, each rank's own."""
+    return [name for name in state if is_position(_value(state, name))]
 
 
 def replicated(state: Mapping[str, Any]) -> list[str]:
@@ -183,14 +188,15 @@ def find(
         rank does not take, by the names of parameters.
 
     Raises:
-        CheckpointError: there is nothing for a name, or it is of another kind; modules and optimizers do not take it.
+        CheckpointError: there is nothing for a name, or it is of another kind; modules and optimizers do not take it;
+            a position in data was saved by another number of ranks.
     """
     found: dict[str, Any] = {}
     left: dict[str, dict[str, Any]] = {}
     for name, value in state.items():
-        if isinstance(value, PerRank):
-            if saved_size == size:
-                found[name] = _structure(files, rank_name(name, rank))
+        if isinstance(value, PerRank) or (saved_size and is_position(value)):
+            if (own := _own(files, state, name, saved_size, rank, size)) is not None:
+                found[name] = own
             continue
         structure = _structure(files, name, rank if saved_size == size else None)
         try:
@@ -199,6 +205,30 @@ def find(
             raise CheckpointError(refusal(name, str(error))) from None
     own = rng_name(rank)
     return {**found, own: files.structure(own)} if saved_size == size else found, left
+
+
+def _own(
+    files: CheckpointFiles, state: Mapping[str, Any], name: str, saved_size: int, rank: int, size: int
+) -> Any | None:
+    """Return what this rank takes of what each rank has for itself; ``None`` if nothing."""
+
+    def of(rank: int) -> Any:
+        own = rank_name(name, rank)
+        return files.structure(own) if own in files.index.state else _structure(files, name, rank)
+
+    value = _value(state, name)
+    if isinstance(value, LoadsEveryRank):
+        return [of(each) for each in range(saved_size)]
+    if saved_size == size:
+        return of(rank)
+    if isinstance(state[name], PerRank):
+        return None
+    raise CheckpointError(
+        f"{name!r} is a position in data that each of {saved_size} ranks had for itself, and there are {size} now: a "
+        f"{type(value).__name__} goes on with as many ranks only. Start {saved_size}; or leave it where it is, at the "
+        f"beginning of its data, by stagereg.per_rank({name}). A stagereg.data.ResumableSampler goes on with any "
+        "number of ranks."
+    )
 
 
 def _structure(files: CheckpointFiles, name: str, rank: int | None = None) -> Any:
@@ -290,7 +320,7 @@ def pair(structure: Any, state: Mapping[str, Any], name: str, names: ParameterNa
     only where taking the state is what torch does, and where no other tensor of the object shares their memory.
     """
     found = list(marks(structure))
-    if name not in state:
+    if name not in state or is_position(_value(state, name)):
         return found
     value = _value(state, name)
     modules, optimizers = module_state.modules_of(value), optimizer_state.optimizers_of(value)
@@ -343,7 +373,7 @@ def _is_torchs_own(value: Any) -> bool:
         return type(value).__module__.startswith("torch.optim.") and not value._optimizer_load_state_dict_pre_hooks
     if isinstance(value, torch.nn.Module):
         return all(map(_loads_as_torch, value.modules()))
-    return not _is_stateful(value)
+    return not is_stateful(value)
 
 
 def _loads_as_torch(module: torch.nn.Module) -> bool:
@@ -358,20 +388,35 @@ def _loads_as_torch(module: torch.nn.Module) -> bool:
     )
 
 
-def assign(state: MutableMapping[str, Any], name: str, loaded: Any, names: ParameterNames) -> None:
+def assign(
+    state: MutableMapping[str, Any], name: str, loaded: Any, names: ParameterNames, rank: int | None = None
+) -> None:
     """Load one entry into ``state[name]``: into the object in place, or in place of the plain value.
+
+    Args:
+        state: as given to ``Checkpointer.restore``.
+        name: of the entry.
+        loaded: what was read.
+        names: of the parameters of ``state``.
+        rank: this rank, if as many ranks saved it.
 
     Raises:
         CheckpointError: a tensor of it is on the meta device still, where torch loads nothing and raises nothing. And
             what the object raises.
     """
     value = _value(state, name)
+    if is_position(value):  # whose state would start a loader's workers
+        if isinstance(value, LoadsEveryRank) and isinstance(loaded, list):  # of plain torch there is one
+            value.load_state_dicts(loaded, rank)
+        else:
+            value.load_state_dict(loaded)
+        return
     if modules := module_state.modules_of(value):
         module_state.load(modules, loaded)
     elif optimizers := optimizer_state.optimizers_of(value):
         for optimizer in optimizers:
             optimizer_state.load(optimizer, names.of(optimizer, state), loaded)
-    elif _is_stateful(value):
+    elif is_stateful(value):
         value.load_state_dict(loaded)
     elif isinstance(state[name], PerRank):
         state[name].value = _merged(value, loaded)

@@ -39,6 +39,8 @@ def check_all(given: Mapping[str, Any]) -> None:
     at_least(1, "checkpoint.every", 1 if every == "auto" else every)
     at_least(1, "checkpoint.keep", given["keep"])
     at_least(0, "checkpoint.verify_replicas", given["verify_replicas"])
+    if given["give_up_after"] is not None:
+        at_least(1, "checkpoint.give_up_after", given["give_up_after"])
     for name in ("mtbf", "timeout", "grace"):
         duration = given[name]
         if name == "grace" and duration is None:

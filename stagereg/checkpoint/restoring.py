@@ -1,10 +1,11 @@
 """Chooses a checkpoint to resume from, and loads it into the objects of a run.
 
 Rank 0 lists the store, so that all ranks use the same list: complete checkpoints, newest first, and directories that
-are none by their manifest or a size. Then the content of the files is compared with the manifest. Each rank reads a
-share, of a disk of its machine among those of the machine, else among all. A file that could not be looked at (no
-permission, a server that does not answer) is not damage but an error: passing over it would give up steps that may be
-fine. Every rank also opens what it needs, and reads what does not go straight into a live tensor.
+are none by their manifest or a size. ``"auto"`` passes over those that runs crash after (:mod:`.crashes`), too. Then
+the content of the files is compared with the manifest. Each rank reads a share, of a disk of its machine among those of
+the machine, else among all. A file that could not be looked at (no permission, a server that does not answer) is not
+damage but an error: passing over it would give up steps that may be fine. Every rank also opens what it needs, and
+reads what does not go straight into a live tensor.
 
 The ranks agree once on all of that, and no object changes before. What is read into live tensors comes last, from files
 that were checked; if the disk fails then, the error says that the objects have changed in part.
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.rng as rng
 import stagereg.record as record
+from stagereg.checkpoint.crashes import CrashCounter, Crashes, is_in_order
 from stagereg.checkpoint.damage import Condition, Found, Unclear, differences
 from stagereg.checkpoint.encoding import fill
 from stagereg.checkpoint.file_shares import marks_of_shares, share
@@ -58,6 +60,11 @@ class _Asked(NamedTuple):
     ranks: RankGroup
     names: ParameterNames
     touched: list[str]
+    counter: CrashCounter
+
+
+class _GivenUp(str):
+    """What stands in the place of damage, of a checkpoint that runs crash after."""
 
 
 def restore(
@@ -70,6 +77,7 @@ def restore(
     ranks: RankGroup,
     names: ParameterNames,
     ready: Callable[[], object],
+    counter: CrashCounter,
 ) -> Checkpoint | None:
     """Load what ``resume`` stands for into the objects and values of ``state``. Collective.
 
@@ -87,6 +95,7 @@ def restore(
         ranks: who restores.
         names: of the parameters of ``state``.
         ready: called first; what it raises keeps all ranks from restoring.
+        counter: of the crashes after checkpoints of this run's directory.
 
     Returns:
         The checkpoint, or ``None`` if ``resume`` is ``"auto"`` and there is nothing to go on from.
@@ -96,10 +105,12 @@ def restore(
             ``"auto"`` found none of them good; some rank's objects do not take what was saved; reading failed after
             the check, and the objects have changed in part.
     """
-    asked = _Asked(verify, read, state, own, ranks, names, touched=[])
+    asked = _Asked(verify, read, state, own, ranks, names, [], counter)
     try:
         return _tried(store, resume, ready, asked)
     except CheckpointError as error:
+        if is_in_order(error):  # it was refused, and crashed nothing
+            counter.leave()
         if not asked.touched:
             raise
         raise CheckpointError(
@@ -115,7 +126,8 @@ def _tried(store: CheckpointStore, resume: str, ready: Callable[[], object], ask
 
     def look() -> tuple[list[Condition], str, bool]:
         ready()
-        return _choice(store, resume) if ranks.rank == 0 else [], machine_name(), is_shared(where)
+        listed = _choice(store, resume) if ranks.rank == 0 else []
+        return _without_given_up(store, resume, asked.counter, listed), machine_name(), is_shared(where)
 
     def answer(seen: list[tuple[list[Condition], str, bool]]) -> list[tuple[list[Condition], _Machines]]:
         return [(seen[0][0], _machines(seen))] * ranks.size
@@ -129,6 +141,7 @@ def _tried(store: CheckpointStore, resume: str, ready: Callable[[], object], ask
         if candidate is not None:
             parent = store if resume in ("auto", "latest") else open_parent_store(candidate.path)
             with parent.reading(candidate.path) if ranks.rank == 0 else nullcontext():
+                asked.counter.begin(parent, candidate)
                 condition = _restored(parent, candidate, machines, asked)
             if not condition.damages:
                 _log_fallback(candidate, passed, ranks)
@@ -188,6 +201,21 @@ def _choice(store: CheckpointStore, resume: str) -> list[Condition]:
             f"resume=latest, but there is no complete checkpoint in {store.root}; resume=auto starts from scratch."
         )
     return found[:1]
+
+
+def _without_given_up(
+    store: CheckpointStore, resume: str, counter: CrashCounter, listed: list[Condition]
+) -> list[Condition]:
+    """Return what was listed, with what ``"auto"`` does not try for crashes as if it were damaged; warn of others."""
+    crashes = counter.of(store if resume in ("auto", "latest") else open_parent_store(resume)) if listed else {}
+    for number, each in enumerate(listed):
+        known = crashes.get(each.path, Crashes())
+        if known.given_up and resume == "auto":
+            what = f"{known.times} times, and each time the run died before its next checkpoint"
+            listed[number] = Condition(each.path, each.manifest, {**each.damages, "restored": _GivenUp(what)})
+        elif known.given_up:
+            _log.warning("%s is restored since it was asked for, although it is %s.", each.path, known)
+    return listed
 
 
 def _is_newer(damaged: Condition, than: Checkpoint | None, latest: Checkpoint | None) -> bool:
@@ -353,7 +381,7 @@ class _Loading:
 
     def prepare(self, opened: ExitStack, index: bytes | None) -> None:
         """Open the files, which ``opened`` closes, and read all that does not go straight into the objects."""
-        chosen, (_, _, state, own, ranks, names, touched) = self._chosen, self._asked
+        chosen, (_, _, state, own, ranks, names, touched, _) = self._chosen, self._asked
         plain = is_plain_dcp(chosen.path)
         self.files = MatchedFiles(chosen.path, state, names) if plain else CheckpointFiles.of(chosen, own, index)
         opened.enter_context(self.files)
@@ -381,7 +409,8 @@ class _Loading:
 
     def assign(self) -> None:
         """Have the objects take what was read, and read the rest straight into them."""
-        saved_size, (_, _, state, _, ranks, names, _) = self._chosen.manifest.world_size, self._asked
+        saved_size, (_, _, state, _, ranks, names, *_) = self._chosen.manifest.world_size, self._asked
+        rank = ranks.rank if saved_size == ranks.size else None
         try:
             if not self._once:
                 self.transfer.run()
@@ -389,10 +418,10 @@ class _Loading:
             raise CheckpointError(f"the objects have changed in part: {error}") from error
         for name in (each for each in state if each in self._found):
             try:
-                entries.assign(state, name, fill(self._found[name]), names)
+                entries.assign(state, name, fill(self._found[name]), names, rank)
             except Exception as error:
                 raise CheckpointError(entries.refusal(name, reason(error))) from error
-        if saved_size == ranks.size:
+        if rank is not None:
             rng.restore(fill(self._found[entries.rng_name(ranks.rank)]))
         elif ranks.rank == 0:
             own = [name for name in state if name not in self._found]
@@ -406,7 +435,7 @@ class _Loading:
 
 def _warn(damaged: Sequence[Condition], ranks: RankGroup) -> None:
     for each in damaged if ranks.rank == 0 else ():
-        _log.warning("%s is damaged and passed over:\n%s", each.path, _indented(each))
+        _log.warning("%s is %s and passed over:\n%s%s", each.path, _word(each), _indented(each), _how_to_try(each))
 
 
 def _log_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGroup) -> None:
@@ -416,15 +445,17 @@ def _log_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGr
     step = chosen.manifest.step
     newest = max(passed, key=lambda each: -1 if each.step is None else each.step)
     lost = max(0, (newest.step or 0) - step)
-    text = f": {lost} step{'s are' if lost > 1 else ' is'} lost" if lost else ""
-    _log.warning("Resumed from step %d, NOT from step %s, which is damaged%s.", step, newest.step, text)
+    text = f"{_word(newest)}{f': {lost} step' + ('s are' if lost > 1 else ' is') + ' lost' if lost else ''}"
+    _log.warning("Resumed from step %d, NOT from step %s, which is %s.", step, newest.step, text)
     record.emit("fallback", step=step, damaged=newest.step, lost=lost, why=str(newest))
 
 
 def _nothing_good(store: CheckpointStore, damaged: Sequence[Condition]) -> str:
     every = "\n".join(f"  {each.name}: {each}" for each in damaged)
+    more = next(filter(None, map(_how_to_try, damaged)), "").strip()
+    more = f"{more}\n" if more else ""
     return (
-        f"There are checkpoints in {store.root}, and none of them is good:\n{every}\n"
+        f"There are checkpoints in {store.root}, and none of them is good:\n{every}\n{more}"
         "Starting from scratch would give the run up, so no step was taken. Put back what is missing, or start from "
         f"scratch with checkpoint.resume=never. `stagereg verify {shlex.quote(store.root)}` shows them again."
     )
@@ -437,6 +468,15 @@ def _not_that_one(resume: str, damaged: Condition) -> str:
     named = resume if resume == damaged.path else f"{resume}: {damaged.path}"
     beside = shlex.quote(open_parent_store(damaged.path).root)
     return f"resume={named} is not a complete checkpoint: {what}`stagereg verify {beside}` shows which are good."
+
+
+def _word(condition: Condition) -> str:
+    return "given up" if any(isinstance(what, _GivenUp) for what in condition.damages.values()) else "damaged"
+
+
+def _how_to_try(condition: Condition) -> str:
+    more = "\n  If that had another cause, go on from it with checkpoint.resume=PATH or checkpoint.give_up_after=null."
+    return more if _word(condition) == "given up" else ""
 
 
 def _indented(condition: Condition) -> str:

@@ -28,6 +28,7 @@ from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.schedule import Schedule
 from stagereg.checkpoint.sharing import Replicas
 from stagereg.crash_report import summarize_exception
+from stagereg.data import LoadsEveryRank
 from stagereg.errors import CheckpointError, StageregError
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies
 
@@ -70,6 +71,8 @@ class Saver:
         self._copying: PendingSave | None = None  # what the stager is at
         self._stager_name = f"{type(stager).__module__}.{type(stager).__qualname__}"
         self._taken: Counter[str] = Counter()  # steps of each optimizer in the state
+        self._continued: list[str] = []  # the positions in data that any number of ranks continue
+        self._positions: tuple[int | None, dict[str, Any]] = None, {}  # those at a step
         self._warned = target.ranks.rank > 0  # of a state dict in the place of its optimizer
 
     def remember(self, state: MutableMapping[str, Any]) -> None:
@@ -77,6 +80,7 @@ class Saver:
         if state is self.state:
             return
         self.state, before = state, self.state or {}
+        self._continued = [name for name in entries.positions(state) if isinstance(state[name], LoadsEveryRank)]
         copies = [name for name, value in state.items() if isinstance(value, Mapping) and value.keys() >= _OPTIMIZER]
         if copies and not self._warned:
             self._warned = True
@@ -84,6 +88,11 @@ class Saver:
         for name, value in state.items() if self._target.ranks.group is not None else ():
             if isinstance(value, Optimizer) and before.get(name) is not value:
                 value.register_step_post_hook(lambda *_, taken=self._taken, name=name: taken.update([name]))
+
+    def end_step(self, step: int) -> None:
+        """Note the positions in data of a step that may be saved later, when the loop has taken another batch."""
+        if self._continued and self.state is not None:
+            self._positions = step, {name: self.state[name].state_dict() for name in self._continued}
 
     def save(self, step: int, follows: bool = False) -> None:
         """Stage and submit; ``follows`` if this rank has left its loop, and saves since others do."""
@@ -186,6 +195,9 @@ class Saver:
             ranks = self._target.ranks
             ranks.check_still_all()
             captured = entries.capture(self.state, save.step, ranks.rank, ranks.size, self.names)
+            at, positions = self._positions
+            for name, position in positions.items() if at == save.step else ():
+                captured[entries.rank_name(name, ranks.rank)] = position
             save.compares = self._replicas.compares(save.number)
             if ranks.size > 1:
                 captured = self._share(save, captured)

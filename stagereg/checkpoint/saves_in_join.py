@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.entries import positions
 from stagereg.errors import JoinError
 from stagereg.join.adapt import auto
 from stagereg.join.joinable import BuiltInHook, JoinHook, notify
@@ -75,6 +76,9 @@ class CheckpointJoinable(TrackedJoinable):
             joinable that has one.
         hook: another hook in the place of ``checkpoint``.
 
+    Raises:
+        JoinError: the state has a position in data, which is a batch ahead when the next step begins.
+
     Example::
 
         saver = stagereg.build("joinable", "checkpoint", checkpointer=checkpointer, state=state, module=model)
@@ -95,6 +99,12 @@ class CheckpointJoinable(TrackedJoinable):
         hook: Callable[..., JoinHook] | None = None,
     ) -> None:
         super().__init__(hook)
+        if ahead := positions(state):
+            raise JoinError(
+                f"{ahead[0]!r} is a position in data. The joinable `checkpoint` saves when a loop has taken its next "
+                "batch, which would be left out after a restore. Loop over join.iterate(...) instead, and call "
+                "checkpointer.maybe_save(step, state) in its body."
+            )
         self.checkpointer = checkpointer
         self.state = state
         checkpointer.remember(state)  # and count the steps of its optimizers

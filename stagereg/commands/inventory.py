@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import stagereg.output as output
+from stagereg.checkpoint.crashes import crashes_in
 from stagereg.checkpoint.damage import Condition, Unclear
 from stagereg.checkpoint.located import Located, conditions, located, newest_first
 from stagereg.checkpoint.manifest import step_of, step_within
@@ -45,13 +46,14 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
         ConfigError: the URL is of a kind that cannot be read here.
     """
     found = located(asked.directory, empty=True)
-    owner, latest = found.store.holder(), found.store.latest()
+    owner, latest, crashes = found.store.holder(), found.store.latest(), crashes_in(found.store)
     entries = []
     for each in _read(found) if asked.verify else found.conditions:
         # Not by the path: a directory that is reached by a link may spell it otherwise.
         is_latest = latest is not None and each.manifest == latest.manifest
         good = "ok" if asked.verify else "not verified"
-        entries.append(_entry(each, good) | {"why": str(each), "latest": is_latest})
+        why = "; ".join(filter(None, (str(crashes.get(each.path, "")), str(each))))
+        entries.append(_entry(each, good) | {"why": why, "latest": is_latest})
     for path in [] if found.one else found.store.leftovers():
         unknown = dict.fromkeys(("time", "bytes", "ranks", "storage"))
         state = "leftover of a dead run" if owner is None else "being written"

@@ -20,12 +20,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.data import is_position
 from stagereg.errors import CheckpointError, ConfigError, InstallationError, nearest
 from stagereg.integrations.agreed import agreed
 from stagereg.registry import build
@@ -129,6 +131,8 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         if config.last_save_in_hf and sd_adapter is None:
             raise ConfigError("checkpoint.last_save_in_hf needs a state dict adapter, which this model has none of.")
         self.config, self.folder, self.sd_adapter = config, filesystem.join(base_folder, config.folder), sd_adapter
+        if is_position(dataloader):  # it writes its ranks' names itself, in torchtitan's format
+            dataloader = SimpleNamespace(state_dict=dataloader.state_dict, load_state_dict=dataloader.load_state_dict)
         self._others = {"optimizer": optimizers, "dataloader": dataloader, "lr_scheduler": lr_schedulers, **states}
         self.states = {**self._others, base.MODEL: base.ModelWrapper(model_parts)}
         self._stager = build("stager", config.stager)

@@ -36,6 +36,7 @@ __all__ = [
     "Rank",
     "alone",
     "command_to_go_on",
+    "is_consequence",
     "is_rank",
     "print_exit",
     "publish_run",
@@ -66,8 +67,9 @@ _LOST_PEER = (
     "broken pipe",
     "timed out waiting",
     "remote process exited",
+    "one of them hangs",
 )
-"""How gloo, NCCL and torch's store say that another rank is gone, in lower case."""
+"""How gloo, NCCL, torch's store and the exchanges of a checkpointer say that another rank is gone, in lower case."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class Rank:
                 if self.store.is_first("a consequence"):
                     self._report(error, lost and f"{lost} Seen here:\n")
         except Exception:  # of the store; others may have reported a cause before it went
-            if self.store.multi_node and _is_consequence(error):
+            if self.store.multi_node and is_consequence(error):
                 host = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
                 gone = f"lost rank 0's torchrun or machine: the store of this run, on {host}, is gone."
                 self._print(f"{gone} If a rank there reported a cause, that is it. Seen here:\n{format_error(error)}")
@@ -191,7 +193,7 @@ class Rank:
 
     def _report_cause(self, error: Exception) -> None:
         """Report an error that is no consequence, unless another rank has reported the same."""
-        if not _is_consequence(error):
+        if not is_consequence(error):
             self.store.set("cause is known", True)
             if self.store.is_first(format_error(error)):
                 self._report(error)
@@ -296,11 +298,11 @@ def print_exit(error: Preempted | Stopped) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _is_consequence(error: BaseException) -> bool:
+def is_consequence(error: BaseException) -> bool:
     """Whether the error only says that something went wrong on another rank."""
     if isinstance(error, UnevenInputsError):
         return error.rank is None
-    if isinstance(error, PeerFailedError) or (error.__cause__ is not None and _is_consequence(error.__cause__)):
+    if isinstance(error, PeerFailedError) or (error.__cause__ is not None and is_consequence(error.__cause__)):
         return True
     return isinstance(error, (RuntimeError, OSError)) and any(sign in str(error).lower() for sign in _LOST_PEER)
 

@@ -188,7 +188,7 @@ def test_retention_neither_counts_nor_deletes_damaged_ones(root: Path, caplog: p
         checkpointer.wait()
     assert [path.name.partition(".")[0] for path in root.glob("step-*")] == ["step-00000300"]
     assert seen(caplog) == [
-        f"stagereg: the damaged checkpoint {path_of(root, step)} is replaced: step {step} was saved again."
+        f"stagereg: the bad checkpoint {path_of(root, step)} is replaced: step {step} was saved again."
         for step in (200, 300)
     ]
     assert restore(root)[0] == 300

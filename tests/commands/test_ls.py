@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -95,6 +96,18 @@ def test_one_checkpoint_is_listed_alone_also_behind_a_link(tmp_path: Path, comma
     for asked in ("run", "link"):
         found = command("ls", tmp_path / asked, "--json").json["checkpoints"]
         assert [each["latest"] for each in found] == [True, False]
+
+
+def test_crashes_after_a_checkpoint_are_shown(tmp_path: Path, command: Command) -> None:
+    save(tmp_path, 100, 200)
+    counted = {"step-00000200 2": 3, "step-00000100 1": 1, "step-00000200 1": 9}
+    note = {"restored": "step-00000100 1", "give_up_after": 3, "crashes": counted}
+    (tmp_path / ".restored.json").write_text(json.dumps(note))
+    newest, oldest = command("ls", tmp_path, "--json").json["checkpoints"]
+    assert (newest["why"], oldest["why"]) == ("given up after 3 crashes", "2 crashes after it was restored")
+    assert "latest; given up after 3 crashes" in command("ls", tmp_path).out
+    with StoreLock(tmp_path):
+        assert command("ls", tmp_path, "--json").json["checkpoints"][1]["why"] == "1 crash after it was restored"
 
 
 def test_nothing_is_an_error_and_a_leftover_is_something(tmp_path: Path, command: Command) -> None:

@@ -81,8 +81,8 @@ class CheckpointStore:
     Attributes:
         root: its full path or URL, as messages name it; without a slash at its end.
         appears_as: what :meth:`publish` renames a hidden ``root`` to; empty where that is not hidden.
-        distrusted: full paths of checkpoints that look complete and were found to be damaged, which retention neither
-            counts nor deletes; whoever reads content adds them.
+        distrusted: full paths of checkpoints that look complete and were found to be damaged, or given up after
+            crashes, which retention neither counts nor deletes; whoever finds them adds them.
         spared: full paths of checkpoints that were there at the start, which retention neither counts nor deletes
             before the run has come to their step; cleared by whoever knows that the run goes on from them.
         serials: of the manifests that there are beside the last one committed.
@@ -213,6 +213,13 @@ class CheckpointStore:
         """Return the full paths of what is half-written, be it of a dead run or of one that is writing now."""
         return sorted(f"{self.root}/{name}" for name in self._listing(self.root) if _LEFTOVER.fullmatch(name))
 
+    def note(self, name: str) -> bytes:
+        """Return a small file of the directory itself; empty if it is not there."""
+        try:
+            return self._read(f"{self.root}/{name}")
+        except FileNotFoundError:
+            return b""
+
     # -- writing
 
     def hide(self) -> None:
@@ -250,6 +257,13 @@ class CheckpointStore:
         # One that points to what is damaged stays as it is: that the newest is lost must not go unnoticed.
         if complete and self._pointed() not in [complete[0].name, *(each.name for each in damaged)]:
             self._point(complete[0].name)  # its run was killed right after the commit
+
+    def write_note(self, name: str, data: bytes) -> None:
+        """Write or replace a small file of the directory itself in one step, safely stored; delete it if empty."""
+        if data:
+            self._replace(name, data)
+        else:
+            self._unlink(f"{self.root}/{name}")
 
     def temporary(self, step: int, token: str) -> str:
         """Return the full path of the directory in which all ranks write one save; makes nothing.
@@ -527,7 +541,7 @@ class CheckpointStore:
         for each in before:
             if each.path in replaced and (each.damages or each.path in self.distrusted):
                 self.distrusted.discard(each.path)
-                text = "stagereg: the damaged checkpoint %s is replaced: step %d was saved again."
+                text = "stagereg: the bad checkpoint %s is replaced: step %d was saved again."
                 _log.warning(text, each.path, step)
         later = {each.path for each in before if each.step is not None and each.step > step}
         stays = replaced | self.distrusted | (self.spared & later)

@@ -133,7 +133,7 @@ def train(setup: Setup, rank: int, root: Path, folder: Path, kill: Kill | None) 
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, own: 0.0}
     stager, storage = stagereg.build("stager", setup.stager), stagereg.build("storage", setup.storage)
     failpoints.watch(Observer(kill, rank, folder, pids))
-    with Checkpointer(str(root), EVERY, 2, "auto", stager, storage) as checkpointer:
+    with Checkpointer(str(root), EVERY, 2, "auto", stager, storage, give_up_after=None) as checkpointer:
         start = checkpointer.restore(state) or 0
         append_line(folder, rank, state=(start, digest(state)))
         for step in range(start + 1, STEPS + 1):

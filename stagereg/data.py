@@ -1,0 +1,334 @@
+"""The position in the data: what is one, and a sampler whose position any number of ranks continues.
+
+:class:`ResumableSampler` deals the samples of an epoch to ranks as torch's ``DistributedSampler`` does, and counts what
+the training loop was given, not what the workers of a loader have fetched ahead. The order of an epoch follows from the
+seed and the epoch alone. Rank ``r`` of ``n`` gets every ``n``-th sample of it, from the ``r``-th on, so what ranks have
+consumed is one number for each: the first so many of its own. Another number of ranks is dealt what is left of the
+order, in the order, and so on; all that is saved are these numbers, for each time that the epoch was dealt.
+
+Iterable datasets have no order that could be dealt anew: what they return keeps a position of its own, for as many
+ranks. An object is taken for such a position (:func:`is_position`) if it can be iterated over.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, DataLoader, Sampler
+
+from stagereg.errors import CheckpointError, ConfigError, name_ranks
+
+__all__ = ["CountedBatches", "LoadsEveryRank", "ResumableSampler", "is_position", "is_stateful"]
+
+_ORDER = ("length", "seed", "shuffle")  # what the order of an epoch follows from, beside its number
+T = TypeVar("T")
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether a value has ``state_dict`` and ``load_state_dict``."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def is_position(value: Any) -> bool:
+    """Whether a value is a position in data, of which each rank has its own: a data loader, a sampler, a dataset.
+
+    It has a state, can be iterated over, and is neither a module nor an optimizer nor, by its method ``step``, a
+    container of schedulers.
+    """
+    trains = isinstance(value, (nn.Module, Optimizer)) or hasattr(type(value), "step")
+    return is_stateful(value) and isinstance(value, Iterable) and not trains
+
+
+@runtime_checkable
+class LoadsEveryRank(Protocol):
+    """A position in data that another number of ranks can continue. An optional member of what has a state."""
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]], own: int | None) -> None:
+        """Take what all ranks have saved, in place of ``load_state_dict``.
+
+        Args:
+            states: what ``state_dict`` returned on each of the ranks that saved, by rank.
+            own: which of them is this rank's; ``None`` if another number of ranks saved them.
+        """
+
+
+class ResumableSampler(Sampler[int]):
+    """Deals the samples of a map-style dataset to ranks, and continues on any number of them.
+
+    In the place of ``torch.utils.data.DistributedSampler``, with its arguments. Put into the state of a checkpointer
+    as it is. The loop takes its batches from :meth:`batches`, which counts them; a loop over the loader itself counts
+    nothing, and :meth:`state_dict` then raises. No sample is repeated or left out, so of ranks that have no even number
+    of samples some have one less: train in a join, or with ``drop_last``.
+
+    Args:
+        dataset: that has a length. The samples are its indices.
+        num_replicas: among how many the samples are dealt; by default the size of the default process group, or 1.
+        rank: which of them this one is; by default the rank in that group.
+        shuffle: False deals them in the order of the dataset in each epoch.
+        seed: the same on all ranks. The order of an epoch is that of ``DistributedSampler``.
+        drop_last: leave out of the end of an epoch the samples that do not come out even.
+
+    Attributes:
+        epoch: that is gone through.
+
+    Raises:
+        ConfigError: the dataset has no length, or there is no such rank.
+
+    Example::
+
+        sampler = ResumableSampler(dataset)
+        loader = DataLoader(dataset, batch_size=16, sampler=sampler, num_workers=2)
+        state = {"model": model, "optimizer": optimizer, "sampler": sampler}
+        step = checkpointer.restore(state) or 0
+        for batch in join.iterate(sampler.batches(loader, epochs=3)):
+            train_one_step(batch)
+            step += 1
+            checkpointer.maybe_save(step, state)
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        grouped = dist.is_available() and dist.is_initialized()
+        self.num_replicas = (dist.get_world_size() if grouped else 1) if num_replicas is None else num_replicas
+        self.rank = (dist.get_rank() if grouped else 0) if rank is None else rank
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        if not 0 <= self.rank < self.num_replicas:
+            raise ConfigError(f"There is no rank {self.rank} of num_replicas={self.num_replicas}: they count from 0.")
+        try:
+            self.length = len(dataset)
+        except TypeError as error:
+            raise ConfigError(
+                f"A {type(dataset).__name__} has no length, so its samples cannot be dealt. Iterable datasets keep a "
+                "position of their own: torchdata's StatefulDataLoader, on as many ranks."
+            ) from error
+        self.epoch = 0
+        self._consumed = 0  # of this rank's share
+        self._dealt: list[tuple[int, list[int]]] = []  # epoch and what each rank consumed, for each earlier number
+        self._drawn = self._counted = self._is_over = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch; go on in the middle of it if it is the one that was restored.
+
+        Raises:
+            ConfigError: it is over.
+        """
+        if epoch < self.epoch:
+            raise ConfigError(
+                f"Epoch {epoch} is over: this is epoch {self.epoch}, and samples would be repeated. After a restore, "
+                "begin with it: for epoch in range(sampler.epoch, epochs)."
+            )
+        if epoch > self.epoch:
+            self.epoch, self._consumed, self._is_over = epoch, 0, False
+            self._dealt = [each for each in self._dealt if each[0] >= epoch]
+
+    def batches(self, loader: DataLoader[T], epochs: int | None = None, limit: int | None = None) -> CountedBatches[T]:
+        """Return the batches that are left to this rank, to loop over; they count as consumed when the loop gets them.
+
+        Args:
+            loader: over the dataset, with this sampler. Its workers may fetch ahead.
+            epochs: go on until so many epochs are over, in place of this one alone.
+            limit: at most so many batches; none if it is below 0.
+
+        Raises:
+            ConfigError: the loader has another sampler, or the order in which it returns samples is not this one's.
+        """
+        return CountedBatches(self, loader, epochs, limit)
+
+    def advance(self, samples: int) -> None:
+        """Count the next samples of this rank as consumed: for loops over something else than :meth:`batches`.
+
+        Raises:
+            ConfigError: so many are not left of the epoch.
+        """
+        if not 0 <= samples <= len(self):
+            raise ConfigError(f"{samples} samples cannot be consumed: rank {self.rank} has {len(self)} left.")
+        self._counted = True
+        self._consumed += samples
+
+    def __len__(self) -> int:
+        """Return how many samples of the epoch are left to this rank."""
+        return self._left_in(self.epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        self._drawn = True
+        order = self._order(self.epoch)[self.rank :: self.num_replicas][self._consumed :][: len(self)]
+        for part in order.split(4096):
+            yield from part.tolist()
+
+    def _left_in(self, epoch: int) -> int:
+        """Return how many samples of an epoch are left to this rank."""
+        size = self.length - _sum_of(self._dealt, epoch)
+        share = size // self.num_replicas if self.drop_last else _share(size, self.rank, self.num_replicas)
+        return max(0, share - (self._consumed if epoch == self.epoch else 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of this rank: a few numbers, whatever the dataset's length.
+
+        Raises:
+            CheckpointError: samples were taken, and nothing counted them.
+        """
+        if self._drawn and not self._counted:
+            raise CheckpointError(
+                "A loop takes samples of a ResumableSampler, and nothing counts which of them it has consumed: loop "
+                "over sampler.batches(loader) in place of the loader, or call sampler.advance(samples) in each step."
+            )
+        return {
+            **{name: getattr(self, name) for name in (*_ORDER, "num_replicas", "rank", "epoch")},
+            "consumed": self._consumed,
+            "dealt": [[epoch, [*counts]] for epoch, counts in self._dealt],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where this rank was, among as many.
+
+        Raises:
+            CheckpointError: as :meth:`load_state_dicts`.
+        """
+        self.load_state_dicts([state], 0)
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]], own: int | None) -> None:
+        """Go on where the ranks were that saved ``states``, among another number of them: see :class:`LoadsEveryRank`.
+
+        Raises:
+            CheckpointError: they are of another dataset, seed or order; one of the ranks is missing among them.
+        """
+        here = self.num_replicas, self.rank
+        if own is not None and (states[own]["num_replicas"], states[own]["rank"]) == here:
+            self._expect_alike(states[own])
+            dealt, epoch, consumed = states[own]["dealt"], states[own]["epoch"], states[own]["consumed"]
+        else:
+            dealt, epoch, consumed = self._dealt_by(states), min(each["epoch"] for each in states), 0
+        self.epoch, self._consumed = epoch, consumed
+        self._dealt = [(of, [*counts]) for of, counts in dealt if of >= epoch]
+        self._drawn = self._counted = self._is_over = False
+
+    def _expect_alike(self, state: Mapping[str, Any]) -> None:
+        for name in _ORDER:
+            if state[name] != getattr(self, name):
+                raise CheckpointError(
+                    f"it was saved with {name}={state[name]}, and here {name} is {getattr(self, name)}: in another "
+                    "order samples would be repeated and left out. Use the same dataset and seed, or restore without "
+                    "the sampler, to begin anew"
+                )
+
+    def _dealt_by(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[int]]]:
+        """Return how the epochs were dealt that some rank of those that saved ``states`` was in."""
+        saved: dict[int, Mapping[str, Any]] = {}
+        replicas = states[0]["num_replicas"]
+        for state in states:
+            self._expect_alike(state)
+            if saved.setdefault(state["rank"], state) != state or state["num_replicas"] != replicas:
+                raise CheckpointError(
+                    f"several ranks were rank {state['rank']} of {replicas}, each at a position of its own: they had "
+                    "data of their own, and only as many ranks go on with it"
+                )
+        if missing := [rank for rank in range(replicas) if rank not in saved]:
+            raise CheckpointError(f"{replicas} ranks divided the data, and nothing is known of {name_ranks(missing)}")
+        behind = min(states, key=lambda each: each["epoch"])
+        dealt = [(epoch, [*counts]) for epoch, counts in behind["dealt"]]
+        for epoch in range(behind["epoch"], max(each["epoch"] for each in states) + 1):
+            size = self.length - _sum_of(dealt, epoch)
+            shares = [_share(size, rank, replicas) for rank in range(replicas)]
+            dealt.append((epoch, [_past(saved[rank], epoch, share) for rank, share in enumerate(shares)]))
+        return dealt
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        """Return what no earlier number of ranks has consumed of an epoch, in its order."""
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        order = torch.randperm(self.length, generator=generator) if self.shuffle else torch.arange(self.length)
+        for counts in (counts for of, counts in self._dealt if of == epoch):
+            left = torch.ones(len(order), dtype=torch.bool)
+            for rank, consumed in enumerate(counts):
+                left[rank :: len(counts)][:consumed] = False
+            order = order[left]
+        return order
+
+
+class CountedBatches(Generic[T]):
+    """The batches of :meth:`ResumableSampler.batches`. Has a length, so that a join can plan with it."""
+
+    def __init__(self, sampler: ResumableSampler, loader: DataLoader[T], epochs: int | None, limit: int | None) -> None:
+        drawn_from = loader.sampler if loader.batch_size is None else getattr(loader.batch_sampler, "sampler", None)
+        known = loader.batch_size is None or type(loader.batch_sampler) is BatchSampler
+        if drawn_from is not sampler or not known or not loader.in_order or is_stateful(loader):
+            raise ConfigError(
+                "sampler.batches takes a DataLoader(dataset, batch_size=..., sampler=sampler), which returns batches "
+                "in the sampler's order: no batch_sampler, no in_order=False, and no StatefulDataLoader, which has a "
+                "position of its own. In other loops call sampler.advance(samples) in each step."
+            )
+        self._sampler, self._loader, self._epochs, self._limit = sampler, loader, epochs, limit
+        self._given = 0
+
+    def __len__(self) -> int:
+        """Return how many batches are left."""
+        first, most = self._sampler.epoch, sys.maxsize if self._limit is None else max(0, self._limit - self._given)
+        left = 0
+        for epoch in range(first, first + 1 if self._epochs is None else self._epochs):
+            left += self._batches(epoch)
+            if left >= most:
+                return most
+        return left
+
+    def __iter__(self) -> Iterator[T]:
+        sampler, left = self._sampler, len(self)
+        if sampler._is_over and self._epochs is None:
+            raise ConfigError(
+                f"Epoch {sampler.epoch} is over: call sampler.set_epoch({sampler.epoch + 1}), or loop over "
+                "sampler.batches(loader, epochs=...), which goes on from epoch to epoch."
+            )
+        sampler._counted = True
+        while left:
+            if not self._batches(sampler.epoch):
+                sampler.set_epoch(sampler.epoch + 1)
+                continue
+            for batch in self._started():
+                sampler.advance(min(self._loader.batch_size or 1, len(sampler)))
+                self._given, left = self._given + 1, left - 1
+                yield batch
+                if not left:
+                    break
+            if left and (missing := self._batches(sampler.epoch)):
+                raise ConfigError(
+                    f"The loader has ended, and {missing} batches of what its sampler dealt were missing."
+                )
+        sampler._is_over = not self._batches(sampler.epoch)
+
+    def _started(self) -> Iterator[T]:
+        """Start the loader, which draws a seed for its workers: not from the generator that training goes on with."""
+        with torch.random.fork_rng(devices=[]):
+            sampler = self._sampler
+            torch.default_generator.manual_seed(hash((sampler.seed, sampler.epoch, sampler.rank, len(sampler))))
+            return iter(self._loader)
+
+    def _batches(self, epoch: int) -> int:
+        size, left = self._loader.batch_size or 1, self._sampler._left_in(epoch)
+        return left // size if self._loader.drop_last else -(-left // size)
+
+
+def _sum_of(dealt: Iterable[tuple[int, list[int]]], epoch: int) -> int:
+    return sum(sum(counts) for of, counts in dealt if of == epoch)
+
+
+def _past(state: Mapping[str, Any], epoch: int, share: int) -> int:
+    """Return how much a rank had consumed of its share of an epoch."""
+    if state["epoch"] == epoch:
+        return state["consumed"]
+    return share if state["epoch"] > epoch else 0
+
+
+def _share(size: int, rank: int, replicas: int) -> int:
+    """Return how many of ``size`` samples are dealt to a rank."""
+    return -(-(size - rank) // replicas)
