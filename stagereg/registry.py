@@ -67,7 +67,7 @@ class Entry:
     """One registered component; making one imports nothing.
 
     Attributes:
-        kind: ``"stager"``, ``"storage"``, ``"join_hook"``, ``"joinable"``, ``"join"`` or ``"checkpoint"``.
+        kind: one of :func:`kinds`, such as ``"stager"``.
         name: what a user writes: the name, or ``name@distribution`` where several packages announce that name.
         target: where the class or factory is, ``"package.module:Name"``.
         distribution: the installed package that announces it; empty when only a decorator did.
@@ -157,7 +157,7 @@ class Registry:
         return annotation if that is a class, otherwise by what it returns each time it builds.
 
         Args:
-            kind: ``"stager"``, ``"storage"``, ``"join_hook"`` or ``"joinable"``.
+            kind: ``"stager"``, ``"storage"``, ``"on_commit"``, ``"join_hook"`` or ``"joinable"``.
             name: letters, digits, ``_`` and ``-``; what a user writes in ``stager=name``.
 
         Raises:

@@ -1,8 +1,8 @@
 """What a component of each kind has to have and may have, held against a class or an object without importing torch.
 
-The contracts are in the protocols: ``stagers.async_stager``, ``join.joinable``, ``checkpoint.storage.protocol``. Their
-shape is here, as the registry checks it: names, call signatures, attributes. A plugin's author meets it as an error
-that shows the line to write.
+The contracts are in the protocols: ``stagers.async_stager``, ``join.joinable``, ``checkpoint.storage.protocol``,
+``checkpoint.on_commit.component``. Their shape is here, as the registry checks it: names, call signatures, attributes.
+A plugin's author meets it as an error that shows the line to write.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ REQUIRED = {
         "def storage_meta(self) -> StorageMeta | None",
         "def reader(self, path) -> StorageReader",
     ],
+    "on_commit": ["def committed(self, checkpoint) -> None"],
     "join": [],
     "checkpoint": [],
 }

@@ -27,7 +27,7 @@ BESIDE = {"SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md"}
 MKDOCS = Path(sys.prefix) / "docs" / "bin" / "python"
 LIMIT_S = 400
 
-NOT_RUN = 40
+NOT_RUN = 42
 """Blocks, at most, that no test runs: outputs, layouts of folders, parts of programs. Code in them is parsed."""
 RUN = {
     "checkpoints.md": {"console": "test_docs_pages.py", "text": "checkpoint/test_faults.py"},

@@ -27,9 +27,11 @@ import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.advice import advice, causes
 from stagereg.checkpoint.committing import WAITING, write_and_commit
+from stagereg.checkpoint.manifest import Checkpoint
 from stagereg.checkpoint.pending_save import PendingSave, SaveTarget
 from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.schedule import Schedule
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 
 __all__ = ["Background", "CheckpointStats"]
@@ -50,12 +52,16 @@ class CheckpointStats:
         bytes_staged: bytes of tensor data copied on this rank, over all committed saves.
         stall_seconds: how long each call of ``save`` held the training loop, in order of the calls.
         write_seconds: how long the background took to write and commit each checkpoint, in order of the commits.
+        on_commit_calls: calls of ``on_commit`` components, of all together; on rank 0.
+        on_commit_failures: what went wrong with these: raised, took too long, was left out, lost the checkpoint.
     """
 
     saves: int = 0
     bytes_staged: int = 0
     stall_seconds: list[float] = field(default_factory=list)
     write_seconds: list[float] = field(default_factory=list)
+    on_commit_calls: int = 0
+    on_commit_failures: int = 0
 
 
 class Background:
@@ -74,6 +80,7 @@ class Background:
         newest: the step of the newest checkpoint there that this run knows to be good.
         last: why the last save that has ended failed; ``None`` if it did not.
         listeners: are called on the thread with the step of each complete checkpoint, before its save has ended.
+        calls: is called after these, on rank 0; must neither wait nor raise.
         stats: of its saves.
         timeout_s: as ``timeout``, in seconds.
         warns: as given.
@@ -86,6 +93,7 @@ class Background:
         self.last: CheckpointError | None = None
         self.stats = CheckpointStats()
         self.listeners: list[Callable[[int], object]] = []
+        self.calls: Callable[[Checkpoint, CheckpointStore], None] | None = None
         self._target = target
         self.timeout_s = timeout.total_seconds()
         self._schedule = schedule
@@ -199,6 +207,12 @@ class Background:
             return f"This run has no complete checkpoint in {self._target.store.root} yet."
         return f"The newest good checkpoint is step {self.newest}, in {self._target.store.root}."
 
+    def lost(self, step: int, store: CheckpointStore) -> str:
+        """Note that the checkpoint of a step is gone or damaged; return a sentence on the newest good one."""
+        if self.newest == step and store is self._target.store:
+            self.newest = next((each.manifest.step for each in store.checkpoints()[0]), None)
+        return self.describe_newest()
+
     def close(self) -> None:
         """End the thread after its last save; one that hangs commits nothing, should it ever go on."""
         for save in self._under_way:
@@ -276,6 +290,8 @@ class Background:
             where = {"bytes": nbytes, "dir": self._target.store.root}
             record.emit("write", step=save.step, start=began, seconds=ended - began, **where)
             self._call_listeners(save.step)
+            if self.calls is not None and self._target.committed is not None:
+                self.calls(self._target.committed, self._target.store)
         with self._lock:
             self._clearing = True
             if save.late:

@@ -32,6 +32,7 @@ from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.keep import Keep
 from stagereg.checkpoint.lock import StoreLock
 from stagereg.checkpoint.manifest import LATEST, new_token, step_of
+from stagereg.checkpoint.on_commit.calls import CommitCalls
 from stagereg.checkpoint.pending_save import SaveTarget
 from stagereg.checkpoint.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
@@ -121,6 +122,10 @@ class Checkpointer:
             and network file systems, where there are several ranks, else ``"each"``.
         give_up_after: how many times in a row runs may crash after a checkpoint was restored and before the next one is
             complete; then ``resume="auto"`` passes over it. Counted in the directory. ``None`` never gives one up.
+        on_commit: what rank 0 calls in the background for each complete checkpoint: components of the kind
+            ``on_commit`` or functions of one argument, a :class:`.CommittedCheckpoint`; a list, or a mapping by name,
+            as ``+on_commit@checkpoint.on_commit.tracker=wandb`` makes it. One that fails, or takes longer than
+            ``timeout``, is logged and counted in ``stats``, and fails nothing. :meth:`close` waits for them as long.
 
     Attributes:
         preemption: whether the ranks are to leave; ``None`` without ``grace``.
@@ -160,6 +165,7 @@ class Checkpointer:
         verify_replicas: int = 0,
         read: Literal["auto", "each", "once"] = "auto",
         give_up_after: int | None = 3,
+        on_commit: Any = None,
     ) -> None:
         alike: dict[str, Any] = {"dir": dir, "every": every, "keep": keep, "resume": resume, "verify": verify}
         alike |= {"on_error": on_error, "grace": grace, "read": read, "give_up_after": give_up_after}
@@ -177,6 +183,7 @@ class Checkpointer:
         if isinstance(self._stager, ReleasesCopies):
             self._stager.expect_release()
         expect_fit(self._storage, self._store.root)
+        components = options.on_commit(on_commit)
         self.save_last = save_last
         self.stats = CheckpointStats()
         self.preemption: PreemptionConsensus | None = None
@@ -216,6 +223,8 @@ class Checkpointer:
             exchanges = Requests(training, f"checkpoint/{opened[0]}/signals")
             ranks = RankGroup(process_group)
             self.preemption = PreemptionConsensus(ranks, grace.total_seconds(), newest, exchanges)
+        components = components if self._ranks.rank == 0 else {}
+        self._calls = CommitCalls(components, self._background, self._target.metrics, self.preemption)
         if training is not None:
             self._background.look_out(self._look_for_missed)
             followers.add(self)
@@ -246,6 +255,7 @@ class Checkpointer:
         if not self.enable:
             return False
         self._saver.end_step(step)
+        self._calls.at_step(step)
         leaves = self.preemption is not None and self.preemption.agreed_at(step)
         return self._schedule.due(step) or leaves
 
@@ -315,13 +325,14 @@ class Checkpointer:
             )
         if what == _LEAVE:
             assert self.preemption is not None
+            self._calls.leave()
             self._saver.leave(step, self.preemption, str(self.dir), follows)
         self._saver.save(step, follows)
 
-    def on_commit(self, listener: Callable[[int], object]) -> None:
-        """Call ``listener(step)`` for each checkpoint from now on, once it is complete and before :meth:`wait` returns.
+    def listen(self, listener: Callable[[int], object]) -> None:
+        """Call ``listener(step)`` on this rank for each complete checkpoint from now on, before :meth:`wait` returns.
 
-        On this rank's background thread, so it must not use the process group; it holds up the next save, not training.
+        On the background thread, so it must not use the process group; it holds up the next save, not training.
         What it raises is logged: the checkpoint is there.
         """
         if self.enable:
@@ -464,6 +475,7 @@ class Checkpointer:
             self._answer_all()
         ended = self._background.finish()
         self._closed = True
+        self._calls.close()
         if self.preemption is not None:
             self.preemption.close()
         self._background.close()

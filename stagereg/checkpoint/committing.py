@@ -252,6 +252,7 @@ class _Work:
         made = self._ranks.size, to.storage_name, files
         done = to.store.publish(self.path, save.step, *made, to.keep, to.metrics.of(save.step))
         to.metrics.committed(done.manifest, to.store.serials)
+        to.committed = done
         return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each for each, _ in written[1:])]]
 
     def _marks(self) -> dict[str, FileMark]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from stagereg.checkpoint.keep import Keep
+from stagereg.checkpoint.on_commit.component import CommittedCheckpoint, OnCommit
 from stagereg.errors import ConfigError, RegistryError, nearest
 from stagereg.registry import build
 from stagereg.spec import check
 
-__all__ = ["at_directory", "at_least", "check_all", "component", "expect_alike", "one_of"]
+__all__ = ["at_directory", "at_least", "check_all", "component", "expect_alike", "on_commit", "one_of"]
 
 _RESUME = ("auto", "latest", "never", "the path of a checkpoint")
+_SUCH = "stagereg.build('on_commit', 'wandb')"
 _CHOICES = {
     "verify": ("full", "fast"),
     "on_error": ("raise", "warn"),
@@ -69,6 +71,44 @@ def one_of(name: str, given: object, choices: Sequence[str]) -> str:
         close = nearest(given, choices) if isinstance(given, str) else ""
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {given!r}.{close}")
     return str(given)
+
+
+def on_commit(given: Any) -> dict[str, OnCommit]:
+    """Return ``on_commit`` components by name, of a list, a mapping with names, or one; functions become components."""
+    if not isinstance(given, (Mapping, list, tuple)):
+        given = [] if given is None else [given]
+    if not isinstance(given, Mapping):
+        given = {f"{i} ({_name_of(each)})": each for i, each in enumerate(given)}
+    return {str(name): _commit_component(name, each) for name, each in given.items() if each is not None}
+
+
+def _commit_component(name: str, given: Any) -> OnCommit:
+    if callable(given) and not isinstance(given, type) and not hasattr(given, "committed"):
+        return _Function(given)
+    try:
+        if isinstance(given, type):
+            raise RegistryError("a class is no component yet; call it")
+        check("on_commit", _name_of(given), given)
+    except RegistryError as error:
+        raise ConfigError(
+            f"checkpoint.on_commit: {name} must be an on_commit component, such as {_SUCH}, or a function of one "
+            f"argument, not {given!r:.100}. In a config: +on_commit@checkpoint.on_commit.NAME=COMPONENT"
+        ) from error
+    return cast("OnCommit", given)
+
+
+class _Function:
+    """A function in the place of a component."""
+
+    def __init__(self, function: Callable[[CommittedCheckpoint], object]) -> None:
+        self._function = function
+
+    def committed(self, checkpoint: CommittedCheckpoint, /) -> None:
+        self._function(checkpoint)
+
+
+def _name_of(given: Any) -> str:
+    return getattr(given, "__name__", type(given).__name__)
 
 
 def expect_alike(ranks: Sequence[Mapping[str, Any]]) -> None:

@@ -20,6 +20,7 @@ import stagereg.record as record
 from stagereg.checkpoint.encoding import Encoded
 from stagereg.checkpoint.keep import Keep
 from stagereg.checkpoint.logged_metrics import LoggedMetrics
+from stagereg.checkpoint.manifest import Checkpoint
 from stagereg.checkpoint.merging import Structures
 from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.checkpoint.sharing import Part, Replicas
@@ -47,6 +48,7 @@ class SaveTarget:
         self._tokens = random.Random(self.token)
         self.repeats = isinstance(self.storage, Storage) and self.storage.repeats
         self.metrics = LoggedMetrics()  # on rank 0: of its steps
+        self.committed: Checkpoint | None = None  # on rank 0: the last one
         self.plans, self.results = Unchanged(self.repeats), Unchanged(self.repeats)
         self.planner = StatePlanner()
         self.plan: SavePlan | None = None  # what this rank would have written in the last save

@@ -201,7 +201,6 @@ def _argument(component: _Component, name: str, value: Any, path: NodePath, allo
         value = plain(value.value) if OmegaConf.is_config(value.value) else value.value
     if option and isinstance(value, dict) and isinstance(option.default, dict):
         value = {**option.default, **value}  # fields of a dataclass; the default of a mapping is a DictConfig
-    build = functools.partial(_plan, allow_list=allow_list)
-    if component.entry and name in registry.kinds() and isinstance(value, dict) and "_target_" in value:
-        return build(inner, value, hint, kind=name)
+    kind = name if component.entry and name in registry.kinds() else ""  # also of each in a list or a mapping
+    build = functools.partial(_plan, allow_list=allow_list, kind=kind)
     return schema.from_config(inner, value, hint, build)

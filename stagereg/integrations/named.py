@@ -75,7 +75,7 @@ class NamedCheckpoints:
             for path in self._store.glob(_STEPS):  # of a run that was killed before it moved them
                 delete(path, self._store)
             self._clear_placeholders()
-            self.checkpointer.on_commit(self._complete)
+            self.checkpointer.listen(self._complete)
         self._open[parent] = self
 
     @property

@@ -49,8 +49,8 @@ def test_a_commit_is_reported_and_an_error_of_that_is_logged(tmp_path: Path, cap
         raise ValueError("of the listener")
 
     with Checkpointer(str(tmp_path), every=1) as checkpointer:
-        checkpointer.on_commit(fails)
-        checkpointer.on_commit(lambda step: heard.append(step if (tmp_path / f"step-{step:08}").is_dir() else -1))
+        checkpointer.listen(fails)
+        checkpointer.listen(lambda step: heard.append(step if (tmp_path / f"step-{step:08}").is_dir() else -1))
         for step in (1, 2):
             checkpointer.save(step, {"x": step})
         checkpointer.wait()

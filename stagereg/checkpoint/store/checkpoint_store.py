@@ -200,6 +200,11 @@ class CheckpointStore:
             return {name: why for name, why in read.items() if isinstance(why, str) and why.isprintable()}
         return {}
 
+    def is_whole(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint of this store is still there, by its manifest and the sizes."""
+        found = self.condition(checkpoint.path)
+        return found.manifest == checkpoint.manifest and not found.damages
+
     def latest(self) -> Checkpoint | None:
         """Return what ``latest`` points to; ``None`` if that is nothing, or not complete."""
         return self.condition(f"{self.root}/{LATEST}").checkpoint
