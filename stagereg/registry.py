@@ -43,6 +43,7 @@ _BUILT_IN = {
     ("joinable", "auto"): "stagereg.join.adapt:auto",
     ("joinable", "checkpoint"): "stagereg.checkpoint.saves_in_join:CheckpointJoinable",
     ("join_hook", "checkpoint"): "stagereg.checkpoint.saves_in_join:CheckpointHook",
+    ("on_commit", "copy_to"): "stagereg.checkpoint.on_commit.copy_to:CopyTo",
     ("storage", "dcp"): "stagereg.checkpoint.storage.dcp:DcpStorage",
     ("storage", "direct"): "stagereg.checkpoint.storage.dcp:direct",
     ("storage", "safetensors"): "stagereg.checkpoint.storage.safetensors:SafetensorsStorage",

@@ -61,13 +61,15 @@ class Keep:
         if self.budget is not None:
             object.__setattr__(self, "budget", ByteSize(self.budget))
 
-    def kept(self, checkpoints: Iterable[Checkpoint], values: Mapping[str, float]) -> dict[str, str]:
+    def kept(self, checkpoints: Iterable[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
         """Return those that stay, the newest first, by their paths, and why each does.
 
         Args:
             checkpoints: the complete ones, in any order.
-            values: of the metric, by path, as far as they were logged.
+            metrics: of each, by its path, what was logged.
         """
+        name = self.metric or ""
+        values = {path: known[name] for path, known in metrics.items() if name in known}
         newest_first = sorted(checkpoints, key=lambda each: (each.manifest.serial, each.manifest.step), reverse=True)
         why: dict[str, list[str]] = {each.path: [] for each in newest_first}
         for each in newest_first[: self.newest]:

@@ -567,16 +567,17 @@ class CheckpointStore:
         later = {each.path for each in before if each.step is not None and each.step > step}
         spared = self.spared & later - replaced
         counted = [each for each in _complete(before) if each.path not in replaced | self.distrusted | spared]
-        why = keep.kept([made, *counted], self._values(made, counted, keep))
+        metrics = {each.path: self.metrics_of(each.manifest) for each in [made, *counted]}
+        self._warn_of_policy(keep, made, metrics)
+        why = keep.kept([made, *counted], metrics)
         old = {each.path for each in counted} - why.keys() | replaced
         why |= dict.fromkeys(spared, "earlier run")
         return {path.rpartition("/")[2]: text for path, text in why.items()}, old - {f"{self.root}/{self._pointed()}"}
 
-    def _values(self, made: Checkpoint, counted: list[Checkpoint], keep: Keep) -> dict[str, float]:
-        """Return the metric of each checkpoint that has it; warns, once, of a policy that cannot do what it is for."""
-        metrics = {each.path: self.metrics_of(each.manifest) for each in [made, *counted]}
-        values = {path: known[keep.metric] for path, known in metrics.items() if keep.metric in known}
-        if keep.metric is not None and not values and len(counted) >= keep.newest:
+    def _warn_of_policy(self, keep: Keep, made: Checkpoint, metrics: Mapping[str, Mapping[str, float]]) -> None:
+        """Warn, once, of a policy that cannot do what it is for."""
+        lacks = not any(keep.metric in known for known in metrics.values())
+        if keep.metric is not None and lacks and len(metrics) > keep.newest:
             near = nearest(keep.metric, {name for known in metrics.values() for name in known})
             self._warn_once(
                 f"no checkpoint in {self.root} has the metric {keep.metric!r}, so checkpoint.keep.best keeps none. Log "
@@ -587,7 +588,6 @@ class CheckpointStore:
                 f"one checkpoint in {self.root} has {made.manifest.nbytes:,} bytes, more than "
                 f"checkpoint.keep.budget={keep.budget}, so the newest one alone is kept."
             )
-        return values
 
     def _explain(self, why: dict[str, str]) -> None:
         """Write why checkpoints are kept, where that is not simply since they are the newest."""
