@@ -28,7 +28,7 @@ frameworks: $(FRAMEWORKS)/.ready  ## the tests of stagereg.integrations, with th
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest $(WORKERS) tests/integrations
 
 docs: $(DOCS)/.ready  ## the documentation site, to site/index.html; without network once its environment is there
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
 # The last line finds pyenv's interpreters too.
 nightly: $(HYDRA_1_4)/.ready docs  ## three hundred kills, five hundred saves twice, new examples, other versions of torch and Python

@@ -20,6 +20,7 @@ __all__ = ["page"]
 _PACKAGE = Path(__file__).parents[1] / "stagereg"
 _OPEN = "..."
 _VARIANTS = 8  # of one message that are followed
+_LAST = ("stagereg.bench", "stagereg.testing")  # which few users see
 _DEPTH = 6  # of functions and names that are followed
 _HEAD = """\
 # Error messages
@@ -116,16 +117,17 @@ def page() -> str:
         for made in found:
             if made.kind == kind:
                 modules[made.module].append(made)
-        for module, several in modules.items():
+        for module, several in sorted(modules.items(), key=lambda each: each[0].startswith(_LAST)):
             about = _prose((ast.get_docstring(_sources()[module].tree) or "").partition("\n\n")[0])
-            parts.append(f"\n### {kind}: {module.removeprefix('stagereg.')}\n\n{about}\n\n")
-            parts += [f"- {_item(made)}\n" for made in several]
+            parts.append(f"\n### {module.removeprefix('stagereg.')}\n\n{about}\n")
+            parts += [_item(made) for made in several]
     return "".join(parts)
 
 
 def _item(made: _Made) -> str:
-    texts = "<br>or ".join(_code(text) for text in made.texts)
-    return texts + (f"<br>`{made.function}`: {made.why}" if made.why else "")
+    """Each message is a heading, since a search looks for headings first."""
+    heads = "".join(f"\n#### {_code(text)}\n" for text in made.texts)
+    return heads + (f"\n`{made.function}`: {made.why}\n" if made.why else "")
 
 
 def _code(text: str) -> str:

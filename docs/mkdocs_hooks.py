@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from griffe import Extension, Object
+from griffe import Class, Extension, Object
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
@@ -24,11 +24,18 @@ _SCRIPTS = {"scripts/mermaid.js": "package/dist/mermaid.min.js", "scripts/iframe
 _LINK = re.compile(r"(\]\()([^)#:\s]+)([^)\s]*\))")
 _ROLE = re.compile(r":\w+:`~?([^`]*)`")
 _CELL_CODE = re.compile(r"`[^`\n]*`")
+_BOOST = {"options.md": 2, "guide.md": 2, "CHANGELOG.md": 0.3}
+"""How much more a page counts in the search; programs count less than pages."""
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".md": "markdown"}
 
 
 class Docstrings(Extension):
     """Makes docstrings, which are written for ``help()``, ready for the page."""
+
+    def on_class(self, *, cls: Class, **_: Any) -> None:
+        """Take the parameters of a class without ``__init__`` from its ``__new__``."""
+        if "__new__" in cls.members and "__init__" not in cls.members:
+            cls.set_member("__init__", cls.members["__new__"])
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Take the roles away from what docstrings refer to, which is code in Markdown."""
@@ -41,7 +48,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in _BESIDE:
         files.append(File.generated(config, name, abs_src_path=str(_ROOT / name)))
     texts = [Path(file.abs_src_path).read_text() for file in files.documentation_pages() if file.abs_src_path]
-    for path in sorted({link for text in texts for link in re.findall(r"\]\((?:\.\./)+(examples/[^)#]+)\)", text)}):
+    linked = {link for text in texts for link in re.findall(r"\]\((?:\.\./)+(examples/[^)#]+)\)", text)}
+    for path in sorted(path for path in linked if (_ROOT / path).exists()):
         page = File.generated(config, f"{path}.md", content=_code(path), inclusion=InclusionLevel.NOT_IN_NAV)
         files.append(page)
     for name, packed in _SCRIPTS.items():
@@ -52,6 +60,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Lead the links of a page to where its site has what they name."""
     source = page.file.src_uri
+    page.meta["search"] = {"boost": _BOOST.get(source, 0.3 if source.startswith("examples/") else 1)}
     here = posixpath.dirname(source if source in _BESIDE else f"docs/{source}")
 
     def lead(link: re.Match[str]) -> str:
