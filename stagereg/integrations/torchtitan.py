@@ -131,10 +131,12 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         if config.last_save_in_hf and sd_adapter is None:
             raise ConfigError("checkpoint.last_save_in_hf needs a state dict adapter, which this model has none of.")
         self.config, self.folder, self.sd_adapter = config, filesystem.join(base_folder, config.folder), sd_adapter
-        if is_position(dataloader):  # it writes its ranks' names itself, in torchtitan's format
-            dataloader = SimpleNamespace(state_dict=dataloader.state_dict, load_state_dict=dataloader.load_state_dict)
-        self._others = {"optimizer": optimizers, "dataloader": dataloader, "lr_scheduler": lr_schedulers, **states}
-        self.states = {**self._others, base.MODEL: base.ModelWrapper(model_parts)}
+        others = {"optimizer": optimizers, "dataloader": dataloader, "lr_scheduler": lr_schedulers, **states}
+        self.states = {**others, base.MODEL: base.ModelWrapper(model_parts)}
+        self._others = {  # a loader names its rank itself, in torchtitan's format
+            name: SimpleNamespace(state_dict=x.state_dict, load_state_dict=x.load_state_dict) if is_position(x) else x
+            for name, x in others.items()
+        }
         self._stager = build("stager", config.stager)
         # What is only loaded from is neither locked nor written to, and no signal is answered.
         self._scratch = _agreed(tempfile.mkdtemp) if config.load_only else None
