@@ -29,6 +29,7 @@ from stagereg.checkpoint.background import Background, CheckpointStats
 from stagereg.checkpoint.crashes import CrashCounter, is_in_order
 from stagereg.checkpoint.ending import Ending
 from stagereg.checkpoint.failpoints import failpoint
+from stagereg.checkpoint.keep import Keep
 from stagereg.checkpoint.lock import StoreLock
 from stagereg.checkpoint.manifest import LATEST, new_token, step_of
 from stagereg.checkpoint.pending_save import SaveTarget
@@ -86,8 +87,8 @@ class Checkpointer:
         every: ``maybe_save`` saves at the steps that are multiples of this, at least 1. ``"auto"`` saves as often as
             loses least time to checkpoints and failures together, from what saves turn out to cost: first after 10
             steps, then at the interval that is best for ``mtbf``.
-        keep: how many checkpoints stay, at least 1; the newest are kept. The disk needs space for one more, since an
-            old one goes only when the new one is complete.
+        keep: how many of the newest checkpoints stay, at least 1, or which of all: :class:`stagereg.Keep`. The disk
+            needs space for one more, since an old one goes only when the new one is complete.
         resume: what ``restore`` loads: ``"auto"`` the newest undamaged checkpoint, if there is one; ``"never"``
             nothing; ``"latest"`` the newest, which must be there; or the path of a checkpoint directory, also of one
             that ``torch.distributed.checkpoint.save`` wrote.
@@ -143,7 +144,7 @@ class Checkpointer:
         self,
         dir: str,
         every: int | Literal["auto"] = 100,
-        keep: int = 2,
+        keep: int | Keep = Keep(),  # noqa: B008  # it cannot change
         resume: str = "auto",
         stager: AsyncStager | None = None,
         storage: Storage | None = None,
@@ -188,6 +189,7 @@ class Checkpointer:
         self._ranks = RankGroup(process_group, timeout)
         if not enable:
             return
+        alike |= {"keep": keep if isinstance(keep, Keep) else Keep(keep)}
         alike |= {"dir": self._store.root, "storage": name_of(self._storage)}
         options.expect_alike(self._ranks.run_on_all("The ranks could not compare their options", lambda: alike))
         opened = self._ranks.run_on_all(f"checkpoint.dir={dir} cannot be written to", self._open)

@@ -23,6 +23,7 @@ from typing import IO, Any
 from stagereg.checkpoint.checksum import crc32
 
 __all__ = [
+    "KEPT",
     "LATEST",
     "MANIFEST",
     "METRICS",
@@ -40,6 +41,7 @@ __all__ = [
     "step_within",
 ]
 
+KEPT = "kept.json"
 LATEST = "latest"
 MANIFEST = "manifest.json"
 METRICS = "metrics.json"
@@ -81,6 +83,11 @@ class Manifest:
     storage: str = "dcp"
     time: int = 0
     metrics: dict[str, float] = field(default_factory=dict, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its files."""
+        return sum(mark.bytes for mark in self.files.values())
 
     def dumps(self) -> str:
         """Return the text of ``manifest.json``; its checksum is that of the JSON with sorted keys and no spaces."""

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stagereg.checkpoint.keep import Keep
 from stagereg.errors import ConfigError, RegistryError, nearest
 from stagereg.registry import build
 from stagereg.spec import check
@@ -35,7 +36,8 @@ def check_all(given: Mapping[str, Any]) -> None:
     if isinstance(every, str):
         one_of("checkpoint.every", every, ("auto", "a number of steps"))
     at_least(1, "checkpoint.every", 1 if every == "auto" else every)
-    at_least(1, "checkpoint.keep", given["keep"])
+    if not isinstance(given["keep"], Keep):
+        at_least(1, "checkpoint.keep", given["keep"])
     at_least(0, "checkpoint.verify_replicas", given["verify_replicas"])
     if given["give_up_after"] is not None:
         at_least(1, "checkpoint.give_up_after", given["give_up_after"])

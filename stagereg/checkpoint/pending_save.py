@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import stagereg.record as record
 from stagereg.checkpoint.encoding import Encoded
+from stagereg.checkpoint.keep import Keep
 from stagereg.checkpoint.logged_metrics import LoggedMetrics
 from stagereg.checkpoint.merging import Structures
 from stagereg.checkpoint.rank_group import RankGroup
@@ -36,7 +37,7 @@ class SaveTarget:
     """Where the saves of one checkpointer go."""
 
     store: CheckpointStore
-    keep: int
+    keep: int | Keep
     storage: Storage
     ranks: RankGroup  # that save together
     token: str  # of this run, the same on all ranks

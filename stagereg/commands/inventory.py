@@ -47,24 +47,27 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
     """
     found = located(asked.directory, empty=True)
     owner, latest, crashes = found.store.holder(), found.store.latest(), crashes_in(found.store)
+    kept, readers = found.store.kept(), found.store.readers()
     entries = []
     for each in _read(found) if asked.verify else found.conditions:
         # Not by the path: a directory that is reached by a link may spell it otherwise.
         is_latest = latest is not None and each.manifest == latest.manifest
         good = "ok" if asked.verify else "not verified"
+        stays = [kept[each.name]] if each.name in kept else []
+        stays += [f"being read by {lease.owner}" for lease in readers.get(each.name, ()) if not lease.is_over()]
         why = "; ".join(filter(None, (str(crashes.get(each.path, "")), str(each))))
-        entries.append(_entry(each, good) | {"why": why, "latest": is_latest})
+        entries.append(_entry(each, good) | {"why": why, "latest": is_latest, "kept": "; ".join(stays)})
     for path in [] if found.one else found.store.leftovers():
         unknown = dict.fromkeys(("time", "bytes", "ranks", "storage"))
         state = "leftover of a dead run" if owner is None else "being written"
         step = step_within(path.rpartition("/")[2])
-        entries.append({"path": path, "step": step, **unknown, "state": state, "why": "", "latest": False})
+        entries.append({"path": path, "step": step, **unknown, "state": state, "why": "", "latest": False, "kept": ""})
     if asked.json:
         held = None if owner is None else dataclasses.asdict(owner)
         output.as_json({"root": found.store.root, "held_by": held, "checkpoints": entries})
         return 0
     columns = ("step", "saved", "size", "ranks", "storage", "state")
-    more = ["; ".join(filter(None, ("latest" if entry["latest"] else "", entry["why"]))) for entry in entries]
+    more = ["; ".join(filter(None, ("latest" * entry["latest"], entry["kept"], entry["why"]))) for entry in entries]
     rows = [(*_cells(entry, columns), text) for entry, text in zip(entries, more, strict=True)]
     output.table(found.store.root, (*columns, ""), rows, verdict="state")
     if owner is not None:
@@ -130,7 +133,7 @@ def _entry(each: Condition, good: str) -> dict[str, Any]:
         "step": each.step,
         "time": manifest and manifest.time,
         "files": manifest and len(manifest.files),
-        "bytes": manifest and sum(mark.bytes for mark in manifest.files.values()),
+        "bytes": manifest and manifest.nbytes,
         "ranks": manifest and manifest.world_size,
         "storage": manifest and manifest.storage,
         "state": bad if each.damages else good,

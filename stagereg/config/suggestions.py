@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+import typing
 from collections.abc import Iterable
 from typing import Any
 
@@ -65,7 +66,11 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
     if not isinstance(parent, DictConfig) or parent._is_missing() or parent._is_none() or error.key in (None, *parent):
         return ""
     hint = _hint(parent)
-    if hint is not Any and not dataclasses.is_dataclass(hint):
+    nested: Any = next((each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)), None)
+    if nested is not None and error.key in options(nested):
+        whole, first = parent._get_full_key(None), next(iter(options(nested)))
+        return f"{whole} is given as a whole already. Write its parts: {error.full_key}=... beside {whole}.{first}=..."
+    if hint is not Any and nested is None:
         return f"{parent._get_full_key(None)} takes any key, with a +: +{error.full_key}=..."
     typed = (isinstance(owner, type) and dataclasses.is_dataclass(owner)) or hint is not Any
     what = owner.__name__ if dataclasses.is_dataclass(owner) else parent._get_full_key(None) or "the config"

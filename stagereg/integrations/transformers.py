@@ -217,7 +217,8 @@ class _Run:
         os.rename(beside, path)
         steps = sorted(int(found[1]) for each in os.listdir(folder) if (found := re.fullmatch(r"best-(\d+)", each)))
         # Each checkpoint that stays may refer to another one, and so may the two that are not complete yet.
-        kept = [each for each in steps if each <= step][-self._options["keep"] - 3 :]
+        most = self._options["keep"] if isinstance(self._options["keep"], int) else sys.maxsize
+        kept = [each for each in steps if each <= step][-most - 3 :]
         for old in set(steps).difference(kept):
             shutil.rmtree(os.path.join(folder, f"best-{old}"), ignore_errors=True)
 

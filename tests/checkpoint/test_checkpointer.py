@@ -267,7 +267,7 @@ def test_a_run_that_forgot_restore_deletes_no_later_step(tmp_path: Path, caplog:
         "the loop to go on from them; or give this run another directory, or say that it starts anew, with "
         "resume='never'."
     ]
-    assert names(tmp_path) == ["latest", *(f"step-{step:08}" for step in (10, 15, 25, 30))]
+    assert names(tmp_path) == ["kept.json", "latest", *(f"step-{step:08}" for step in (10, 15, 25, 30))]
     assert len(run(1, 40, restores=False)) == 1
     assert names(tmp_path) == ["latest", "step-00000035", "step-00000040"]
     assert run(1, 15, restores=False, resume="never") == []

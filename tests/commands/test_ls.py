@@ -35,6 +35,7 @@ def test_each_checkpoint_is_described(tmp_path: Path, command: Command) -> None:
         "ranks": 4,
         "storage": "dcp",
         "latest": True,
+        "kept": "",
         "state": "not verified",
         "damages": [],
         "why": "",

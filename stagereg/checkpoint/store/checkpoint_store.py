@@ -40,8 +40,10 @@ from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.damage import Condition, Found, Unclear, differences, of_error
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.file_shares import WHOLE, joined
+from stagereg.checkpoint.keep import Keep
 from stagereg.checkpoint.lock import LOCK, Owner, StoreLock, holder
 from stagereg.checkpoint.manifest import (
+    KEPT,
     LATEST,
     MANIFEST,
     METRICS,
@@ -56,7 +58,7 @@ from stagereg.checkpoint.manifest import (
 )
 from stagereg.checkpoint.store.lease import LEASE_S, LeaseRecord
 from stagereg.checkpoint.store.reader_lease import being_read, hold, reader_name
-from stagereg.errors import CheckpointError, ConfigError
+from stagereg.errors import CheckpointError, ConfigError, nearest
 
 __all__ = ["FILE_URL", "CheckpointStore", "local_path", "mark_file", "sync"]
 
@@ -99,6 +101,8 @@ class CheckpointStore:
         self._leases: dict[tuple[str, LeaseRecord], float] = {}  # of readers, and since when they have not changed
         self._late: dict[int, dict[str, float]] | None = None  # metrics by serial, once they are read
         self._late_text = ""  # as they are on the disk
+        self._warned: set[str] = set()
+        self._explains = True  # whether there is a file that says why checkpoints are kept, or may be
 
     # -- reading
 
@@ -189,6 +193,13 @@ class CheckpointStore:
                 self._unlink(f"{self.root}/{name}")
         return found
 
+    def kept(self) -> dict[str, str]:
+        """Return why the last save has kept checkpoints, by their names; nothing where all are simply the newest."""
+        with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+            read = json.loads(self._read(f"{self.root}/{KEPT}"))
+            return {name: why for name, why in read.items() if isinstance(why, str) and why.isprintable()}
+        return {}
+
     def latest(self) -> Checkpoint | None:
         """Return what ``latest`` points to; ``None`` if that is nothing, or not complete."""
         return self.condition(f"{self.root}/{LATEST}").checkpoint
@@ -247,6 +258,7 @@ class CheckpointStore:
             begun = self.leftovers()
         for path in begun:
             self.discard(path)
+        self.readers()  # deletes leases of processes that have ended
         complete, damaged = self.checkpoints()
         self.spared = {each.path for each in complete}
         # One that points to what is damaged stays as it is: that the newest is lost must not go unnoticed.
@@ -302,10 +314,10 @@ class CheckpointStore:
         world_size: int,
         storage: str,
         files: dict[str, FileMark],
-        keep: int,
+        keep: int | Keep,
         metrics: Mapping[str, float] | None = None,
     ) -> Checkpoint:
-        """Commit the checkpoint in ``written``, and have :meth:`clear` delete all but the ``keep`` newest.
+        """Commit the checkpoint in ``written``, and have :meth:`clear` delete what is not to be kept.
 
         Args:
             written: what :meth:`temporary` named; all of its files are written and safely stored.
@@ -313,7 +325,7 @@ class CheckpointStore:
             world_size: how many ranks wrote it.
             storage: what it was written through, for its manifest.
             files: the mark of every file in ``written``.
-            keep: how many complete checkpoints stay, at least 1.
+            keep: which complete checkpoints stay, or how many of the newest.
             metrics: what rank 0 has logged about the step so far.
 
         Returns:
@@ -329,6 +341,7 @@ class CheckpointStore:
         serials = [each.manifest.serial for each in before if each.manifest is not None]  # damaged ones count as well
         serial, seconds = 1 + max(serials, default=0), int(time.time())
         manifest = Manifest(step, world_size, serial, files, storage, seconds, dict(metrics or {}))
+        policy = keep if isinstance(keep, Keep) else Keep(keep)
         lost = Condition(written, manifest, differences(manifest, self._sizes(written)))
         if lost.damages:
             raise CheckpointError(f"{written} did not reach the disk or the store as it was written: {lost}")
@@ -340,11 +353,13 @@ class CheckpointStore:
                 self._point(path.rpartition("/")[2])
                 failpoint("pointed")
             finally:  # or a file system without links would fill up
-                stay = self._remove(before, self._too_old(before, path, step, keep))
+                why, old = self._retention(before, Checkpoint(path, manifest), policy)
+                stay = self._remove(before, old)
                 self.serials = {each.manifest.serial for each in stay if each.manifest is not None}
             for each in self._late_metrics().keys() - self.serials:
                 del self._late_metrics()[each]
             self.write_metrics()
+            self._explain(why)
         except Exception as error:
             text = (
                 "stagereg: step %d is saved in %s, but not all that follows is done (moving `latest`, deleting old "
@@ -530,8 +545,14 @@ class CheckpointStore:
         """Return a name that the next start deletes."""
         return f"{self.root}/.{name.partition('.')[0]}.{new_token()}.tmp"
 
-    def _too_old(self, before: list[Condition], path: str, step: int, keep: int) -> set[str]:
-        """Return what of ``before`` the commit of ``path`` replaces, and what is not to be kept."""
+    def _retention(
+        self, before: list[Condition], made: Checkpoint, keep: Keep
+    ) -> tuple[dict[str, str], Collection[str]]:
+        """Return why checkpoints are kept, by their names, and the paths of those that are not.
+
+        Nor are those of ``before`` that the one just ``made`` replaces.
+        """
+        step = made.manifest.step
         replaced = {each.path for each in before if each.step == step}
         for each in before:
             if each.path in replaced and (each.damages or each.path in self.distrusted):
@@ -539,10 +560,44 @@ class CheckpointStore:
                 text = "stagereg: the bad checkpoint %s is replaced: step %d was saved again."
                 _log.warning(text, each.path, step)
         later = {each.path for each in before if each.step is not None and each.step > step}
-        stays = replaced | self.distrusted | (self.spared & later)
-        counted = [each.path for each in _complete(before) if each.path not in stays]
-        pointed = f"{self.root}/{self._pointed()}"
-        return {*counted[keep - 1 :], *replaced} - {path, pointed}
+        spared = self.spared & later - replaced
+        counted = [each for each in _complete(before) if each.path not in replaced | self.distrusted | spared]
+        why = keep.kept([made, *counted], self._values(made, counted, keep))
+        old = {each.path for each in counted} - why.keys() | replaced
+        why |= dict.fromkeys(spared, "earlier run")
+        return {path.rpartition("/")[2]: text for path, text in why.items()}, old - {f"{self.root}/{self._pointed()}"}
+
+    def _values(self, made: Checkpoint, counted: list[Checkpoint], keep: Keep) -> dict[str, float]:
+        """Return the metric of each checkpoint that has it; warns, once, of a policy that cannot do what it is for."""
+        metrics = {each.path: self.metrics_of(each.manifest) for each in [made, *counted]}
+        values = {path: known[keep.metric] for path, known in metrics.items() if keep.metric in known}
+        if keep.metric is not None and not values and len(counted) >= keep.newest:
+            near = nearest(keep.metric, {name for known in metrics.values() for name in known})
+            self._warn_once(
+                f"no checkpoint in {self.root} has the metric {keep.metric!r}, so checkpoint.keep.best keeps none. Log "
+                f"it on rank 0: stagereg.log(step, {keep.metric}=...).{near}"
+            )
+        if keep.budget is not None and made.manifest.nbytes > keep.budget:
+            self._warn_once(
+                f"one checkpoint in {self.root} has {made.manifest.nbytes:,} bytes, more than "
+                f"checkpoint.keep.budget={keep.budget}, so the newest one alone is kept."
+            )
+        return values
+
+    def _explain(self, why: dict[str, str]) -> None:
+        """Write why checkpoints are kept, where that is not simply since they are the newest."""
+        if set(why.values()) != {"newest"}:
+            self._replace(KEPT, json.dumps(why, indent=1).encode())
+            self._explains = True
+        elif self._explains:
+            self._unlink(f"{self.root}/{KEPT}")
+            self._explains = False
+
+    def _warn_once(self, text: str) -> None:
+        subject = text.partition(" in ")[0]
+        if subject not in self._warned:
+            self._warned.add(subject)
+            _log.warning("stagereg: %s", text)
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:

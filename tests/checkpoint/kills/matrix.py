@@ -49,6 +49,7 @@ from stagereg.checkpoint.store.open_store import open_store
 from stagereg.registry import find
 
 RANKS, STEPS, EVERY, WIDTH = 2, 10, 2, 256
+KEEP, KEPT = stagereg.Keep(newest=2, every=4), {4, 8, 10}  # the policy, and the steps that it leaves in the end
 LIMIT_S = 300.0  # of one run; nothing here takes a tenth of it on an idle machine
 LINGER_S = 2.0  # for the other rank to notice, which is no promise; a launcher would end it as well
 FORKED = multiprocessing.get_context("fork")
@@ -133,7 +134,7 @@ def train(setup: Setup, rank: int, root: Path, folder: Path, kill: Kill | None) 
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, own: 0.0}
     stager, storage = stagereg.build("stager", setup.stager), stagereg.build("storage", setup.storage)
     failpoints.watch(Observer(kill, rank, folder, pids))
-    with Checkpointer(str(root), EVERY, 2, "auto", stager, storage, give_up_after=None) as checkpointer:
+    with Checkpointer(str(root), EVERY, KEEP, "auto", stager, storage, give_up_after=None) as checkpointer:
         start = checkpointer.restore(state) or 0
         append_line(folder, rank, state=(start, digest(state)))
         for step in range(start + 1, STEPS + 1):
@@ -328,6 +329,8 @@ class Matrix:
         latest = open_store(str(self.root)).latest()
         if hidden or newest(self.root) != STEPS or latest is None or latest.manifest.step != STEPS:
             raise Broken(f"{hidden} were left, the newest step is {newest(self.root)}, and latest is {latest}")
+        if lost := KEPT - {one.manifest.step for one in open_store(str(self.root)).checkpoints()[0]}:
+            raise Broken(f"steps {lost} were to be kept")
 
 
 def newest(root: Path) -> int:

@@ -1,0 +1,339 @@
+"""What a policy keeps is the union of its rules within its budget, and always the newest."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import hypothesis.strategies as st
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from hypothesis import given
+from omegaconf.errors import OmegaConfBaseException
+
+import stagereg
+from stagereg import cli
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.keep import Keep
+from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest
+from stagereg.checkpoint.store.open_store import open_store
+from stagereg.config.suggestions import explain
+from stagereg.errors import ConfigError
+from stagereg.sizes import ByteSize
+from stagereg.testing.ranks import run_ranks
+
+VALUES = st.one_of(st.none(), st.integers(-3, 3).map(float), st.just(math.nan), st.just(math.inf), st.just(-math.inf))
+POLICIES = st.builds(
+    lambda newest, every, best, direction, budget: Keep(
+        newest, every, best, "loss" if best else None, direction, budget
+    ),
+    st.integers(1, 4),
+    st.one_of(st.none(), st.integers(1, 5)),
+    st.integers(0, 4),
+    st.sampled_from(["min", "max"]),
+    st.one_of(st.none(), st.integers(0, 40)),
+)
+
+
+@st.composite
+def directories(draw: st.DrawFn) -> tuple[list[Checkpoint], dict[str, float]]:
+    """Checkpoints in any order, of which several may have the same step, and the metrics that were logged."""
+    drawn = draw(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 12), VALUES), max_size=12))
+    made = [checkpoint(step, serial, nbytes) for serial, (step, nbytes, _) in enumerate(drawn, 1)]
+    values = {one.path: value for one, (*_, value) in zip(made, drawn, strict=True) if value is not None}
+    return draw(st.permutations(made)), values
+
+
+def checkpoint(step: int, serial: int, nbytes: int = 10) -> Checkpoint:
+    return Checkpoint(f"/runs/step-{step}.{serial}", Manifest(step, 1, serial, {"a": FileMark(nbytes, 0)}))
+
+
+def recency(one: Checkpoint) -> int:
+    return -one.manifest.serial
+
+
+def union(policy: Keep, checkpoints: list[Checkpoint], values: dict[str, float]) -> list[str]:
+    """What some rule keeps, said once more: one is among the best if fewer than ``best`` others are better."""
+    found = []
+    for one in checkpoints:
+        step, value = one.manifest.step, values.get(one.path, math.nan)
+        newer = [each for each in checkpoints if recency(each) < recency(one)]
+        better = [
+            each
+            for each in checkpoints
+            for other in [values.get(each.path, math.nan)]
+            if (other < value if policy.direction == "min" else other > value) or (other == value and each in newer)
+        ]
+        if (
+            len(newer) < policy.newest
+            or (policy.every is not None and step > 0 and step % policy.every == 0)
+            or (not math.isnan(value) and len(better) < policy.best)
+        ):
+            found.append(one)
+    return [one.path for one in sorted(found, key=recency)]
+
+
+@given(POLICIES, directories())
+def test_what_stays_is_the_union_within_the_budget(policy: Keep, there: tuple[Any, Any]) -> None:
+    checkpoints, values = there
+    by_path = {one.path: one for one in checkpoints}
+    stay, wanted = [*policy.kept(checkpoints, values)], union(policy, checkpoints, values)
+    assert stay == wanted[: len(stay)]  # the least recent go first
+    if policy.budget is None:
+        assert stay == wanted
+        return
+    sizes = [by_path[path].manifest.nbytes for path in wanted]
+    assert sum(sizes[: len(stay)]) <= policy.budget or len(stay) <= 1
+    assert len(stay) == len(wanted) or sum(sizes[: len(stay) + 1]) > policy.budget
+
+
+@given(POLICIES, directories())
+def test_the_newest_stays_whatever_the_policy(policy: Keep, there: tuple[Any, Any]) -> None:
+    checkpoints, values = there
+    assert [*policy.kept(checkpoints, values)][:1] == [one.path for one in sorted(checkpoints, key=recency)][:1]
+
+
+@given(POLICIES, directories())
+def test_the_order_of_a_listing_does_not_matter(policy: Keep, there: tuple[Any, Any]) -> None:
+    checkpoints, values = there
+    assert policy.kept(checkpoints, values) == policy.kept(sorted(checkpoints, key=recency), values)
+
+
+@given(POLICIES, directories())
+def test_deleting_at_each_save_loses_none_of_the_best(policy: Keep, there: tuple[Any, Any]) -> None:
+    checkpoints, values = there
+    policy = Keep(policy.newest, policy.every, policy.best, policy.metric, policy.direction)
+    left: list[Checkpoint] = []
+    for one in sorted(checkpoints, key=recency, reverse=True):
+        stay = policy.kept([*left, one], values)
+        left = [each for each in [*left, one] if each.path in stay]
+    assert {one.path for one in left} == set(union(policy, checkpoints, values))
+
+
+def test_each_is_kept_for_all_its_reasons() -> None:
+    there = [checkpoint(step, serial) for serial, step in enumerate((500, 1000, 1500, 2000), 1)]
+    values = {there[0].path: 0.125, there[1].path: 0.5, there[3].path: 0.25}
+    policy = Keep(newest=1, every=1000, best=2, metric="loss")
+    assert policy.kept(there, values) == {
+        there[3].path: "newest; every 1000; best 2 of 2 by loss=0.25",
+        there[1].path: "every 1000",
+        there[0].path: "best 1 of 2 by loss=0.125",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"newest": 0}, "keep.newest must be a whole number of at least 1, not 0"),
+        ({"newest": True}, "keep.newest must be"),
+        ({"every": 0}, "keep.every must be a whole number of at least 1"),
+        ({"best": -1}, "keep.best must be a whole number of at least 0"),
+        ({"best": 2}, "keep.best and checkpoint.keep.metric go together.*metric=None"),
+        ({"metric": "loss"}, "keep.best and checkpoint.keep.metric go together.*best=0"),
+        ({"best": 2, "metric": "loss", "direction": "mim"}, "direction must be one of min, max.*Did you mean 'min'"),
+        ({"budget": "5GiX"}, "'5GiX' has no unit of bytes"),
+        ({"budget": -1}, "not a size"),
+    ],
+)
+def test_a_policy_of_no_use_is_refused(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Keep(**given)
+
+
+# -- a run with a policy
+
+
+@pytest.fixture(params=["path", "url"])
+def dir(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "path":
+        yield str(tmp_path / "run")
+        return
+    name = uuid.uuid4().hex
+    yield f"memory://{name}/run"
+    fsspec.filesystem("memory").rm(f"/{name}", recursive=True)
+
+
+LOSSES = {1: 0.9, 2: 0.125, 3: 0.8, 4: 0.25, 5: 0.7, 6: 0.6}
+
+
+def train(dir: str, keep: int | Keep, steps: Iterable[int], metrics: Mapping[int, float] = LOSSES) -> None:
+    with Checkpointer(dir, every=1, keep=keep, save_last=False) as checkpointer:
+        checkpointer.restore({"x": torch.zeros(64)})
+        for step in steps:
+            if step in metrics:
+                stagereg.log(step, loss=metrics[step])
+            checkpointer.save(step, {"x": torch.full((64,), float(step))})
+            checkpointer.wait()
+
+
+def steps(dir: str) -> list[int]:
+    return sorted(one.manifest.step for one in open_store(dir).checkpoints()[0])
+
+
+def listed(dir: str, capsys: pytest.CaptureFixture[str]) -> dict[int, str]:
+    assert cli.main(["ls", dir, "--json"]) == 0
+    return {each["step"]: each["kept"] for each in json.loads(capsys.readouterr().out)["checkpoints"]}
+
+
+def test_a_run_keeps_the_union_and_ls_says_why(dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    train(dir, Keep(newest=1, every=3, best=2, metric="loss"), [1, 2, 3, 4, 5])
+    train(dir, Keep(newest=1, every=3, best=2, metric="loss"), [6, 7])
+    assert steps(dir) == [2, 3, 4, 6, 7]
+    assert listed(dir, capsys) == {
+        7: "newest",
+        6: "every 3",
+        4: "best 2 of 2 by loss=0.25",
+        3: "every 3",
+        2: "best 1 of 2 by loss=0.125",
+    }
+    with open_store(dir).reading(open_store(dir).checkpoints()[0][-1].path):
+        reader = f"best 1 of 2 by loss=0.125; being read by process {os.getpid()} on "
+        assert listed(dir, capsys)[2].startswith(reader)
+    assert cli.main(["ls", dir]) == 0
+    assert "latest; newest" in capsys.readouterr().out
+    train(dir, 2, [8, 9])
+    assert listed(dir, capsys) == {9: "", 8: ""}
+
+
+def test_what_a_run_leaves_of_an_earlier_one_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(str(tmp_path), 2, [5, 6])
+    with Checkpointer(str(tmp_path), keep=1, save_last=False) as checkpointer:
+        checkpointer.save(1, {"x": 1})
+    assert listed(str(tmp_path), capsys) == {6: "earlier run", 5: "earlier run", 1: "newest"}
+
+
+def test_a_metric_logged_late_counts_at_the_next_save(dir: str) -> None:
+    with Checkpointer(dir, keep=Keep(newest=1, best=1, metric="loss"), save_last=False) as checkpointer:
+        for step, loss in [(1, 0.5), (2, 0.25), (3, 0.75), (4, 1.0)]:
+            checkpointer.save(step, {"x": 1})
+            checkpointer.wait()
+            stagereg.log(step, loss=loss)
+    assert steps(dir) == [2, 4]
+
+
+def test_a_metric_that_is_never_logged_is_warned_of_once(dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    losses = dict.fromkeys(range(1, 9), 0.5)
+    train(dir, Keep(newest=1, every=4, best=3, metric="lost"), range(1, 9), losses)
+    assert steps(dir) == [4, 8]
+    warned = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert warned == [
+        f"stagereg: no checkpoint in {open_store(dir).root} has the metric 'lost', so checkpoint.keep.best keeps none. "
+        "Log it on rank 0: stagereg.log(step, lost=...). Did you mean 'loss'?"
+    ]
+
+
+def test_a_budget_below_one_checkpoint_keeps_the_newest(dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    train(dir, Keep(newest=3, every=1, budget=ByteSize("100B")), range(1, 5))
+    assert steps(dir) == [4]
+    warned = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert [text.partition(" bytes, ")[2] for text in warned] == [
+        "more than checkpoint.keep.budget=100B, so the newest one alone is kept."
+    ]
+
+
+def test_a_budget_takes_away_the_least_recent_first(dir: str) -> None:
+    train(dir, Keep(newest=1), [1])
+    one = open_store(dir).checkpoints()[0][0].manifest.nbytes
+    train(dir, Keep(newest=2, every=2, budget=ByteSize(3 * one + one // 2)), range(2, 10))
+    assert steps(dir) == [6, 8, 9]
+
+
+def test_damaged_ones_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
+    policy = Keep(newest=1, every=2, budget=ByteSize("1GiB"))
+    train(str(tmp_path), policy, [1, 2, 3])
+    (tmp_path / "step-00000002" / "__0_0.distcp").write_bytes(b"")
+    train(str(tmp_path), policy, [4, 5])
+    assert steps(str(tmp_path)) == [4, 5]
+    assert (tmp_path / "step-00000002").is_dir()
+
+
+def test_what_is_said_of_why_is_not_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(str(tmp_path), 1, [1])
+    for text in ('{"step-00000001": "\\u001b[31m"}', '{"step-00000001": 3}', "[1]", "[" * 9999, "\xff"):
+        (tmp_path / "kept.json").write_text(text)
+        assert listed(str(tmp_path), capsys) == {1: ""}
+
+
+# -- on a command line
+
+
+def composed(folder: Path, *overrides: str) -> Any:
+    (folder / "app.yaml").write_text("defaults: [stagereg]\n")
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        return compose("app", overrides=[f"checkpoint.dir={folder / 'run'}", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "meant"),
+    [
+        ([], Keep()),
+        (["checkpoint.keep=3"], 3),
+        (["checkpoint.keep.newest=3"], Keep(3)),
+        (["checkpoint.keep.every=1000"], Keep(every=1000)),
+        (["checkpoint.keep.best=3", "checkpoint.keep.metric=held_out"], Keep(best=3, metric="held_out")),
+        (
+            ["checkpoint.keep.best=1", "checkpoint.keep.metric=acc", "checkpoint.keep.direction=max"],
+            Keep(best=1, metric="acc", direction="max"),
+        ),
+        (["checkpoint.keep.budget=500GiB"], Keep(budget=ByteSize("500GiB"))),
+    ],
+)
+def test_a_command_line_sets_the_policy(tmp_path: Path, overrides: list[str], meant: Any) -> None:
+    with stagereg.instantiate(composed(tmp_path, *overrides).checkpoint) as checkpointer:
+        assert checkpointer.keep == meant
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            "checkpoint.keep=3 checkpoint.keep.every=9",
+            "checkpoint.keep is given as a whole already. Write its parts: checkpoint.keep.every=... beside "
+            "checkpoint.keep.newest=...",
+        ),
+        ("checkpoint.keep.evry=9", "checkpoint.keep takes no 'evry'. Did you mean 'every'?"),
+        ("checkpoint.keep.buget=9GB", "checkpoint.keep takes no 'buget'. Did you mean 'budget'?"),
+    ],
+)
+def test_a_misspelt_rule_gets_the_nearest_name(tmp_path: Path, overrides: str, line: str) -> None:
+    with pytest.raises((HydraException, OmegaConfBaseException)) as caught:
+        composed(tmp_path, *overrides.split())
+    assert explain(caught.value).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("checkpoint.keep.best=2", "checkpoint.keep.best and checkpoint.keep.metric go together"),
+        ("checkpoint.keep.newest=0", "checkpoint.keep.newest must be a whole number of at least 1, not 0"),
+        ("checkpoint.keep.budget=9GiX", "'9GiX' has no unit of bytes"),
+        ("checkpoint.keep.direction=mim", "Did you mean 'min'"),
+        ("checkpoint.keep=0", "checkpoint.keep must be a whole number of at least 1"),
+        ("checkpoint.keep=many", "checkpoint.keep"),
+    ],
+)
+def test_a_rule_of_no_use_is_named(tmp_path: Path, override: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        stagereg.instantiate(composed(tmp_path, override).checkpoint)
+    assert line in str(caught.value)
+
+
+def differing(rank: int, size: int, root: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Checkpointer(root, keep=Keep(every=10 + rank))
+    Checkpointer(root, keep=2 if rank else Keep(newest=2)).close()
+    return str(caught.value)
+
+
+def test_ranks_with_different_policies_all_raise(tmp_path: Path) -> None:
+    for text in run_ranks(differing, nproc=2, args=(str(tmp_path),)):
+        assert "checkpoint.keep is not the same on all ranks: rank 0 has Keep(newest=2, every=10" in text
