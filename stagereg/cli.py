@@ -19,6 +19,7 @@ from stagereg.commands import (
     checking,
     converting,
     doctor,
+    following,
     inventory,
     listing,
     planning,
@@ -41,6 +42,7 @@ _COMMANDS = (
     reporting,
     planning,
     inventory,
+    following,
     converting,
 )
 

@@ -129,7 +129,7 @@ def test_every_command_of_stagereg_is_understood() -> None:
     given = [each for page in (CHECKPOINTS, SWEEPS, SLURM) for each in page.started("stagereg") if len(each) > 1]
     for arguments in given:
         parser.parse_args(arguments)
-    assert {arguments[0] for arguments in given} == {"ls", "verify", "convert", "bench", "report", "plan"}
+    assert {arguments[0] for arguments in given} == {"ls", "verify", "convert", "bench", "report", "plan", "follow"}
 
 
 def test_the_tables_of_moments_figures_and_files_are_the_codes() -> None:
@@ -167,8 +167,8 @@ def test_every_command_of_a_page_prints_what_it_shows(tmp_path: Path, page: Page
     shutil.copytree(EXAMPLES / "conf", tmp_path / "conf")
     shutil.copy(EXAMPLES / "train.py", tmp_path)
     for program in page.of("python"):
-        if program.startswith("# train.py"):
-            (tmp_path / "train.py").write_text(program)
+        if named := re.match(r"# (\w+\.py)\n", program):
+            (tmp_path / named[1]).write_text(program)
     bin = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PATH": bin}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -24,6 +24,8 @@ from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, ConfigError, Preempted, Stopped
 from stagereg.testing.ranks import RankFailure, run_ranks
 
+from ..pages import Page
+
 NOTE = ".restored.json"
 
 
@@ -81,6 +83,17 @@ def test_after_three_crashes_the_one_before_is_restored(root: str, caplog: pytes
         assert part in str(refused.value)
     assert crash(root, give_up_after=None) == 200
     assert crash(root, give_up_after=4) == 200
+
+
+def test_the_page_shows_what_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 200, 300)
+    for _ in range(3):
+        crash(tmp_path)
+    caplog.clear()
+    assert crash(tmp_path) == 200
+    [shown] = [each for each in Page("checkpoints.md").of("text") if "is given up and passed over" in each]
+    logged = "\n".join(each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING)
+    assert logged.replace(str(tmp_path), "runs/gpt") == shown.strip()
 
 
 def test_the_next_commit_makes_a_checkpoint_good_again(root: str) -> None:

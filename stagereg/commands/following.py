@@ -1,0 +1,282 @@
+"""``stagereg follow``: run a command once on each new checkpoint of a directory, such as an evaluation.
+
+One checkpoint after the other: it is kept from being deleted, the content of all of its files is verified, and the
+command is run with its path. What is done is noted in ``.follow-NAME/`` of the directory, or where ``--state`` says,
+after the command has ended; so a follower that is started again goes on after it, and one that was killed between the
+end of a command and the note runs that command a second time. That directory is locked as one of checkpoints is, so two
+followers of one name never run at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from stagereg.checkpoint.damage import Condition
+from stagereg.checkpoint.lock import StoreLock
+from stagereg.checkpoint.manifest import Checkpoint
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.open_store import is_url, open_store
+from stagereg.durations import duration
+from stagereg.errors import RESUME_CODE, CheckpointError, ConfigError
+from stagereg.output import above_zero
+
+__all__ = ["add_to", "follow"]
+
+_NOTE = "done.json"
+_LOOK_S = 0.2  # how often a command that runs, or a signal, is looked for
+_SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: RESUME_CODE, signal.SIGUSR1: RESUME_CODE}
+"""The signals that end a follower, and its exit codes."""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``follow`` to the commands of ``stagereg``."""
+    parser = commands.add_parser(
+        "follow",
+        help="run a command once on each new checkpoint, such as an evaluation",
+        description="Run a command once on each new complete checkpoint, verified first: stagereg follow DIR -- python "
+        "evaluate.py {}. It gets the checkpoint's path in place of each {} and as STAGEREG_CHECKPOINT, its step as "
+        "STAGEREG_STEP.",
+    )
+    seconds = above_zero(lambda text: duration(text).total_seconds())
+    add = parser.add_argument
+    add("directory", help="of checkpoints (checkpoint.dir); a path or a URL, which need not be there yet")
+    add("command", nargs="+", help="what to run, after --")
+    add("--newest", action="store_true", help="pass over all but the newest, where there are several")
+    add("--name", help="of this follower; by default that of the program and script it runs")
+    add(
+        "--state", metavar="DIR", help="where to note what is done, a path or URL; by default .follow-NAME in directory"
+    )
+    add("--retries", type=above_zero(int, or_zero=True), default=2, metavar="N", help="of one that fails; default 2")
+    add("--pause", type=seconds, default=5.0, metavar="T", help="before the first retry, then doubled; default 5s")
+    add("--poll", type=seconds, default=10.0, metavar="T", help="how often to look for new ones; default 10s")
+    add("--until-step", type=int, metavar="N", help="end once a checkpoint of this step, or a later one, is done")
+    idle = above_zero(lambda text: duration(text).total_seconds(), or_zero=True)
+    add("--idle", type=idle, metavar="T", help="end when nothing new has come for so long; 0 takes what is there")
+    add("--failed", action="store_true", help="run those again whose command has failed")
+    parser.set_defaults(run=follow)
+
+
+def follow(asked: argparse.Namespace) -> int:
+    """Follow; return 0, or 1 if a command has failed for good or a checkpoint was damaged.
+
+    After SIGTERM or SIGUSR1 75, start it again; after Ctrl-C 130.
+
+    Raises:
+        ConfigError: there is no such command, or the URL cannot be used.
+        CheckpointError: another follower of that name runs, or the directory cannot be read or written.
+    """
+    if shutil.which(asked.command[0]) is None:
+        raise ConfigError(f"There is no command {asked.command[0]!r} to run.")
+    name = asked.name or _name_of(asked.command)
+    if not re.fullmatch(r"[\w.+-]+", name):
+        raise ConfigError(f"--name={name!r} is to be part of a file name: letters, digits and ._+- only.")
+    store = open_store(asked.directory)
+    follower = _Follower(asked, store, open_store(asked.state or f"{store.root}/.follow-{name}"), name)
+    before = {number: signal.signal(number, follower.receive) for number in _SIGNALS}
+    try:
+        return follower.run()
+    except OSError as error:
+        text = f"{store.root} cannot be followed: {error}. Where it cannot be written, --state=DIR keeps the notes."
+        raise CheckpointError(text) from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Stop(Exception):
+    """The follower was signalled."""
+
+
+class _Follower:
+    """What is done, and the command that runs."""
+
+    def __init__(self, asked: argparse.Namespace, store: CheckpointStore, notes: CheckpointStore, name: str) -> None:
+        self._asked, self._store, self._notes, self._name = asked, store, notes, name
+        self._done: dict[str, str] = {}  # checkpoints, and what has become of their command
+        self._furthest = -1  # the greatest step that was dealt with
+        self._bad: dict[str, Condition] = {}  # found so by this follower; the next one looks anew
+        self._waiting: set[str] = set()  # seen and not dealt with
+        self._said: dict[str, str] = {}  # what was reported of bad ones
+        self._since = time.monotonic()  # when something new came
+        self._received: signal.Signals | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Have the command end, which gets the signal; a second Ctrl-C kills it."""
+        again, self._received = self._received is not None, self._received or signal.Signals(number)
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL if again and number == signal.SIGINT else number)
+
+    def run(self) -> int:
+        """Follow to the end; return the exit code."""
+        try:
+            if self._await_directory():
+                with self._lock() as hold:
+                    self._read()
+                    self._follow(hold)
+        except _Stop:
+            assert self._received is not None
+            _say(f"stopped by {self._received.name}; what is done is noted")
+            return _SIGNALS[self._received]
+        failed = [_name(key) for key, how in self._done.items() if how == "failed"]
+        if failed:
+            _say(f"the command has failed on {', '.join(sorted(failed))}; --failed runs it again")
+        if self._bad:
+            _say(f"passed over, since they are bad: {', '.join(sorted(map(_name, self._bad)))}")
+        return int(bool(failed or self._bad))
+
+    def _await_directory(self) -> bool:
+        """Wait for a local directory, which is the run's to make."""
+        said = is_url(self._store.root)
+        while not (is_url(self._store.root) or os.path.isdir(self._store.root)):
+            if self._is_idle():
+                return False
+            if not said:
+                _say(f"waiting for {self._store.root}")
+            said = True
+            self._sleep(self._asked.poll)
+        return True
+
+    def _lock(self) -> StoreLock:
+        try:
+            return self._notes.lock()
+        except CheckpointError as error:
+            if (owner := self._notes.holder()) is None:
+                raise
+            raise CheckpointError(
+                f"{self._store.root} is followed under the name {self._name!r} already, by {owner}. End that one, or "
+                "give this one a name of its own: --name=NAME."
+            ) from error
+
+    def _follow(self, hold: StoreLock) -> None:
+        until = self._asked.until_step
+        while True:
+            if (checkpoint := self._next()) is not None:
+                hold.check()
+                self._deal_with(checkpoint)
+                self._since = time.monotonic()
+                continue
+            furthest = max([self._furthest, *(each.step or 0 for each in self._bad.values())])
+            if self._is_idle() or (until is not None and furthest >= until):
+                return
+            self._sleep(self._asked.poll)
+
+    def _is_idle(self) -> bool:
+        return self._asked.idle is not None and time.monotonic() >= self._since + self._asked.idle
+
+    def _next(self) -> Checkpoint | None:
+        """Return which checkpoint is to be dealt with now, and report those that went without."""
+        complete, damaged = self._store.checkpoints()
+        there = {_key(each): each for each in complete}  # newest first
+        wrong = {f"{each.name} -": each for each in damaged}
+        for key in sorted(self._waiting - there.keys()):
+            if f"{_name(key)} -" not in wrong:
+                _say(f"{_name(key)} was deleted before it was its turn")
+        self._done = {key: how for key, how in self._done.items() if key in there or how == "failed"}
+        self._bad = {key: each for key, each in self._bad.items() if key in there}
+        for key, each in wrong.items():
+            self._pass_over(key, each)
+        left = [key for key in there if key not in self._done and key not in self._bad]
+        self._waiting = set(left)
+        return there[left[0 if self._asked.newest else -1]] if left else None
+
+    def _pass_over(self, key: str, condition: Condition) -> None:
+        if str(condition) != self._said.get(key):
+            _say(f"{condition.path} is bad and passed over: {condition}")
+        self._bad[key], self._said[key] = condition, str(condition)
+
+    def _deal_with(self, checkpoint: Checkpoint) -> None:
+        key = _key(checkpoint)
+        with self._store.reading(checkpoint.path):
+            condition = self._store.examine(checkpoint.path)
+            if condition.manifest != checkpoint.manifest:
+                return  # deleted or replaced meanwhile, as the next look reports
+            if condition.damages:
+                self._pass_over(key, condition)
+                return
+            how = self._run(checkpoint)
+        if self._asked.newest and (older := sorted(self._waiting - {key})):
+            _say(f"passed over, since {_name(key)} is newer: {', '.join(map(_name, older))}")
+            self._done |= dict.fromkeys(older, "passed over")
+        self._done[key], self._furthest = how, max(self._furthest, checkpoint.manifest.step)
+        self._waiting -= self._done.keys()
+        self._write()
+
+    def _run(self, checkpoint: Checkpoint) -> str:
+        """Run the command, again where it fails."""
+        command = [argument.replace("{}", checkpoint.path) for argument in self._asked.command]
+        known = {"STAGEREG_CHECKPOINT": checkpoint.path, "STAGEREG_STEP": str(checkpoint.manifest.step)}
+        for trial in range(self._asked.retries + 1):
+            if trial:
+                self._sleep(self._asked.pause * 2 ** (trial - 1))
+            self._check_signal()
+            # In a group of its own, so that a signal reaches what it has started too, and once.
+            environment = {**os.environ, **known}
+            self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
+            if self._received is not None:  # before there was a process to have it
+                os.killpg(self._process.pid, self._received)
+            code = self._process.wait()
+            self._check_signal()
+            if code == 0:
+                _say(f"done: {checkpoint.name}")
+                return "done"
+            left = self._asked.retries - trial
+            more = f"trying again, {left} more time{'s' * (left > 1)}" if left else "given up"
+            _say(f"the command has failed on {checkpoint.name} with {code}; {more}")
+        return "failed"
+
+    def _read(self) -> None:
+        try:
+            read: Any = json.loads(self._notes.note(_NOTE) or b"{}")
+            self._done = {str(key): str(how) for key, how in read.get("done", {}).items()}
+            self._furthest = int(read.get("furthest", -1))
+        except (ValueError, TypeError, AttributeError) as error:
+            where = f"{self._notes.root}/{_NOTE}"
+            raise CheckpointError(f"{where} is not what was noted: {error}. Delete it to begin anew.") from error
+        if self._asked.failed:
+            self._done = {key: how for key, how in self._done.items() if how != "failed"}
+
+    def _write(self) -> None:
+        text = json.dumps({"command": self._asked.command, "furthest": self._furthest, "done": self._done}, indent=1)
+        self._notes.write_note(_NOTE, f"{text}\n".encode())
+
+    def _sleep(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self._check_signal()
+            time.sleep(min(left, _LOOK_S))
+
+    def _check_signal(self) -> None:
+        if self._received is not None:
+            raise _Stop
+
+
+def _key(checkpoint: Checkpoint) -> str:
+    """What one checkpoint is known by: its name may come again, and its serial where it was deleted by hand."""
+    return f"{checkpoint.name} {checkpoint.manifest.serial} {checkpoint.manifest.time}"
+
+
+def _name(key: str) -> str:
+    return key.partition(" ")[0]
+
+
+def _name_of(command: Sequence[str]) -> str:
+    """Return what a command is called: its program, and the first argument that names a file."""
+    script = next((each for each in command[1:] if os.path.isfile(each)), "")
+    names = (os.path.basename(each) for each in (command[0], script) if each)
+    return re.sub(r"[^\w.+-]", "_", "-".join(names))
+
+
+def _say(text: str) -> None:
+    print(f"stagereg: {text}", file=sys.stderr, flush=True)
