@@ -25,7 +25,7 @@ test-all: $(HYDRA_1_4)/.ready frameworks  ## the tests with their longer matrice
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS)
 
 frameworks: $(FRAMEWORKS)/.ready  ## the tests of stagereg.integrations, with the trainers installed
-	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest $(WORKERS) tests/integrations
+	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest $(WORKERS) tests/integrations tests/checkpoint/on_commit/test_components.py
 
 docs: $(DOCS)/.ready  ## the documentation site, to site/index.html; without network once its environment is there
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict

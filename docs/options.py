@@ -18,6 +18,7 @@ _KINDS = {
     "stager": "Stagers: how a state dict is copied",
     "storage": "Storages: how a checkpoint is written",
     "checkpoint": "The checkpointer",
+    "on_commit": "What is called after a checkpoint",
     "join": "The join",
     "joinable": "Joinables: what a join joins",
     "join_hook": "Join hooks: what a joined rank does in place of a step",

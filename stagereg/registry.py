@@ -48,6 +48,10 @@ _BUILT_IN = {
     ("storage", "direct"): "stagereg.checkpoint.storage.dcp:direct",
     ("storage", "safetensors"): "stagereg.checkpoint.storage.safetensors:SafetensorsStorage",
     ("storage", "torch_dcp"): "stagereg.checkpoint.storage.dcp:TorchDcpStorage",
+    ("on_commit", "command"): "stagereg.checkpoint.on_commit.shell_command:ShellCommand",
+    ("on_commit", "huggingface"): "stagereg.checkpoint.on_commit.huggingface:HuggingFaceExport",
+    ("on_commit", "mlflow"): "stagereg.checkpoint.on_commit.mlflow:MlflowArtifact",
+    ("on_commit", "wandb"): "stagereg.checkpoint.on_commit.wandb:WandbArtifact",
     ("join", "default"): "stagereg.join.context:configured",
     ("checkpoint", "default"): "stagereg.checkpoint.checkpointer:Checkpointer",
 }

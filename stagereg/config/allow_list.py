@@ -20,7 +20,10 @@ import stagereg.registry as registry
 from stagereg.errors import ConfigError, RegistryError, TargetNotAllowedError, nearest
 from stagereg.registry import Entry
 
-__all__ = ["AllowedTarget", "TargetAllowList"]
+__all__ = ["RESTRICTED", "AllowedTarget", "TargetAllowList"]
+
+RESTRICTED = {"stagereg.checkpoint.on_commit.shell_command.ShellCommand": "runs a shell command"}
+"""Registered components that a config may name only where the program allows it too, and why, by their paths."""
 
 _SHOWN = 200  # characters of a refused name, so that a message stays on one screen
 
@@ -58,9 +61,11 @@ class TargetAllowList:
 
     Args:
         allow: beside the registry's components, dotted paths in full (``"package.module.Name"``), and classes and
-            functions themselves, each for the path of its definition.
+            functions themselves, each for the path of its definition; and ``"kind/name"`` of those in
+            :data:`RESTRICTED`.
 
     Raises:
+        UnknownNameError: there is no component of that name.
         ConfigError: ``allow`` is a config or part of one, or has something else in it, such as a pattern.
     """
 
@@ -80,7 +85,7 @@ class TargetAllowList:
             where: the key of its node, for the message.
 
         Raises:
-            TargetNotAllowedError: it is neither registered nor allowed.
+            TargetNotAllowedError: it is neither registered nor allowed, or is registered and has to be allowed too.
         """
         path = _text(target)
         found = registry.find_target(path) or self._allowed.get(path)
@@ -92,10 +97,19 @@ class TargetAllowList:
                 "If it is yours, put @stagereg.register(kind, name) on it and import its module first; "
                 "what has no kind, the program names in stagereg.instantiate(..., allow=(...))."
             )
+        if isinstance(found, Entry) and path in RESTRICTED and path not in self._allowed:
+            name = f"{found.kind}/{found.name}"
+            raise TargetNotAllowedError(
+                f"{where} names {name}, which {RESTRICTED[path]}: a config may do so only where the program allows it, "
+                f'by stagereg.instantiate(..., allow=["{name}"]).'
+            )
         return found
 
 
 def _allowed(item: Any) -> AllowedTarget:
+    kind, slash, name = item.partition("/") if isinstance(item, str) else ("", "", "")
+    if slash:
+        return AllowedTarget(registry.find(kind, name).path)
     if isinstance(item, str) and "." in item and all(part.isidentifier() for part in item.split(".")):
         return AllowedTarget(_text(item))
     if callable(item) and hasattr(item, "__qualname__"):

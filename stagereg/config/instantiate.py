@@ -22,7 +22,7 @@ from omegaconf import Container, DictConfig, OmegaConf
 
 import stagereg.config.schema as schema
 import stagereg.registry as registry
-from stagereg.config.allow_list import AllowedTarget, TargetAllowList
+from stagereg.config.allow_list import RESTRICTED, AllowedTarget, TargetAllowList
 from stagereg.config.resolved_tree import SWITCHES, Call, Given, NodePath, built, describes, is_missing, merged, plain
 from stagereg.errors import ConfigError
 from stagereg.registry import Entry
@@ -37,7 +37,8 @@ def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[...
     Args:
         config: a config node with a ``_target_``, or a mapping or list of such nodes; ``None`` gives ``None``.
         args: positional arguments for the component, which replace the config's.
-        allow: what the config may name beside the registry's components: dotted paths in full, classes, functions.
+        allow: what the config may name beside the registry's components: dotted paths in full, classes, functions;
+            and ``"on_commit/command"``, which is registered and yet refused without.
             Keys that such a target does not take are refused too, but it has no schema: values are passed as they
             are. An argument ``allow`` of a component's own is given in its config.
         kwargs: keyword arguments, likewise; configs among them are checked and built. What is for an option of the
@@ -74,6 +75,8 @@ def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[...
 def targets(kind: str | None = None) -> list[str]:
     """Return the paths of all registered components, or of one kind's, as ``_target_`` has them; imports nothing.
 
+    Without those that a config may name only where the program allows it, such as ``on_commit/command``.
+
     They are what a program gives Hydra 1.4 as its allow-list: ``hydra.utils.instantiate(cfg.stager,
     _execution_whitelist_=targets())``, or ``with hydra.utils.execution_whitelist(targets()):``.
 
@@ -83,7 +86,7 @@ def targets(kind: str | None = None) -> list[str]:
     if kind is not None:
         registry.names(kind)
     found = {entry.path for entry in registry.entries() if kind in (None, entry.kind)}
-    return sorted(path for path in found if "<locals>" not in path)
+    return sorted(path for path in found - RESTRICTED.keys() if "<locals>" not in path)
 
 
 def _refuse_unregistered(node: Any, path: NodePath, allow_list: TargetAllowList) -> None:

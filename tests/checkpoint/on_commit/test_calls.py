@@ -74,6 +74,8 @@ def test_it_gets_what_is_logged_after_maybe_save(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             checkpointer.maybe_save(step, {"x": step})
             checkpointer.wait()  # it is complete, and the evaluation has still to come
+            assert not threading.Event().wait(0.3)
+            assert step not in seen
             stagereg.log(step, held_out=1 / step)
     assert seen == {step: {"held_out": 1 / step} for step in (1, 2, 3)}
 
