@@ -24,12 +24,14 @@ from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
 from stagereg.checkpoint.store.retry import retrying
 from stagereg.errors import CheckpointError
+from stagereg.registry import register
 
 __all__ = ["CopyTo"]
 
 _BLOCK_BYTES = 1 << 23
 
 
+@register("on_commit", "copy_to")
 class CopyTo:
     """Copies each complete checkpoint to another store, and verifies the copy.
 

@@ -123,7 +123,7 @@ def test_a_step_saved_again_while_it_is_read_stays(run: Checkpointer) -> None:
 def test_a_hook_of_the_run_itself_reads(run: Checkpointer) -> None:
     store = open_store(str(run.dir))
     with contextlib.ExitStack() as held:
-        run.on_commit(lambda step: held.enter_context(store.reading(str(run.latest))) if step < 4 else None)
+        run.listen(lambda step: held.enter_context(store.reading(str(run.latest))) if step < 4 else None)
         save(run, 2)
         save(run, 3)
         save(run, 4)
