@@ -187,6 +187,8 @@ def test_a_directory_without_permission_is_refused_at_once(tmp_path: Path) -> No
 def test_leftovers_of_a_killed_run_are_deleted_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / ".step-00000007.0123456789ab.tmp").mkdir()
     (tmp_path / ".step-00000007.0123456789ab.tmp" / "__0_0.distcp").touch()
+    for name in (".kept.json.tmp", "..restored.json.tmp"):
+        (tmp_path / name).touch()
     (tmp_path / ".mine.tmp").mkdir()
     (tmp_path / "step-notes").touch()
     Checkpointer(str(tmp_path)).close()

@@ -258,7 +258,8 @@ def as_python_3_12_does(self):
     start(self)
 
 threading.Thread.start = as_python_3_12_does
-checkpointer = Checkpointer(sys.argv[1], stager=build("stager", sys.argv[2]), storage=build("storage", sys.argv[3]))
+chosen = {"stager": build("stager", sys.argv[2]), "storage": build("storage", sys.argv[3])}
+checkpointer = Checkpointer(sys.argv[1], **chosen, on_commit=[lambda checkpoint: print("committed", checkpoint.step)])
 checkpointer.save(1, {"x": torch.arange(5_000_000)})
 """
 
@@ -266,8 +267,8 @@ checkpointer.save(1, {"x": torch.arange(5_000_000)})
 @pytest.mark.parametrize(("stager", "storage"), [("overlapped", "dcp"), ("blocking", "torch_dcp")])
 def test_a_save_ends_well_where_no_thread_can_be_started(tmp_path: Path, stager: str, storage: str) -> None:
     command = [sys.executable, "-c", NO_MORE_THREADS, str(tmp_path), stager, storage]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "committed 1\n"), done.stderr
     with open_checkpoint(tmp_path / "latest", verify=True) as checkpoint:
         assert torch.equal(checkpoint["x"], torch.arange(5_000_000))
 

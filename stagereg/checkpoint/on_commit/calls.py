@@ -146,7 +146,8 @@ class _Caller:
         self._background, self._stats = background, background.stats
         self._queue: queue.SimpleQueue[_Commit | None] = queue.SimpleQueue()
         self._added = self._done = 0
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._work, name=f"stagereg-on-commit-{name}", daemon=True)
+        self._thread.start()  # now, since a process that ends starts none any more
         self._call: threading.Thread | None = None
         self._called_for = -1  # the step
 
@@ -164,10 +165,6 @@ class _Caller:
         """Call the component for a checkpoint after those before it; ``None`` ends the thread."""
         if commit is not None:
             self._added += 1
-            if self._thread is None:
-                name = f"stagereg-on-commit-{self._name}"
-                self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-                self._thread.start()
         self._queue.put(commit)
 
     def give_up(self, why: str) -> None:
@@ -197,8 +194,11 @@ class _Caller:
         failures: list[BaseException] = []
         self._called_for, began = step, record.now()
         self._call = threading.Thread(target=self._run, args=(checkpoint, store, failures), daemon=True)
-        self._call.start()
-        self._call.join(self.limit_s)
+        try:
+            self._call.start()
+            self._call.join(self.limit_s)
+        except RuntimeError:  # while a process ends, Python 3.12 starts no thread any more; the end waits no longer
+            self._run(checkpoint, store, failures)
         if failures and isinstance(failures[0], _DeletedError):
             self._fail(step, str(failures[0]))
             return
