@@ -40,6 +40,7 @@ from stagereg.integrations.accelerate import attach
 
 EXAMPLE = Path(__file__).parents[2] / "examples/integrations/accelerate_train.py"
 LIMIT_S = 40
+EXAMPLE_S = 100
 PORTS = itertools.count(10_000 + 20 * (os.getpid() % 1_000))
 """Below those that the system gives to others in between."""
 
@@ -581,14 +582,14 @@ def example(dir: Path, epochs: int, kill_at: int | None = None, after_s: float =
         group = ranks[0].pid if ranks else 0
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         ranks.append(subprocess.Popen(command, env=env, process_group=group, **pipes))
-    ends = time.monotonic() + LIMIT_S
+    ends = time.monotonic() + EXAMPLE_S
     try:
         if kill_at is not None:
             while newest(dir) < kill_at and ranks[0].poll() is None and time.monotonic() < ends:
                 time.sleep(0.002)
             time.sleep(after_s)
             os.killpg(ranks[0].pid, signal.SIGKILL)
-        output = "".join(each.communicate(timeout=LIMIT_S)[0] for each in ranks)
+        output = "".join(each.communicate(timeout=EXAMPLE_S)[0] for each in ranks)
     finally:
         for each in ranks:
             each.kill()
@@ -632,6 +633,7 @@ def test_stopped_killed_and_resumed_ends_bit_for_bit_alike(uninterrupted: Any, t
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(2, 10))
 def test_killed_at_more_moments(uninterrupted: Any, tmp_path: Path, seed: int) -> None:
     assert killed_and_resumed(tmp_path / "run", seed, kills=1) == uninterrupted

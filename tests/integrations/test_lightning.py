@@ -319,7 +319,8 @@ def test_killed_at_any_change_leaves_the_old_or_the_new(tmp_path, first):
         assert len(os.listdir(path)) == 1
         assert StageregCheckpointIO().load_checkpoint(path)["value"] == 4
         assert os.listdir(path.parent / ".stagereg") == ["latest"]
-    assert {1, 3} <= set(left) <= {1, 2, 3, False}
+    assert {3} <= set(left) <= {1, 2, 3, False}
+    assert 1 in left or first > 5  # the first change of names comes early
 
 
 def test_path_that_cannot_be_moved_is_an_error(tmp_path, monkeypatch):
