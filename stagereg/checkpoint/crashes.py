@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import stagereg.shutdown as shutdown
-from stagereg.checkpoint.manifest import Checkpoint
+from stagereg.checkpoint.manifest import RESTORED, Checkpoint
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.retry import within
 from stagereg.errors import RESUME_CODE, CheckpointError, Stopped
@@ -28,7 +28,6 @@ from stagereg.launch.rank import is_consequence
 
 __all__ = ["CrashCounter", "Crashes", "crashes_in", "is_in_order"]
 
-_NOTE = ".restored.json"
 _BEST_EFFORT_S = 10.0
 
 _log = logging.getLogger(__name__)
@@ -129,7 +128,7 @@ class CrashCounter:
         note = _RestoreNote(restored, self.give_up_after, self._times or {})
         try:
             with within(_BEST_EFFORT_S):
-                self._store.write_note(_NOTE, note.dumps() if restored or note.times else b"")
+                self._store.write_note(RESTORED, note.dumps() if restored or note.times else b"")
         except Exception as error:
             _log.warning("stagereg: crashes are not counted in %s: %s", self._store.root, error)
 
@@ -164,7 +163,7 @@ class _RestoreNote(NamedTuple):
     @classmethod
     def read(cls, store: CheckpointStore) -> _RestoreNote:
         try:
-            read: Any = json.loads(store.note(_NOTE) or b"{}")
+            read: Any = json.loads(store.note(RESTORED) or b"{}")
             times = {str(key): int(each) for key, each in read.get("crashes", {}).items()}
             most = read.get("give_up_after")
             return cls(str(read.get("restored", "")), None if most is None else int(most), times)

@@ -28,6 +28,7 @@ __all__ = [
     "MANIFEST",
     "METRICS",
     "MOST",
+    "RESTORED",
     "Checkpoint",
     "FileMark",
     "Manifest",
@@ -41,6 +42,7 @@ __all__ = [
     "step_within",
 ]
 
+RESTORED = ".restored.json"
 KEPT = "kept.json"
 LATEST = "latest"
 MANIFEST = "manifest.json"

@@ -34,7 +34,7 @@ from stagereg.output import above_zero
 __all__ = ["add_to", "follow"]
 
 _NOTE = "done.json"
-_LOOK_S = 0.2  # how often a command that runs, or a signal, is looked for
+_LOOK_S = 0.2  # how often a signal is looked for
 _SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: RESUME_CODE, signal.SIGUSR1: RESUME_CODE}
 """The signals that end a follower, and its exit codes."""
 

@@ -189,10 +189,11 @@ def test_leftovers_of_a_killed_run_are_deleted_and_nothing_else(tmp_path: Path) 
     (tmp_path / ".step-00000007.0123456789ab.tmp" / "__0_0.distcp").touch()
     for name in (".kept.json.tmp", "..restored.json.tmp"):
         (tmp_path / name).touch()
+    (tmp_path / ".mine.json.tmp").touch()
     (tmp_path / ".mine.tmp").mkdir()
     (tmp_path / "step-notes").touch()
     Checkpointer(str(tmp_path)).close()
-    assert names(tmp_path) == [".mine.tmp", "step-notes"]
+    assert names(tmp_path) == [".mine.json.tmp", ".mine.tmp", "step-notes"]
 
 
 class Recording(AsyncStager):

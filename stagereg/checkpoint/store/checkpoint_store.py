@@ -47,6 +47,7 @@ from stagereg.checkpoint.manifest import (
     LATEST,
     MANIFEST,
     METRICS,
+    RESTORED,
     Checkpoint,
     FileMark,
     Manifest,
@@ -64,7 +65,7 @@ __all__ = ["FILE_URL", "CheckpointStore", "local_path", "mark_file", "sync"]
 
 FILE_URL = "file://"
 _LEFTOVER = re.compile(r"\.step-\d+\.[0-9a-f]+\.tmp")
-_NOTE_LEFTOVER = re.compile(r"\.+\w+\.json\.tmp")
+_NOTE_LEFTOVERS = {f".{name}.tmp" for name in (KEPT, METRICS, RESTORED)}
 _MANIFEST_BYTES = 1 << 28
 """What is longer is not read: with some hundred bytes for each file, that is far more than any run writes."""
 
@@ -262,7 +263,7 @@ class CheckpointStore:
             begun = [f"{self.root}/{name}" for name in self._listing(self.root) if name != LOCK]
         else:
             begun = self.leftovers()
-            begun += [f"{self.root}/{name}" for name in self._listing(self.root) if _NOTE_LEFTOVER.fullmatch(name)]
+            begun += [f"{self.root}/{name}" for name in _NOTE_LEFTOVERS & self._listing(self.root).keys()]
         for path in begun:
             self.discard(path)
         self.readers()  # deletes leases of processes that have ended
