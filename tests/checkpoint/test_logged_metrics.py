@@ -109,8 +109,8 @@ def test_a_damaged_file_of_metrics_is_passed_over(tmp_path: Path, caplog: Any, t
 
 
 def test_metrics_that_cannot_be_written_stop_nothing(tmp_path: Path, caplog: Any) -> None:
-    (tmp_path / ".metrics.json.tmp").mkdir()
     with Checkpointer(str(tmp_path)) as checkpointer:
+        (tmp_path / ".metrics.json.tmp").mkdir()  # a start would delete it
         checkpointer.save(1, {"x": 1})
         checkpointer.wait()
         stagereg.log(1, loss=0.5)
