@@ -196,7 +196,7 @@ class Checkpointer:
         self._ranks = RankGroup(process_group, timeout)
         if not enable:
             return
-        alike |= {"keep": keep if isinstance(keep, Keep) else Keep(keep)}
+        alike |= {"keep": Keep.of(keep)}
         alike |= {"dir": self._store.root, "storage": name_of(self._storage)}
         options.expect_alike(self._ranks.run_on_all("The ranks could not compare their options", lambda: alike))
         opened = self._ranks.run_on_all(f"checkpoint.dir={dir} cannot be written to", self._open)

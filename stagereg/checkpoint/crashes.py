@@ -75,7 +75,7 @@ class CrashCounter:
             return {path: each._replace(most=self.give_up_after) for path, each in crashes_in(store).items()}
         if self._times is None:
             self._times = _RestoreNote.read(self._store).counted(over=True)
-        there = {_key(each): each.path for each in self._store.checkpoints()[0]} if self._times else {}
+        there = {each.key: each.path for each in self._store.checkpoints()[0]} if self._times else {}
         self._times = {key: times for key, times in self._times.items() if key in there}
         found = {there[key]: Crashes(times, self.give_up_after) for key, times in self._times.items()}
         self._store.distrusted |= {path for path, each in found.items() if each.given_up}
@@ -84,7 +84,7 @@ class CrashCounter:
     def begin(self, store: CheckpointStore, checkpoint: Checkpoint) -> None:
         """Note that this run is about to restore a checkpoint, after :meth:`of`."""
         if self._is_ours(store):
-            self._restored, times = _key(checkpoint), self._times or {}
+            self._restored, times = checkpoint.key, self._times or {}
             self._store.distrusted.discard(checkpoint.path)
             # In a row: of the others, those that are not given up begin anew.
             stay = {key for key in times if key == self._restored or Crashes(times[key], self.give_up_after).given_up}
@@ -149,7 +149,7 @@ def crashes_in(store: CheckpointStore) -> dict[str, Crashes]:
     """
     note = _RestoreNote.read(store)
     times = note.counted(over=store.holder() is None) if note.restored or note.times else {}
-    there = {each.path: _key(each) for each in store.checkpoints()[0]} if times else {}
+    there = {each.path: each.key for each in store.checkpoints()[0]} if times else {}
     return {path: Crashes(times[key], note.most) for path, key in there.items() if key in times}
 
 
@@ -178,8 +178,3 @@ class _RestoreNote(NamedTuple):
     def dumps(self) -> bytes:
         given = {"restored": self.restored, "give_up_after": self.most, "crashes": {**self.times}}
         return f"{json.dumps(given, indent=1)}\n".encode()
-
-
-def _key(checkpoint: Checkpoint) -> str:
-    """What one checkpoint of a directory is known by: a step may be saved again, under the same name."""
-    return f"{checkpoint.name} {checkpoint.manifest.serial}"

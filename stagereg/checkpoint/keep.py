@@ -61,6 +61,11 @@ class Keep:
         if self.budget is not None:
             object.__setattr__(self, "budget", ByteSize(self.budget))
 
+    @classmethod
+    def of(cls, keep: int | Keep) -> Keep:
+        """Return what ``keep`` of a checkpointer means: a policy, or how many of the newest."""
+        return keep if isinstance(keep, Keep) else cls(keep)
+
     def kept(self, checkpoints: Iterable[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
         """Return those that stay, the newest first, by their paths, and why each does.
 
@@ -70,7 +75,7 @@ class Keep:
         """
         name = self.metric or ""
         values = {path: known[name] for path, known in metrics.items() if name in known}
-        newest_first = sorted(checkpoints, key=lambda each: (each.manifest.serial, each.manifest.step), reverse=True)
+        newest_first = sorted(checkpoints, key=lambda each: each.manifest.order, reverse=True)
         why: dict[str, list[str]] = {each.path: [] for each in newest_first}
         for each in newest_first[: self.newest]:
             why[each.path].append("newest")

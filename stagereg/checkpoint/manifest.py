@@ -91,6 +91,11 @@ class Manifest:
         """The bytes of its files."""
         return sum(mark.bytes for mark in self.files.values())
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """The greater, the later it was committed; by the step where two have one serial."""
+        return self.serial, self.step
+
     def dumps(self) -> str:
         """Return the text of ``manifest.json``; its checksum is that of the JSON with sorted keys and no spaces."""
         data = {"format": _FORMAT, **asdict(self), "metrics": metrics_to_json(self.metrics)}
@@ -146,6 +151,11 @@ class Checkpoint:
     def name(self) -> str:
         """The last part of its path."""
         return self.path.rstrip("/").rpartition("/")[2]
+
+    @property
+    def key(self) -> str:
+        """What it alone is known by: its name may come again, and its serial where one was deleted by hand."""
+        return f"{self.name} {self.manifest.serial} {self.manifest.time}"
 
 
 def step_name(step: int) -> str:

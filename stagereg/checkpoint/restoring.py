@@ -223,7 +223,7 @@ def _is_newer(damaged: Condition, than: Checkpoint | None, latest: Checkpoint | 
     if than is None or (latest is not None and than.manifest == latest.manifest):
         return False
     if damaged.manifest is not None:
-        return (damaged.manifest.serial, damaged.manifest.step) > (than.manifest.serial, than.manifest.step)
+        return damaged.manifest.order > than.manifest.order
     return damaged.step is None or damaged.step > than.manifest.step
 
 

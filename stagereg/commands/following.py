@@ -178,7 +178,7 @@ class _Follower:
     def _next(self) -> Checkpoint | None:
         """Return which checkpoint is to be dealt with now, and report those that went without."""
         complete, damaged = self._store.checkpoints()
-        there = {_key(each): each for each in complete}  # newest first
+        there = {each.key: each for each in complete}  # newest first
         wrong = {f"{each.name} -": each for each in damaged}
         for key in sorted(self._waiting - there.keys()):
             if f"{_name(key)} -" not in wrong:
@@ -197,7 +197,7 @@ class _Follower:
         self._bad[key], self._said[key] = condition, str(condition)
 
     def _deal_with(self, checkpoint: Checkpoint) -> None:
-        key = _key(checkpoint)
+        key = checkpoint.key
         with self._store.reading(checkpoint.path):
             condition = self._store.examine(checkpoint.path)
             if condition.manifest != checkpoint.manifest:
@@ -260,11 +260,6 @@ class _Follower:
     def _check_signal(self) -> None:
         if self._received is not None:
             raise _Stop
-
-
-def _key(checkpoint: Checkpoint) -> str:
-    """What one checkpoint is known by: its name may come again, and its serial where it was deleted by hand."""
-    return f"{checkpoint.name} {checkpoint.manifest.serial} {checkpoint.manifest.time}"
 
 
 def _name(key: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from stagereg.checkpoint.lock import StoreLock
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 
 from .checkpoint_directories import contents, path_of, save
 from .conftest import Command
@@ -101,8 +102,8 @@ def test_one_checkpoint_is_listed_alone_also_behind_a_link(tmp_path: Path, comma
 
 def test_crashes_after_a_checkpoint_are_shown(tmp_path: Path, command: Command) -> None:
     save(tmp_path, 100, 200)
-    counted = {"step-00000200 2": 3, "step-00000100 1": 1, "step-00000200 1": 9}
-    note = {"restored": "step-00000100 1", "give_up_after": 3, "crashes": counted}
+    newest, oldest = (each.key for each in CheckpointStore(tmp_path).checkpoints()[0])
+    note = {"restored": oldest, "give_up_after": 3, "crashes": {newest: 3, oldest: 1, "step-00000200 1 0": 9}}
     (tmp_path / ".restored.json").write_text(json.dumps(note))
     newest, oldest = command("ls", tmp_path, "--json").json["checkpoints"]
     assert (newest["why"], oldest["why"]) == ("given up after 3 crashes", "2 crashes after it was restored")

@@ -46,7 +46,7 @@ class CopyTo:
     """
 
     def __init__(self, dir: str, keep: int | Keep = Keep()) -> None:  # noqa: B008  # it cannot change
-        self.dir, self.keep = dir, keep if isinstance(keep, Keep) else Keep(keep)
+        self.dir, self.keep = dir, Keep.of(keep)
         open_store(dir)
 
     def committed(self, checkpoint: CommittedCheckpoint) -> None:

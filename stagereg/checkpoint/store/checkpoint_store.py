@@ -349,7 +349,7 @@ class CheckpointStore:
         serials = [each.manifest.serial for each in before if each.manifest is not None]  # damaged ones count as well
         serial, seconds = 1 + max(serials, default=0), int(time.time())
         manifest = Manifest(step, world_size, serial, files, storage, seconds, dict(metrics or {}))
-        policy = keep if isinstance(keep, Keep) else Keep(keep)
+        policy = Keep.of(keep)
         lost = Condition(written, manifest, differences(manifest, self._sizes(written)))
         if lost.damages:
             raise CheckpointError(f"{written} did not reach the disk or the store as it was written: {lost}")
@@ -657,7 +657,7 @@ def _settled(look: Callable[[], list[Condition]]) -> list[Condition]:
 def _complete(found: list[Condition]) -> list[Checkpoint]:
     """Return those that are complete, the one committed last first."""
     complete = [each.checkpoint for each in found if each.checkpoint is not None]
-    return sorted(complete, key=lambda each: (each.manifest.serial, each.manifest.step), reverse=True)
+    return sorted(complete, key=lambda each: each.manifest.order, reverse=True)
 
 
 def _size(entry: os.DirEntry[str]) -> int | str | None:
