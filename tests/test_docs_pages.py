@@ -32,7 +32,7 @@ from .config.app import App
 from .pages import DOCS, Page, fits
 
 EXAMPLES = DOCS.parent / "examples"
-CHECKPOINTS, SWEEPS, SLURM = map(Page, ("checkpoints.md", "sweeps.md", "slurm.md"))
+CHECKPOINTS, SWEEPS, SLURM, GUIDE = map(Page, ("checkpoints.md", "sweeps.md", "slurm.md", "guide.md"))
 LIMIT_S = 400
 
 
@@ -64,7 +64,7 @@ def one_job(arguments: list[str]) -> list[str]:
     return first
 
 
-@pytest.mark.parametrize("page", [SWEEPS, SLURM], ids=["sweeps", "slurm"])
+@pytest.mark.parametrize("page", [CHECKPOINTS, SWEEPS, SLURM], ids=["checkpoints", "sweeps", "slurm"])
 def test_every_job_that_a_page_starts_composes(page: Page, composed: Any) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     jobs = {tuple(one_job(arguments)) for arguments in page.started("train.py")}
@@ -83,6 +83,36 @@ def test_the_launcher_of_the_page_is_one_that_submitit_takes(composed: Any) -> N
     known = submitit.SlurmExecutor._valid_parameters() | submitit.AutoExecutor._typed_parameters().keys()
     names = {name.removeprefix("slurm_") for name in known}
     assert set(cfg) - {"_target_", "submitit_folder", "max_num_timeout"} <= names, launcher
+
+
+@pytest.mark.parametrize("page", [GUIDE, SWEEPS], ids=["guide", "sweeps"])
+def test_the_config_of_a_page_composes(page: Page, tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text(page.of("yaml")[0])
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        cfg = compose("train")
+    assert cfg.checkpoint._target_
+    assert cfg.join.joinables.model._target_ == "stagereg.join.adapt.auto" if page is GUIDE else "sweep" in cfg
+
+
+def test_the_python_of_the_pages_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved, model = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    for folder in ("kept", "runs/gpt"):
+        with stagereg.Checkpointer(folder) as checkpointer:
+            checkpointer.save(100, {"model": saved})
+    known = {"stagereg": stagereg, "torch": torch, "model": model, "state": {"weight": torch.ones(3)}}
+    ran = [each for page in (CHECKPOINTS, GUIDE) for each in page.of("python") if not re.match(r"# \w+\.py\n", each)]
+    for text in ran:
+        exec(compile(text, "page", "exec"), known)
+    assert len(ran) == 6
+    assert torch.equal(model.weight, saved.weight)
+    printed = capsys.readouterr().out
+    assert "{'held_out': 0.05}" in printed
+    made = {"announced/step-00000020", "copied/step-00000010", "copies/step-00000010", "gpt/step-20"}
+    assert [each for each in made if not (tmp_path / "runs" / each).is_dir()] == []
 
 
 def test_every_torchrun_and_script_of_a_page_is_understood() -> None:

@@ -27,19 +27,24 @@ BESIDE = {"SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md"}
 MKDOCS = Path(sys.prefix) / "docs" / "bin" / "python"
 LIMIT_S = 400
 
-NOT_RUN = 45
-"""Blocks, at most, that no test runs: outputs, layouts of folders, parts of programs. Code in them is parsed."""
+TRAINERS = ("accelerate", "lightning", "torchtitan", "transformers")
+NOT_RUN = 26
+"""Blocks, at most, that no test runs: outputs, layouts of folders, JSON."""
 RUN = {
-    "checkpoints.md": {"console": "test_docs_pages.py", "text": "checkpoint/test_faults.py"},
+    "checkpoints.md": {
+        **dict.fromkeys(("console", "python", "bash"), "test_docs_pages.py"),
+        "text": "checkpoint/test_faults.py",
+    },
     "coming-from-dcp.md": {"diff": "test_docs_site.py", "python": "test_docs_site.py"},
     "coming-from-torchtitan.md": {"diff": "integrations/test_torchtitan.py"},
     "data.md": {"python": "test_data.py"},
-    "guide.md": {"diff": "test_docs_pages.py"},
+    "guide.md": dict.fromkeys(("diff", "python", "yaml"), "test_docs_pages.py"),
     "contracts.md": {"python": "testing/test_join_contract.py"},
+    **{f"integrations/{name}.md": {"diff": "integrations/test_added_lines.py"} for name in TRAINERS},
     "join.md": {"python": "join/test_docs.py", "yaml": "join/test_docs.py"},
     "plugins.md": dict.fromkeys(("console", "python", "yaml"), "test_docs_tutorials.py"),
     "slurm.md": {"bash": "test_docs_pages.py", "yaml": "test_docs_pages.py"},
-    "sweeps.md": {"console": "test_docs_pages.py"},
+    "sweeps.md": dict.fromkeys(("console", "yaml"), "test_docs_pages.py"),
     "tutorial.md": dict.fromkeys(("console", "python", "yaml"), "test_docs_tutorials.py"),
 }
 
