@@ -24,7 +24,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -157,8 +157,8 @@ class StoreLock:
     def __exit__(self, *error: object) -> None:
         self.release()
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
+    def __del__(self, at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:  # modules may be empty by then
+        if not at_the_end():
             self.release()
 
     def _take(self, waited: float) -> bool:

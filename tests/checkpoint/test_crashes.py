@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -17,7 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import stagereg.checkpoint.crashes as crashes
 import stagereg.checkpoint.failpoints as failpoints
+import stagereg.checkpoint.lock as lock
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.crashes import crashes_in, is_in_order
 from stagereg.checkpoint.store.open_store import open_store
@@ -325,3 +328,13 @@ def test_a_process_without_with_counts_its_errors_alone(tmp_path: Path) -> None:
         counted.append(json.loads((tmp_path / NOTE).read_text())["restored"] != "" if known(tmp_path) else False)
     assert counted == [False, False, False, True, True]
     assert known(tmp_path) == {"step-00000100": "2 crashes after it was restored"}
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_what_is_freed_when_modules_are_empty_raises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointer = Checkpointer(str(tmp_path))
+    checkpointer.close()
+    for module in (lock, crashes):
+        monkeypatch.setattr(module, "sys", None)  # as at the very end of a process
+    del checkpointer
+    gc.collect()
