@@ -49,6 +49,7 @@ _OPTIONS = ("stager", "storage", "verify", "on_error", "timeout", "replicas", "v
 _LIGHTNINGS = (
     "ModelCheckpoint(dirpath=, every_n_train_steps=, save_top_k=, save_last=), fit(ckpt_path=) or the strategy"
 )
+_FOLLOW = "`stagereg follow DIR/last.ckpt -- COMMAND` runs a command on each complete checkpoint there"
 
 
 class StageregCheckpointIO(CheckpointIO):
@@ -74,7 +75,8 @@ class StageregCheckpointIO(CheckpointIO):
         _expect_known_lightning()
         for name in checkpoint_options.keys() - _OPTIONS:
             known = name in inspect.signature(Checkpointer).parameters
-            why = f": in Lightning that is said by {_LIGHTNINGS}." if known else f".{nearest(name, _OPTIONS)}"
+            said_by = _FOLLOW if name == "on_commit" else f"in Lightning that is said by {_LIGHTNINGS}"
+            why = f": {said_by}." if known else f".{nearest(name, _OPTIONS)}"
             raise ConfigError(f"StageregCheckpointIO takes no {name!r}{why}")
         self._options = checkpoint_options
         self._used: set[str] = set()

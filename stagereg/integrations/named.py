@@ -2,10 +2,11 @@
 
 A trainer has names and an order of its own: ``last.ckpt``, ``epoch=3-val=0.2.ckpt``, the best three. What is saved to
 ``DIR/last.ckpt`` is written in ``DIR/.stagereg`` and, when it is complete, moved by one atomic rename to
-``DIR/last.ckpt/step-00000007``, the seventh save to ``DIR``; then the one that was there goes. So each path is a
-directory of checkpoints, which can be copied, moved and deleted like any other. A path that is not there yet is a link
-to a file of this process until then: it counts as taken, and as missing if the process dies. What is removed goes when
-the saves before are complete, and what is half-deleted has no checkpoint's name.
+``DIR/last.ckpt/step-00000007``, the seventh save to ``DIR``; then the one that was there goes, unless somebody reads it
+(``stagereg follow``): then with a later save. So each path is a directory of checkpoints, which can be copied, moved
+and deleted like any other. A path that is not there yet is a link to a file of this process until then: it counts as
+taken, and as missing if the process dies. What is removed goes when the saves before are complete, and what is
+half-deleted has no checkpoint's name.
 
 Rank 0 alone looks after paths; all ranks save.
 """
@@ -27,7 +28,7 @@ from typing import Any, ClassVar
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.dcp_writer import exchange
 from stagereg.checkpoint.opened import open_checkpoint
-from stagereg.checkpoint.store.checkpoint_store import sync
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore, sync
 from stagereg.errors import CheckpointError, ConfigError
 
 __all__ = ["NamedCheckpoints", "choose", "delete", "split"]
@@ -65,6 +66,7 @@ class NamedCheckpoints:
         self.checkpointer = Checkpointer(
             str(self._store), keep=_ALL, resume="never", grace=None, save_last=False, **options
         )
+        self._stores: dict[Path, CheckpointStore] = {}  # which know since when somebody reads there
         self._lock = threading.Lock()
         self._waiting: list[tuple[int, Callable[[], None]]] = []  # for the save of that number, or a later one
         self._failure: CheckpointError | None = None  # to move a checkpoint, which no call has raised yet
@@ -163,7 +165,8 @@ class NamedCheckpoints:
         if not made.is_dir():
             return  # it has failed, and a later one has not
         if path.is_dir() and not path.is_symlink():
-            before = list(path.glob(_STEPS))
+            read = self._stores.setdefault(path, CheckpointStore(path)).readers()
+            before = [each for each in path.glob(_STEPS) if each.name not in read]
             made.rename(path / made.name)
             sync(path)
         else:

@@ -56,7 +56,8 @@ class StageregCallback(TrainerCallback):
     the process with exit code 75.
 
     What ``from_pretrained`` reads is written into ``output_dir`` at the end of ``train``, and, where
-    ``metric_for_best_model`` is set, into ``output_dir/best-STEP`` at each save whose evaluation was the best so far.
+    ``metric_for_best_model`` is set, into ``output_dir/best-STEP`` at each save with the best evaluation so far.
+    A policy as ``keep`` deletes none of these.
 
     Args:
         checkpoint_options: those of :class:`stagereg.Checkpointer`, the same on all ranks. ``dir`` is
@@ -128,8 +129,7 @@ class _Run:
     checkpointer: Checkpointer
 
     def __init__(self, trainer: Any, options: dict[str, Any]) -> None:
-        args = trainer.args
-        limit = args.save_total_limit
+        args, limit = trainer.args, trainer.args.save_total_limit
         keep = limit if limit is not None and limit > 0 else sys.maxsize
         usual = {"dir": os.path.join(args.output_dir, "checkpoints"), "every": sys.maxsize, "keep": keep}
         self._options = {**usual, **options, "save_last": False}
@@ -198,9 +198,8 @@ class _Run:
             if isinstance(each, ExportableState):
                 callbacks[type(each).__name__].append(each.state())
         state.stateful_callbacks = {name: each if len(each) > 1 else each[0] for name, each in callbacks.items()}
-        fields = dataclasses.asdict(state)
-        del fields["is_local_process_zero"], fields["is_world_process_zero"]  # which the Trainer sets on each rank
-        return json.dumps(fields)
+        on_each_rank = ("is_local_process_zero", "is_world_process_zero")  # what the Trainer sets there
+        return json.dumps({name: x for name, x in dataclasses.asdict(state).items() if name not in on_each_rank})
 
     def _write_best(self, step: int) -> None:
         """Write the model's files beside and rename, and delete those that no checkpoint refers to."""

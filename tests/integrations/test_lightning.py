@@ -15,6 +15,7 @@ pl = pytest.importorskip("lightning", reason="make frameworks installs it")
 
 # ruff: noqa: E402 - only where there is Lightning
 import stagereg
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError, ConfigError, InstallationError
 from stagereg.integrations.lightning import StageregCheckpointIO, _Whole
 from stagereg.integrations.named import NamedCheckpoints
@@ -379,6 +380,22 @@ def test_converted_file_is_one_that_lightning_loads(tmp_path):
     assert torch.equal(loaded.net.weight, module.net.weight)
 
 
+def test_what_is_read_at_a_path_goes_with_a_later_save(tmp_path):
+    io = StageregCheckpointIO()
+
+    def save(number):
+        io.save_checkpoint({"n": number}, tmp_path / "last.ckpt")
+        io.teardown()
+        return sorted(path.name for path in (tmp_path / "last.ckpt").glob("step-*"))
+
+    assert save(1) == ["step-00000001"]
+    store = CheckpointStore(tmp_path / "last.ckpt")
+    with store.reading(f"{store.root}/step-00000001"):
+        assert save(2) == ["step-00000001", "step-00000002"]
+        assert io.load_checkpoint(tmp_path / "last.ckpt") == {"n": 2}
+    assert save(3) == ["step-00000003"]
+
+
 def test_fabric_saves_and_loads(tmp_path):
     fabric = pl.Fabric(accelerator="cpu", devices=1, plugins=[StageregCheckpointIO()])
     model = fabric.setup(torch.nn.Linear(2, 2))
@@ -419,9 +436,9 @@ def test_two_trainers_of_a_process_save_to_one_directory(tmp_path):
     assert checkpoints(tmp_path) == ["0.ckpt", "2.ckpt"]
 
 
-@pytest.mark.parametrize("name", ["dir", "every", "keep", "resume", "save_last", "grace", "verfy"])
+@pytest.mark.parametrize("name", ["dir", "every", "keep", "resume", "save_last", "grace", "on_commit", "verfy"])
 def test_options_that_are_lightnings_are_refused(name):
-    with pytest.raises(ConfigError, match=r"in Lightning that is said by|Did you mean 'verify'"):
+    with pytest.raises(ConfigError, match=r"in Lightning that is said by|stagereg follow|Did you mean 'verify'"):
         StageregCheckpointIO(**{name: 1})
 
 
