@@ -230,6 +230,7 @@ def Model():
 """
 
 
+@pytest.mark.slow
 def test_the_program_of_the_guide_resumes_bit_for_bit(tmp_path: Path) -> None:
     (diff,) = Page("guide.md").of("diff")
     program = "".join(f"{line[1:]}\n" for line in diff.splitlines() if line[0] in " +")

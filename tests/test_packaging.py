@@ -143,7 +143,7 @@ def test_a_wheel_is_built_with_and_without_a_compiler(
         assert run(python, "-c", STAGE, cwd=tmp_path) == f"{is_compiled} True\n"
 
 
-@pytest.mark.parametrize("install", ["installed", "editable"])
+@pytest.mark.parametrize("install", ["installed", pytest.param("editable", marks=pytest.mark.slow)])
 def test_programs_run_and_one_without_the_import_has_the_options(
     install: str, app: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -322,11 +322,11 @@ def test_a_process_without_with_counts_its_errors_alone(tmp_path: Path) -> None:
         "assert checkpointer.restore({'x': torch.zeros(50), 'n': 0}) == 100\n"
     )
     counted = []
-    for more in ("", "raise KeyboardInterrupt", "sys.exit()", "1 / 0", "import os; os._exit(0)"):
+    for more in ("sys.exit()", "1 / 0", "import os; os._exit(0)"):
         command = [sys.executable, "-c", program + more, str(tmp_path)]
         subprocess.run(command, timeout=60, check=False, capture_output=True)
         counted.append(json.loads((tmp_path / NOTE).read_text())["restored"] != "" if known(tmp_path) else False)
-    assert counted == [False, False, False, True, True]
+    assert counted == [False, True, True]
     assert known(tmp_path) == {"step-00000100": "2 crashes after it was restored"}
 
 

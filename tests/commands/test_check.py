@@ -219,7 +219,7 @@ dependencies = ["stagereg>=1"]
 """
 
 
-@pytest.mark.parametrize("layout", ["", "src"])
+@pytest.mark.parametrize("layout", [pytest.param("", marks=pytest.mark.slow), "src"])
 def test_a_folder_is_checked_as_if_it_was_installed(
     layout: str, tmp_path: Path, check: Check, command: Command
 ) -> None:

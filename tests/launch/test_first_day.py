@@ -105,9 +105,9 @@ from there."""
 @pytest.mark.parametrize(
     ("what", "code", "error", "logged"),
     [
-        ("uneven", 0, "", newest(40)),
+        pytest.param("uneven", 0, "", newest(40), marks=pytest.mark.slow),
         ("save alone", 1, SAVE_ALONE, BEGINS),
-        ("restore alone", 1, RESTORE_ALONE, MADE_ALONE),
+        pytest.param("restore alone", 1, RESTORE_ALONE, MADE_ALONE, marks=pytest.mark.slow),
         pytest.param("interrupt", 130, INTERRUPT, BEGINS, marks=pytest.mark.slow),
     ],
     ids=["uneven", "save", "restore", "interrupt"],

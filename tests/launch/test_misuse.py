@@ -90,7 +90,7 @@ def test_a_stager_that_fails_is_named_with_its_line(app: App) -> None:
     assert ": stage() of mine.Less returned a copy without 'optimizer'. This run has no complete checkpoint" in less
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stager_that_hangs_ends_the_run_within_the_timeout(nproc: int, app: App) -> None:
     began = time.monotonic()
     done = app.run("plugins=[mine]", "stager=hangs", "checkpoint.timeout=2s", f"nproc={nproc}")

@@ -19,6 +19,7 @@ from stagereg.testing import run_ranks
 from .states import OPTIONS, build, settled
 
 MIB = 2**20
+QUICK = ("overlapped", "pinned_cached")
 
 
 def status(key: str) -> int:
@@ -106,7 +107,9 @@ def on_a_rank(rank: int, world_size: int, kind: str) -> tuple[float, list[int], 
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in OPTIONS]
+)
 def test_memory_is_that_of_the_copies_in_flight_however_often(kind: str) -> None:
     ((peak, (resident, descriptors, threads), half),) = run_ranks(on_a_rank, 1, args=(kind,), timeout_s=200)
     assert peak <= 1.05

@@ -84,10 +84,11 @@ def test_a_job_may_leave_by_itself_but_a_signal_stops_the_sweep(code: int, ran: 
             "jobs 0 and 1 would both have checkpoint.dir=one, and one resume from the other. Leave out checkpoint.dir: "
             "then each job has its own, below hydra.sweep.dir=PATH.",
         ),
-        (
+        pytest.param(
             "hydra.sweep.subdir=x",
             "jobs 0 and 1 would both write to OUT/x, and one overwrite the result of the other. Leave out "
             "hydra.sweep.subdir: then each job has a directory of its own.",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -100,6 +101,7 @@ def test_two_jobs_never_have_one_directory(setting: str, line: str, tmp_path: Pa
         assert not list(app.folder.glob("**/.hydra")), "before the first job"
 
 
+@pytest.mark.slow
 def test_directories_by_number_override_or_value_are_fine(tmp_path: Path) -> None:
     app = App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
     for setting in ("number_${hydra:job.num}", "value_${b}"):

@@ -253,10 +253,10 @@ with stagereg.Checkpointer(root, every=1, timeout=limit, on_commit=[calls.get(ho
     ("how", "code", "saved"),
     [
         ("hangs", 0, [1, 2, 3]),
-        ("raises", 0, [2, 3]),
+        pytest.param("raises", 0, [2, 3], marks=pytest.mark.slow),
         ("exits", 0, [2, 3]),
         ("preempted", 75, [1, 2, 3]),
-        ("late", 0, [2, 3]),
+        pytest.param("late", 0, [2, 3], marks=pytest.mark.slow),
     ],
 )
 def test_the_exit_code_is_that_of_the_run(tmp_path: Path, how: str, code: int, saved: list[int]) -> None:

@@ -121,8 +121,14 @@ def form(x: torch.Tensor) -> Any:
     return x.dtype, x.shape, x.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("storage", [*STORAGES, "torch_dcp"])
-@pytest.mark.parametrize("stager", STAGERS)
+@pytest.mark.parametrize(
+    ("stager", "storage"),
+    [
+        pytest.param(stager, storage, marks=[pytest.mark.slow] * (stager == "bounded" and storage != "dcp"))
+        for stager in STAGERS
+        for storage in (*STORAGES, "torch_dcp")
+    ],
+)
 def test_a_checkpoint_is_of_its_step_while_training_goes_on(tmp_path: Path, storage: str, stager: str) -> None:
     state, saved = {**values(), **objects()}, {}
     train(state)
