@@ -20,7 +20,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from accelerate import Accelerator, __version__
 from accelerate.utils import DistributedType, broadcast_object_list
@@ -91,6 +91,8 @@ def attach(accelerator: Accelerator, join: bool = False, **checkpoint_options: A
 class _Attached:
     """What takes the place of the methods of one Accelerator."""
 
+    _open: ClassVar[weakref.WeakSet[_Attached]] = weakref.WeakSet()
+
     def __init__(self, accelerator: Any, join: bool, options: dict[str, Any]) -> None:
         self._accelerator, self._project = accelerator, accelerator.project_configuration
         self._automatic = bool(self._project.automatic_checkpoint_naming)
@@ -100,6 +102,7 @@ class _Attached:
         self._discard_empty = weakref.finalize(self, shutil.rmtree, empty, ignore_errors=True)
         self._checkpointer = Checkpointer(empty, **options)
         self._goes_on = False  # whether its checkpoints are of this run
+        self._open.add(self)
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
         accelerator.end_training, accelerator.free_memory = self.end_training, self.free_memory
         accelerator.register_save_state_pre_hook = accelerator.register_load_state_pre_hook = _refuse_hook
@@ -128,7 +131,8 @@ class _Attached:
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         """As :meth:`Accelerator.load_state`, of what was saved here or by accelerate alone."""
         where = self._where(input_dir)
-        self._checkpointer.wait()
+        for each in [*self._open]:  # an Accelerator before this one may have saved what is loaded
+            each._checkpointer.wait()
         source, ours = self._agreed(lambda: _sought(where, is_project=input_dir is None))
         if source is None:
             raise ConfigError(f"There is no checkpoint in {where}.")
@@ -153,6 +157,7 @@ class _Attached:
 
     def end_training(self) -> None:
         """As :meth:`Accelerator.end_training`, once the last save has ended."""
+        self._open.discard(self)
         try:
             self._checkpointer.close()
         finally:

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stagereg
+from stagereg.checkpoint.failpoints import watch
 from stagereg.errors import CheckpointError, ConfigError, JoinError
 from stagereg.testing import run_ranks
 
@@ -370,6 +372,20 @@ def test_a_failed_save_is_raised_by_the_next_call(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="custom"):
             program.accelerator.end_training()
     assert sorted(os.listdir(tmp_path)) == ["a", "file"]
+
+
+def test_what_another_accelerator_still_writes_is_loaded(tmp_path: Path) -> None:
+    program, goes_on = Program(), threading.Event()
+    watch(lambda point: threading.current_thread() is threading.main_thread() or goes_on.wait(60))
+    try:
+        program.accelerator.save_state(tmp_path / "a")
+        state, other = program.seen(), Program(seed=1)
+        threading.Timer(0.5, goes_on.set).start()
+        other.accelerator.load_state(tmp_path / "a")
+    finally:
+        goes_on.set()
+        watch(None)
+    assert other.seen() == state
 
 
 SCRIPT = """
