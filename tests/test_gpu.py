@@ -37,6 +37,7 @@ def test_targets_are_held_against_what_was_measured() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_piece_that_fails_costs_its_part_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -264,7 +264,9 @@ checkpointer.save(1, {"x": torch.arange(5_000_000)})
 """
 
 
-@pytest.mark.parametrize(("stager", "storage"), [("overlapped", "dcp"), ("blocking", "torch_dcp")])
+@pytest.mark.parametrize(
+    ("stager", "storage"), [("overlapped", "dcp"), pytest.param("blocking", "torch_dcp", marks=pytest.mark.slow)]
+)
 def test_a_save_ends_well_where_no_thread_can_be_started(tmp_path: Path, stager: str, storage: str) -> None:
     command = [sys.executable, "-c", NO_MORE_THREADS, str(tmp_path), stager, storage]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from stagereg.bench.measure import in_own_process
 
 from . import scale
 
 
+@pytest.mark.slow
 def test_warm_saves_send_a_few_hundred_bytes_a_rank() -> None:
     few, many = (in_own_process(scale.simulate, "pipeline, 8 stages", ranks) for ranks in (8, 32))
     assert few["warm"]["sent"] <= many["warm"]["sent"] < 1000

@@ -261,6 +261,7 @@ print(_checksum_of_object((torch.ones(2), {"alpha", "beta", "gamma"}, frozenset(
 """
 
 
+@pytest.mark.slow
 def test_sets_are_alike_in_processes_that_order_them_otherwise() -> None:
     found = {
         subprocess.run(

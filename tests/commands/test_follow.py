@@ -247,6 +247,7 @@ def test_what_cannot_work_is_refused_at_once(tmp_path: Path, command: Command) -
     assert open_store(root).leftovers() == []
 
 
+@pytest.mark.slow
 def test_the_evaluation_of_the_page_reads_what_was_saved(tmp_path: Path, command: Command) -> None:
     [program] = [each for each in Page("checkpoints.md").of("python") if each.startswith("# evaluate.py")]
     seen = f"open({str(tmp_path / 'seen')!r}, 'a').write(f'{{model.bias[0]}} ')"

@@ -83,6 +83,7 @@ def test_the_new_packages_are_linted_and_formatted(made: Path) -> None:
             assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_a_new_program_trains_without_a_checkout(made: Path, python: Path) -> None:
     new = run(python, "-m", "stagereg", "new", "program", "demo", "--dir", "programs", cwd=made)
     assert new.returncode == 0, new.stderr

@@ -59,8 +59,9 @@ CONFIG = ("config/test_instantiate.py", "config/test_allow_list.py", "config/tes
 RANKS = ("config/test_suggestions.py", "launch/test_main.py", "config/test_plugins.py")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("names", [CONFIG, pytest.param(RANKS, marks=pytest.mark.slow)], ids=["config", "ranks"])
+@pytest.mark.parametrize("names", [CONFIG, RANKS], ids=["config", "ranks"])
 def test_the_same_tests_pass_on_hydra_1_4(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
     # Some give Hydra the `version_base` that 1.3 wants, and look at all of stderr: 1.4 warns of it there.
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")

@@ -357,6 +357,7 @@ MANY = [
 @example(scenario=crowd(MANY[:1], 64, way="plain", mode="planned", cycle=2))
 @example(scenario=crowd(MANY, 64, mode="planned", cycle=4, averages=False))
 @example(scenario=crowd(MANY, 128, mode="counted", cycle=3, divide=False))
+@pytest.mark.slow
 def test_every_rank_has_the_gradients_of_every_step(scenario: Scenario) -> None:
     last = scenario.loops[-1]
     (results,) = play(scenario)

@@ -208,6 +208,7 @@ def test_what_cannot_be_searched_is_refused_before_a_job(
     assert search.jobs == []
 
 
+@pytest.mark.slow
 def test_a_search_of_a_program_ends_with_the_comparison(tmp_path: Path) -> None:
     app = App(tmp_path, programs.PLAIN, programs.PLAIN_CONFIG)
     ended = app.sweep(*OPTUNA, "a=fine,raise", "b=range(1,4)", "sweep.direction=maximize", "hydra.sweeper.n_trials=6")
