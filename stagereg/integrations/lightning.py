@@ -50,6 +50,7 @@ _LIGHTNINGS = (
     "ModelCheckpoint(dirpath=, every_n_train_steps=, save_top_k=, save_last=), fit(ckpt_path=) or the strategy"
 )
 _FOLLOW = "`stagereg follow DIR/last.ckpt -- COMMAND` runs a command on each complete checkpoint there"
+_HANDED_OVER = ".temp.ckpt"  # in which ddp_spawn and ddp_notebook hand weights to the process that started the ranks
 
 
 class StageregCheckpointIO(CheckpointIO):
@@ -112,7 +113,10 @@ class StageregCheckpointIO(CheckpointIO):
             CheckpointError: an earlier save has failed, or this one cannot be staged; on all ranks.
             ConfigError: ``path`` is a URL, or there are ``storage_options``.
         """
-        self.save(checkpoint, path, storage_options=storage_options)
+        if Path(path).name == _HANDED_OVER:  # rank 0 alone saves that
+            TorchCheckpointIO().save_checkpoint(checkpoint, path)
+        else:
+            self.save(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> Any:
         """Return the checkpoint at ``path``, verified; called on all ranks. Loading runs no code from it.

@@ -396,6 +396,21 @@ def test_what_is_read_at_a_path_goes_with_a_later_save(tmp_path):
     assert save(3) == ["step-00000003"]
 
 
+def test_ranks_that_lightning_spawns_hand_over_their_weights(tmp_path, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "PYTHONPATH"):
+        monkeypatch.setenv(name, ENVIRONMENT[name])
+    ends = []
+    for folder, plugins in (("a", []), ("b", [StageregCheckpointIO()])):
+        torch.manual_seed(0)
+        module, callback = Regression(), pl.pytorch.callbacks.ModelCheckpoint(tmp_path / folder, save_last=True)
+        spawning = {"strategy": "ddp_spawn", "devices": 2, "max_epochs": 2, "callbacks": [callback]}
+        pl.Trainer(plugins=plugins, **spawning, **quiet).fit(module, loader())
+        ends.append(module.net.weight)
+    assert torch.equal(*ends)
+    saved = StageregCheckpointIO().load_checkpoint(tmp_path / "b" / "last.ckpt")["state_dict"]["net.weight"]
+    assert torch.equal(saved, ends[1])
+
+
 def test_fabric_saves_and_loads(tmp_path):
     fabric = pl.Fabric(accelerator="cpu", devices=1, plugins=[StageregCheckpointIO()])
     model = fabric.setup(torch.nn.Linear(2, 2))
