@@ -248,7 +248,6 @@ def test_the_program_of_the_guide_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-@pytest.mark.slow
 def test_the_program_of_the_readme_runs_as_it_is_printed(tmp_path: Path) -> None:
     (program,) = Page("../README.md").of("python")[:1]
     (tmp_path / "train.py").write_text(program)

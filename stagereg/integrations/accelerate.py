@@ -91,7 +91,7 @@ def attach(accelerator: Accelerator, join: bool = False, **checkpoint_options: A
 class _Attached:
     """What takes the place of the methods of one Accelerator."""
 
-    _open: ClassVar[weakref.WeakSet[_Attached]] = weakref.WeakSet()
+    _open: ClassVar[weakref.WeakSet[_Attached]] = weakref.WeakSet()  # whose training has not ended
 
     def __init__(self, accelerator: Any, join: bool, options: dict[str, Any]) -> None:
         self._accelerator, self._project = accelerator, accelerator.project_configuration
