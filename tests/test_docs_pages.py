@@ -87,7 +87,8 @@ def test_the_launcher_of_the_page_is_one_that_submitit_takes(composed: Any) -> N
 
 @pytest.mark.parametrize("page", [GUIDE, SWEEPS], ids=["guide", "sweeps"])
 def test_the_config_of_a_page_composes(page: Page, tmp_path: Path) -> None:
-    (tmp_path / "train.yaml").write_text(page.of("yaml")[0])
+    (config,) = page.of("yaml")
+    (tmp_path / "train.yaml").write_text(config)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         cfg = compose("train")
