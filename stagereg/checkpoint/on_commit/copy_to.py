@@ -18,7 +18,7 @@ from stagereg.checkpoint.file_shares import WHOLE
 from stagereg.checkpoint.keep import Keep
 from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest
 from stagereg.checkpoint.on_commit.component import CommittedCheckpoint
-from stagereg.checkpoint.storage.aligned import AlignedFile, DiskFile, Upload
+from stagereg.checkpoint.storage.aligned import AlignedFile, DiskFile, Upload, make_buffers
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
@@ -104,7 +104,7 @@ def _place(one: Checkpoint, target: CheckpointStore) -> str:
 def _copy_file(source: str, target: str, mark: FileMark) -> None:
     def copy() -> None:
         to = Upload(target) if is_url(target) else DiskFile(target, direct=False)
-        with _opened(source) as stream, AlignedFile(to, _BLOCK_BYTES) as file:
+        with _opened(source) as stream, AlignedFile(to, make_buffers(_BLOCK_BYTES)) as file:
             while block := stream.read(_BLOCK_BYTES):
                 file.write(block)
             _expect(mark, file.finish(), source)

@@ -19,6 +19,7 @@ import fcntl
 import os
 import queue
 import threading
+from collections.abc import Sequence
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
@@ -27,7 +28,7 @@ from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.store.object_store import ObjectStore
 
-__all__ = ["PAGE", "AlignedFile", "DiskFile", "Upload"]
+__all__ = ["PAGE", "AlignedFile", "DiskFile", "Upload", "make_buffers"]
 
 PAGE = 4096
 """Bytes: a multiple of the logical block of nearly every disk."""
@@ -138,17 +139,17 @@ class AlignedFile:
 
     Args:
         target: where it goes.
-        buffer_bytes: of each of the two buffers that small writes go through, a multiple of a page.
+        buffers: of :func:`make_buffers`, which small writes go through; another file may have them afterwards.
 
     Raises:
         OSError: from any method: the error of the operating system or of the store, for this write or an earlier one.
     """
 
-    def __init__(self, target: DiskFile | Upload, buffer_bytes: int) -> None:
+    def __init__(self, target: DiskFile | Upload, buffers: Sequence[memoryview]) -> None:
         self._target = target
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        for _ in range(2):
-            self._free.put(_buffer(buffer_bytes))
+        for buffer in buffers:
+            self._free.put(buffer)
         self._buffer = self._free.get()
         self._filled = 0  # bytes in the buffer
         self._begin = 0  # where they go in the file, a multiple of PAGE
@@ -264,6 +265,11 @@ class AlignedFile:
             self._error = error.with_traceback(None)
         if buffer is not None:
             self._free.put(buffer)
+
+
+def make_buffers(nbytes: int) -> list[memoryview]:
+    """Return two new buffers of ``nbytes``, a multiple of a page. Touching them for the first time takes milliseconds."""
+    return [_buffer(nbytes) for _ in range(2)]
 
 
 def _buffer(nbytes: int) -> memoryview:

@@ -65,7 +65,7 @@ class DcpStorage(FileStorage):
         self._placed: tuple[object, list[WriteResult]] = None, []  # where it was put, and the results
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_image": None}
+        return {**super().__getstate__(), "_image": None}
 
     def write_files(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         """See :class:`.FileStorage`."""

@@ -27,7 +27,7 @@ from torch.futures import Future
 from stagereg.checkpoint.encoding import without_gc
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.manifest import FileMark
-from stagereg.checkpoint.storage.aligned import AlignedFile, DiskFile, Upload
+from stagereg.checkpoint.storage.aligned import AlignedFile, DiskFile, Upload, make_buffers
 from stagereg.checkpoint.storage.protocol import ArchiveResult, Storage, expect_fit
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import is_url
@@ -62,10 +62,14 @@ class FileStorage(Storage):
     def __init__(self, path: StrPath | None = None, direct: bool = False, buffer_bytes: int = 1 << 20) -> None:
         self._direct = direct
         self._buffer_bytes = buffer_bytes
+        self._buffers: list[memoryview] = []  # kept, since new memory holds the interpreter's lock when it is touched
         self._marks: dict[str, FileMark] = {}
         self._metadata = b""
         self.path = ""
         self.reset(path)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_buffers": []}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
@@ -159,13 +163,15 @@ class FileStorage(Storage):
         """Write a new file in :attr:`path`; after the block it is durable, and has its mark."""
         path = f"{self.path.rstrip('/')}/{name}"
         target = Upload(path) if is_url(path) else DiskFile(path, self._direct)
-        with AlignedFile(target, self._buffer_bytes) as file:
+        buffers, self._buffers = self._buffers or make_buffers(self._buffer_bytes), []
+        with AlignedFile(target, buffers) as file:
             try:
                 yield file
             except RuntimeError:
                 file.raise_error()  # and not what torch's archive writer raises about positions while it unwinds
                 raise
             self._marks[name] = file.finish()
+        self._buffers = buffers
         if target.refused:
             self._direct = False
             if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a machine would log the same

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import stagereg.checkpoint.storage.aligned as aligned
 from stagereg.checkpoint import checksum
 from stagereg.checkpoint.manifest import FileMark
-from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, DiskFile
+from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, DiskFile, make_buffers
 from stagereg.checkpoint.store.checkpoint_store import mark_file
 
 BUFFER = 2 * PAGE
@@ -45,7 +45,10 @@ def test_the_file_has_the_bytes_in_order_and_a_right_mark(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "file"
     expected = bytearray()
-    with mock.patch.object(aligned, "_STRAIGHT_BYTES", PAGE), AlignedFile(DiskFile(str(path), direct), BUFFER) as file:
+    with (
+        mock.patch.object(aligned, "_STRAIGHT_BYTES", PAGE),
+        AlignedFile(DiskFile(str(path), direct), make_buffers(BUFFER)) as file,
+    ):
         for seed, (how, size, at) in enumerate(steps):
             assert file.tell() == len(expected)
             data: bytes = pattern(size, seed)
@@ -66,7 +69,7 @@ def test_the_file_has_the_bytes_in_order_and_a_right_mark(
 
 def write_some(path: Path) -> DiskFile:
     disk = DiskFile(str(path), direct=True)
-    with AlignedFile(disk, BUFFER) as file:
+    with AlignedFile(disk, make_buffers(BUFFER)) as file:
         file.write(pattern(5 * PAGE + 7, 1))
         assert file.finish() == mark_file(path)
     assert path.read_bytes() == pattern(5 * PAGE + 7, 1)
@@ -89,7 +92,7 @@ def test_large_memory_is_written_from_where_it_lies(
     monkeypatch.setattr(os, "pwrite", pwrite)
     memory = mmap(-1, 3 << 20)
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    with AlignedFile(DiskFile(str(tmp_path / "file"), direct), BUFFER) as file:
+    with AlignedFile(DiskFile(str(tmp_path / "file"), direct), make_buffers(BUFFER)) as file:
         file.write(b"head")
         file.align(address + 100, len(memory) - 100)
         file.write_memory(memoryview(memory)[100:])
@@ -143,7 +146,7 @@ def test_a_failed_write_is_the_systems_error_with_the_path(
     before = os.listdir("/proc/self/fd"), threading.active_count()
     monkeypatch.setattr(os, call, full)
     with pytest.raises(OSError, match="No space left") as caught:  # noqa: PT012, SIM117
-        with AlignedFile(DiskFile(str(tmp_path / "file"), direct=True), BUFFER) as file:
+        with AlignedFile(DiskFile(str(tmp_path / "file"), direct=True), make_buffers(BUFFER)) as file:
             for _ in range(9):
                 file.write(bytes(PAGE))
             file.finish()

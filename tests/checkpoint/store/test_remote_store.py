@@ -22,7 +22,7 @@ import stagereg.checkpoint.store.object_store as objects
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.manifest import Checkpoint, FileMark
-from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, Upload
+from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, Upload, make_buffers
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.remote_store import RemoteStore
@@ -345,7 +345,7 @@ def test_the_stores_error_is_reported_not_torchs(
 def test_an_upload_left_with_an_error_is_given_up(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given_up: list[MemoryFile] = []
     monkeypatch.setattr(MemoryFile, "discard", lambda self: given_up.append(self))
-    with pytest.raises(ZeroDivisionError), AlignedFile(Upload(f"{url}/x"), PAGE) as upload:  # noqa: PT012
+    with pytest.raises(ZeroDivisionError), AlignedFile(Upload(f"{url}/x"), make_buffers(PAGE)) as upload:  # noqa: PT012
         upload.write(b"half")
         raise ZeroDivisionError
     assert len(given_up) == 1
