@@ -145,15 +145,15 @@ class _Work:
         self.planner.set_up_planner(
             {name: copy[name] for name in copy if name != SAMPLES}, storage.storage_meta(), is_first
         )
-        parts = (part for x in self.planner.state_dict.values() for part in _parts(x))
-        save.nbytes = sum(part.nbytes for part in parts) - sum(x.nbytes for x in copy.get(own, {}).values())
         takes_more = "kwargs" in inspect.signature(storage.set_up_storage_writer).parameters  # as torch asks
         more = {"rank": self._ranks.rank, "use_collectives": True} if takes_more else {}
         storage.set_up_storage_writer(is_first, **more)
         plan = storage.prepare_local_plan(self.planner.create_local_plan())
         if plan is not self._to.plan:
+            parts = (part for x in self.planner.state_dict.values() for part in _parts(x))
+            self._to.nbytes = sum(part.nbytes for part in parts) - sum(x.nbytes for x in copy.get(own, {}).values())
             self._to.plan, self._to.sent = plan, [plan] if self._ranks.size == 1 else split(plan, self._ranks.rank)
-        self._plans = self._to.sent
+        self._plans, save.nbytes = self._to.sent, self._to.nbytes
         save.at = WAITING
         digests = self.entries.digests(self._to.before)
         sent = _Prepared(save.step, True, save.follows, save.taken, digests, save.shares_of)

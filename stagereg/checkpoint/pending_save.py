@@ -53,6 +53,7 @@ class SaveTarget:
         self.planner = StatePlanner()
         self.plan: SavePlan | None = None  # what this rank would have written in the last save
         self.sent: list[SavePlan] = []  # the same, as it is sent
+        self.nbytes = 0  # of the tensors in it, without the states of generators
         self.dealt: SavePlan | None = None  # what it was told to write
         self.before: dict[str, Encoded] = {}  # the structures that this rank had in the last save
         self.entries: Structures = {}  # on rank 0: those that ranks had

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import marshal
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
@@ -56,6 +57,7 @@ class StatePlanner(DefaultSavePlanner):
         self.parts: Mapping[str, Part | None] = {}
         self._names: dict[tuple[str | int, ...], str] = {}  # of the leaves, by what leads to them
         self._planned: tuple[object, SavePlan] | None = None  # what was planned last, and how
+        self._archives: dict[str, tuple[bytes, bytes]] = {}  # of plain values: what they were, and as torch saves them
 
     @without_gc()
     def set_up_planner(
@@ -94,7 +96,7 @@ class StatePlanner(DefaultSavePlanner):
             items.append(WriteItem(MetadataIndex(name, data.chunk.offsets), item_type, tensor_data=data))
         items += create_default_local_save_plan(others, self.is_coordinator).items
         plan = SavePlan(items, planner_data=self.mappings)
-        self._planned = given, plan
+        self._planned, self._archives = (given, plan), {}
         return plan
 
     @without_gc()
@@ -142,9 +144,18 @@ class StatePlanner(DefaultSavePlanner):
         return plans, Metadata(found, planner_data=mappings)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return what an item stands for."""
-        value = self.state_dict.get(write_item.index.fqn)
-        return value if type(value) is torch.Tensor else super().resolve_data(write_item)
+        """Return what an item stands for. Plain values that are as before are not pickled anew."""
+        name = write_item.index.fqn
+        value = self.state_dict.get(name)
+        if type(value) is torch.Tensor:
+            return value
+        try:
+            shown = marshal.dumps(value, 2)  # equal for exactly the same plain data
+        except ValueError:
+            return super().resolve_data(write_item)
+        if self._archives.get(name, (b"",))[0] != shown:
+            self._archives[name] = shown, cast("io.BytesIO", super().resolve_data(write_item)).getvalue()
+        return io.BytesIO(self._archives[name][1])
 
 
 def _expect_whole(name: str, tensor: TensorStorageMetadata) -> None:

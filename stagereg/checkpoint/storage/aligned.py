@@ -268,7 +268,7 @@ class AlignedFile:
 
 
 def make_buffers(nbytes: int) -> list[memoryview]:
-    """Return two new buffers of ``nbytes``, a multiple of a page. Touching them for the first time takes milliseconds."""
+    """Return two new buffers of ``nbytes``, a multiple of a page; to touch them first takes milliseconds."""
     return [_buffer(nbytes) for _ in range(2)]
 
 

@@ -65,19 +65,16 @@ class _Block:
 
     def address_in(self, planner: SavePlanner) -> int | None:
         """Return the address of the block where ``planner``'s copy has these tensors so; ``None`` if there is none."""
-        address = 0
-        for begin, _, item, around in self.tensors:
-            x = planner.resolve_data(item)
-            if not isinstance(x, torch.Tensor) or x.is_conj() or x.is_neg():
-                return None
-            if not address:
-                padding = padding_around(x)
-                if padding is None or _layout(padding) != _layout(self._padding):
-                    return None
-                address = padding.address
-            if not x.is_contiguous() or x.data_ptr() - address != begin + len(around.head):
-                return None
-        return address
+        data = [planner.resolve_data(each.item) for each in self.tensors]
+        tensors = [x for x in data if isinstance(x, torch.Tensor)]
+        if len(tensors) < len(data) or not all(map(torch.Tensor.is_contiguous, tensors)):
+            return None
+        padding = padding_around(tensors[0])
+        if padding is None or _layout(padding) != _layout(self._padding):
+            return None
+        places = [padding.address + each.begin + len(each.around.head) for each in self.tensors]
+        is_lazy = any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors))
+        return padding.address if [*map(torch.Tensor.data_ptr, tensors)] == places and not is_lazy else None
 
     def put_around(self, address: int) -> None:
         """Put head and tail around each tensor, in the block at ``address``."""
