@@ -3,6 +3,9 @@
 A forward pass is Python that starts many short operations, so a second thread that runs Python makes it wait for the
 interpreter's lock again and again; of a save that begins there training loses twice as much. The backward pass is one
 call into C++. Whether a thread is in it shows in its stack, for whichever model, wrapper or schedule of stages.
+
+It needs the lock now and then even so, to free what the forward pass kept, and Python hands it over every 5 ms only. So
+while a save is written, threads take :func:`short_turns`.
 """
 
 from __future__ import annotations
@@ -10,16 +13,32 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import CodeType, FrameType
 
 import torch
 
-__all__ = ["wait_for_backward"]
+__all__ = ["short_turns", "wait_for_backward"]
 
 _LOOK_S = 0.002
+_TURN_S = 0.0002
 _DEEPEST = 64  # frames above the call: hooks of tensors and modules
 # Where all ways into autograd meet; another torch may not have it.
 _BACKWARD: CodeType | None = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
+
+
+@contextmanager
+def short_turns() -> Generator[None, None, None]:
+    """Have a thread that waits for the interpreter get it after 0.2 ms, unless the program wants that sooner."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _TURN_S))
+    short = sys.getswitchinterval()
+    try:
+        yield
+    finally:
+        if sys.getswitchinterval() == short:  # and nobody has set it meanwhile
+            sys.setswitchinterval(before)
 
 
 def wait_for_backward(thread: int, hurried: threading.Event, limit_s: float) -> None:

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 import stagereg.checkpoint.rng as rng
 import stagereg.record as record
-from stagereg.checkpoint.backward import wait_for_backward
+from stagereg.checkpoint.backward import short_turns, wait_for_backward
 from stagereg.checkpoint.entries import rng_name
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.index import INDEX, describe_tensors, make_index
@@ -76,7 +76,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
     to, ranks, work = save.to, save.to.ranks, _Work(save)
     failing = f"Step {save.step} was not saved"
     try:
-        with within(_TRYING * (save.until - time.monotonic())):
+        with within(_TRYING * (save.until - time.monotonic())), short_turns():
             work.take(to.plans.round_trip(ranks, failing, work.prepare, work.share_out))
             began = record.now()
             nbytes = to.results.round_trip(ranks, failing, work.write, work.commit)

@@ -36,6 +36,8 @@ class WriteGuard:
     def __init__(self, before_write: Callable[[], None]) -> None:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._addresses: list[int] = []  # of the tensors that were looked at last
+        self._owned: dict[tuple[int, int], int] = {}
         seen, captured, reference = self._optimizers, self._captured, weakref.WeakMethod(before_write)
 
         def call() -> None:
@@ -62,12 +64,17 @@ class WriteGuard:
     def owned(self) -> dict[tuple[int, int], int]:
         """Return device index and address -> bytes of each tensor that only a known optimizer writes.
 
+        It is the same object as long as their addresses are the same ones.
+
         None of an optimizer that a CUDA graph has captured: it may write without calling back.
         """
         announced = [optimizer for optimizer in list(self._optimizers) if optimizer not in self._captured]
         found = [x for optimizer in announced for x in _written_by(optimizer)]
-        places = zip(map(torch.Tensor.get_device, found), map(torch.Tensor.data_ptr, found), strict=True)
-        return dict(zip(places, [x.nbytes for x in found], strict=True))
+        addresses = [*map(torch.Tensor.data_ptr, found)]
+        if addresses != self._addresses:
+            places = zip(map(torch.Tensor.get_device, found), addresses, strict=True)
+            self._addresses, self._owned = addresses, dict(zip(places, [x.nbytes for x in found], strict=True))
+        return self._owned
 
     def close(self) -> None:
         """Call back no more. Twice is harmless."""

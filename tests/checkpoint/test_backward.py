@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import stagereg.checkpoint.committing as committing
-from stagereg.checkpoint.backward import wait_for_backward
+from stagereg.checkpoint.backward import short_turns, wait_for_backward
 from stagereg.checkpoint.checkpointer import Checkpointer
 
 LONG_S = 60.0
@@ -106,3 +107,28 @@ def test_a_save_nobody_waits_for_is_written_all_the_same(tmp_path: Path) -> None
         while not (tmp_path / "latest").exists() and time.monotonic() < until:
             time.sleep(0.01)
         assert (tmp_path / "latest").exists()
+
+
+def test_threads_take_short_turns_while_a_save_is_written_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, seen = sys.getswitchinterval(), []
+    monkeypatch.setattr(committing, "wait_for_backward", lambda *_: seen.append(sys.getswitchinterval()))
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(2)})
+        checkpointer.wait()
+    assert seen[0] < before / 10
+    assert sys.getswitchinterval() == before
+
+
+def test_a_turn_that_the_program_sets_during_a_save_stays() -> None:
+    before = sys.getswitchinterval()
+    try:
+        with short_turns():
+            sys.setswitchinterval(0.01)
+        assert sys.getswitchinterval() == pytest.approx(0.01)
+        sys.setswitchinterval(0.0001)
+        with short_turns():
+            assert sys.getswitchinterval() == pytest.approx(0.0001)
+    finally:
+        sys.setswitchinterval(before)
