@@ -1,4 +1,7 @@
-"""How all ranks together write and commit a save, in two exchanges. Both are needed:
+"""How all ranks together write and commit a save, in two exchanges, or three. Each is needed:
+
+0. In a save in which ranks compare: every rank sends checksums of all that it has; rank 0 answers who has the same.
+   Without it a rank would write a share of what another one has not.
 
 1. Before any file: every rank sends that it has staged and what it would write; rank 0 answers which rank writes what.
    Without it a rank would write for nothing, or two ranks the same.
@@ -15,7 +18,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -28,6 +32,7 @@ from torch.distributed.tensor import DTensor
 import stagereg.checkpoint.rng as rng
 import stagereg.record as record
 from stagereg.checkpoint.backward import short_turns, wait_for_backward
+from stagereg.checkpoint.encoding import walk
 from stagereg.checkpoint.entries import rng_name
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.index import INDEX, describe_tensors, make_index
@@ -35,7 +40,18 @@ from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.merging import Asked, EntryDigests, Merging, RankEntries, Sent, groups_in
 from stagereg.checkpoint.pending_save import PendingSave
 from stagereg.checkpoint.rank_group import DisagreementError
-from stagereg.checkpoint.sharing import SAMPLES, shares
+from stagereg.checkpoint.sharing import (
+    SAMPLES,
+    Comparison,
+    EntryContents,
+    Replicas,
+    Shares,
+    compare,
+    content_digests,
+    cut,
+    expect_alike,
+    shares,
+)
 from stagereg.checkpoint.state_planner import by_number, from_numbers, joined, name_for_each, split
 from stagereg.checkpoint.storage.protocol import ArchiveResult, Storage, TensorResult
 from stagereg.checkpoint.store.retry import within
@@ -46,6 +62,7 @@ __all__ = ["WAITING", "write_and_commit"]
 WAITING = "waiting for the others"
 """What a rank that has done its part is doing."""
 
+_COMPARING = -1  # in place of the number of the save in which ranks have compared
 _TRYING = 0.5  # of the time-out; the rest is for clearing away and reporting
 _CALM_S = 2.0  # how long one waits for a moment at which training hardly notices
 
@@ -57,8 +74,10 @@ class _Prepared(NamedTuple):
     called: bool = True
     follows: bool = False
     taken: Mapping[str, int] = {}
-    digests: EntryDigests = EntryDigests({}, {}, {}, {})
     shares_of: int | None = None
+    contents: Mapping[tuple[str, bytes], bytes] = {}
+    digests: EntryDigests = EntryDigests({}, {}, {})
+    differing: Sequence[EntryContents] = ()
 
 
 _Written: TypeAlias = tuple[dict[str, FileMark], Sent]
@@ -77,19 +96,21 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
     failing = f"Step {save.step} was not saved"
     try:
         with within(_TRYING * (save.until - time.monotonic())), short_turns():
-            work.take(to.plans.round_trip(ranks, failing, work.prepare, work.share_out))
+            answer = to.plans.round_trip(ranks, failing, work.prepare, work.share_out)
+            if save.compares:
+                answer = to.plans.round_trip(ranks, failing, partial(work.prepare_shares, answer), work.share_out)
+            work.take(answer)
             began = record.now()
             nbytes = to.results.round_trip(ranks, failing, work.write, work.commit)
             to.store.appeared()
             failpoint("ended")
         to.before = work.entries.structures
-        if save.replicas is not None and save.compares:
-            alike = {name: of for name, of in work.asked.replicas.items() if name in save.replicated}
-            save.replicas.agree(save.number, shares(work.entries.contents, alike))
+        if save.replicas is not None:
+            save.replicas.end(save.number, save.shares if save.compares else None)
     except BaseException:
         to.forget()
         if save.replicas is not None:
-            save.replicas.forget(save.number)
+            save.replicas.end(save.number, failed=True)
         if ranks.rank == 0:
             with within(save.until - time.monotonic()):
                 to.store.discard(work.path)
@@ -111,6 +132,7 @@ class _Work:
 
     entries: RankEntries
     asked: Asked
+    _copy: dict[str, Any]  # what this rank writes of what it has staged
     _plans: list[SavePlan]  # what this rank would write
     _more: list[SavePlan]  # that again, if it was not sent before the files
     _results: list[WriteResult]
@@ -123,12 +145,11 @@ class _Work:
         self._token = save.to.next_token()
         self.path = save.to.store.temporary(save.step, self._token)
         self.planner = save.to.planner
-        self.planner.parts = save.parts
         self._metadata: Metadata | None = None
 
     def prepare(self) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
-        """Return that this rank has staged, and what it would write."""
-        save, storage = self._save, self._to.storage
+        """Return that this rank has staged, and what it would write, or what it compares before."""
+        save = self._save
         if save.missed:
             return _Prepared(save.step, False), (), ()
         save.at = "waiting for its copy"
@@ -137,11 +158,44 @@ class _Work:
         copy = dict(_expect_whole(save, save.copy()))
         if (own := rng_name(self._ranks.rank)) in copy:
             copy[own] = rng.as_tensors(copy[own])
-        self.entries = RankEntries(copy, save.buffers)  # refuses what cannot be saved
+        self._copy = self._cut(copy) if save.shares is None and save.replicas is not None else copy
+        self.entries = RankEntries(self._copy, save.buffers if save.compares else None)  # refuses what cannot be saved
         failpoint("staged")
+        if not save.compares:
+            return self._plan(save.shares)
+        save.at = WAITING
+        contents = self.entries.contents
+        sent = _Prepared(save.step, True, save.follows, save.taken, _COMPARING, content_digests(contents))
+        return sent, [{kind: [piece.name for piece in each.pieces] for kind, each in contents.items()}], ()
+
+    def _cut(self, copy: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's shares of a copy that was not cut when it was staged; all of it, if ranks compare."""
+        save = self._save
+        save.nbytes = self._nbytes(copy, (x for _, x in walk(copy)))
+        found = cast("Replicas", save.replicas).cut(save.number, copy)
+        save.compares = found is None
+        copy, save.shares = found or (copy, None)
+        return copy
+
+    def prepare_shares(self, compared: Comparison) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
+        """Return what this rank would write, once it knows what others have as well."""
+        save, contents = self._save, self.entries.contents
+        places = {kind: place for kind, place in compared.places.items() if kind[0] in save.replicated}
+        save.shares = shares(save.number, contents, places, compared.mixed)
+        if (found := cut(self._copy, save.shares)) is None:  # a holder that is no mapping by text
+            save.shares, found = Shares(save.number, {}, {}, {}), self._copy
+        self._copy = found
+        return self._plan(save.shares, [contents[kind] for kind in compared.differing])
+
+    def _plan(
+        self, own: Shares | None, differing: Sequence[EntryContents] = ()
+    ) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
+        save, storage, copy = self._save, self._to.storage, self._copy
+        del self._copy
         save.at = "preparing its files"
         storage.reset(self.path)
         is_first = self._ranks.rank == 0
+        self.planner.parts = {} if own is None else own.parts
         self.planner.set_up_planner(
             {name: copy[name] for name in copy if name != SAMPLES}, storage.storage_meta(), is_first
         )
@@ -150,19 +204,26 @@ class _Work:
         storage.set_up_storage_writer(is_first, **more)
         plan = storage.prepare_local_plan(self.planner.create_local_plan())
         if plan is not self._to.plan:
-            parts = (part for x in self.planner.state_dict.values() for part in _parts(x))
-            self._to.nbytes = sum(part.nbytes for part in parts) - sum(x.nbytes for x in copy.get(own, {}).values())
+            self._to.nbytes = self._nbytes(copy, self.planner.state_dict.values())
             self._to.plan, self._to.sent = plan, [plan] if self._ranks.size == 1 else split(plan, self._ranks.rank)
-        self._plans, save.nbytes = self._to.sent, self._to.nbytes
+        self._plans = self._to.sent
+        save.nbytes = self._to.nbytes if save.nbytes is None else save.nbytes
         save.at = WAITING
         digests = self.entries.digests(self._to.before)
-        sent = _Prepared(save.step, True, save.follows, save.taken, digests, save.shares_of)
+        of = None if own is None else own.of
+        sent = _Prepared(save.step, True, save.follows, save.taken, of, {}, digests, differing)
         return sent, (*self._plans, (save.follows, self.entries.kinds)), ()
 
-    def share_out(
-        self, prepared: Sequence[_Prepared], lasting: Sequence[Sequence[Any]] | None
-    ) -> list[tuple[Any, Asked]]:
-        """Return what each rank writes, ``None`` for the same as in the save before, and what it is asked for."""
+    def _nbytes(self, copy: Mapping[str, Any], leaves: Iterable[Any]) -> int:
+        """Return the bytes of tensor data in a copy, without this rank's random number generators."""
+        own: Mapping[str, torch.Tensor] = copy.get(rng_name(self._ranks.rank), {})
+        return sum(part.nbytes for x in leaves for part in _parts(x)) - sum(x.nbytes for x in own.values())
+
+    def share_out(self, prepared: Sequence[_Prepared], lasting: Sequence[Sequence[Any]] | None) -> Sequence[Any]:
+        """Return what each rank writes, ``None`` for the same as in the save before, and what it is asked for.
+
+        If they compare before that, return the :class:`.Comparison` of each.
+        """
         steps = [each.step for each in prepared]
         _expect_all_called(self._save.step, prepared)
         if len(set(steps)) > 1:
@@ -175,9 +236,12 @@ class _Work:
                 "The ranks disagree on which of them writes which part of the shared state. Nothing was written; the "
                 "next save compares it anew."
             )
+        if prepared[0].shares_of == _COMPARING:
+            return compare([each.contents for each in prepared], [names for [names] in lasting or ()])
         # Of what several ranks have alike the first one's is stored: numbers are stale on one that has left its loop.
         self._follows = [rank for rank, each in enumerate(prepared) if each.follows]
         self._order = sorted(range(len(prepared)), key=lambda rank: prepared[rank].follows)
+        expect_alike({rank: prepared[rank].differing for rank in self._order})
         self._merging = Merging([each.digests for each in prepared], self._order, self._follows, self._to.entries)
         asked = self._merging.ask()
         if lasting is None:

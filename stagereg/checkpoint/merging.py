@@ -3,8 +3,8 @@
 Each rank has encoded the structure of its own (:mod:`.encoding`), and sends a digest of it; of alike ones rank 0 asks
 for one, and for none that it has from the save before. One that it does not have is sent as a whole, or by its
 :class:`Changes` to one that it has: a learning rate that a schedule sets is a few bytes between the names of all
-parameters. Where ranks compare (:mod:`.sharing`), the same goes for their tensors. Mappings are joined, key by key. A
-plain value that differs between ranks, such as a loss or a position in the data, is kept for each of them::
+parameters. Mappings are joined, key by key. A plain value that differs between ranks, such as a loss or a position in
+the data, is kept for each of them::
 
     {"type": "per_rank", "value": {"0": 0.25, "1": 0.5}}
 
@@ -14,14 +14,13 @@ In the state of an optimizer that is refused: there it means that the ranks trai
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import stagereg.checkpoint.sharing as sharing
 from stagereg.checkpoint.encoding import PER_RANK, Encoded, encode
 from stagereg.checkpoint.optimizer_state import groups_of
-from stagereg.checkpoint.sharing import EntryContents, Place, alike, digest
+from stagereg.checkpoint.sharing import alike, digest
 from stagereg.errors import CheckpointError, name_ranks
 
 __all__ = ["Asked", "Changes", "EntryDigests", "Merging", "RankEntries", "Sent", "Structures", "groups_in", "merge"]
@@ -32,34 +31,22 @@ _BETWEEN = ", "  # the parts of a text; JSON has it between the items of contain
 
 
 class EntryDigests(NamedTuple):
-    """What a rank sends of its entries first: digests of their structures, and what the ranks compare.
+    """What a rank sends of its entries first: digests of their structures.
 
     Attributes:
         structures: by name.
         before: of those that have changed, their digests in the save before.
-        contents: of their tensors, in a save in which ranks compare.
         samples: of what ranks share.
     """
 
     structures: dict[str, bytes]
     before: dict[str, bytes]
-    contents: dict[tuple[str, bytes], bytes]
     samples: dict[str, int]
 
 
-class Asked(NamedTuple):
-    """What rank 0 asks a rank for, and tells it.
-
-    Attributes:
-        structures: the names of entries, each with the digest of what it may send :class:`Changes` to; else empty.
-        comparisons: the names of entries of which other ranks have other tensors, each with the layout in which they
-            do, as :meth:`.EntryContents.digests` has it.
-        replicas: of those that have the same of an entry, the rank's place.
-    """
-
-    structures: dict[str, bytes]
-    comparisons: dict[str, bytes]
-    replicas: dict[str, Place]
+Asked: TypeAlias = dict[str, bytes]
+"""The entries of which rank 0 asks a rank for the structure, each with the digest of what it may send :class:`Changes`
+to; else empty."""
 
 
 class Changes(NamedTuple):
@@ -84,11 +71,8 @@ class Changes(NamedTuple):
         return before._replace(text=_BETWEEN.join(parts))
 
 
-class Sent(NamedTuple):
-    """What a rank was asked for."""
-
-    structures: dict[str, Encoded | Changes]
-    comparisons: list[EntryContents]
+Sent: TypeAlias = dict[str, Encoded | Changes]
+"""The structures that a rank was asked for."""
 
 
 class RankEntries:
@@ -100,7 +84,7 @@ class RankEntries:
 
     Attributes:
         structures: of each entry.
-        contents: of each entry, in a save in which ranks compare.
+        contents: of each entry's tensors, in a save in which ranks compare.
         kinds: a digest of the objects in them, and the groups of optimizers.
 
     Raises:
@@ -120,18 +104,16 @@ class RankEntries:
         return EntryDigests(
             {name: digest(each) for name, each in self.structures.items()},
             {name: digest(each) for name, each in changed.items()},
-            {key: value for name, each in self.contents.items() for key, value in each.digests(name).items()},
             self._samples,
         )
 
     def answer(self, asked: Asked, before: Mapping[str, Encoded]) -> Sent:
         """Return what rank 0 asks for."""
-        structures: dict[str, Encoded | Changes] = {}
-        for name, base in asked.structures.items():
+        sent: Sent = {}
+        for name, base in asked.items():
             own = self.structures[name]
-            structures[name] = (Changes.between(before[name], own) if base else None) or own
-        each = ((self.contents[name], layout) for name, layout in asked.comparisons.items())
-        return Sent(structures, [contents if layout else contents.plain for contents, layout in each])
+            sent[name] = (Changes.between(before[name], own) if base else None) or own
+        return sent
 
 
 class Merging:
@@ -161,34 +143,24 @@ class Merging:
             CheckpointError: ranks that share an entry have drifted apart.
         """
         sharing.expect_samples_alike([each.samples for each in self._digests])
-        asked = [Asked({}, {}, {}) for _ in self._digests]
+        asked: list[Asked] = [{} for _ in self._digests]
         for (name, own), (rank, *_) in self._alike.items():
             if (name, own) not in self._before:
                 base = self._digests[rank].before.get(name, b"")
-                asked[rank].structures[name] = base if (name, base) in self._before else b""
-        contents = alike([each.contents for each in self._digests], range(len(asked)))
-        kinds = Counter(key for key, _ in contents)
-        for (key, _), ranks in contents.items():
-            if kinds[key] > 1:
-                mine = asked[ranks[0]].comparisons
-                mine[key[0]] = mine.get(key[0]) or key[1]
-            for number, rank in enumerate(ranks if key[1] else ()):
-                asked[rank].replicas[key[0]] = Place(ranks[0], len(ranks), number)
+                asked[rank][name] = base if (name, base) in self._before else b""
         return asked
 
     def put_together(self, sent: Sequence[Sent]) -> dict[str, Encoded]:
         """Return one structure of each entry.
 
         Raises:
-            CheckpointError: as :func:`merge`; ranks have different tensors of one name; or what a rank has sent is not
-                what it has.
+            CheckpointError: as :func:`merge`; or what a rank has sent is not what it has.
         """
-        sharing.expect_alike({rank: sent[rank].comparisons for rank in self._order})
         parts: dict[str, list[tuple[Encoded, list[int]]]] = {}
         for (name, own), ranks in self._alike.items():
             found = self._before.get((name, own))
             if found is None:
-                found = self._completed(name, sent[ranks[0]].structures[name])
+                found = self._completed(name, sent[ranks[0]][name])
                 if found is None or digest(found) != own:
                     raise CheckpointError(
                         f"What {name_ranks(ranks[:1])} sent of {name!r} does not match the digest it sent first. "

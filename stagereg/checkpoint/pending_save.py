@@ -23,7 +23,7 @@ from stagereg.checkpoint.logged_metrics import LoggedMetrics
 from stagereg.checkpoint.manifest import Checkpoint
 from stagereg.checkpoint.merging import Structures
 from stagereg.checkpoint.rank_group import RankGroup
-from stagereg.checkpoint.sharing import Part, Replicas
+from stagereg.checkpoint.sharing import Replicas, Shares
 from stagereg.checkpoint.state_planner import StatePlanner
 from stagereg.checkpoint.storage.protocol import Storage, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -90,13 +90,12 @@ class PendingSave:
     stager: str = ""  # its class
     follows: bool = False  # this rank has left its loop, and saves since others do
     taken: Mapping[str, int] = field(default_factory=dict)  # steps that each optimizer and schedule has taken
-    replicas: Replicas | None = None  # that is given what the ranks have alike
+    replicas: Replicas | None = None  # that decides which shares of what the ranks have alike are written
     number: int = 0  # among the saves of this run
-    compares: bool = False  # whether ranks compare what they have
-    buffers: Collection[str] | None = None  # if this rank takes part in that: tensors in which they may differ
+    compares: bool = False  # whether ranks compare what they have; known when its turn has come
+    buffers: Collection[str] | None = None  # if this rank can take part in that: tensors in which they may differ
     replicated: Collection[str] = ()  # entries of which ranks may have a share
-    parts: Mapping[str, Part | None] = field(default_factory=dict)  # where what this rank has a share of lies
-    shares_of: int | None = None  # the number of the save in which ranks compared what they share now
+    shares: Shares | None = None  # that the copy has in place of what ranks have alike
     began: float = 0.0  # when the stager was asked to copy
     copied: float = 0.0  # when the copy was complete; 0 as long as that is not known
     nbytes: int | None = None  # of the copy's tensor data, once it is there

@@ -100,7 +100,7 @@ class Saver:
         save = PendingSave(a_step(step), self._target, follows=follows, taken={**schedules, **self._taken})
         self.saved = step
         self._target.metrics.begin(step)
-        save.replicas, save.number = self._replicas, self._replicas.begin()
+        self._number(save)
         try:
             self._background.admit(save)
             self._stage(save)
@@ -161,16 +161,23 @@ class Saver:
 
     def miss(self, step: int) -> None:
         """Have the other ranks know that this one does not save ``step``; on any thread."""
-        self._background.submit(PendingSave(step, self._target, missed=True))
+        save = PendingSave(step, self._target, missed=True)
+        self._number(save)
+        self._background.submit(save)
         self._schedule.held(step, 0.0)
+
+    def _number(self, save: PendingSave) -> None:
+        if self._target.ranks.size > 1:
+            save.replicas, save.number = self._replicas, self._replicas.begin()
 
     def _share(self, save: PendingSave, captured: dict[str, Any]) -> dict[str, Any]:
         """Return what this rank stages of what it has, and note what the save has to know of it."""
-        if not save.compares:
-            captured, save.parts, save.shares_of = self._replicas.cut(save.number, captured)
+        if (found := self._replicas.cut(save.number, captured)) is not None:
+            captured, save.shares = found
         elif not save.follows:
             state = self.state or {}
-            save.buffers, save.replicated = entries.buffers(state), entries.replicated(state)
+            save.buffers = entries.buffers(state)
+            save.replicated = entries.replicated(state) if self._replicas.share else ()
         return captured
 
     def look_for_hang(self) -> None:
@@ -198,7 +205,6 @@ class Saver:
             at, positions = self._positions
             for name, position in positions.items() if at == save.step else ():
                 captured[entries.rank_name(name, ranks.rank)] = position
-            save.compares = self._replicas.compares(save.number)
             if ranks.size > 1:
                 captured = self._share(save, captured)
             save.began = record.now()

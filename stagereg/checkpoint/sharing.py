@@ -1,11 +1,12 @@
-"""What several ranks have alike: found by comparing, and then each stages and writes a share of it.
+"""What several ranks have alike: found by comparing, and then each writes a share of it, and stages no more than that.
 
-Under DDP all ranks have the same parameters and optimizer state, under HSDP those that hold the same shards. Nothing
-declares that, so a save in which ranks compare, the first one and every ``verify_replicas``-th, has checksums of the
-bytes of each tensor. What has one name and is not alike is refused: of two values one would be lost without a word.
-Ranks whose entry is alike are a group of replicas, and from the second save after that on each of them has a share:
-the bytes of the entry in order, cut at rows into as many parts as there are ranks. Large tensors are cut, small ones
-stay whole. Buffers are no part of it, since replicas may drift there (running statistics): of them the lowest rank's is
+Under DDP all ranks have the same parameters and optimizer state, under HSDP those that hold the same shards, under
+tensor parallelism what is not split. Nothing declares that, so in the first save and every ``verify_replicas``-th one
+ranks stage all that they have, and compare checksums of the bytes before they write. What has one name and is not alike
+is refused: of two values one would be lost without a word. Ranks that have the same parts of the tensors of an entry,
+or the same whole ones, are a group of replicas, and each writes a share: the bytes in order, cut at rows into as many
+parts as there are ranks. Large tensors are cut, small ones stay whole. From the next save on a rank stages its share
+alone. Buffers are no part of it, since replicas may drift there (running statistics): of them the lowest rank's is
 stored. Every save carries which comparison its shares are of, so ranks never put together shares of different ones; and
 a few elements of what is shared from each rank, which find out at once where ranks have begun to train apart.
 """
@@ -15,8 +16,11 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import itertools
+import math
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -29,13 +33,18 @@ from stagereg.kernel.memory import view_of
 
 __all__ = [
     "SAMPLES",
+    "Comparison",
     "EntryContents",
+    "Kind",
     "Part",
     "Place",
     "Replicas",
     "Shares",
     "alike",
+    "compare",
+    "content_digests",
     "contents",
+    "cut",
     "digest",
     "expect_alike",
     "expect_samples_alike",
@@ -61,6 +70,10 @@ class Part(NamedTuple):
     whole: torch.Size
 
 
+Kind: TypeAlias = tuple[str, bool]
+"""Of tensors: those of one entry that are whole on the ranks that have them, or those that are split."""
+
+
 class HeldTensor(NamedTuple):
     """What a rank has of one tensor, but for its bytes."""
 
@@ -68,6 +81,7 @@ class HeldTensor(NamedTuple):
     part: Part
     shape: torch.Size
     dtype: torch.dtype
+    nbytes: int  # that ranks have of it on the average; the same on all of them
     tied: int  # to the piece with that number; its own number if to none
 
     @property
@@ -75,14 +89,9 @@ class HeldTensor(NamedTuple):
         """Its dotted name."""
         return ".".join(map(str, self.path))
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the rank has all of the tensor."""
-        return self.shape == self.part.whole
-
 
 class EntryContents(NamedTuple):
-    """What a rank has of one entry.
+    """What a rank has of one kind of tensors of an entry.
 
     Attributes:
         pieces: of its tensors.
@@ -91,20 +100,6 @@ class EntryContents(NamedTuple):
 
     pieces: list[HeldTensor]
     checksums: list[int]
-
-    @property
-    def plain(self) -> EntryContents:
-        """What the rank has as a whole."""
-        pairs = [pair for pair in zip(self.pieces, self.checksums, strict=True) if pair[0].is_whole]
-        return EntryContents([piece for piece, _ in pairs], [checksum for _, checksum in pairs])
-
-    def digests(self, name: str) -> dict[tuple[str, bytes], bytes]:
-        """Return the digests in which replicas must agree, by the name of the entry and the layout.
-
-        Of the tensors that this rank has whole, with an empty layout; and of all that it has.
-        """
-        found, plain = {(name, digest(self.pieces)): digest(self)}, self.plain
-        return found | {(name, b""): digest(plain)} if plain.pieces else found
 
 
 class Cut(NamedTuple):
@@ -128,29 +123,49 @@ class Cut(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What one rank stages of each entry.
+    """What one rank stages and writes of what others have as well.
 
     Attributes:
-        cuts: by the names of entries.
-        parts: where it lies in the whole by dotted name; ``None`` for what others stage.
-        first: of the ranks that share an entry, the lowest.
+        of: the number of the save in which that was found.
+        cuts: by kind.
+        parts: where it lies in the whole by dotted name; ``None`` for what others write.
+        first: of the ranks that share a kind, the lowest.
     """
 
-    cuts: dict[str, list[Cut]]
+    of: int
+    cuts: dict[Kind, list[Cut]]
     parts: dict[str, Part | None]
-    first: dict[str, int]
+    first: dict[Kind, int]
 
 
 class Place(NamedTuple):
-    """Of a rank among those that have the same of an entry: their first, how many there are, and its number."""
+    """Of a rank among those that have the same of a kind: their first, how many there are, and its number."""
 
     first: int
     ranks: int
     number: int
 
 
+class Comparison(NamedTuple):
+    """What rank 0 tells a rank of what they have compared.
+
+    Attributes:
+        differing: the kinds of which others have something else, for the rank to send all that it knows of them.
+        places: of the rank, among those that have the same of a kind.
+        mixed: the names that are not shared, since ranks have them that have other things beside.
+    """
+
+    differing: list[Kind]
+    places: dict[Kind, Place]
+    mixed: set[str]
+
+
 class Replicas:
-    """Decides in which saves ranks compare, and what this rank stages in the others. For the training thread.
+    """Decides in which saves ranks compare, and which shares of theirs they write in the others.
+
+    That follows from how the two saves before have ended, which each rank knows when it writes, so all decide alike.
+    The training thread may not know it yet when it stages: then it stages everything, and the copy is cut when it is
+    written. One that knows stages its share.
 
     Args:
         every: they compare in every that many saves; 0 for the first alone.
@@ -158,57 +173,57 @@ class Replicas:
     """
 
     def __init__(self, every: int, share: bool) -> None:
-        self._every, self._share = every, share
-        self._saves = 0
-        self._compared = -1  # the last save that did
-        self._anew = False  # whether the next save compares
-        self._failed = [-2]  # the last saves that have; at first the next one compares as after a failure
-        self._agreed: list[tuple[int, Shares]] = []  # the number of a save, and what came of it
+        self.share = share
+        self._every = every
+        self._numbers = itertools.count()
+        self._known: dict[int, Shares | None] = {-2: None, -1: None}  # what goes after the last saves that have ended
 
     def begin(self) -> int:
-        """Return the number of the save that begins."""
-        number, self._saves = self._saves, self._saves + 1
-        return number
+        """Return the number of the save that begins. On any thread."""
+        return next(self._numbers)
 
-    def compares(self, number: int) -> bool:
-        """Whether ranks compare in a save that begins; once the second one before it is over."""
-        anew = self._anew or self._compared < self._failed_before(number) + 2
-        if anew or (self._every > 0 and number % self._every == 0):
-            self._compared, self._anew = number, False
-        return self._compared == number
+    def end(self, number: int, found: Shares | None = None, failed: bool = False) -> None:
+        """Note how a save has ended, once all ranks know it, and the shares found in it. On the background thread.
 
-    def agree(self, number: int, shares: Shares) -> None:
-        """Note what the comparison in a save has come to. On the background thread."""
-        self._agreed = [*self._agreed[-1:], (number, shares)] if self._share else []
-
-    def forget(self, number: int) -> None:
-        """Share nothing, and compare anew, once all ranks know that this save has failed. On the background thread."""
-        self._failed = [*self._failed[-2:], number]
-
-    def _failed_before(self, number: int) -> int:
-        # A save is over when the second one after it begins, on each rank; so all of them know what came of it.
-        return max((each for each in self._failed if each + 2 <= number), default=-2)
-
-    def cut(self, number: int, entries: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Part | None], int | None]:
-        """Return entries with this rank's shares in place of what its replicas have as well.
-
-        Returns:
-            The entries; where each share lies in the whole, by dotted name, ``None`` for what others have; and the
-            number of the comparison, ``None`` if nothing is shared.
+        After one that has failed nothing is shared that was found before.
         """
-        failed = self._failed_before(number)
-        known = [(of, shares) for of, shares in self._agreed if failed < of <= number - 2]
-        if not known:
-            return dict(entries), {}, None
-        of, shares = known[-1]
-        found = {**entries, **{name: _staged(entries.get(name), cuts) for name, cuts in shares.cuts.items()}}
-        if any(found[name] is None for name in shares.cuts):  # as by an optimizer's first step
-            self._anew = True
-            return dict(entries), {}, None
+        after = None if failed else found or self._known.get(number - 1)
+        self._known = {number - 1: self._known.get(number - 1), number: after}
+
+    def cut(self, number: int, entries: Mapping[str, Any]) -> tuple[dict[str, Any], Shares] | None:
+        """Return what this rank writes of entries in a save, and its shares in that.
+
+        Returns ``None`` if it is all of it: ranks compare in this save, or, on the training thread, that is not known.
+        """
+        known = self._known
+        if self._every > 0 and number % self._every == 0:
+            return None
+        # What went before the save before this one goes first: a rank may have staged when it knew no more.
+        for before in (number - 2, number - 1):
+            if before not in known:
+                return None
+            shares = known[before]
+            if shares is not None and (found := cut(entries, shares)) is not None:
+                return found, shares
+        return None
+
+
+def cut(entries: Mapping[str, Any], shares: Shares) -> dict[str, Any] | None:
+    """Return entries with shares in place of what others have as well, and samples of these.
+
+    Returns ``None`` if a tensor is not there, or is another one, as after an optimizer's first step.
+    """
+    found = dict(entries)
+    for (name, _), cuts in shares.cuts.items():
+        if (staged := _staged(found.get(name), cuts)) is None:
+            return None
+        found[name] = staged
+    if shares.cuts:
         found[SAMPLES] = {
-            f"{shares.first[name]}.{name}": _sample(entries[name], shares.cuts[name]) for name in shares.cuts
+            f"{first}.{kind[1]:d}.{kind[0]}": _sample(entries[kind[0]], shares.cuts[kind])
+            for kind, first in shares.first.items()
         }
-        return found, shares.parts, of
+    return found
 
 
 def _sample(value: Any, cuts: Sequence[Cut]) -> list[torch.Tensor]:
@@ -252,35 +267,39 @@ def _copied(copies: dict[tuple[str | int, ...], Any], path: tuple[str | int, ...
 # -- comparing, on the background thread
 
 
-def contents(copied: Mapping[str, Any], buffers: Collection[str], objects: Collection[str]) -> dict[str, EntryContents]:
-    """Return what this rank has of each entry of a staged copy, without ``buffers`` and what is no dense tensor.
+def contents(
+    copied: Mapping[str, Any], buffers: Collection[str], objects: Collection[str]
+) -> dict[Kind, EntryContents]:
+    """Return what this rank has of the entries of a staged copy, without ``buffers`` and what is no dense tensor.
 
     A tensor whose name ends like a buffer's, as in a moving average of the module's state, counts as a buffer.
     ``objects`` that JSON cannot carry are compared under a name of their own, as empty tensors with a checksum.
     """
-    found: dict[str, EntryContents] = {}
-    others = EntryContents([], [])
+    found: dict[Kind, EntryContents] = {}
+    first: dict[tuple[Kind, int, torch.Size], int] = {}
     for name, value in copied.items():
-        pieces: list[HeldTensor] = []
-        checksums: list[int] = []
-        first: dict[tuple[int, torch.Size], int] = {}
         for path, x in walk(value, name):
             dotted = ".".join(map(str, path))
             if dotted in objects:
+                others = found.setdefault((_OBJECTS, True), EntryContents([], []))
                 nothing = torch.Size([0])
-                others.pieces.append(HeldTensor(path, Part(nothing, nothing), nothing, torch.uint8, len(others.pieces)))
+                piece = HeldTensor(path, Part(nothing, nothing), nothing, torch.uint8, 0, len(others.pieces))
+                others.pieces.append(piece)
                 others.checksums.append(_checksum_of_object(x))
                 continue
             part = _part(x) if isinstance(x, torch.Tensor) else None
             if part is None or _ends_like_one(dotted, buffers):
                 continue
             local = (x.to_local() if isinstance(x, DTensor) else x).detach()
-            tied = first.setdefault((local.data_ptr(), local.shape), len(pieces)) if local.numel() else len(pieces)
-            pieces.append(HeldTensor(path, part, local.shape, local.dtype, tied))
+            parts = _parts_of(x)
+            kind = name, parts == 1
+            pieces, checksums = found.setdefault(kind, EntryContents([], []))
+            at = len(pieces)
+            tied = first.setdefault((kind, local.data_ptr(), local.shape), at) if local.numel() else at
+            nbytes = part.whole.numel() * local.dtype.itemsize // parts
+            pieces.append(HeldTensor(path, part, local.shape, local.dtype, nbytes, tied))
             checksums.append(_checksum(x))
-        if pieces:
-            found[name] = EntryContents(pieces, checksums)
-    return {**found, _OBJECTS: others} if others.pieces else found
+    return found
 
 
 def _ends_like_one(dotted: str, buffers: Collection[str]) -> bool:
@@ -320,6 +339,14 @@ def _part(x: torch.Tensor) -> Part | None:
     return Part(torch.Size([0] * x.ndim), x.shape) if plain else None
 
 
+def _parts_of(x: torch.Tensor) -> int:
+    """Return into how many parts a tensor is split; 1 if each rank that has it has all of it."""
+    if not isinstance(x, DTensor):
+        return 1
+    split = [not each.is_replicate() for each in x.placements]
+    return math.prod(itertools.compress(x.device_mesh.shape, split))
+
+
 def sampled(copied: Mapping[str, Any]) -> dict[str, int]:
     """Return a checksum of what was sampled of each entry, by a name that only ranks that share it have."""
     return {
@@ -336,7 +363,7 @@ def expect_samples_alike(ranks: Sequence[Mapping[str, int]]) -> None:
             other, expected = seen.setdefault(name, (rank, crc))
             if crc != expected:
                 raise CheckpointError(
-                    f"{name.partition('.')[2]!r} was the same on {name_ranks([other, rank])}, so each staged a share, "
+                    f"{name.split('.', 2)[2]!r} was the same on {name_ranks([other, rank])}, so each staged a share, "
                     "and is not any more. Replicas of one model have drifted apart; or, if each rank trains a model of "
                     "its own, mark it so: stagereg.per_rank(value)."
                 )
@@ -349,6 +376,43 @@ def alike(digests: Sequence[Mapping[T, bytes]], order: Iterable[int]) -> dict[tu
         for entry in digests[rank].items():
             found.setdefault(entry, []).append(rank)
     return found
+
+
+def content_digests(contents: Mapping[Kind, EntryContents]) -> dict[tuple[str, bytes], bytes]:
+    """Return the digests in which replicas must agree, by the name of the entry and, of split tensors, the layout."""
+    return {(name, b"" if whole else digest(each.pieces)): digest(each) for (name, whole), each in contents.items()}
+
+
+def compare(
+    digests: Sequence[Mapping[tuple[str, bytes], bytes]], names: Sequence[Mapping[Kind, Sequence[str]]]
+) -> list[Comparison]:
+    """Return what to tell each rank. On rank 0.
+
+    Args:
+        digests: of what each rank has, as :func:`content_digests` returns them.
+        names: of these tensors; one object where ranks have the same.
+    """
+    lists = {id(one): {kind: tuple(found) for kind, found in one.items()} for one in names}
+    each_once = {item for one in lists.values() for item in one.items()}
+    counts = Counter(name for _, found in each_once for name in found)
+    told = [Comparison([], {}, {name for name, count in counts.items() if count > 1}) for _ in digests]
+    groups = alike(digests, range(len(digests)))
+    kinds = Counter(key for key, _ in groups)
+    for ((name, parts), _), ranks in groups.items():
+        kind = name, not parts
+        if kinds[name, parts] > 1:
+            told[ranks[0]].differing.append(kind)
+        for number, rank in enumerate(ranks):
+            told[rank].places[kind] = Place(ranks[0], len(ranks), number)
+    sizes: dict[Any, set[int]] = {}
+    for each, one in zip(told, names, strict=True):
+        for item in lists[id(one)].items():
+            sizes.setdefault(item, set()).add(each.places[item[0]].ranks)
+    for each, one in zip(told, names, strict=True):
+        for item in lists[id(one)].items():
+            if len(sizes[item]) > 1:
+                del each.places[item[0]]
+    return told
 
 
 def expect_alike(tables: Mapping[int, Sequence[EntryContents]]) -> None:
@@ -380,27 +444,33 @@ def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {[*shape]}"
 
 
-def shares(own: Mapping[str, EntryContents], places: Mapping[str, Place]) -> Shares:
-    """Return this rank's shares of the entries that others have as well."""
-    found = Shares({}, {}, {})
-    for name, (first, ranks, number) in places.items():
-        if ranks > 1:
-            pieces = own[name].pieces
-            found.cuts[name] = _cuts(pieces, ranks, number)
-            found.first[name] = first
-            found.parts.update({piece.name: cut.part for piece, cut in zip(pieces, found.cuts[name], strict=True)})
+def shares(
+    number: int, own: Mapping[Kind, EntryContents], places: Mapping[Kind, Place], mixed: Collection[str] = ()
+) -> Shares:
+    """Return this rank's shares of what others have as well, as found in the save ``number``."""
+    found = Shares(number, {}, {}, {})
+    for kind, (first, ranks, at) in places.items():
+        pieces = own[kind].pieces
+        cuts = {piece.name: each for piece, each in zip(pieces, _cuts(pieces, ranks, at), strict=True)}
+        kept = {name: each for name, each in cuts.items() if name not in mixed}
+        if ranks > 1 and kept:
+            found.cuts[kind], found.first[kind] = [*kept.values()], first
+            found.parts.update({name: each.part for name, each in kept.items()})
     return found
 
 
 def _cuts(pieces: Sequence[HeldTensor], count: int, index: int) -> list[Cut]:
-    """Return the share of one of ``count`` ranks."""
-    sizes = [_nbytes(piece) if piece.tied == i else 0 for i, piece in enumerate(pieces)]
+    """Return the share of one of ``count`` ranks.
+
+    It depends on the averages of sizes, so ranks that have other parts of some tensors cut the rest at the same rows.
+    """
+    sizes = [piece.nbytes if piece.tied == i else 0 for i, piece in enumerate(pieces)]
     begin, end = (sum(sizes) * each // count for each in (index, index + 1))
     rows: list[tuple[int, int, int] | None] = []
     cuts: list[Cut] = []
     at = 0
     for i, piece in enumerate(pieces):
-        rows.append(rows[piece.tied] if piece.tied != i else _rows(piece.shape, _nbytes(piece), begin - at, end - at))
+        rows.append(rows[piece.tied] if piece.tied != i else _rows(piece.shape, piece.nbytes, begin - at, end - at))
         at += sizes[i]
         kind = (piece.path[1:-1], piece.path[-1], piece.part.whole, piece.dtype)
         if (mine := rows[i]) is None:
@@ -414,14 +484,10 @@ def _cuts(pieces: Sequence[HeldTensor], count: int, index: int) -> list[Cut]:
     return cuts
 
 
-def _nbytes(piece: HeldTensor) -> int:
-    return piece.shape.numel() * piece.dtype.itemsize
-
-
 def _rows(shape: torch.Size, nbytes: int, begin: int, end: int) -> tuple[int, int, int] | None:
     """Return the rows of a tensor between two bytes of it, the nearest ones; of a small one all, if it begins there."""
     dim = next((i for i, size in enumerate(shape) if size > 1), None)
-    if dim is None or nbytes < _LEAST_BYTES:
+    if dim is None or nbytes < _LEAST_BYTES or not shape.numel():
         return (0, 0, shape[0] if shape else 1) if begin <= 0 < end else None
     rows = shape[dim]
     first, last = (min(max(0, round(byte * rows / nbytes)), rows) for byte in (begin, end))

@@ -33,7 +33,7 @@ def exchanged(before: Any, after: Any, known: Any = None, change: Any = lambda s
     merging = Merging([own.digests(old)], [0], (), there)
     [asked] = merging.ask()
     sent = change(own.answer(asked, old))
-    return sent.structures.get("optimizer"), merging.put_together([sent])["optimizer"].text
+    return sent.get("optimizer"), merging.put_together([sent])["optimizer"].text
 
 
 def test_of_a_new_rate_only_the_numbers_are_sent() -> None:
@@ -76,13 +76,13 @@ def test_what_only_looks_like_an_optimizer_has_no_groups(groups: Any) -> None:
 @pytest.mark.parametrize("what", ["base", "parts", "whole"])
 def test_what_does_not_make_up_the_structure_is_refused(what: str) -> None:
     def damage(sent: Sent) -> Sent:
-        found: Any = sent.structures["optimizer"]
+        found: Any = sent["optimizer"]
         bad = {
             "base": lambda: found._replace(base=b"another"),
             "parts": lambda: found._replace(parts={**found.parts, 0: "[1"}),
             "whole": lambda: Encoded("[]", []),
         }
-        return sent._replace(structures={"optimizer": bad[what]()})
+        return {"optimizer": bad[what]()}
 
     with pytest.raises(CheckpointError, match="What rank 0 sent of 'optimizer' does not match the digest"):
         exchanged(optimizer(0.5), optimizer(0.25), change=damage)
@@ -91,4 +91,4 @@ def test_what_does_not_make_up_the_structure_is_refused(what: str) -> None:
 def test_of_ranks_that_have_the_same_the_first_is_asked() -> None:
     every = [RankEntries({"optimizer": optimizer(lr)}, None).digests({}) for lr in (0.5, 0.25, 0.5)]
     merging = Merging([EntryDigests(*each) for each in every], [2, 0, 1], (), {})
-    assert [sorted(each.structures) for each in merging.ask()] == [[], ["optimizer"], ["optimizer"]]
+    assert [sorted(each) for each in merging.ask()] == [[], ["optimizer"], ["optimizer"]]

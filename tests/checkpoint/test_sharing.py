@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.sharing import EntryContents, HeldTensor, Part, Place, Replicas, Shares, shares
+from stagereg.checkpoint.sharing import Cut, EntryContents, HeldTensor, Part, Place, Replicas, Shares, shares
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
@@ -79,19 +79,17 @@ def test_each_rank_stages_and_writes_its_share(tmp_path: Path, size: int) -> Non
     ranks = run_ranks(share, size, args=(str(tmp_path), {}), timeout_s=120)
     assert [differing for *_, differing in ranks] == [[]] * size
     for staged, _, _ in ranks:
-        assert staged[:2] == pytest.approx([1.0, 1.0], abs=0.01)
-        assert staged[2:] == pytest.approx([1 / size] * 3, rel=0.1)
-    files = [bytes_of for _, bytes_of, _ in ranks]
-    assert [first < 100_000 for first, _ in files] == [False, *[True] * (size - 1)]
-    assert max(last for _, last in files) < 1.15 * min(last for _, last in files)
+        assert staged == pytest.approx([1.0] + [1 / size] * 4, rel=0.1)
+    for of_step in zip(*(bytes_of for _, bytes_of, _ in ranks), strict=True):
+        assert max(of_step) < 1.15 * min(of_step)
 
 
-def test_replicas_first_and_comparing_saves_are_whole(tmp_path: Path) -> None:
+def test_replicas_first_and_comparing_saves_are_staged_as_a_whole(tmp_path: Path) -> None:
     first, compared = ({"replicas": "first"}, {"verify_replicas": 2})
     staged = run_ranks(share, 2, args=(str(tmp_path / "first"), first))[1][0]
     assert staged == pytest.approx([1.0] * 5, abs=0.01)
     staged = run_ranks(share, 2, args=(str(tmp_path / "compared"), compared))[1][0]
-    assert staged == pytest.approx([1.0, 1.0, 1.0, 0.5, 1.0], rel=0.1)
+    assert staged == pytest.approx([1.0, 0.5, 1.0, 0.5, 1.0], rel=0.1)
 
 
 def refused(rank: int, size: int, root: str) -> dict[str, str]:
@@ -205,11 +203,11 @@ tensors = st.lists(st.lists(st.integers(0, 40_000), max_size=3).map(torch.Size),
 @given(tensors, st.integers(2, 5))
 def test_shares_cover_each_tensor_once_and_are_balanced(shapes: list[torch.Size], count: int) -> None:
     pieces = [
-        HeldTensor(("x", str(i)), Part(torch.Size([0] * len(shape)), shape), shape, torch.float32, i)
+        HeldTensor(("x", str(i)), Part(torch.Size([0] * len(shape)), shape), shape, torch.float32, 4 * shape.numel(), i)
         for i, shape in enumerate(shapes)
     ]
-    own = {"x": EntryContents(pieces, [0] * len(pieces))}
-    each = [shares(own, {"x": Place(0, count, rank)}).cuts["x"] for rank in range(count)]
+    own, kind = EntryContents(pieces, [0] * len(pieces)), ("x", True)
+    each = [shares(0, {kind: own}, {kind: Place(0, count, rank)}).cuts.get(kind, []) for rank in range(count)]
     total, staged = sum(shape.numel() for shape in shapes), [0] * count
     for i, shape in enumerate(shapes):
         parts = []
@@ -228,30 +226,38 @@ def test_shares_cover_each_tensor_once_and_are_balanced(shapes: list[torch.Size]
 
 
 @given(st.data())
-def test_ranks_share_and_compare_alike_whenever_they_hear(data: st.DataObject) -> None:
+def test_ranks_write_the_same_shares_whatever_they_know_when_they_stage(data: st.DataObject) -> None:
+    every = data.draw(st.sampled_from([0, 3]))
     fails = data.draw(st.lists(st.booleans(), min_size=8, max_size=8))
-    ranks = [Replicas(0, True) for _ in range(2)]
-    seen: list[list[tuple[bool, int | None]]] = [[], []]
+    grows = data.draw(st.lists(st.booleans(), min_size=8, max_size=8))  # as by an optimizer's first step
+    sizes = list(itertools.accumulate(grows, initial=1))
+    ranks = [Replicas(every, True) for _ in range(2)]
+    seen: list[list[int]] = [[], []]  # the save in which the shares were found, by save
     for replicas, found in zip(ranks, seen, strict=True):
-        under_way: list[tuple[int, bool]] = []
+        staged: list[tuple[dict[str, Any], Shares] | None] = []
 
-        def hear(replicas: Replicas, number: int, compared: bool) -> None:
-            if fails[number]:
-                replicas.forget(number)
-            elif compared:
-                replicas.agree(number, Shares({}, {}, {}))
+        def write(number: int, replicas: Replicas = replicas, found: list[int] = found, staged: Any = staged) -> None:
+            known = staged[number] or replicas.cut(number, {"x": {"a": torch.ones(sizes[number])}})
+            of = number if known is None else known[1].of
+            found.append(of)
+            cuts = {("x", True): [Cut((), "a", torch.Size([sizes[number]]), torch.float32, None, None)]}
+            new = Shares(number, cuts, {"x.a": None}, {("x", True): 0}) if known is None else None
+            replicas.end(number, new, failed=fails[number])
 
-        for _ in fails:
-            number = replicas.begin()
-            while under_way and (under_way[0][0] + 2 <= number or data.draw(st.booleans())):
-                hear(replicas, *under_way.pop(0))
-            compares = replicas.compares(number)
-            found.append((compares, None if compares else replicas.cut(number, {})[2]))
-            under_way.append((number, compares))
+        for number in range(len(fails)):
+            while len(found) < number - 1 or (len(found) < number and data.draw(st.booleans())):
+                write(len(found))
+            assert replicas.begin() == number
+            staged.append(replicas.cut(number, {"x": {"a": torch.ones(sizes[number])}}))
+        while len(found) < len(fails):
+            write(len(found))
     assert seen[0] == seen[1]
-    after = [number for number in range(2, len(fails)) if fails[number - 2]]
-    assert all(seen[0][number][1] is None for number in after), "shared what a failed save may have made wrong"
-    assert seen[0][0][0], "the first save compares"
+    for number, of in enumerate(seen[0]):
+        assert of == number or not any(fails[of : number - 1]), "shared what a failed save may have made wrong"
+        assert of == number or sizes[of] == sizes[number], "shared what is not there"
+        assert of == number or not every or number % every
+    if not any(fails) and not every and not any(grows):
+        assert seen[0] == [0] * len(fails)
 
 
 CHECKSUM = """
