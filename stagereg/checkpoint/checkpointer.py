@@ -112,10 +112,11 @@ class Checkpointer:
         save_last: whether the end of a ``with`` block, where nothing was raised, saves the last step that
             :meth:`maybe_save` or :meth:`due` was called with, unless it is saved.
         enable: False makes all methods do nothing: nothing is saved, and nothing is restored.
-        replicas: ``"share"`` has ranks that hold the same parameters and optimizer state each stage and write a share
-            of them, from the third save on; ``"first"`` has all of them stage it, and the lowest write it.
+        replicas: ``"share"`` has ranks that hold the same parameters and optimizer state each write a share of them,
+            and stage no more than that from the second save on; ``"first"`` has all of them stage it, and the lowest
+            write it.
         verify_replicas: compare these in every that many saves, by checksums of the bytes, and fail the save if they
-            have drifted apart; such a save is not shared. 0 for the first save only.
+            have drifted apart; such a save is staged as a whole. 0 for the first save only.
         read: how :meth:`restore` reads. ``"each"``: every rank what it needs, after the ranks of a machine have checked
             the files between them. ``"once"``: every byte is read by one rank, which checks it and passes it on to the
             ranks that need it, so objects may have changed before damage is found. ``"auto"``: ``"once"`` from URLs

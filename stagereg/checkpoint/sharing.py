@@ -211,7 +211,7 @@ class Replicas:
 def cut(entries: Mapping[str, Any], shares: Shares) -> dict[str, Any] | None:
     """Return entries with shares in place of what others have as well, and samples of these.
 
-    Returns ``None`` if a tensor is not there, or is another one, as after an optimizer's first step.
+    Returns ``None`` if a tensor is not there any more, or is another one.
     """
     found = dict(entries)
     for (name, _), cuts in shares.cuts.items():
@@ -450,7 +450,7 @@ def shares(
     """Return this rank's shares of what others have as well, as found in the save ``number``."""
     found = Shares(number, {}, {}, {})
     for kind, (first, ranks, at) in places.items():
-        pieces = own[kind].pieces
+        pieces = [piece._replace(nbytes=0) if piece.name in mixed else piece for piece in own[kind].pieces]
         cuts = {piece.name: each for piece, each in zip(pieces, _cuts(pieces, ranks, at), strict=True)}
         kept = {name: each for name, each in cuts.items() if name not in mixed}
         if ranks > 1 and kept:
@@ -465,7 +465,8 @@ def _cuts(pieces: Sequence[HeldTensor], count: int, index: int) -> list[Cut]:
     It depends on the averages of sizes, so ranks that have other parts of some tensors cut the rest at the same rows.
     """
     sizes = [piece.nbytes if piece.tied == i else 0 for i, piece in enumerate(pieces)]
-    begin, end = (sum(sizes) * each // count for each in (index, index + 1))
+    # The last rank has what is at the end, also if that is empty.
+    begin, end = (sum(sizes) * each // count + (each == count) for each in (index, index + 1))
     rows: list[tuple[int, int, int] | None] = []
     cuts: list[Cut] = []
     at = 0

@@ -42,7 +42,7 @@ from stagereg.checkpoint.index import INDEX
 from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest
 from stagereg.checkpoint.merging import Asked, Sent
 from stagereg.checkpoint.pending_save import PendingSave, SaveTarget
-from stagereg.checkpoint.sharing import EntryContents, HeldTensor
+from stagereg.checkpoint.sharing import Comparison, EntryContents, HeldTensor, Kind
 from stagereg.checkpoint.storage.files import FileStorage
 from stagereg.checkpoint.storage.protocol import ArchiveResult, TensorResult
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -204,17 +204,18 @@ def results(items: Sequence[WriteItem], rank: int) -> list[WriteResult]:
     return found
 
 
-def contents(entries: dict[str, Any], buffers: Any, objects: Any) -> dict[str, EntryContents]:
+def contents(entries: dict[str, Any], buffers: Any, objects: Any) -> dict[Kind, EntryContents]:
     """As ``sharing.contents``, without bytes to take checksums of."""
-    found = {}
+    found: dict[Kind, EntryContents] = {}
     for name in ("model", "optimizer"):
-        pieces: list[HeldTensor] = []
         for path, x in walk(entries[name], name):
             part = sharing._part(x) if isinstance(x, torch.Tensor) else None
             if part is not None:
-                local = x.to_local() if isinstance(x, DTensor) else x
-                pieces.append(HeldTensor(path, part, local.shape, local.dtype, len(pieces)))
-        found[name] = EntryContents(pieces, [0] * len(pieces))
+                local, parts = x.to_local() if isinstance(x, DTensor) else x, sharing._parts_of(x)
+                each = found.setdefault((name, parts == 1), EntryContents([], []))
+                nbytes = part.whole.numel() * local.dtype.itemsize // parts
+                each.pieces.append(HeldTensor(path, part, local.shape, local.dtype, nbytes, len(each.pieces)))
+                each.checksums.append(0)
     return found
 
 
@@ -231,13 +232,17 @@ class Real:
         first = self.rank // self.place.shards * self.place.shards
         dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=self.ranks)
         entries = state(self.place, self.rank, step, DeviceMesh("cpu", torch.arange(first, first + self.place.shards)))
-        save = PendingSave(step, self.target, staged=entries, buffers=() if compares else None)
+        save = PendingSave(step, self.target, staged=entries, compares=compares, buffers=())
         save.settled.set()
         save.hurried.set()  # there is no training to wait for
         self.work = _Work(save)
         found = clock(self.work.prepare)
         dist.destroy_process_group()
         return found
+
+    def prepare_shares(self, compared: Comparison, clock: Clock) -> Any:
+        """Return what it sends when it has heard what others have as well."""
+        return clock(self.work.prepare_shares, compared)
 
     def write(self, answer: Any, clock: Clock) -> Any:
         """Return what it sends when it has written."""
@@ -274,20 +279,20 @@ class Derived:
         return SavePlan(items, planner_data=paths)
 
     def prepared(self, sent: _Prepared) -> _Prepared:
-        """What it sends first, beside its plan."""
+        """What it sends first, beside its plan or the names of its tensors."""
         place = sharing.digest((self._place.shard, self.template.rank))  # another shard has other bytes
         contents = {
             (name, place if layout else b""): place if layout else content
-            for (name, layout), content in sent.digests.contents.items()
+            for (name, layout), content in sent.contents.items()
         }
         structures = {self._named(name): each for name, each in sent.digests.structures.items()}
-        return sent._replace(digests=sent.digests._replace(structures=structures, contents=contents))
+        digests = sent.digests._replace(structures=structures)
+        return sent._replace(contents=contents, digests=digests, differing=())
 
     def written(self, asked: Asked) -> tuple[dict[str, FileMark], Sent]:
         """What it sends when it has written, beside the places in its file."""
-        assert not asked.comparisons, "the first rank of a stage is asked for these"
         there = {self._named(name): each for name, each in self.template.work.entries.structures.items()}
-        sent = Sent({name: there[name] for name in asked.structures}, [])
+        sent: Sent = {name: there[name] for name in asked}
         return {f"__{self._rank}_0.distcp": FileMark(10**9, 10**9)}, sent
 
 
@@ -344,6 +349,14 @@ class Simulation:
             return [pickle.loads(each)[0] for each in answers]
 
         zeroth = self.reals[0].work
+        if step == 1:
+            named = (
+                sent.get(rank) or (each.prepared(sent[each.template.rank][0]), *sent[each.template.rank][1:])
+                for rank, each in enumerate(self.derived)
+            )
+            compared = exchange(self.plans, named, zeroth.share_out)
+            sent = {rank: real.prepare_shares(compared[rank], clocks[rank]) for rank, real in self.reals.items()}
+            assert not any(each.differing for rank, each in enumerate(compared) if rank not in self.reals)
         answers = exchange(self.plans, (self.first(rank, sent, step) for rank in clocks), zeroth.share_out)
         wrote = {rank: real.write(answers[rank], clocks[rank]) for rank, real in self.reals.items()}
         exchange(self.results, (self.second(rank, sent, wrote, answers[rank]) for rank in clocks), zeroth.commit)

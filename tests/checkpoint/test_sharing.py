@@ -7,17 +7,22 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.failpoints import watch
 from stagereg.checkpoint.sharing import Cut, EntryContents, HeldTensor, Part, Place, Replicas, Shares, shares
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.stagers.blocking import BlockingAsyncStager
@@ -47,11 +52,14 @@ def written(root: str, step: int, rank: int) -> int:
     return sum(mark["bytes"] for name, mark in files.items() if name.startswith(f"__{rank}_"))
 
 
-def share(rank: int, size: int, root: str, options: dict[str, Any]) -> tuple[list[float], list[int], list[str]]:
+def share(
+    rank: int, size: int, root: str, options: dict[str, Any], wrapped: bool = False
+) -> tuple[list[float], list[int], list[str]]:
     """Save five steps; return what was staged in each as a share of the state, what was written, and what differs."""
     model = Wide(1)
     optimizer = torch.optim.Adam(model.parameters())
-    state = {"model": model, "optimizer": optimizer, "epoch": 7}
+    given = DistributedDataParallel(model, broadcast_buffers=False) if wrapped else model
+    state = {"model": given, "optimizer": optimizer, "epoch": 7}
     whole = 3 * sum(x.nbytes for x in model.parameters())
     staged: list[float] = []
     with Checkpointer(root, keep=9, stager=BlockingAsyncStager(), **options) as keeper:
@@ -74,9 +82,11 @@ def share(rank: int, size: int, root: str, options: dict[str, Any]) -> tuple[lis
     return staged, [written(root, step, rank) for step in (1, 5)], [] if same else ["differs"]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_each_rank_stages_and_writes_its_share(tmp_path: Path, size: int) -> None:
-    ranks = run_ranks(share, size, args=(str(tmp_path), {}), timeout_s=120)
+@pytest.mark.parametrize(("size", "wrapped"), [(2, False), (4, True)])
+def test_each_rank_writes_its_share_from_the_first_save_on_and_then_stages_no_more(
+    tmp_path: Path, size: int, wrapped: bool
+) -> None:
+    ranks = run_ranks(share, size, args=(str(tmp_path), {}, wrapped), timeout_s=120)
     assert [differing for *_, differing in ranks] == [[]] * size
     for staged, _, _ in ranks:
         assert staged == pytest.approx([1.0] + [1 / size] * 4, rel=0.1)
@@ -96,13 +106,13 @@ def refused(rank: int, size: int, root: str) -> dict[str, str]:
     """What is said of values that ranks have differently."""
     found: dict[str, str] = {}
 
-    def save(name: str, state: Any, drift: Any = None, **options: Any) -> None:
+    def save(name: str, state: Any, drift: Any = None, after: int = 2, **options: Any) -> None:
         with Checkpointer(f"{root}/{name}", stager=BlockingAsyncStager(), grace=None, **options) as keeper:
             try:
                 for step in range(1, 4):
                     keeper.save(step, state)
                     keeper.wait()
-                    if drift is not None and step == 2:
+                    if drift is not None and step == after:
                         drift()
                 found[name] = ""
             except CheckpointError as error:
@@ -136,7 +146,10 @@ def refused(rank: int, size: int, root: str) -> dict[str, str]:
         with torch.no_grad():
             apart.weight.mul_(rank + 1)
 
-    save("apart", {"model": apart}, train_apart)
+    save("apart", {"model": apart}, train_apart, after=1)
+    torch.manual_seed(1)
+    changed = torch.nn.Linear(2, 2)
+    save("changed", {"model": changed}, lambda: changed.double() if rank == 1 else None, after=1)
     torch.manual_seed(1)
     other = torch.nn.Linear(2, 2)
     groups: Any = [{"params": [other.weight], "lr": 0.1 * (rank + 1)}, {"params": [other.bias]}]
@@ -158,9 +171,89 @@ def test_what_is_not_alike_under_one_name_is_refused(tmp_path: Path) -> None:
     assert "'size' is not the same on ranks 0, 1 (other values)" in found["objects"]
     assert "Step 3 was not saved" in found["drift"]
     assert "'model.bias' is not the same on ranks 0, 1 (other values)" in found["drift"]
-    assert "Step 3 was not saved" in found["apart"]
+    assert "Step 2 was not saved" in found["apart"]
     assert "'model' was the same on ranks 0, 1, so each staged a share, and is not any more." in found["apart"]
+    assert "Step 2 was not saved: rank 0: The ranks disagree on which of them writes which part" in found["changed"]
     assert "'optimizer.param_groups.weight.lr' is not the same on all ranks" in found["options"]
+
+
+def beside(rank: int, size: int, root: str) -> tuple[dict[str, list[int]], list[str]]:
+    """Save what all four ranks have alike beside what two of them have; return what was staged, and what differs."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "parts"))["parts"]
+    own = rank % 2
+    staged: dict[str, list[int]] = {"parts": [], "modules": []}
+    differing: list[str] = []
+    for name, found in staged.items():
+        torch.manual_seed(1)
+        model = torch.nn.ModuleDict({"common": torch.nn.Linear(WIDE, 2 * WIDE)})
+        if name == "parts":  # uneven, so the two that have one have more beside the common ones than the others
+            model["split"] = torch.nn.Linear(WIDE, WIDE + 1)
+            for module, placement in ((model["common"], Replicate()), (model["split"], Shard(0))):
+                x = distribute_tensor(module.weight.detach(), mesh, [placement])
+                module.weight = torch.nn.Parameter(x)
+        else:
+            model[f"expert{own}"] = torch.nn.Linear(WIDE, (1 + own) * WIDE)
+        with Checkpointer(f"{root}/{name}", keep=9, stager=BlockingAsyncStager(), grace=None) as keeper:
+            for step in range(1, 4):
+                before = keeper.stats.bytes_staged
+                keeper.save(step, {"model": model})
+                keeper.wait()
+                found.append(keeper.stats.bytes_staged - before)
+        values = {f"model.{key}": x for key, x in model.state_dict().items()}
+        values = {key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in values.items()}
+        for step in range(1, 4):
+            with stagereg.open_checkpoint(f"{root}/{name}/step-{step:08d}") as there:
+                differing += [f"{name} {step} {key}" for key, x in values.items() if not torch.equal(there[key], x)]
+    return staged, differing
+
+
+def test_ranks_that_have_other_tensors_beside_lose_nothing_of_those_that_they_share(tmp_path: Path) -> None:
+    ranks = run_ranks(beside, 4, args=(str(tmp_path),), timeout_s=120)
+    assert [differing for _, differing in ranks] == [[]] * 4
+    for staged, _ in ranks:
+        assert all(each < 0.4 * staged["parts"][0] for each in staged["parts"][1:]), "of what is not split a fourth"
+        assert all(each < 0.9 * staged["modules"][0] for each in staged["modules"][1:]), "of an expert a half"
+    for step in range(1, 4):
+        files = [written(str(tmp_path / "parts"), step, rank) for rank in range(4)]
+        assert max(files) < 1.15 * min(files)
+
+
+def knows_late(rank: int, size: int, root: str) -> list[float]:
+    """Save while rank 1 does not hear of what was saved before; return what was staged, as shares of the state."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(WIDE, WIDE)
+    began = threading.Event()
+    if rank == 1:
+        watch(lambda name: began.wait(60) if name == "ended" else None)
+    staged: list[float] = []
+
+    class Counting(BlockingAsyncStager):
+        def stage(self, state_dict: dict[str, Any]) -> Any:
+            copy = super().stage(state_dict)
+            staged.append(sum(x.nbytes for x in copy["model"].values()) / (model.weight.nbytes + model.bias.nbytes))
+            return copy
+
+    with Checkpointer(root, keep=99, stager=Counting(), grace=None) as keeper:
+        for step in range(1, 9):
+            with torch.no_grad():
+                model.weight.fill_(step)
+            keeper.save(step, {"model": model})
+            if rank == 0 and step == 1:
+                keeper.wait()
+            elif rank == 1 and step == 2:
+                began.set()
+    return staged
+
+
+def test_a_rank_that_knows_late_what_is_alike_writes_its_share_with_the_others(tmp_path: Path) -> None:
+    early, late = run_ranks(knows_late, 2, args=(str(tmp_path),), timeout_s=120)
+    assert early == pytest.approx([1.0] + [0.5] * 7, abs=0.01)
+    assert late == pytest.approx([1.0, 1.0] + [0.5] * 6, abs=0.01)
+    for step in range(1, 9):
+        assert written(str(tmp_path), step, 0) == pytest.approx(written(str(tmp_path), step, 1), rel=0.1)
+        template = {"model.weight": torch.zeros(WIDE, WIDE)}
+        torch.distributed.checkpoint.load(template, checkpoint_id=tmp_path / f"step-{step:08d}", no_dist=True)
+        assert template["model.weight"].eq(step).all()
 
 
 def own_values(rank: int, size: int, root: str) -> tuple[Any, Any]:
@@ -217,9 +310,9 @@ def test_shares_cover_each_tensor_once_and_are_balanced(shapes: list[torch.Size]
                 assert cuts[i].part == Part(torch.Size([begin * (at == dim) for at in range(len(shape))]), shape)
                 parts.append((begin, begin + rows))
                 staged[rank] += shape.numel() * rows // (shape[dim] if shape else 1) if shape.numel() else 0
-        if shape.numel():
-            assert parts[0][0] == 0
-            assert all(one[1] == other[0] for one, other in itertools.pairwise(parts))
+        assert parts, "nobody has it"
+        assert parts[0][0] == 0
+        assert all(one[1] == other[0] for one, other in itertools.pairwise(parts))
     assert sum(staged) == total
     rows_of = [shape.numel() // next((size for size in shape if size > 1), 1) for shape in shapes]
     assert all(abs(of_rank - total / count) <= (1 << 16) + max(rows_of, default=0) for of_rank in staged)
