@@ -192,7 +192,7 @@ def beside(rank: int, size: int, root: str) -> tuple[dict[str, list[int]], list[
                 x = distribute_tensor(module.weight.detach(), mesh, [placement])
                 module.weight = torch.nn.Parameter(x)
         else:
-            model[f"expert{own}"] = torch.nn.Linear(WIDE, (1 + own) * WIDE)
+            model[f"expert{own}"] = torch.nn.Linear(WIDE, (1 + own) * WIDE // 2)
         with Checkpointer(f"{root}/{name}", keep=9, stager=BlockingAsyncStager(), grace=None) as keeper:
             for step in range(1, 4):
                 before = keeper.stats.bytes_staged
@@ -212,7 +212,7 @@ def test_ranks_that_have_other_tensors_beside_lose_nothing_of_those_that_they_sh
     assert [differing for _, differing in ranks] == [[]] * 4
     for staged, _ in ranks:
         assert all(each < 0.4 * staged["parts"][0] for each in staged["parts"][1:]), "of what is not split a fourth"
-        assert all(each < 0.9 * staged["modules"][0] for each in staged["modules"][1:]), "of an expert a half"
+        assert all(each < 0.95 * staged["modules"][0] for each in staged["modules"][1:]), "of an expert a half"
     for step in range(1, 4):
         files = [written(str(tmp_path / "parts"), step, rank) for rank in range(4)]
         assert max(files) < 1.15 * min(files)
