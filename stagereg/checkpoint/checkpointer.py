@@ -593,6 +593,7 @@ class Checkpointer:
         if self._hold is not None:
             if self._store.appears_as:  # its first save has failed
                 self._store.discard(self._store.root)
+            self._store.settle()
             self._hold.release()
 
     def _lock(self, store: CheckpointStore) -> StoreLock:

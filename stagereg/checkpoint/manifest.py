@@ -37,6 +37,7 @@ __all__ = [
     "metrics_from_json",
     "metrics_to_json",
     "new_token",
+    "plain_name",
     "step_name",
     "step_of",
     "step_within",
@@ -154,8 +155,11 @@ class Checkpoint:
 
     @property
     def key(self) -> str:
-        """What it alone is known by: its name may come again, and its serial where one was deleted by hand."""
-        return f"{self.name} {self.manifest.serial} {self.manifest.time}"
+        """What it alone is known by, with a token in its name or without.
+
+        The name may come again, and the serial where one was deleted by hand.
+        """
+        return f"{plain_name(self.name)} {self.manifest.serial} {self.manifest.time}"
 
 
 def step_name(step: int) -> str:
@@ -166,6 +170,11 @@ def step_name(step: int) -> str:
 def step_of(name: str) -> int | None:
     """Return the step that a directory name stands for; ``None`` for a name that is of no step."""
     return step_within(name) if _STEP_NAME.fullmatch(name) else None
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a step's directory without the token that it may have; any other name as it is."""
+    return name if step_of(name) is None else name.partition(".")[0]
 
 
 def step_within(name: str) -> int | None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from stagereg.checkpoint.damage import Condition
 from stagereg.checkpoint.lock import StoreLock
-from stagereg.checkpoint.manifest import Checkpoint
+from stagereg.checkpoint.manifest import Checkpoint, plain_name
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import is_url, open_store
 from stagereg.durations import duration
@@ -180,8 +180,9 @@ class _Follower:
         complete, damaged = self._store.checkpoints()
         there = {each.key: each for each in complete}  # newest first
         wrong = {f"{each.name} -": each for each in damaged}
+        lost = {plain_name(each.name) for each in damaged}
         for key in sorted(self._waiting - there.keys()):
-            if f"{_name(key)} -" not in wrong:
+            if _name(key) not in lost:
                 _say(f"{_name(key)} was deleted before it was its turn")
         self._done = {key: how for key, how in self._done.items() if key in there or how == "failed"}
         self._bad = {key: each for key, each in self._bad.items() if key in there}

@@ -209,19 +209,21 @@ class _Caller:
             self._fail(step, f"has not returned for {limit} and is given up; until it does, it is not called again")
         elif failures:
             self._fail(step, f"has failed: {summarize_exception(failures[0], __file__)}", failures[0])
-        if not store.is_whole(checkpoint):
+        if store.path_of(checkpoint) is None:
             newest = self._background.lost(step, store)
             self._fail(step, f"has deleted or changed the checkpoint {checkpoint.path}, which it must not. {newest}")
 
     def _run(self, checkpoint: Checkpoint, store: CheckpointStore, failures: list[BaseException]) -> None:
         manifest = checkpoint.manifest
         metrics = manifest.metrics | self._metrics.late().get(manifest.serial, {})
-        given = CommittedCheckpoint(manifest.step, path_or_url(checkpoint.path), manifest, metrics)
         try:
-            with store.reading(checkpoint.path):
-                if not store.is_whole(checkpoint):
-                    raise _DeletedError(_DELETED)
-                self._component.committed(given)
+            while (path := store.path_of(checkpoint)) is not None:
+                with store.reading(path):
+                    if store.path_of(checkpoint) == path:  # else it has got its plain name just before
+                        given = CommittedCheckpoint(manifest.step, path_or_url(path), manifest, metrics)
+                        self._component.committed(given)
+                        return
+            raise _DeletedError(_DELETED)
         except BaseException as error:  # SystemExit too: in a thread it would end that alone, and in silence
             failures.append(error)
 

@@ -14,8 +14,10 @@ something has failed.
 The order within :meth:`CheckpointStore.publish` makes every moment safe to be killed in: the sizes of the written files
 are looked at; the manifest is written beside them; one step, the renaming of the directory, makes a checkpoint of them;
 ``latest`` moves by another one; and only then are old checkpoints deleted. Nothing is overwritten: a step that is saved
-again gets a directory with another name, and the old one goes after the commit. What follows the commit is made up for
-by the next save, or the next start, where it fails.
+again gets a directory with a token in its name, and the old one goes after the commit. Then the files are linked under
+the plain name as well, ``latest`` moves there, and the name with the token goes as an old checkpoint does: when nobody
+reads it. Where somebody reads the old one, that comes with a later commit, or with :meth:`CheckpointStore.settle`. What
+follows the commit is made up for by the next save, or the next start, where it fails.
 
 Reading follows no link: a file of a checkpoint is a regular file inside its directory, or there is no checkpoint.
 Paths are full paths, or URLs, as text. Errors of the file system are ``OSError`` unless said otherwise.
@@ -54,6 +56,7 @@ from stagereg.checkpoint.manifest import (
     metrics_from_json,
     metrics_to_json,
     new_token,
+    plain_name,
     step_name,
     step_of,
 )
@@ -100,6 +103,7 @@ class CheckpointStore:
         self.serials: set[int] = set()
         self._hold: StoreLock | None = None
         self._out_of_sight: list[str] = []
+        self._again: set[int] = set()  # steps that this run has saved where they were already
         self._leases: dict[tuple[str, LeaseRecord], float] = {}  # of readers, and since when they have not changed
         self._late: dict[int, dict[str, float]] | None = None  # metrics by serial, once they are read
         self._late_text = ""  # as they are on the disk
@@ -202,10 +206,17 @@ class CheckpointStore:
             return {name: why for name, why in read.items() if isinstance(why, str) and why.isprintable()}
         return {}
 
-    def is_whole(self, checkpoint: Checkpoint) -> bool:
-        """Whether a checkpoint of this store is still there, by its manifest and the sizes."""
-        found = self.condition(checkpoint.path)
-        return found.manifest == checkpoint.manifest and not found.damages
+    def path_of(self, checkpoint: Checkpoint) -> str | None:
+        """Return where a checkpoint of this store is now, by its manifest and the sizes; ``None`` if it is gone.
+
+        That is its path, or the plain name that it has got since.
+        """
+        folder, _, name = checkpoint.path.rpartition("/")
+        for path in (checkpoint.path, f"{folder}/{plain_name(name)}"):
+            found = self.condition(path)
+            if found.manifest == checkpoint.manifest and not found.damages:
+                return path
+        return None
 
     def latest(self) -> Checkpoint | None:
         """Return what ``latest`` points to; ``None`` if that is nothing, or not complete."""
@@ -367,7 +378,9 @@ class CheckpointStore:
             for each in self._late_metrics().keys() - self.serials:
                 del self._late_metrics()[each]
             self.write_metrics()
-            self._explain(why)
+            plain = self._use_plain_names([*stay, Condition(path, manifest)])
+            path = plain.get(path, path)
+            self._explain({plain.get(kept, kept): text for kept, text in why.items()})
         except Exception as error:
             text = (
                 "stagereg: step %d is saved in %s, but not all that follows is done (moving `latest`, deleting old "
@@ -383,6 +396,22 @@ class CheckpointStore:
             path = f"{self.root}/{os.path.basename(path)}"
         failpoint("retained")
         return Checkpoint(path, manifest)
+
+    def settle(self) -> None:
+        """Give steps that this run has saved again their plain names, where somebody has read the old one until now.
+
+        Before the lock is released. Raises nothing.
+        """
+        try:
+            if self._again and self._hold is not None:
+                self._hold.check()
+                found = [each for each in self._conditions() if each.step in self._again]
+                plain = self._use_plain_names(self._remove(found, _replaced(found, self._trusted(found))))
+                if why := {f"{self.root}/{name}": text for name, text in self.kept().items()}:
+                    self._explain({plain.get(kept, kept): text for kept, text in why.items()})
+                self.clear()
+        except Exception as error:
+            _log.warning("stagereg: not every step in %s has its plain name: %s", self.root, error)
 
     def clear(self) -> None:
         """Delete what is no longer kept; it is out of sight already."""
@@ -438,6 +467,7 @@ class CheckpointStore:
         final = f"{self.root}/{step_name(step)}"
         if os.path.lexists(final):
             final = f"{self.root}/{os.path.basename(written)[1:].removesuffix('.tmp')}"
+            self._again.add(step)
         os.rename(written, final)
         failpoint("renamed")
         try:
@@ -507,8 +537,12 @@ class CheckpointStore:
         return name, LeaseRecord()
 
     def _remove(self, before: list[Condition], old: Collection[str]) -> list[Condition]:
-        """Take those of the paths ``old`` out of sight that nobody reads; return what stays of ``before``."""
+        """Take those of the paths ``old`` out of sight that nobody reads; return what stays of ``before``.
+
+        What ``latest`` points to stays as well.
+        """
         read, stay = self.readers() if old else {}, []
+        old = {*old} - {f"{self.root}/{self._pointed()}"} if old else old
         for each in before:
             if each.path not in old or each.name in read:
                 stay.append(each)
@@ -517,9 +551,47 @@ class CheckpointStore:
             if each.manifest is not None and each.name in self.readers():  # by now
                 self._show(hidden, each.path, each.manifest)
                 stay.append(each)
-            else:
-                self._out_of_sight.append(hidden)
+                continue
+            self._out_of_sight.append(hidden)
+            if each.damages or each.path in self.distrusted:
+                self.distrusted.discard(each.path)
+                text = "stagereg: the bad checkpoint %s is replaced: step %d was saved again."
+                _log.warning(text, each.path, each.step)
         return stay
+
+    def _use_plain_names(self, there: list[Condition]) -> dict[str, str]:
+        """Give steps that were saved again their plain names, if these are free; return the new paths by the old ones.
+
+        By links, so that ``latest``, and who reads, finds a whole checkpoint at each moment and under either name.
+        """
+        found: dict[str, str] = {}
+        for each in self._trusted(there):  # of a step the one committed last comes first
+            plain = f"{self.root}/{plain_name(each.name)}"
+            if os.path.lexists(plain):
+                continue
+            beside = self._hidden(each.name)
+            try:
+                os.mkdir(beside)
+                for name in (*each.manifest.files, MANIFEST):
+                    os.link(f"{each.path}/{name}", f"{beside}/{name}")
+            except OSError as error:
+                self.discard(beside)
+                self._warn_once(f"steps that are saved again keep a token in their names in {self.root}: {error}")
+                continue
+            sync(Path(beside))
+            os.rename(beside, plain)
+            sync(Path(self.root))
+            failpoint("named")
+            if self._pointed() == each.name:
+                self._point(plain_name(each.name))
+                failpoint("repointed")
+            self._remove([Condition(each.path, each.manifest)], [each.path])
+            found[each.path] = plain
+        return found
+
+    def _trusted(self, found: list[Condition]) -> list[Checkpoint]:
+        """Return the complete ones but those that are distrusted, the one committed last first."""
+        return [each for each in _complete(found) if each.path not in self.distrusted]
 
     def _manifest(self, path: str, there: int | str) -> Manifest | str:
         """Return the manifest in a directory, of which a listing says ``there``, or what is wrong with it."""
@@ -556,26 +628,22 @@ class CheckpointStore:
     def _retention(
         self, before: list[Condition], made: Checkpoint, keep: Keep
     ) -> tuple[dict[str, str], Collection[str]]:
-        """Return why checkpoints are kept, by their names, and the paths of those that are not.
+        """Return why checkpoints are kept, and the paths of those that are not.
 
-        Nor are those of ``before`` that the one just ``made`` replaces.
+        Nor are those of ``before`` whose step was saved again.
         """
         step = made.manifest.step
-        replaced = {each.path for each in before if each.step == step}
-        for each in before:
-            if each.path in replaced and (each.damages or each.path in self.distrusted):
-                self.distrusted.discard(each.path)
-                text = "stagereg: the bad checkpoint %s is replaced: step %d was saved again."
-                _log.warning(text, each.path, step)
-        later = {each.path for each in before if each.step is not None and each.step > step}
-        spared = self.spared & later - replaced
-        counted = [each for each in _complete(before) if each.path not in replaced | self.distrusted | spared]
+        self.distrusted.discard(made.path)
+        spared = self.spared & {each.path for each in before if each.step is not None and each.step > step}
+        trusted = self._trusted(before)
+        replaced = _replaced(before, trusted) - spared | {each.path for each in before if each.step == step}
+        counted = [each for each in trusted if each.path not in replaced | spared]
         metrics = {each.path: self.metrics_of(each.manifest) for each in [made, *counted]}
         self._warn_of_policy(keep, made, metrics)
         why = keep.kept([made, *counted], metrics)
         old = {each.path for each in counted} - why.keys() | replaced
         why |= dict.fromkeys(spared, "earlier run")
-        return {path.rpartition("/")[2]: text for path, text in why.items()}, old - {f"{self.root}/{self._pointed()}"}
+        return why, old
 
     def _warn_of_policy(self, keep: Keep, made: Checkpoint, metrics: Mapping[str, Mapping[str, float]]) -> None:
         """Warn, once, of a policy that cannot do what it is for."""
@@ -592,10 +660,11 @@ class CheckpointStore:
                 f"checkpoint.keep.budget={keep.budget}, so the newest one alone is kept."
             )
 
-    def _explain(self, why: dict[str, str]) -> None:
-        """Write why checkpoints are kept, where that is not simply since they are the newest."""
+    def _explain(self, why: Mapping[str, str]) -> None:
+        """Write why the checkpoints at these paths are kept, where that is not simply since they are the newest."""
         if set(why.values()) != {"newest"}:
-            self._replace(KEPT, json.dumps(why, indent=1).encode())
+            names = {os.path.basename(path): text for path, text in why.items()}
+            self._replace(KEPT, json.dumps(names, indent=1).encode())
             self._explains = True
         elif self._explains:
             self._unlink(f"{self.root}/{KEPT}")
@@ -655,9 +724,22 @@ def _settled(look: Callable[[], list[Condition]]) -> list[Condition]:
 
 
 def _complete(found: list[Condition]) -> list[Checkpoint]:
-    """Return those that are complete, the one committed last first."""
+    """Return those that are complete, the one committed last first; one that has two names by its plain one."""
     complete = [each.checkpoint for each in found if each.checkpoint is not None]
-    return sorted(complete, key=lambda each: each.manifest.order, reverse=True)
+    complete.sort(key=lambda each: (each.manifest.order, -len(each.name)))
+    return [*{each.key: each for each in complete}.values()][::-1]
+
+
+def _replaced(found: list[Condition], by: list[Checkpoint]) -> set[str]:
+    """Return the paths of those of which ``by``, the newest first, has a later one of the same step."""
+    last: dict[int | None, Checkpoint] = {each.manifest.step: each for each in reversed(by)}
+
+    def is_older(each: Condition, than: Checkpoint) -> bool:
+        if each.manifest is None:  # a name has a token where the plain one was taken
+            return each.name == plain_name(than.name)
+        return each.path != than.path and each.manifest.order <= than.manifest.order
+
+    return {each.path for each in found if each.step in last and is_older(each, last[each.step])}
 
 
 def _size(entry: os.DirEntry[str]) -> int | str | None:

@@ -1,8 +1,9 @@
 """A prefix of an object store: a checkpoint is committed by its manifest, the object that is written last.
 
 ``latest`` is an object with the name of the directory that was committed last; docs/checkpoints.md shows all of them. A
-store cannot rename, so nothing is written under another name than its last. A directory without a manifest is being
-written, or is what a killed run left; readers pass it by. A checkpoint that is deleted loses its manifest first.
+store cannot rename, so nothing is written under another name than its last, and each name has the token of its save. A
+directory without a manifest is being written, or is what a killed run left; readers pass it by. A checkpoint that is
+deleted loses its manifest first.
 
 Nothing outside ``root`` is listed or deleted, and below it only directories that are named ``step-00000100.<token>``.
 """
@@ -119,6 +120,9 @@ class RemoteStore(CheckpointStore):
         self.objects.delete(f"{path}/{MANIFEST}")
         failpoint("hidden")
         return path
+
+    def _use_plain_names(self, there: list[Condition]) -> dict[str, str]:
+        return {}
 
     def _show(self, hidden: str, path: str, manifest: Manifest) -> None:
         self._write(f"{path}/{MANIFEST}", manifest.dumps().encode())

@@ -4,7 +4,8 @@ A chain is one directory of checkpoints and several kills: a run is killed, the 
 is killed itself, and the last one goes on to the end. After each kill it is checked that every step directory is a
 complete checkpoint, that none is older than what a rank knew to be committed, and that the next run takes up the newest
 one with parameters, optimizer, scheduler and random numbers, on each rank, equal bit for bit to those that an
-uninterrupted run had at that step. The end of the chain must equal the end of the uninterrupted run.
+uninterrupted run had at that step. The end of the chain must equal the end of the uninterrupted run. Some steps are
+saved twice, and have their plain names in the end.
 
 The program imports torch once and forks the ranks before torch has run any thread. Every wait is bounded.
 """
@@ -19,6 +20,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -50,6 +52,7 @@ from stagereg.registry import find
 
 RANKS, STEPS, EVERY, WIDTH = 2, 10, 2, 256
 KEEP, KEPT = stagereg.Keep(newest=2, every=4), {4, 8, 10}  # the policy, and the steps that it leaves in the end
+SAVED = [step for step in range(EVERY, STEPS + 1, EVERY) for _ in range(2 if step in (4, 8) else 1)]  # some twice
 LIMIT_S = 300.0  # of one run; nothing here takes a tenth of it on an idle machine
 LINGER_S = 2.0  # for the other rank to notice, which is no promise; a launcher would end it as well
 FORKED = multiprocessing.get_context("fork")
@@ -146,6 +149,8 @@ def train(setup: Setup, rank: int, root: Path, folder: Path, kill: Kill | None) 
             schedule.step()
             append_line(folder, rank, state=(step, digest(state)))
             checkpointer.maybe_save(step, state)
+            if SAVED.count(step) > 1:
+                checkpointer.save(step, state)
     append_line(folder, rank, state=("the end", digest(state)))
     dist.barrier()
 
@@ -196,7 +201,7 @@ class RunResult:
     def committed(self) -> int:
         """The step of the last save that rank 0 has reported as durable."""
         count = self.of(0, "point").count("committed")
-        return self.states(0)[0][0] + EVERY * count if count else 0
+        return [step for step in SAVED if step > self.states(0)[0][0]][count - 1] if count else 0
 
     def output(self) -> str:
         texts = [(self.folder / f"rank{rank}.out").read_text(errors="replace")[-3000:] for rank in range(RANKS)]
@@ -325,7 +330,8 @@ class Matrix:
         for rank in range(RANKS):
             if shown.states(rank)[-1] != self.expected.states(rank)[-1]:
                 raise Broken(f"rank {rank} ended with another state than the uninterrupted run")
-        hidden = [name for name in os.listdir(self.root) if name.startswith(".")]
+        no_name = r"\.|step-\d+\." if shown.committed() else r"\."  # the plain one is back with the next commit
+        hidden = [name for name in os.listdir(self.root) if re.match(no_name, name)]
         latest = open_store(str(self.root)).latest()
         if hidden or newest(self.root) != STEPS or latest is None or latest.manifest.step != STEPS:
             raise Broken(f"{hidden} were left, the newest step is {newest(self.root)}, and latest is {latest}")
