@@ -65,6 +65,7 @@ class CopyTo:
             copies = {one.path: _place(one, target) for one in missing if one.path in wanted}
             for begun in set(target.leftovers()).difference(copies.values()):
                 target.discard(begun)
+            target.abort_uploads()
             for one in reversed([one for one in missing if one.path in wanted]):
                 with source.reading(one.path):
                     if source.condition(one.path).manifest != one.manifest:

@@ -277,12 +277,16 @@ class CheckpointStore:
             begun += [f"{self.root}/{name}" for name in _NOTE_LEFTOVERS & self._listing(self.root).keys()]
         for path in begun:
             self.discard(path)
+        self.abort_uploads()
         self.readers()  # deletes leases of processes that have ended
         complete, damaged = self.checkpoints()
         self.spared = {each.path for each in complete}
         # One that points to what is damaged stays as it is: that the newest is lost must not go unnoticed.
         if complete and self._pointed() not in [complete[0].name, *(each.name for each in damaged)]:
             self._point(complete[0].name)  # its run was killed right after the commit
+
+    def abort_uploads(self) -> None:
+        """Have a store forget what killed runs have sent in part; nothing in a directory. While the lock is held."""
 
     def write_note(self, name: str, data: bytes) -> None:
         """Write or replace a small file of the directory itself in one step, safely stored; delete it if empty."""

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import functools
 import io
+from collections.abc import Callable
 from typing import Any
 
 from stagereg.checkpoint.store.retry import answer_of, retrying
@@ -139,6 +140,25 @@ class ObjectStore:
                 self._fresh.rm(self.path(url), recursive=True)
 
         retrying("deleting", url, act)
+
+    def abort_uploads(self, url: str, is_ours: Callable[[str], bool]) -> None:
+        """Give up uploads in parts below ``url`` that were begun and not ended, of objects with ``is_ours``; S3 alone.
+
+        Such parts are in no listing, and paid for. ``is_ours`` gets what follows ``url`` in the object's name.
+        """
+
+        def act() -> None:
+            bucket, key, _ = self.fs.split_path(self.path(url))
+            page, marker = {"IsTruncated": True}, dict[str, str]()
+            while page["IsTruncated"]:
+                page = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/", **marker)
+                for each in page.get("Uploads", []):
+                    if is_ours(each["Key"].removeprefix(f"{key}/")):
+                        self.fs.abort_mpu(bucket, each["Key"], each["UploadId"])
+                marker = {name: page.get(f"Next{name}") for name in ("KeyMarker", "UploadIdMarker")}
+
+        if self.protocol in _S3:
+            retrying("clearing uploads", url, act)
 
     def make_directory(self, url: str) -> None:
         """Make a directory, where the store has any."""

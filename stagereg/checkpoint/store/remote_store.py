@@ -79,6 +79,19 @@ class RemoteStore(CheckpointStore):
         self._hold = StoreLease(self.objects, self.root)
         return self._hold
 
+    def abort_uploads(self) -> None:
+        """See :class:`.CheckpointStore`. Of objects in directories of steps; raises nothing."""
+        try:
+            with within(_BEST_EFFORT_S):
+                self.objects.abort_uploads(self.root, lambda name: step_of(name.partition("/")[0]) is not None)
+        except Exception as error:
+            _log.warning(
+                "stagereg: parts of uploads that killed runs have left in %s are not cleared away, and are paid for; a "
+                "lifecycle rule of the bucket does it (AbortIncompleteMultipartUpload): %s",
+                self.root,
+                error,
+            )
+
     def temporary(self, step: int, token: str) -> str:
         return f"{self.root}/{step_name(step)}.{token}"
 

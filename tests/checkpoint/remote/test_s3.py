@@ -8,8 +8,10 @@ import re
 import select
 import subprocess
 import sys
+import time
 import urllib.parse
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
+from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
@@ -123,6 +126,71 @@ def test_large_files_go_in_parts_and_plain_torch_reads_them(store: Store, small_
     template = {"x": torch.zeros(LARGE)}
     dcp.load(template, storage_reader=FsspecReader(newest))
     assert (template["x"] == 1).all()
+
+
+def uploads(store: Store) -> list[str]:
+    """The keys of uploads that were begun and not ended."""
+    return sorted(each["Key"] for each in store.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []))
+
+
+def test_uploads_of_killed_runs_are_given_up_and_no_others(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    own = ["gpt/first/step-00000001.aaaaaaaaaaaa/__0_0.distcp", "gpt/first/step-00000002/x"]
+    others = ["gpt/first-again/step-00000001.aaaaaaaaaaaa/x", "gpt/first/mine", "gpt/step-00000001.aaaaaaaaaaaa/x", "x"]
+    for key in own + others:
+        store.client.create_multipart_upload(Bucket=BUCKET, Key=key)
+    with Checkpointer(store.url):
+        assert uploads(store) == sorted(others)
+        store.client.create_multipart_upload(Bucket=BUCKET, Key=own[0])  # as by the run itself
+        with pytest.raises(CheckpointError, match="is in use"):
+            Checkpointer(store.url)
+        assert uploads(store) == sorted([own[0], *others])
+    denied = {"method": "GET", "contains": "?uploads", "do": "refuse", "status": 403, "code": "AccessDenied"}
+    store.server.fail(denied)
+    with Checkpointer(store.url) as checkpointer:
+        store.server.hit()
+        assert "AbortIncompleteMultipartUpload" in caplog.text
+        checkpointer.save(1, state(1))
+    assert list(steps(store)) == [1]
+
+
+LOG = """
+import os, sys, time
+with open(sys.argv[1], "a") as log:
+    print(os.environ["STAGEREG_STEP"], sys.argv[2] == os.environ["STAGEREG_CHECKPOINT"], file=log, flush=True)
+while not os.path.exists(sys.argv[1] + ".gate"):
+    time.sleep(0.02)
+"""
+
+
+def test_follow_takes_each_checkpoint_once_and_keeps_what_it_is_at(store: Store, tmp_path: Path) -> None:
+    log, gate = tmp_path / "log", tmp_path / "log.gate"
+    follow = ["follow", store.url, "--poll", "50ms", "--name", "evaluate", "--until-step"]
+    command = ["--", sys.executable, "-S", "-c", LOG, str(log), "{}"]
+    seen: list[list[int]] = []
+
+    def train() -> None:
+        with Checkpointer(store.url, keep=1) as checkpointer:
+            for step in (1, 2, 3):
+                checkpointer.save(step, state(step))
+                checkpointer.wait()
+                ends = time.monotonic() + BOUND_S
+                while not (log.exists() and log.read_text()) and time.monotonic() < ends:
+                    time.sleep(0.02)
+            seen.append(sorted(steps(store)))
+            gate.touch()
+
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(train)
+        assert cli.main([*follow, "3", *command]) == 0
+        training.result(BOUND_S)
+    assert seen == [[1, 3]]
+    assert log.read_text().splitlines() == ["1 True", "3 True"]
+    assert cli.main([*follow, "3", *command]) == 0
+    with Checkpointer(store.url, keep=1) as checkpointer:
+        checkpointer.save(4, state(4))
+    assert cli.main([*follow, "4", *command]) == 0
+    assert log.read_text().splitlines() == ["1 True", "3 True", "4 True"]
+    assert [name for name in store.names() if name.startswith((".reading", ".follow-evaluate/.lock"))] == []
 
 
 REFUSED = {"do": "refuse", "status": 503}
@@ -242,9 +310,10 @@ def test_the_next_run_goes_on_where_one_was_killed(
     running.kill()
     running.wait(BOUND_S)
     store.server.fail()
+    assert len(uploads(store)) == 1
     monkeypatch.setattr("stagereg.checkpoint.store.lease.LEASE_S", 1.0)  # or else a minute would pass
     with Checkpointer(store.url) as checkpointer:
-        assert unfinished(store) == []
+        assert unfinished(store) == uploads(store) == []
         into = state(0)
         assert checkpointer.restore(into) == 1
         assert holds(into, 1)
