@@ -10,6 +10,7 @@ followers of one name never run at a time.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -35,6 +36,7 @@ __all__ = ["add_to", "follow"]
 
 _NOTE = "done.json"
 _LOOK_S = 0.2  # how often a signal is looked for
+_END_S = 10.0  # from SIGTERM to SIGKILL, for a command that takes too long
 _SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: RESUME_CODE, signal.SIGUSR1: RESUME_CODE}
 """The signals that end a follower, and its exit codes."""
 
@@ -59,6 +61,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     add("--retries", type=above_zero(int, or_zero=True), default=2, metavar="N", help="of one that fails; default 2")
     add("--pause", type=seconds, default=5.0, metavar="T", help="before the first retry, then doubled; default 5s")
+    add(
+        "--command-timeout",
+        type=seconds,
+        metavar="T",
+        help="end the command after so long: it has failed; default none",
+    )
     add("--poll", type=seconds, default=10.0, metavar="T", help="how often to look for new ones; default 10s")
     add("--until-step", type=int, metavar="N", help="end once a checkpoint of this step, or a later one, is done")
     idle = above_zero(lambda text: duration(text).total_seconds(), or_zero=True)
@@ -227,15 +235,27 @@ class _Follower:
             self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
             if self._received is not None:  # before there was a process to have it
                 os.killpg(self._process.pid, self._received)
-            code = self._process.wait()
+            ended = self._wait(self._process)
             self._check_signal()
-            if code == 0:
+            if ended == "with 0":
                 _say(f"done: {checkpoint.name}")
                 return "done"
             left = self._asked.retries - trial
             more = f"trying again, {left} more time{'s' * (left > 1)}" if left else "given up"
-            _say(f"the command has failed on {checkpoint.name} with {code}; {more}")
+            _say(f"the command has failed on {checkpoint.name} {ended}; {more}")
         return "failed"
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> str:
+        """Wait for a command, as long as it may take; return how it has ended."""
+        try:
+            return f"with {process.wait(self._asked.command_timeout)}"
+        except subprocess.TimeoutExpired:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):  # what it has started may live on
+                    os.killpg(process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)
+            return f"since it took longer than {self._asked.command_timeout:g} s (--command-timeout)"
 
     def _read(self) -> None:
         try:

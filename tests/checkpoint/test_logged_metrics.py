@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +110,34 @@ def test_a_damaged_file_of_metrics_is_passed_over(tmp_path: Path, caplog: Any, t
         stagereg.log(1, loss=0.5)
     assert metrics(tmp_path) == {1: {"loss": 0.5}}
     assert "metrics.json is passed over" in caplog.text
+
+
+KILLED = """
+import sys, time, stagereg
+from stagereg import Checkpointer
+with Checkpointer(sys.argv[1]) as checkpointer:
+    checkpointer.save(1, {"x": 1})
+    checkpointer.wait()
+    stagereg.log(1, held_out=2.5)
+    print("logged", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_metric_that_is_logged_late_outlives_a_kill(tmp_path: Path) -> None:
+    """Training does nothing after it: it is not for the next save, or the end, to write it."""
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"logged\n"
+            began = time.monotonic()
+            while not (tmp_path / "metrics.json").exists() and time.monotonic() < began + 60:
+                time.sleep(0.001)
+            print(f"written {time.monotonic() - began:.3f} s after it was logged")
+        finally:
+            process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert metrics(tmp_path) == {1: {"held_out": 2.5}}
 
 
 def test_metrics_that_cannot_be_written_stop_nothing(tmp_path: Path, caplog: Any) -> None:

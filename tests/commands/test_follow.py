@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+import stagereg.commands.following as following_module
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_store
@@ -153,6 +154,39 @@ def test_one_that_fails_for_good_is_in_the_exit_code(tmp_path: Path, job: Job, c
     command(*options, "--failed", *job.command)
     assert job.steps == [100, 200, 100]
     command(*options, *job.command)
+
+
+@pytest.mark.parametrize("ignores", [False, True], ids=["SIGTERM", "SIGKILL"])
+def test_a_command_that_takes_too_long_is_ended_with_what_it_has_started(
+    tmp_path: Path, job: Job, command: Command, monkeypatch: pytest.MonkeyPatch, ignores: bool
+) -> None:
+    """It counts as one that fails, and is tried again; a child that ignores SIGTERM goes as well."""
+    monkeypatch.setattr(following_module, "_END_S", 0.5)
+    save(tmp_path / "run", 100, 200)
+    pids = tmp_path / "pids"
+    job.does(
+        "import signal, subprocess\n"
+        "if os.environ['STAGEREG_STEP'] == '100':\n"
+        f"    if {ignores}: signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"    child = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep({LIMIT_S})'\n"
+        f"    child = subprocess.Popen([sys.executable, '-S', '-c', child])\n"
+        f"    print(os.getpid(), child.pid, file=open({str(pids)!r}, 'a'), flush=True)\n"
+        f"    time.sleep({LIMIT_S})\n"
+    )
+    options = ("--idle", "0", "--retries", "1", "--pause", "1ms", "--command-timeout", "2s")
+    seen = command("follow", tmp_path / "run", *options, *job.command, code=1)
+    assert job.steps == [100, 100, 200]
+    assert "failed on step-00000100 since it took longer than 2 s (--command-timeout); trying again" in seen.err
+    assert len(pids.read_text().split()) == 4
+    for pid in pids.read_text().split():
+        until(lambda pid=pid: not lives(int(pid)))  # type: ignore[misc]
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def test_it_ends_by_the_step_that_was_asked_for(tmp_path: Path, job: Job) -> None:
