@@ -57,23 +57,27 @@ class DcpWriter(StorageWriter):
     Until ``finish`` the files are in ``.NAME.tmp`` beside ``path``, where a killed save leaves them and the next one to
     the same path deletes them. A checkpoint that is at ``path`` already is replaced in one step, and in two where the
     file system cannot exchange directories (NFS): killed between them, it is at ``.NAME.old``. Saves that are under way
-    at the same time need a writer and a path each.
+    at the same time may share a writer, and need a path each.
 
     Args:
         path: the directory of this one checkpoint; ``checkpoint_id`` of ``save`` names another.
         direct: ``"auto"`` writes past the page cache where the file system takes that, ``"never"`` nowhere.
 
     Attributes:
-        path: the directory, resolved; ``None`` if none was named yet.
+        path: the directory named last, resolved; ``None`` if none was named yet.
 
     Raises:
         ConfigError: ``path`` is a URL; no directory of an object store can be renamed.
     """
 
     def __init__(self, path: StrPath | None = None, direct: str = "auto") -> None:
-        self._storage = DcpStorage(direct=direct)
         self.path: Path | None = None
+        self._direct = direct
+        self._save = _Save()
         self.reset(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self._direct)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
@@ -82,25 +86,27 @@ class DcpWriter(StorageWriter):
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin another checkpoint, at ``checkpoint_id`` if that is given. Raises: ``ConfigError``."""
-        if checkpoint_id:
-            self.path = _local(checkpoint_id, type(self).__name__).resolve()
-        if self.path is not None:
-            self._storage.reset(self._hidden("tmp"))
+        path = _local(checkpoint_id, type(self).__name__).resolve() if checkpoint_id else self.path
+        self.path = self._save.path = path
+        self._save.storage = DcpStorage(None if path is None else self._hidden("tmp"), self._direct)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take part. Raises: ``CheckpointError`` with torch's ``use_collectives=False``."""
-        self._storage.set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if not hasattr(self._save, "storage"):  # torch calls ``reset`` only with a ``checkpoint_id``
+            self.reset()
+        self._save.storage.set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan. Raises: ``CheckpointError`` if no path was given, or what is there is no checkpoint."""
-        if self.path is None:
+        if self._save.path is None:
             raise CheckpointError("DcpWriter was given no directory: DcpWriter(path), or checkpoint_id=path.")
-        there = os.listdir(self.path) if self.path.is_dir() else [""] * self.path.exists()
+        there = os.listdir(self._save.path) if self._save.path.is_dir() else [""] * self._save.path.exists()
         others = [each for each in there if each not in (_METADATA, _CHECKSUMS) and not each.endswith(DEFAULT_SUFFIX)]
         if others:
+            what = ", ".join(sorted(others)[:3]) or "it is a file"
             raise CheckpointError(
-                f"{self.path} has what is no part of a checkpoint ({', '.join(sorted(others)[:3]) or 'it is a file'}), "
-                "and would be replaced as a whole: give each checkpoint a directory of its own."
+                f"{self._save.path} has what is no part of a checkpoint ({what}), and would be replaced "
+                "as a whole: give each checkpoint a directory of its own."
             )
         return plan
 
@@ -110,18 +116,18 @@ class DcpWriter(StorageWriter):
         Raises:
             CheckpointError: an earlier save to the same path is still being written. ``OSError``.
         """
-        assert self.path is not None
-        _expect_sole(self.path)
-        shutil.rmtree(self._storage.path, ignore_errors=True)
-        os.makedirs(self._storage.path)
+        assert self._save.path is not None
+        _expect_sole(self._save.path)
+        shutil.rmtree(self._save.storage.path, ignore_errors=True)
+        os.makedirs(self._save.storage.path)
         failpoint("made")
-        return self._storage.prepare_global_plan(plans)
+        return self._save.storage.prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write and flush this rank's files, whose marks go to the coordinator. Raises: ``OSError``."""
-        results = self._storage.write_data(plan, planner).wait()
+        results = self._save.storage.write_data(plan, planner).wait()
         done: Future[list[WriteResult]] = Future()
-        marks = self._storage.marks.items()
+        marks = self._save.storage.marks.items()
         done.set_result([*results, *(_FileResult(MetadataIndex(name), mark.bytes, mark) for name, mark in marks)])
         failpoint("written")
         return done
@@ -132,18 +138,18 @@ class DcpWriter(StorageWriter):
         Raises:
             CheckpointError: a file is not there as it was written. ``OSError``.
         """
-        assert self.path is not None
+        assert self._save.path is not None
         try:
-            self._commit(Path(self._storage.path), self.path, metadata, results)
+            self._commit(Path(self._save.storage.path), self._save.path, metadata, results)
         finally:
-            _saving.pop(self.path, None)
+            _saving.pop(self._save.path, None)
 
     def _commit(self, beside: Path, path: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         marks = [each for part in results for each in part if isinstance(each, _FileResult)]
-        self._storage.finish(
+        self._save.storage.finish(
             metadata, [[each for each in part if not isinstance(each, _FileResult)] for part in results]
         )
-        files = {**{each.index.fqn: each.storage_data for each in marks}, **self._storage.marks}
+        files = {**{each.index.fqn: each.storage_data for each in marks}, **self._save.storage.marks}
         manifest = Manifest(step_within(path.name) or 0, len(results), 0, files, time=int(time.time()))
         sizes: dict[str, Found] = {each.name: each.stat().st_size for each in os.scandir(beside)}
         if lost := differences(manifest, sizes):
@@ -158,8 +164,15 @@ class DcpWriter(StorageWriter):
         shutil.rmtree(old, ignore_errors=True)
 
     def _hidden(self, kind: str) -> Path:
-        assert self.path is not None
-        return self.path.with_name(f".{self.path.name}.{kind}")
+        assert self._save.path is not None
+        return self._save.path.with_name(f".{self._save.path.name}.{kind}")
+
+
+class _Save(threading.local):
+    """The save of a thread: torch makes all calls for one on one thread."""
+
+    path: Path | None = None
+    storage: DcpStorage
 
 
 class DcpReader(FileSystemReader):

@@ -265,6 +265,30 @@ def test_a_save_beside_another_to_the_same_path_is_refused(tmp_path: Path) -> No
     save(state(3), storage_writer=stagereg.DcpWriter(tmp_path / "a"))
 
 
+def overlapping(rank: int, world_size: int, root: str) -> None:
+    """Two saves with one writer, each of which goes on when the other one has come as far."""
+    writer, both = stagereg.DcpWriter(), threading.Barrier(2)
+
+    def hold(point: str) -> None:
+        if point in ("made", "written", "described"):
+            both.wait(60)
+
+    watch(hold)
+    saving = [dcp.async_save(state(x), checkpoint_id=f"{root}/{x}", storage_writer=writer) for x in (1, 2)]
+    for each in saving:
+        each.result(timeout=60)
+    watch(None)
+    for value in (1, 2):
+        found = state(0)
+        dcp.load(found, storage_reader=stagereg.DcpReader(f"{root}/{value}"))
+        assert same(found, state(value))
+
+
+def test_saves_that_overlap_may_share_a_writer(tmp_path: Path) -> None:
+    run_ranks(overlapping, nproc=1, args=(str(tmp_path),))
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
 def test_a_url_is_refused_when_a_writer_or_reader_is_made() -> None:
     for kind in (stagereg.DcpWriter, stagereg.DcpReader):
         with pytest.raises(ConfigError, match="s3://bucket/a"):
