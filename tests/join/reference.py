@@ -283,6 +283,7 @@ def expected(case: Case) -> dict[str, Any]:
     by_all = case.divide or case.comm_hook
     window: list[torch.Tensor | None] = [None] * len(params)  # of all ranks, since the last reduction
     buffers = {rank: [b.clone() for b in module.buffers()] for rank in world}
+    shares = True  # as DDP does where the step before has reduced
     for epoch in range(case.epochs):
         for step in range(max(length(case, rank, epoch) for rank in world)):
             active = [rank for rank in world if length(case, rank, epoch) > step]
@@ -291,11 +292,12 @@ def expected(case: Case) -> dict[str, Any]:
                 window = [None] * len(params)
             shared = [b.clone() for b in buffers[max(active)]]
             for rank in active:
-                write_values(module.buffers(), shared)
+                write_values(module.buffers(), shared if shares else buffers[rank])
                 grads = torch.autograd.grad(loss_of(case, module, batch(rank, epoch, step)), params, allow_unused=True)
                 window = [_plus(total, grad) for total, grad in zip(window, grads, strict=True)]
                 buffers[rank] = [b.clone() for b in module.buffers()]
-            if (step + 1) % case.accumulate == 0:
+            shares = (step + 1) % case.accumulate == 0
+            if shares:
                 for param, total in zip(params, window, strict=True):
                     if total is not None:
                         param.grad = _plus(param.grad, total / (len(world) if by_all else len(active)))

@@ -38,6 +38,7 @@ CASES = {
     "a function that zeroes": Case(last="function", when="end"),
     "buffers": Case(net="norm", optimizer="sgd", epochs=2),
     "buffers, zero, a rank without batches": Case(net="norm", column="zero", optimizer="sgd", lengths=(0, 2, 5)),
+    "buffers, accumulation": Case(net="norm", optimizer="sgd", accumulate=2, lengths=(1, 3, 6), epochs=2),
     "gradients are bucket views": Case(wrap={"gradient_as_bucket_view": True}, epochs=2),
     "bucket views, zeroed in place": Case(wrap={"gradient_as_bucket_view": True}, zero="zeros", epochs=2),
     "many buckets": Case(wrap={"bucket_cap_mb": 1e-5}, epochs=2),

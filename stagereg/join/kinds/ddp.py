@@ -167,6 +167,7 @@ class DdpJoinable(ReducingJoinable):
         params = sorted((param for param in ddp.parameters() if param.requires_grad), key=torch.numel)
         self.watched = self.seen_at = params if ddp.find_unused_parameters or ddp.static_graph else params[:1]
         super().watch()
+        ddp.logger._set_uneven_input_join()  # type: ignore[union-attr]  # its logs tell of joins
         values = self.divides_by_world, self._announce_reduction, self._common_rank
         vars(ddp).update(zip(_REPLACED, values, strict=True))
 
@@ -220,7 +221,10 @@ class DdpJoinable(ReducingJoinable):
         """Have DDP's forward announce only a step of torch's wire."""
         settings = vars(self.module)  # to set an attribute of a module takes long
         config = settings["_join_config"]
-        self._forward_settings = {name: settings[name] for name in ("_join_config", "require_forward_param_sync")}
+        # Whether the next step shares buffers is what a step sets, by whether it reduces, and no other forward.
+        sets_next = is_step and torch.is_grad_enabled()
+        kept = ("_join_config",) if sets_next else ("_join_config", "require_forward_param_sync")
+        self._forward_settings = {name: settings[name] for name in kept}
         if not is_step:
             settings.update(_join_config=config._replace(enable=False), require_forward_param_sync=False)
         elif self.membership is not None:
