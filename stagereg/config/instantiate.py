@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import Container, DictConfig, OmegaConf
@@ -24,7 +25,8 @@ import stagereg.config.schema as schema
 import stagereg.registry as registry
 from stagereg.config.allow_list import RESTRICTED, AllowedTarget, TargetAllowList
 from stagereg.config.resolved_tree import SWITCHES, Call, Given, NodePath, built, describes, is_missing, merged, plain
-from stagereg.errors import ConfigError
+from stagereg.crash_report import summarize_exception
+from stagereg.errors import ConfigError, RegistryError, StageregError
 from stagereg.registry import Entry
 from stagereg.spec import refuse_unknown
 
@@ -50,7 +52,8 @@ def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[...
     Raises:
         TargetNotAllowedError: a ``_target_`` is neither registered nor allowed; nothing was imported or called.
         ConfigError: a key, type, choice or missing value; the message has the key and what would be right.
-        RegistryError: a component cannot be loaded, or built something that its kind does not allow.
+        RegistryError: a component cannot be loaded, raised an error that is none of the project's, which is the cause,
+            or built something that its kind does not allow.
     """
     allow_list = TargetAllowList(allow)
     if config is None:
@@ -125,18 +128,6 @@ class _Component:
         self.positional = [p.name for p in self.parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.options = schema.options(self.function) if isinstance(target, Entry) else {}
 
-    def checked(self) -> Callable[..., Any]:
-        """Return the component; what a function returns is held against its kind's protocol each time."""
-        entry, function = self.entry, self.function
-        if isinstance(function, type) or entry is None:
-            return function
-
-        @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            return registry.checked(entry, function, function(*args, **kwargs))
-
-        return checked
-
     def refuse_misfit(self, args: Sequence[Any], kwargs: Mapping[str, Any], path: NodePath) -> None:
         """Refuse arguments that the component does not take, and one that is given twice."""
         refuse_unknown(self.label, kwargs, self.signed)
@@ -154,6 +145,27 @@ class _Component:
                 raise path.child(p.name).needs_value()
             call = f"stagereg.instantiate(cfg.{path.key or '...'}, {p.name}=...)"
             raise ConfigError(f"{self.label} needs {p.name} from the program: {call}.")
+
+
+@dataclass(frozen=True)
+class _Constructor:
+    """Calls a component; what a function returns is held against its kind's protocol each time."""
+
+    what: str
+    entry: Entry | None
+    __wrapped__: Callable[..., Any]  # whose signature this has
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            made = self.__wrapped__(*args, **kwargs)
+        except StageregError:
+            raise
+        except Exception as error:
+            raise RegistryError(
+                f"{self.what} was not built: {summarize_exception(error, __file__)}. Correct its options or its code; "
+                "HYDRA_FULL_ERROR=1 shows the whole traceback."
+            ) from error
+        return registry.checked(self.entry, self.__wrapped__, made) if self.entry else made
 
 
 def _plan(path: NodePath, node: dict[str, Any], hint: Any, allow_list: TargetAllowList, kind: str = "") -> Call:
@@ -191,7 +203,8 @@ def _plan(path: NodePath, node: dict[str, Any], hint: Any, allow_list: TargetAll
         component.refuse_missing({*kwargs, *later}, path)
     arguments = {name: _argument(component, name, value, path, allow_list) for name, value in kwargs.items()}
     more = [_argument(component, f"_args_[{i}]", args[i], path, allow_list) for i in range(len(named), len(args))]
-    return Call(component.checked(), [*map(arguments.pop, named), *more], arguments, partial or product is not None)
+    constructor = _Constructor(f"{path}: {component.label}", component.entry, component.function)
+    return Call(constructor, [*map(arguments.pop, named), *more], arguments, partial or product is not None)
 
 
 def _argument(component: _Component, name: str, value: Any, path: NodePath, allow_list: TargetAllowList) -> Any:

@@ -50,8 +50,12 @@ def explain(error: BaseException | None) -> str:
     return line
 
 
-def refuse_unused(overrides: Iterable[str]) -> None:
-    """Raise ``ConfigError`` for ``+joinable=NAME``: no join looks for it at the top of the config."""
+def refuse_unused(config: DictConfig, overrides: Iterable[str]) -> None:
+    """Refuse what would have no effect: ``+joinable=NAME``, which no join looks for, and a misspelt ``defaults:``.
+
+    Raises:
+        ConfigError: with what to write instead.
+    """
     for override in overrides:
         kind, _, name = override.removeprefix("+").partition("=")
         if override.startswith("+") and kind in _CHOSEN:
@@ -59,6 +63,11 @@ def refuse_unused(overrides: Iterable[str]) -> None:
                 f"{override} has no effect: no join looks for a {kind} at the top of the config. Write "
                 f"{_CHOSEN[kind]}={name}, where NAME is the joinable's, as in stagereg.instantiate(cfg.join, NAME=...)."
             )
+    tree: Any = OmegaConf.to_container(config)
+    for key, value in tree.items():
+        listed = set(map(str, value)) if isinstance(value, list) else set()
+        if listed & {"_self_", "stagereg"} and (near := nearest(str(key), ["defaults"])):
+            raise ConfigError(f"the config has a list {key!r}, and nothing composes it.{near}")
 
 
 def _unknown_key(error: OmegaConfBaseException) -> str:

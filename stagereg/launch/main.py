@@ -19,7 +19,7 @@ from typing import Any
 
 import stagereg.shutdown as shutdown
 from stagereg.crash_report import format_error
-from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped, nearest
+from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped
 from stagereg.launch.command_line import CommandLine, parsed
 from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
 from stagereg.launch.rank import Rank, alone, is_rank, print_exit, publish_run, resume_override, run_recorded
@@ -167,7 +167,6 @@ def _with_plugins(task: Callable[[Any], Any], cfg: Any) -> Any:
         group = getattr(error, "key", None)
         if group in SWITCHES and group not in cfg:
             begin = "begin the config with defaults: [stagereg, _self_]"
-            begin += "".join(f" (not {key}:)" for key in cfg if nearest(str(key), ["defaults"]))
             raise LaunchError(f"the config has no {group}: {begin}; or {SWITCHES[group]}") from error
         raise
 
@@ -193,12 +192,14 @@ class _Job:
         hydra = HydraConfig.get()
         one_of_several = hydra.mode == RunMode.MULTIRUN
         with env_override({_FULL_ERROR: self._full_error}):
-            if self._rank is not None:
-                return self._rank.run(self._task, cfg)
             try:
-                refuse_unused(hydra.overrides.task)
+                refuse_unused(cfg, hydra.overrides.task)
+                if self._rank is not None:
+                    return self._rank.run(self._task, cfg)
                 return self._run(cfg, hydra, one_of_several)
             except StageregError as error:
+                if self._rank is not None:
+                    self._rank.fail(error)
                 if one_of_several:
                     raise
                 _print(error)

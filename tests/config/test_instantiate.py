@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import importlib.metadata
+import pickle
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -375,6 +376,19 @@ def test_an_error_of_a_component_comes_out_as_it_is() -> None:
     for config in (refusal, {"a": [refusal]}, {"_target_": f"{HERE}.saver", "more": refusal}):
         with pytest.raises(LaunchError, match=r"^full$"):
             stagereg.instantiate(config)
+
+
+def test_another_error_of_a_component_is_named_with_its_place_in_the_config_and_its_line() -> None:
+    broken = {"_target_": f"{evil.__module__}.evil"}
+    line = evil.__code__.co_firstlineno + 1
+    for key, config in {"[0]": [broken], "more": {"_target_": f"{HERE}.saver", "more": broken}}.items():
+        text = rf"^{re.escape(key)}: .*\.evil was not built: AssertionError: it was called \({__file__}:{line}\)\. "
+        with pytest.raises(RegistryError, match=text) as raised:
+            stagereg.instantiate(config, allow=[evil])
+        assert isinstance(raised.value.__cause__, AssertionError)
+    make = stagereg.instantiate({**broken, "_partial_": True}, allow=[evil])
+    with pytest.raises(RegistryError, match=r"it was called .*HYDRA_FULL_ERROR=1 shows the whole traceback\.$"):
+        pickle.loads(pickle.dumps(make))()
 
 
 def test_the_object_of_a_factory_is_checked_at_every_depth() -> None:

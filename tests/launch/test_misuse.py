@@ -37,6 +37,10 @@ class Less(Base):
 class HalfMade(BlockingStager):
     def __init__(self, n: int = 3): self.n = n
 
+@stagereg.register("stager", "unbuilt")
+class Unbuilt(Base):
+    def __init__(self, key: str = "none"): self.licence = {}[key]
+
 @stagereg.register("stager", "wrong_default")
 class WrongDefault(Base):
     def __init__(self, n: int = "abc"): super().__init__()
@@ -104,6 +108,8 @@ def test_a_stager_that_hangs_ends_the_run_within_the_timeout(nproc: int, app: Ap
 
 MISUSES = {
     ("stager=half_made",): "rank 0: HalfMade.__init__ does not call super().__init__(), which it has to.",
+    ("stager=unbuilt",): "rank 0: stager: stager/unbuilt was not built: KeyError: 'none' (FOLDER/mine.py:30). Correct "
+    "its options or its code; HYDRA_FULL_ERROR=1 shows the whole traceback.",
     ("stager=wrong_default",): "stagereg: WrongDefault: the default of n, 'abc', is not of its type int.",
     (
         "stager=options",
@@ -117,8 +123,8 @@ MISUSES = {
     ("+stager=options",): "stagereg: stager is chosen already. Write stager=options, without +",
     ("plugins=[bare]",): 'stagereg.errors.RegistryError: Write @stagereg.register("stager", "my_name"): the kind, and '
     "the name to choose it by. (FOLDER/bare.py:3)",
-    ("-cn", "misspelt"): "rank 0: the config has no join: begin the config with defaults: [stagereg, _self_] (not "
-    "defualts:); or to train without a join write join.enable=false: the join then does nothing",
+    ("-cn", "misspelt", "nproc=2"): "stagereg: the config has a list 'defualts', and nothing composes it. Did you mean "
+    "'defaults'?",
 }
 
 
