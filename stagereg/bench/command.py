@@ -34,7 +34,7 @@ _KINDS = {
     "restore": "how long ranks restore it, and what each reads, against the page cache's speed",
     "endurance": "whether hundreds of checkpoints leave memory, files, threads or processes behind",
 }
-_ROUNDS = {"staging": 11, "write": 9, "stall": 11, "integrations": 9, "join": 120, "replicas": 9, "restore": 9}
+_ROUNDS = {"staging": 11, "write": 9, "stall": 20, "integrations": 9, "join": 120, "replicas": 9, "restore": 9}
 _STATES = {"staging": "large,gpt,small,lora", "write": "gpt"}
 _MODELS = {"join": "small,medium", "replicas": "ddp,fsdp2", "restore": "ddp,fsdp2"}
 _RANKS = {"join": "2,4", "replicas": "1,2,4", "restore": "1,2,4"}

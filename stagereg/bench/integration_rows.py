@@ -53,7 +53,7 @@ def group(trainer: str, rows: Sequence[str], rounds: int, scale: float, folder: 
     Raises:
         LaunchError: the process that measures ended before it was done.
     """
-    heads = ["blocked ms", "lost ms", "IQR ms", "lost steps", "durable"]
+    heads = ["blocked ms", "lost ms", "± ms", "IQR ms", "lost steps", "durable"]
     if importlib.util.find_spec(trainer) is None:
         reason = f"skipped: {trainer} is not installed (pip install 'hydra-stagereg[{trainer}]')"
         return Group(trainer, f"integrations: {reason}", heads, [Line(trainer, [*("-" for _ in heads[1:]), reason])])

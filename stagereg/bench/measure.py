@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import math
 import os
 import random
 import statistics
@@ -27,7 +28,7 @@ from unittest import mock
 import stagereg.output as output
 from stagereg.errors import LaunchError
 
-__all__ = ["Case", "Series", "in_own_process", "interleave", "peaks", "quiet", "spread"]
+__all__ = ["Case", "Series", "in_own_process", "interleave", "peaks", "quiet", "spread", "standard_error"]
 
 T = TypeVar("T")
 
@@ -91,6 +92,12 @@ def spread(samples: Sequence[float]) -> tuple[float, float]:
         return samples[0], samples[0]
     first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
     return first, third
+
+
+def standard_error(samples: Sequence[float]) -> float:
+    """Return that of the median, from the quartiles, as of samples that are distributed normally."""
+    first, third = spread(samples)
+    return 0.93 * (third - first) / math.sqrt(len(samples))
 
 
 def interleave(

@@ -2,7 +2,8 @@
 
 A transformer whose weights and Adam state are 168 MiB at full scale is trained on made-up tokens. A segment is one
 checkpoint, four steps, and waiting until the checkpoint is durable. *Lost* is a segment less four steps without a
-checkpoint right before it. Each round has such a pair for every way of saving, and one for none, which is the A/A row.
+checkpoint next to it: before it in one round, behind it in the next, so that a machine that becomes slower or faster
+favours neither. Each round has such a pair for every way of saving, and one for none, which is the A/A row.
 One group a number of torch threads, each measured in a process of its own, since that number is best set when a process
 starts.
 """
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
 from stagereg.bench.ceiling import flush
-from stagereg.bench.measure import Case, Series, in_own_process, interleave, quiet
+from stagereg.bench.measure import Case, Series, in_own_process, interleave, quiet, standard_error
 from stagereg.bench.report import Group, Line, iqr, ms
 from stagereg.registry import build
 
@@ -86,22 +87,34 @@ class Segment(Case):
         super().__init__(f"{row}:alone", f"{row}:blocked", row)
         self.training = training
         self.folder = folder
+        self._turns = 0
 
     def turn(self) -> Iterator[float | None]:
-        """Train without a checkpoint and with one. What the last turn left behind falls on a step before that."""
+        """Train with a checkpoint and without. What a segment leaves behind falls on a step that is not timed."""
         self.prepare()
-        self.training.step()
-        self.training.settle()
+        self._turns += 1
+        self._rest()
+        yield None
+        alone = self._alone() if self._turns % 2 else None
         began = time.perf_counter()
-        self.training.segment()
-        alone = time.perf_counter() - began
-        yield None
-        yield alone
         wait = self.save()
-        yield None
+        blocked = time.perf_counter() - began
         self.training.segment()
         wait()
-        yield None
+        whole = time.perf_counter() - began
+        if alone is None:
+            self._rest()
+            alone = self._alone()
+        yield from (alone, blocked, whole)
+
+    def _rest(self) -> None:
+        self.training.step()
+        self.training.settle()
+
+    def _alone(self) -> float:
+        began = time.perf_counter()
+        self.training.segment()
+        return time.perf_counter() - began
 
     def prepare(self) -> None:
         """Do what has to be done before a checkpoint and is not timed."""
@@ -215,6 +228,7 @@ def group(name: str, title: str, series: Sequence[Series]) -> Group:
         lost = [mine - without for mine, without in zip(one.samples, alone, strict=True)]
         samples = {"lost": lost, "blocked": blocked, "segment": one.samples, "alone": alone}
         middle, step = statistics.median(lost), statistics.median(alone) / StallTraining.STEPS
-        cells = [ms(statistics.median(blocked)), ms(middle), iqr(lost, ms), f"{middle / step:.2f}"]
+        figures = [ms(x) for x in (statistics.median(blocked), middle, standard_error(lost))]
+        cells = [*figures, iqr(lost, ms), f"{middle / step:.2f}"]
         lines.append(Line(one.row, cells, samples, {"step": step}))
-    return Group(name, title, ["blocked ms", "lost ms", "IQR ms", "lost steps"], lines)
+    return Group(name, title, ["blocked ms", "lost ms", "± ms", "IQR ms", "lost steps"], lines)
