@@ -110,7 +110,8 @@ class LocalRanks:
     """The ranks of this task, and the signals that this process gets, for the time of a ``with`` block.
 
     SIGTERM and SIGUSR1 are forwarded: ranks with a checkpointer save and exit, others end. Where the same signal comes
-    again later, and where it is any other one, the ranks are to be ended. Only the main thread can handle signals.
+    again later, and where it is any other one, the ranks are to be ended. Signals that were ignored when the program
+    was started stay ignored, by the ranks too. Only the main thread can handle signals.
 
     Attributes:
         forwarded: the first signal that the ranks have got.
@@ -127,7 +128,10 @@ class LocalRanks:
     def __enter__(self) -> LocalRanks:
         if threading.current_thread() is threading.main_thread():
             for number in {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *SIGNALS}:
-                if number != signal.SIGUSR1 or signal.getsignal(number) is signal.SIG_DFL:  # else a launcher's
+                handler = signal.getsignal(number)
+                if handler is signal.SIG_IGN:  # by nohup, or a script that has this program in the background
+                    continue
+                if number != signal.SIGUSR1 or handler is signal.SIG_DFL:  # else a launcher's
                     self._handlers[number] = signal.signal(number, self._receive)
         return self
 

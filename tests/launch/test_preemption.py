@@ -215,6 +215,30 @@ def test_ctrl_c_and_a_signal_before_the_ranks_end_the_run(number: signal.Signals
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.parametrize("arguments", [["signal=SIGHUP"], ["signal=SIGINT", "nproc=1", "to=self"]], ids=" ".join)
+def test_a_run_goes_on_at_a_signal_that_its_shell_ignores(program: Program, arguments: list[str]) -> None:
+    shell = ["sh", "-c", 'trap "" INT HUP QUIT; exec "$0" "$@"', sys.executable]  # as nohup and & of a script do
+    ended = program.run("steps=40", *arguments, start=shell)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert program.answer(0)["ended"]
+
+
+def test_what_is_ignored_stays_ignored_and_sigterm_ends_the_ranks() -> None:
+    ignored = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+    try:
+        with LocalRanks() as ranks:
+            for number in ignored:
+                os.kill(os.getpid(), number)
+            assert ranks.stopped is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert ranks.stopped == signal.SIGTERM
+        assert all(signal.getsignal(number) is signal.SIG_IGN for number in ignored)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_a_signal_to_ranks_alone_ends_the_run_with_its_code() -> None:
     for code in (128 + signal.SIGTERM, 128 + signal.SIGUSR1):
         with pytest.raises(SystemExit) as ended:
