@@ -42,7 +42,7 @@ from stagereg.checkpoint.pending_save import PendingSave
 from stagereg.checkpoint.rank_group import DisagreementError
 from stagereg.checkpoint.sharing import (
     SAMPLES,
-    Comparison,
+    Compared,
     EntryContents,
     Replicas,
     Shares,
@@ -177,7 +177,7 @@ class _Work:
         copy, save.shares = found or (copy, None)
         return copy
 
-    def prepare_shares(self, compared: Comparison) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
+    def prepare_shares(self, compared: Compared) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
         """Return what this rank would write, once it knows what others have as well."""
         save, contents = self._save, self.entries.contents
         places = {kind: place for kind, place in compared.places.items() if kind[0] in save.replicated}
@@ -222,7 +222,7 @@ class _Work:
     def share_out(self, prepared: Sequence[_Prepared], lasting: Sequence[Sequence[Any]] | None) -> Sequence[Any]:
         """Return what each rank writes, ``None`` for the same as in the save before, and what it is asked for.
 
-        If they compare before that, return the :class:`.Comparison` of each.
+        If they compare before that, return the :class:`.Compared` of each.
         """
         steps = [each.step for each in prepared]
         _expect_all_called(self._save.step, prepared)

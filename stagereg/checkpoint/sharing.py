@@ -33,7 +33,7 @@ from stagereg.kernel.memory import view_of
 
 __all__ = [
     "SAMPLES",
-    "Comparison",
+    "Compared",
     "EntryContents",
     "Kind",
     "Part",
@@ -146,7 +146,7 @@ class Place(NamedTuple):
     number: int
 
 
-class Comparison(NamedTuple):
+class Compared(NamedTuple):
     """What rank 0 tells a rank of what they have compared.
 
     Attributes:
@@ -385,7 +385,7 @@ def content_digests(contents: Mapping[Kind, EntryContents]) -> dict[tuple[str, b
 
 def compare(
     digests: Sequence[Mapping[tuple[str, bytes], bytes]], names: Sequence[Mapping[Kind, Sequence[str]]]
-) -> list[Comparison]:
+) -> list[Compared]:
     """Return what to tell each rank. On rank 0.
 
     Args:
@@ -395,7 +395,7 @@ def compare(
     lists = {id(one): {kind: tuple(found) for kind, found in one.items()} for one in names}
     each_once = {item for one in lists.values() for item in one.items()}
     counts = Counter(name for _, found in each_once for name in found)
-    told = [Comparison([], {}, {name for name, count in counts.items() if count > 1}) for _ in digests]
+    told = [Compared([], {}, {name for name, count in counts.items() if count > 1}) for _ in digests]
     groups = alike(digests, range(len(digests)))
     kinds = Counter(key for key, _ in groups)
     for ((name, parts), _), ranks in groups.items():

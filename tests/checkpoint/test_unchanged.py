@@ -184,7 +184,7 @@ def test_a_warm_save_sends_less_than_a_thousand_bytes(ran: dict[str, Any]) -> No
     assert same
     assert nbytes[0] > 3000
     assert max(nbytes[4:]) < 1000, nbytes
-    assert calls == [4] * 8
+    assert calls == [6, *[4] * 7], "in the first save the ranks compare as well"
 
 
 @pytest.mark.parametrize("case", ["another dtype", "other groups"])
