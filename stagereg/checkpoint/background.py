@@ -26,6 +26,7 @@ from functools import partial
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.advice import advice, causes
+from stagereg.checkpoint.backward import give_way
 from stagereg.checkpoint.committing import WAITING, write_and_commit
 from stagereg.checkpoint.manifest import Checkpoint
 from stagereg.checkpoint.pending_save import PendingSave, SaveTarget
@@ -340,6 +341,7 @@ class Background:
 
 
 def _work(saves: queue.SimpleQueue[Callable[[], None] | None], look: Callable[[], Callable[[], None] | None]) -> None:
+    give_way()
     while True:
         try:
             write = saves.get(timeout=_IDLE_S)

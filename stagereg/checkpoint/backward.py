@@ -5,27 +5,35 @@ interpreter's lock again and again; of a save that begins there training loses t
 call into C++. Whether a thread is in it shows in its stack, for whichever model, wrapper or schedule of stages.
 
 It needs the lock now and then even so, to free what the forward pass kept, and Python hands it over every 5 ms only. So
-while a save is written, threads take :func:`short_turns`.
+while a save is written, threads take :func:`short_turns`. Nor does it take a core from training when it wakes up, as it
+does after each write to the disk (:func:`give_way`).
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
 
 import torch
 
-__all__ = ["short_turns", "wait_for_backward"]
+__all__ = ["give_way", "short_turns", "wait_for_backward"]
 
 _LOOK_S = 0.002
 _TURN_S = 0.0002
 _DEEPEST = 64  # frames above the call: hooks of tensors and modules
 # Where all ways into autograd meet; another torch may not have it.
 _BACKWARD: CodeType | None = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
+
+
+def give_way() -> None:
+    """Have this thread, and those that it starts, not interrupt threads that compute; where the system allows it."""
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import sys
 import threading
 import time
@@ -112,13 +113,16 @@ def test_a_save_nobody_waits_for_is_written_all_the_same(tmp_path: Path) -> None
 def test_threads_take_short_turns_while_a_save_is_written_and_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, seen = sys.getswitchinterval(), []
+    before, seen, policies = sys.getswitchinterval(), [], []
     monkeypatch.setattr(committing, "wait_for_backward", lambda *_: seen.append(sys.getswitchinterval()))
+    monkeypatch.setattr(committing, "failpoint", lambda _: policies.append(os.sched_getscheduler(0)))
     with Checkpointer(str(tmp_path)) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(2)})
         checkpointer.wait()
     assert seen[0] < before / 10
     assert sys.getswitchinterval() == before
+    assert set(policies) == {os.SCHED_BATCH}, "nor does it take a core from the thread that trains"
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def test_a_turn_that_the_program_sets_during_a_save_stays() -> None:
