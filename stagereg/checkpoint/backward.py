@@ -32,7 +32,7 @@ _BACKWARD: CodeType | None = getattr(getattr(torch.autograd.graph, "_engine_run_
 
 def give_way() -> None:
     """Have this thread, and those that it starts, not interrupt threads that compute; where the system allows it."""
-    with suppress(OSError):
+    with suppress(OSError, AttributeError):  # Linux has it
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
