@@ -91,7 +91,9 @@ def follow(asked: argparse.Namespace) -> int:
         raise ConfigError(f"--name={name!r} is to be part of a file name: letters, digits and ._+- only.")
     store = open_store(asked.directory)
     follower = _Follower(asked, store, open_store(asked.state or f"{store.root}/.follow-{name}"), name)
-    before = {number: signal.signal(number, follower.receive) for number in _SIGNALS}
+    # What is ignored stays so: by nohup, or a script that has this program in the background.
+    taken = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, follower.receive) for number in taken}
     try:
         return follower.run()
     except OSError as error:

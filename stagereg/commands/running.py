@@ -19,6 +19,8 @@ from types import FrameType
 __all__ = ["add_to", "run"]
 
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
+_ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that torchrun ends by; those that were ignored when it was started stay ignored, as by ``nohup``."""
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,8 +41,10 @@ def run(asked: argparse.Namespace) -> int:
     from torch.distributed.run import run as run_ranks
 
     arguments = parse_args(asked.arguments)
-    arguments.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
-    before = {number: signal.signal(number, _forward) for number in _FORWARDED}
+    ending = [each.name for each in _ENDING if signal.getsignal(each) is not signal.SIG_IGN]
+    arguments.signals_to_handle = ",".join(ending) or "SIGRTMAX"  # which nobody sends; of none, torchrun complains
+    taken = [number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _forward) for number in taken}
     try:
         run_ranks(arguments)
     except ChildFailedError as error:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,18 @@ if os.environ["RANK"] == "1":
 """
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "stagereg", "run", "--standalone", "--nproc-per-node=2", "program.py", *arguments]
+def run(folder: Path, *arguments: str, start: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    command = [
+        *start,
+        sys.executable,
+        "-m",
+        "stagereg",
+        "run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "program.py",
+        *arguments,
+    ]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
 
 
@@ -90,3 +101,19 @@ def test_a_signal_ends_a_launcher_that_waits_for_others(tmp_path: Path) -> None:
         finally:
             launcher.kill()
     assert launcher.returncode == 128 + signal.SIGTERM
+
+
+IGNORED = """
+import os, signal
+for name in ("SIGINT", "SIGHUP", "SIGQUIT"):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getppid(), getattr(signal, name))
+"""
+
+
+def test_what_was_ignored_at_its_start_stays_ignored(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(IGNORED)
+    shell = ["sh", "-c", 'trap "" INT HUP QUIT; exec "$0" "$@"']  # as nohup and & of a script do
+    ended = run(tmp_path, start=shell)
+    assert ended.returncode == 0, ended.stderr
+    assert "Failed to register" not in ended.stderr
