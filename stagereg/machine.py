@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TUNABLES", "cores", "describe", "file_system", "noise_warning", "tunables"]
+__all__ = ["TUNABLES", "cores", "describe", "file_system", "noise_warning", "ranks_here", "tunables"]
 
 TUNABLES = "GLIBC_TUNABLES"
 _THRESHOLD = "glibc.cpu.x86_non_temporal_threshold"
@@ -57,6 +58,24 @@ def describe(device: str) -> dict[str, Any]:
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def ranks_here(world_size: int) -> int:
+    """How many of ``world_size`` ranks are on this machine: as a launcher says, or Slurm where these are its tasks.
+
+    All of them where neither does.
+    """
+    variables = os.environ
+    if "LOCAL_WORLD_SIZE" in variables:
+        return int(variables["LOCAL_WORLD_SIZE"])
+    counts = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE", "")  # as 4(x2),3
+    tasks = [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))]
+    machine = int(variables.get("SLURM_NODEID", -1))
+    if sum(tasks) == world_size and 0 <= machine < len(tasks):
+        return tasks[machine]
+    if variables.get("SLURM_NTASKS") == str(world_size):
+        return min(world_size, int(variables.get("SLURM_NTASKS_PER_NODE", world_size)))
+    return world_size
 
 
 def noise_warning(load: float, cores: int) -> str:

@@ -1,4 +1,4 @@
-"""The settings of the C library that ranks get: each is set once, and never against the user's own."""
+"""What is found of the machine, and what ranks get of the C library: set once, never against the user's own."""
 
 from __future__ import annotations
 
@@ -40,3 +40,27 @@ def test_a_load_above_half_of_the_cores_is_called_noisy(load: float, cores: int,
 def test_the_file_system_of_a_folder_is_the_innermost_mount(tmp_path: Path) -> None:
     assert machine.file_system(Path("/proc/self")) == "proc"
     assert machine.file_system(tmp_path) not in ("", "proc")
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks"),
+    [
+        ({}, 11),
+        ({"LOCAL_WORLD_SIZE": "5", "SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"}, 5),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_TASKS_PER_NODE": "8", "SLURM_NODEID": "1"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"}, 3),
+        ({"SLURM_TASKS_PER_NODE": "11", "SLURM_NODEID": "0"}, 11),
+        ({"SLURM_NTASKS": "11", "SLURM_NTASKS_PER_NODE": "4"}, 4),
+        # The ranks are not the scheduler's tasks: it has started one, and that one the ranks.
+        ({"SLURM_TASKS_PER_NODE": "1", "SLURM_NODEID": "0", "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1"}, 11),
+    ],
+)
+def test_the_ranks_of_this_machine_are_what_the_launcher_or_slurm_says(
+    variables: dict[str, str], ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [*os.environ]:
+        if name.startswith("SLURM_") or name == "LOCAL_WORLD_SIZE":
+            monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert machine.ranks_here(11) == ranks

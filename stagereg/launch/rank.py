@@ -30,6 +30,7 @@ from stagereg.crash_report import format_error
 from stagereg.errors import LaunchError, PeerFailedError, Preempted, Stopped, UnevenInputsError
 from stagereg.launch.command_line import quoted
 from stagereg.launch.run_store import RunStore, name_attempt
+from stagereg.machine import ranks_here
 
 __all__ = [
     "LAUNCHER",
@@ -105,7 +106,7 @@ class Rank:
         store, rank, world_size = next(iter(rendezvous("env://")))
         store = PrefixStore("stagereg", store)
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        local_world_size = ranks_here(world_size)
         attempt = name_attempt(store, rank, world_size) if launcher is None else "0"
         run_store = RunStore(store, rank, world_size, local_world_size < world_size, attempt)
         return cls(rank, world_size, local_rank, local_world_size, launcher is not None, run_store)

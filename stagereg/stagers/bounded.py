@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-import os
 import queue
 import time
 import weakref
@@ -30,6 +29,7 @@ from stagereg.errors import StagingError
 from stagereg.kernel.copier import HostCopier, no_collection
 from stagereg.kernel.layout import Layout, Region, plan_layout, region_bytes, signature
 from stagereg.kernel.memory import Pool
+from stagereg.machine import ranks_here
 
 __all__ = ["BoundedCopier", "copier_within"]
 
@@ -74,7 +74,8 @@ class BoundedCopier(HostCopier):
     @functools.cached_property
     def _limit(self) -> int:
         """Bytes of one copy. Asked for by the first one, when the process group is there."""
-        return int(self._bytes / _ranks_of_machine())
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        return int(self._bytes / ranks_here(ranks))
 
     def copy(self, state: Any) -> Any:
         """As :meth:`.HostCopier.copy`; tensors that do not fit may be over the source's memory, on its device."""
@@ -163,10 +164,3 @@ class BoundedCopier(HostCopier):
                 empty = torch.empty(0, dtype=x.dtype, device=x.device)
                 made[i] = empty.set_(storage, start, piece.shape, piece.stride)
         return made
-
-
-def _ranks_of_machine() -> int:
-    """The ranks that share this machine's memory, as launchers say; without that, all of the run may be here."""
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        return int(os.environ["LOCAL_WORLD_SIZE"])
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

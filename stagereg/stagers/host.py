@@ -27,11 +27,11 @@ class HostStager(AsyncStager):
         reserve_gb: GiB of memory to get ready at once, in the background, so that the first ``stage`` is as quick as
             the next ones; the size of the state dict is a good choice. 0 waits until the size is known.
         host_memory_gb: GiB of host memory for all copies on this machine together; None for no bound. Each of its ranks
-            gets an equal share: ``LOCAL_WORLD_SIZE`` of them, as the project's launcher and torchrun set it, otherwise
-            as many as the process group has in all. Of a state that needs more than its share, the largest tensors
-            are handed out as they are, on their device, and ``synchronize_staging`` waits until the writer has read
-            them. For a reader that does not release its copies, such a state is copied into memory beyond the bound
-            instead.
+            gets an equal share: ``LOCAL_WORLD_SIZE`` of them, as the project's launcher and torchrun set it, or as many
+            as Slurm says that it has started here, otherwise as many as the process group has in all. Of a state that
+            needs more than its share, the largest tensors are handed out as they are, on their device, and
+            ``synchronize_staging`` waits until the writer has read them. For a reader that does not release its copies,
+            such a state is copied into memory beyond the bound instead.
         type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
             is deep-copied.
     """
