@@ -35,6 +35,7 @@ class WriteGuard:
 
     def __init__(self, before_write: Callable[[], None]) -> None:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._addresses: list[int] = []  # of the tensors that were looked at last
         self._owned: dict[tuple[int, int], int] = {}
@@ -58,17 +59,23 @@ class WriteGuard:
         self._remove_hooks.atexit = False
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Take notice of an optimizer that has not stepped yet."""
+        """Take notice of an optimizer that has not stepped yet, and whose step no CUDA graph has."""
         self._optimizers.add(optimizer)
+        self._watched.add(optimizer)
 
     def owned(self) -> dict[tuple[int, int], int]:
         """Return device index and address -> bytes of each tensor that only a known optimizer writes.
 
         It is the same object as long as their addresses are the same ones.
 
-        None of an optimizer that a CUDA graph has captured: it may write without calling back.
+        None of an optimizer that a CUDA graph has captured, or may have captured before this was made: it may write
+        without calling back.
         """
-        announced = [optimizer for optimizer in list(self._optimizers) if optimizer not in self._captured]
+        announced = [
+            optimizer
+            for optimizer in list(self._optimizers)
+            if optimizer not in self._captured and (optimizer in self._watched or not _can_be_captured(optimizer))
+        ]
         found = [x for optimizer in announced for x in _written_by(optimizer)]
         addresses = [*map(torch.Tensor.data_ptr, found)]
         if addresses != self._addresses:
@@ -79,6 +86,11 @@ class WriteGuard:
     def close(self) -> None:
         """Call back no more. Twice is harmless."""
         self._remove_hooks()
+
+
+def _can_be_captured(optimizer: Optimizer) -> bool:
+    """Whether the step may be in a CUDA graph, for which torch wants the option ``capturable``."""
+    return any(group.get("capturable") for group in optimizer.param_groups)
 
 
 def _written_by(optimizer: Optimizer) -> list[torch.Tensor]:

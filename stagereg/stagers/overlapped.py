@@ -47,9 +47,10 @@ class OverlappedStager(HostStager):
     source must not be freed or resized in place (``resize_(0)``).
 
     Tensors on accelerators are copied on a side stream; the stream of the optimizer waits for it, the host does not.
-    What an optimizer writes that was captured in a CUDA graph is copied at once, since nothing announces a replay.
-    Make the stager before the optimizer is captured. A graph captured earlier is not noticed: do not :meth:`watch` such
-    an optimizer, nor step it outside the graph.
+    What an optimizer writes that was captured in a CUDA graph is copied at once, since nothing announces a replay. A
+    graph may have been captured before the stager was made, so this goes for every optimizer with ``capturable=True``,
+    which torch wants for that, unless it was given to :meth:`watch`. SGD and other optimizers that have no such option
+    are captured without it: make the stager before that, or do not step them outside the graph.
 
     Args:
         threads: threads that copy what is copied at once, the caller's among them.
@@ -82,7 +83,8 @@ class OverlappedStager(HostStager):
     def watch(self, optimizer: Optimizer) -> None:
         """Take notice of an optimizer before its first step, so that its state need not be copied at once.
 
-        Not of one whose step was captured in a CUDA graph before this stager was made.
+        One with ``capturable=True`` is not known without this. Not for one whose step was captured in a CUDA graph
+        before this stager was made.
         """
         self._guard.watch(optimizer)
 

@@ -557,3 +557,26 @@ def test_what_a_cuda_graph_writes_is_copied_at_once(
     one.weight.data.add_(1)  # as a replay does: nothing is called before, and no version counter moves
     gate.set()
     assert torch.equal(promise.result(WAIT_S)["w"], before)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_what_a_graph_captured_earlier_may_write_is_copied_at_once_unless_watched(
+    late: tuple[OverlappedStager, threading.Event], watched: bool
+) -> None:
+    stager, gate = late
+    weight = torch.nn.Parameter(torch.ones(100_000))
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.Adam([weight])
+    optimizer.step()
+    optimizer.param_groups[0]["capturable"] = True  # torch takes no step with it on a processor
+    if watched:
+        stager.watch(optimizer)
+    before = weight.detach().clone()
+    promise = stager.stage({"w": weight.detach()})
+    weight.data.add_(1)  # as a replay does
+    gate.set()
+    if watched:
+        with pytest.raises(StagingError, match="written while it was being copied"):
+            promise.result(WAIT_S)
+    else:
+        assert torch.equal(promise.result(WAIT_S)["w"], before)
