@@ -6,17 +6,24 @@ never mix with the collectives of training, and one thread at a time uses the gr
 
 Gloo gives up a group for good when one operation takes too long, so the group itself has a time-out of days, and each
 exchange its own limit, or none: a rank whose storage hangs keeps the others waiting, and when it comes back, they go on
-together. A rank that dies is noticed at once, by the end of its connections.
+together.
+
+A rank that dies ends its connections. The first one to see that puts the ranks that are gone into the store, and closes
+its own connections: so all raise at once, with the same words. A rank that waits long notes that in the store, so when
+the time is up it is known which do not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import pickle
 import re
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -24,7 +31,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from stagereg.errors import CheckpointError, name_ranks
+from stagereg.errors import CheckpointError, StageregError, name_ranks
+from stagereg.join.failure import abort, is_broken_operation, is_timeout
 from stagereg.kernel.channel import resources_of, wait_for_keys
 from stagereg.kernel.memory import view_of
 
@@ -41,6 +49,9 @@ _PATIENCE = datetime.timedelta(days=30)  # longer than any storage is waited for
 _USUAL = datetime.timedelta(minutes=30)  # what torch's own groups have
 _LONG_S = 5.0  # after which a rank that waits for others says so
 _TOGETHER_S = 120.0  # within which all ranks construct theirs
+_TURN_S = 1.0  # after which a rank notes that it waits
+_ANSWER_S = 2.0  # for which a call of the store is waited for
+_TAG = 0x90E5  # of a message that no rank receives
 _HEAD_BYTES, _LENGTH_BYTES = 1016, 8  # of a message, and of its length, that go first
 _SHOWN = 4  # ranks whose errors a message has
 
@@ -120,6 +131,8 @@ class RankGroup:
         self.group: dist.ProcessGroup | None = None
         self.limit = min(max(timeout or _USUAL, _USUAL), _PATIENCE)
         self.rank, self.size = 0, 1
+        self._store: Any = None
+        self._why = ""  # the ranks cannot go on
         if not (dist.is_available() and dist.is_initialized()):
             return
         if dist.get_rank(process_group) < 0:
@@ -137,7 +150,7 @@ class RankGroup:
 
     def _await_all(self, training: Any, size: int) -> Callable[[], object]:
         """Wait until all ranks construct theirs, and say so where it takes long; what is returned clears that away."""
-        store = PrefixStore(resources_of(training).next_name("ranks"), training.get_group_store())
+        store = self._store = PrefixStore(resources_of(training).next_name("ranks"), training.get_group_store())
         rank, ends = dist.get_rank(training), time.monotonic() + _TOGETHER_S
         store.set(str(rank), "")
         warned = False
@@ -171,15 +184,97 @@ class RankGroup:
 
         def wait(seconds: float | None = None) -> list[float]:
             limit = self.limit if seconds is None else datetime.timedelta(seconds=seconds)
-            try:
-                if work is not None:
-                    work.wait(limit)
-            except RuntimeError as error:
-                raise CheckpointError(f"The ranks could not agree on a step in {limit}: {reason(error)}") from error
+            with self.explaining("The ranks could not agree on a step"):
+                try:
+                    if work is not None:
+                        self.wait(work, limit)
+                except RuntimeError as error:
+                    if seconds is None or not is_timeout(error):
+                        raise
+                    # A slow rank still takes part, and then they save together as before.
+                    raise CheckpointError(f"The ranks could not agree on a step in {limit}: {reason(error)}") from error
             found: list[float] = greatest.tolist()
             return found
 
         return wait
+
+    @contextlib.contextmanager
+    def explaining(self, failing: str) -> Iterator[None]:
+        """Use the group inside. Raises ``CheckpointError``, soon on all ranks, with those that are gone or missing."""
+        began = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, StageregError) or not is_broken_operation(error):
+                raise
+            if not self._why:
+                self._why = self._missing(time.monotonic() - began) if is_timeout(error) else self._gone(error)
+                told = self._ask(lambda: self._store.compare_set("failure", "", self._why).decode())
+                self._why = told or self._why
+                abort(cast("dist.ProcessGroup", self.group))
+            raise CheckpointError(f"{failing}: {self._why}") from error
+
+    def wait(self, work: Any, limit: datetime.timedelta) -> None:
+        """Wait for a collective; not for a message, which would end the connections with the turn. Raises as torch."""
+        key, ends, waits = f"waits/{self.rank}", time.monotonic() + limit.total_seconds(), False
+        while not work.is_completed():
+            turn = max(min(_TURN_S, ends - time.monotonic()), 0.001)
+            try:
+                work.wait(datetime.timedelta(seconds=turn))
+            except RuntimeError:
+                if not work.is_completed() and time.monotonic() > ends:
+                    raise
+                if not waits:
+                    waits = True
+                    self._ask(lambda: self._store.set(key, ""))
+        work.wait()  # raises what it failed with
+        if waits:
+            self._ask(lambda: self._store.delete_key(key))
+
+    def broadcast(self, data: torch.Tensor, source: int) -> None:
+        """Give ``data`` of rank ``source`` to all. Collective; inside :meth:`explaining`."""
+        self.wait(dist.broadcast(data, group=self.group, group_src=source, async_op=True), self.limit)
+
+    def _gone(self, error: RuntimeError) -> str:
+        """Say to which ranks there is no connection any more."""
+        gone = []
+        for rank in range(self.size):
+            try:
+                if rank != self.rank:
+                    dist.isend(torch.empty(1), group=self.group, group_dst=rank, tag=_TAG)
+            except RuntimeError:
+                gone.append(rank)
+        if not gone:
+            return reason(error)
+        if self._ask(lambda: str(self._store.check(["failure"]))) is None:  # the first one had it; others end for that
+            gone = gone[:1]
+        return f"{name_ranks(gone)} ended, or the connection was lost: look at the end of the output there."
+
+    def _missing(self, seconds: float) -> str:
+        """Say which ranks do not wait here."""
+
+        def look() -> str:
+            missing = [r for r in range(self.size) if r != self.rank and not self._store.check([f"waits/{r}"])]
+            return name_ranks(missing) if missing else "a rank"
+
+        who = self._ask(look) or "a rank, perhaps the one that has the job's store, which does not answer either,"
+        return f"{who} did not come to this exchange within {seconds:.3g} s, and may hang: look at the output there."
+
+    def _ask(self, call: Callable[[], T]) -> T | None:
+        """Return what the store answers; ``None`` if it is gone or, as of a frozen process, does not answer soon."""
+        answer: Future[T | None] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(call())
+            except RuntimeError:
+                answer.set_result(None)
+
+        threading.Thread(target=ask, name="stagereg-ask", daemon=True).start()
+        try:
+            return answer.result(_ANSWER_S)
+        except TimeoutError:
+            return None
 
     def run_on_all(self, failing: str, act: Callable[[], T]) -> list[T]:
         """Let every rank act, and return what ``act`` returned on each, in rank order. Collective.
@@ -226,10 +321,9 @@ class RankGroup:
             raise CheckpointError(
                 f"{failing}: the process group is gone; close() the Checkpointer before destroy_process_group()"
             )
-        if limit is not None:
-            self._wait_for_all(limit)
         # As bytes: what could not be pickled or read on one rank alone must not keep it from the exchange.
-        posts = self._collect(post)
+        with self.explaining(failing):
+            posts = self._collect(post, limit or _PATIENCE)
         answers: list[bytes] = []
         if self.rank == 0:
             try:
@@ -239,7 +333,8 @@ class RankGroup:
             except BaseException as error:
                 failure, errors = error, {0: portable(error)}
             answers = answers or [pickle.dumps((None, errors))] * self.size
-        answered, errors = pickle.loads(self._hand_out(answers))
+        with self.explaining(failing):
+            answered, errors = pickle.loads(self._hand_out(answers, limit or _PATIENCE))
         if failure is not None:
             errors[self.rank] = failure  # with what it was raised from
             if not isinstance(failure, Exception):
@@ -251,19 +346,19 @@ class RankGroup:
             raise CheckpointError(f"{failing}: {'; '.join(texts[:_SHOWN] + more)}") from cause
         return cast("U", answered)
 
-    def _collect(self, post: bytes) -> list[bytes]:
+    def _collect(self, post: bytes, limit: datetime.timedelta) -> list[bytes]:
         """Return on rank 0 the posts of all; torch's ``gather_object`` would fill up each to the longest."""
         heads = [_head() for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(_head(post), heads, group=self.group, group_dst=0)
+        self.wait(dist.gather(_head(post), heads, group=self.group, group_dst=0, async_op=True), limit)
         if heads is None:
             self._send([(0, post)])
             return []
         return [post, *self._receive(list(enumerate(heads))[1:])]
 
-    def _hand_out(self, answers: Sequence[bytes]) -> bytes:
+    def _hand_out(self, answers: Sequence[bytes], limit: datetime.timedelta) -> bytes:
         """Return on each rank the answer for it, of which rank 0 has all."""
-        head = _head()
-        dist.scatter(head, [_head(each) for each in answers] or None, group=self.group, group_src=0)
+        head, heads = _head(), [_head(each) for each in answers]
+        self.wait(dist.scatter(head, heads or None, group=self.group, group_src=0, async_op=True), limit)
         if self.rank == 0:
             self._send(list(enumerate(answers))[1:])
             return answers[0]
@@ -273,7 +368,7 @@ class RankGroup:
         """Send what heads did not hold of messages, each to its rank."""
         rests = [(rank, _as_tensor(data[_HEAD_BYTES:])) for rank, data in messages if len(data) > _HEAD_BYTES]
         for work in [dist.isend(x, group=self.group, group_dst=rank) for rank, x in rests]:
-            cast("dist.Work", work).wait()
+            cast("dist.Work", work).wait(self.limit)
 
     def _receive(self, heads: Sequence[tuple[int, torch.Tensor]]) -> list[bytes]:
         """Return messages, each from its rank, of which the heads have come."""
@@ -281,7 +376,7 @@ class RankGroup:
         rests = [torch.empty(length - len(begin), dtype=torch.uint8) for _, begin, length in begun]
         coming = [(rank, x) for (rank, *_), x in zip(begun, rests, strict=True) if len(x)]
         for work in [dist.irecv(x, group=self.group, group_src=rank) for rank, x in coming]:
-            cast("dist.Work", work).wait()
+            cast("dist.Work", work).wait(self.limit)
         return [begin + bytes(view_of(x)) for (_, begin, _), x in zip(begun, rests, strict=True)]
 
     def exchange(self, numbers: Sequence[Sequence[tuple[int, int, int]]]) -> list[list[tuple[int, int, int]]]:
@@ -290,17 +385,8 @@ class RankGroup:
             return [[*each] for each in numbers]
         counts = torch.tensor([3 * len(each) for each in numbers])
         coming = torch.empty_like(counts)
-        dist.all_to_all_single(coming, counts, group=self.group)
+        self.wait(dist.all_to_all_single(coming, counts, group=self.group, async_op=True), self.limit)
         sent = torch.tensor([triple for each in numbers for triple in each], dtype=torch.int64).flatten()
-        got = torch.empty(int(coming.sum()), dtype=torch.int64)
-        dist.all_to_all_single(got, sent, coming.tolist(), counts.tolist(), group=self.group)
+        got, sizes = torch.empty(int(coming.sum()), dtype=torch.int64), (coming.tolist(), counts.tolist())
+        self.wait(dist.all_to_all_single(got, sent, *sizes, group=self.group, async_op=True), self.limit)
         return [[(a, b, c) for a, b, c in part.view(-1, 3).tolist()] for part in got.split(coming.tolist())]
-
-    def _wait_for_all(self, limit: datetime.timedelta) -> None:
-        try:
-            dist.monitored_barrier(self.group, limit)
-        except RuntimeError as error:
-            if "timed out" not in str(error).lower() and "monitoredbarrier" not in str(error).lower():
-                raise
-            text = f"Rank {self.rank} has waited {limit} for the other ranks: one of them hangs."
-            raise CheckpointError(text) from error

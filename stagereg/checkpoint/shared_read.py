@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -49,10 +49,12 @@ def shared_index(checkpoint: Checkpoint, ranks: RankGroup) -> bytes:
             data.extend(read_index(checkpoint))
         return len(data)
 
-    length = ranks.round_trip("Its index could not be read", read, lambda lengths: lengths[:1] * ranks.size)
+    failing = "Its index could not be read"
+    length = ranks.round_trip(failing, read, lambda lengths: lengths[:1] * ranks.size, ranks.limit)
     data = data.ljust(length, b"\0")
     if ranks.size > 1 and data:
-        dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), group=ranks.group, group_src=0)
+        with ranks.explaining(failing):
+            ranks.broadcast(torch.frombuffer(data, dtype=torch.uint8), 0)
     return bytes(data)
 
 
@@ -115,7 +117,8 @@ class SharedRead:
         self._size = min(_PIECE_BYTES, max(_LEAST_BYTES, total // (4 * ranks.size)))
         self._pieces = [range(at, min(at + self._size, total)) for at in range(0, total, self._size)]
         self._wants = self._wants_of(transfer)
-        self._agree()
+        with ranks.explaining(f"{checkpoint.path} could not be read"):
+            self._agree()
         self._failure: Exception | None = None
         self._parts: list[_Part] = []
         self._read = torch.empty(min(self._size, total), dtype=torch.uint8)
@@ -165,7 +168,7 @@ class SharedRead:
         for number, each in ranges.items():
             wanted[number] = sum(high - low for low, high in each)
         if size > 1:
-            dist.all_reduce(wanted, group=self._ranks.group)
+            self._ranks.wait(dist.all_reduce(wanted, group=self._ranks.group, async_op=True), self._ranks.limit)
         self._wanted: list[int] = wanted.tolist()
         self._broadcast = [2 * n > len(piece) * size for n, piece in zip(self._wanted, self._pieces, strict=True)]
         asked: list[list[tuple[int, int, int]]] = [[] for _ in range(size)]
@@ -229,7 +232,14 @@ class SharedRead:
             CheckpointError: on all ranks, if one could not read something or not take it; the objects have changed in
                 part.
         """
+        failing = f"{self._checkpoint.path} could not be read"
+        with self._ranks.explaining(failing):
+            self._pass_on()
+        return self._ranks.round_trip(failing, self._own_parts, self._damages, self._ranks.limit)
+
+    def _pass_on(self) -> None:
         group, size, rank = self._ranks.group, self._ranks.size, self._ranks.rank
+        limit = self._ranks.limit
         for number, piece in enumerate(self._pieces):
             reader, of_all = number % size, self._broadcast[number]
             if not self._is_read(number):
@@ -237,20 +247,18 @@ class SharedRead:
             if reader == rank:
                 self._finish()
                 if of_all and size > 1:
-                    dist.broadcast(self._read[: len(piece)], group=group, group_src=rank)
+                    self._ranks.broadcast(self._read[: len(piece)], rank)
                 for other, low, high in self._asked[number]:
-                    dist.send(self._read[low:high], group=group, group_dst=other)
+                    cast("Any", dist.isend(self._read[low:high], group=group, group_dst=other)).wait(limit)
                 self._place(number, self._read)
                 self._begin_next()
                 continue
             if of_all:
-                dist.broadcast(self._received[: len(piece)], group=group, group_src=reader)
+                self._ranks.broadcast(self._received[: len(piece)], reader)
             else:
                 for low, high in self._ranges(number):
-                    dist.recv(self._received[low:high], group=group, group_src=reader)
+                    cast("Any", dist.irecv(self._received[low:high], group=group, group_src=reader)).wait(limit)
             self._place(number, self._received)
-        failing = f"{self._checkpoint.path} could not be read"
-        return self._ranks.round_trip(failing, self._own_parts, self._damages)
 
     def _place(self, number: int, data: torch.Tensor) -> None:
         """Copy a piece to where it belongs. After a failure nothing is: the ranks go through the rest together."""

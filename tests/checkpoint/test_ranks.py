@@ -225,8 +225,8 @@ def test_an_error_of_many_ranks_names_only_a_few(monkeypatch: pytest.MonkeyPatch
     group.group, group.size = mock.Mock(), 512
     failed = pickle.dumps((None, OSError(28, "No space left on device")))
     monkeypatch.setattr(rank_group.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(group, "_collect", lambda own: [failed] * 512)
-    monkeypatch.setattr(group, "_hand_out", lambda every: every[0])
+    monkeypatch.setattr(group, "_collect", lambda *_: [failed] * 512)
+    monkeypatch.setattr(group, "_hand_out", lambda every, _: every[0])
     with pytest.raises(CheckpointError, match=r"ranks 0, 1, 2, 3 and 508 more: OSError.*$") as caught:
         group.round_trip("", int, list)
     assert len(str(caught.value)) < 300

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import stagereg.checkpoint.restoring as restoring
 import stagereg.checkpoint.shared_read as shared_read
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.checkpoint.reading import File
 from stagereg.checkpoint.shared_read import SharedRead
 from stagereg.errors import CheckpointError
@@ -33,7 +34,7 @@ PIECE = 4000
 def count() -> Counter[str]:
     """Count, in this process, how often it is read so, and the bytes that are fetched, broadcast and received."""
     seen: Counter[str] = Counter()
-    run, fetch = SharedRead.run, File.fetch_into
+    run, fetch, broadcast = SharedRead.run, File.fetch_into, RankGroup.broadcast
 
     def running(self: SharedRead) -> Any:
         seen["runs"] += 1
@@ -43,16 +44,17 @@ def count() -> Counter[str]:
         seen["fetched"] += len(memory)
         fetch(self, offset, memory)
 
-    def broadcasting(data: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def broadcasting(self: RankGroup, data: torch.Tensor, source: int) -> None:
         seen["broadcast"] += data.nbytes
-        return dist.broadcast(data, *args, **options)
+        broadcast(self, data, source)
 
     def receiving(data: torch.Tensor, *args: Any, **options: Any) -> Any:
         seen["received"] += data.nbytes
-        return dist.recv(data, *args, **options)
+        return dist.irecv(data, *args, **options)
 
     SharedRead.run, File.fetch_into = running, fetching  # type: ignore[method-assign]
-    passing = {"broadcast": broadcasting, "recv": receiving, "send": dist.send, "all_reduce": dist.all_reduce}
+    RankGroup.broadcast = broadcasting  # type: ignore[method-assign]
+    passing = {"irecv": receiving, "isend": dist.isend, "all_reduce": dist.all_reduce}
     shared_read.dist = SimpleNamespace(**passing)  # type: ignore[attr-defined]
     return seen
 

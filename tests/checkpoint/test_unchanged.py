@@ -36,12 +36,12 @@ def save(rank: int, size: int, root: str, happens: str) -> tuple[list[int], list
     counts: list[list[int]] = []
     collect, hand_out = RankGroup._collect, RankGroup._hand_out
 
-    def collected(group: RankGroup, post: bytes) -> list[bytes]:
+    def collected(group: RankGroup, post: bytes, limit: Any) -> list[bytes]:
         counts[-1].append(len(post))
-        return collect(group, post)
+        return collect(group, post, limit)
 
-    def handed_out(group: RankGroup, answers: Any) -> bytes:
-        answer = hand_out(group, answers)
+    def handed_out(group: RankGroup, answers: Any, limit: Any) -> bytes:
+        answer = hand_out(group, answers, limit)
         counts[-1].append(len(answer))
         return answer
 
@@ -107,9 +107,9 @@ def scheduled(rank: int, size: int, root: str) -> tuple[list[int], int, list[boo
         listed.append(written)
         return files(store, written)
 
-    def collected(group: RankGroup, post: bytes) -> list[bytes]:
+    def collected(group: RankGroup, post: bytes, limit: Any) -> list[bytes]:
         counts[-1] += len(post)
-        return collect(group, post)
+        return collect(group, post, limit)
 
     def stage() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         layers = {f"layer_{rank * 40 + i}": torch.nn.Linear(2, 2) for i in range(40)}
