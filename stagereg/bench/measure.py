@@ -183,16 +183,28 @@ def _resident(key: str) -> int:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Leave out the hints that are for the user of one stager, not for one of all stagers in turn."""
+    """Leave out the hints that are for the user of one stager, not for one of all stagers in turn, and torch's log."""
+    from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
+
     log = logging.getLogger("stagereg")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with (
+            warnings.catch_warnings(action="ignore"),
+            mock.patch.object(_AsyncCheckpointProcess, "_checkpointing_subprocess", staticmethod(_save_quietly)),
+        ):
             yield
     finally:
         log.setLevel(level)
+
+
+def _save_quietly(*args: Any) -> None:
+    """What torch runs in its process that saves, but for its log, which would print several lines a checkpoint."""
+    from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
+
+    logging.disable(logging.INFO)
+    _AsyncCheckpointProcess._checkpointing_subprocess(*args)
 
 
 def in_own_process(task: Callable[..., T], *args: Any, **environment: str) -> T:
