@@ -28,11 +28,16 @@ from stagereg.errors import BrokenPromiseError, ConfigError, StageregError
 from stagereg.installed import normalized
 from stagereg.registry import Entry
 from stagereg.stagers.async_stager import AsyncStager
-from stagereg.testing import Contract, JoinableContract, JoinHookContract, StagerContract
+from stagereg.testing import Contract, JoinableContract, JoinHookContract, OnCommitContract, StagerContract
 
 __all__ = ["ConfiguredContract", "run"]
 
-_KINDS = {"stager": StagerContract, "join_hook": JoinHookContract, "joinable": JoinableContract}
+_KINDS = {
+    "stager": StagerContract,
+    "join_hook": JoinHookContract,
+    "joinable": JoinableContract,
+    "on_commit": OnCommitContract,
+}
 _TARGET = "STAGEREG_CHECK_TARGET"
 """Of the environment: the ranks that a promise is tried on get it, too."""
 
@@ -133,7 +138,7 @@ class _Cases:
             self.attempt(
                 section, "contract", "Its contract can be imported.", lambda: self._add(section, entry, contract)
             )
-        elif lacking := "only its author knows a step of it" if entry.kind != "stager" else _configured(entry):
+        elif lacking := "only its author knows how to try it" if entry.kind != "stager" else _configured(entry):
             module = f"{entry.target.partition(':')[0].partition('.')[0]}.contract"
             where = f'announce it: [project.entry-points."{CONTRACTS}"] "{entry.kind}.{entry.bare}" = "{module}:Name"'
             write = f"write a class that inherits stagereg.testing.{_KINDS[entry.kind].__name__}, and {where}"

@@ -26,13 +26,28 @@ _MODULES = {
     "stager": ("stager", "stager_contract"),
     "joinable": ("average", "hook", "joinable", "training", "joinable_contract"),
     "join_hook": ("timed", "training", "timed_contract"),
+    "on_commit": ("after_commit", "after_commit_contract"),
 }
 """The modules of the example that each kind needs."""
 _PROGRAM = "program"
-_TESTS = {"stager": ("test_stager",), "joinable": ("test_average", "test_join"), "join_hook": ("test_timed",)}
-_NAMES = {"stager": ("bf16", "Bf16"), "joinable": ("ema", "Ema"), "join_hook": ("ddp_timed", "TimedDdp")}
+_TESTS = {
+    "stager": ("test_stager",),
+    "joinable": ("test_average", "test_join"),
+    "join_hook": ("test_timed",),
+    "on_commit": ("test_after_commit",),
+}
+_NAMES = {
+    "stager": ("bf16", "Bf16"),
+    "joinable": ("ema", "Ema"),
+    "join_hook": ("ddp_timed", "TimedDdp"),
+    "on_commit": ("journal", "Journal"),
+}
 """The name of the example's component, and how the names of its classes begin."""
-_CHOSEN = {"joinable": "+joinable@join.joinables.mine", "join_hook": "join_hook@join.joinables.model.hook"}
+_CHOSEN = {
+    "joinable": "+joinable@join.joinables.mine",
+    "join_hook": "join_hook@join.joinables.model.hook",
+    "on_commit": "+on_commit@checkpoint.on_commit.mine",
+}
 _RESERVED = ("null", "true", "false", "nan", "inf", "tests", "async", "ddp", "host", "join")
 """What Hydra reads as something else than a text, and what the example has under the same name."""
 _README = """# {distribution}
@@ -80,7 +95,7 @@ def run(asked: argparse.Namespace) -> int:
     if asked.json:
         output.as_json({"kind": asked.kind, "folder": str(folder), "files": made, "next": list(steps)})
         return 0
-    kind = asked.kind.replace("_", " ")
+    kind = asked.kind if asked.kind == "on_commit" else asked.kind.replace("_", " ")
     what = "train.py and its configs" if kind == _PROGRAM else f"the {kind} {asked.name!r}, its contract and its tests"
     output.echo(f"Made {folder}: {what}.", "bold")
     output.table("", (), [[f"  {file}"] for file in made])

@@ -3,8 +3,9 @@
 ``run_ranks`` runs a function on several local ranks with a bounded wait; ``RankFailure`` names which rank failed, died
 or hung, and where.
 
-``StagerContract``, ``JoinHookContract`` and ``JoinableContract`` are to be inherited: their methods try the promises
-of a kind of component on the author's own one, under pytest or without it (``Contract``, ``Outcome``).
+``StagerContract``, ``JoinHookContract``, ``JoinableContract`` and ``OnCommitContract`` are to be inherited: their
+methods try the promises of a kind of component on the author's own one, under pytest or without it (``Contract``,
+``Outcome``).
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from stagereg.testing.ranks import RankFailure, run_ranks
 
 if TYPE_CHECKING:
     from stagereg.testing.join import JoinableContract, JoinHookContract
+    from stagereg.testing.on_commit_contract import OnCommitContract
     from stagereg.testing.stager import StagerContract
 
 __all__ = [
     "Contract",
     "JoinHookContract",
     "JoinableContract",
+    "OnCommitContract",
     "Outcome",
     "RankFailure",
     "StagerContract",
@@ -33,7 +36,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'stagereg.testing' has no attribute {name!r}")
-    module = "stager" if name == "StagerContract" else "join"
+    module = {"StagerContract": "stager", "OnCommitContract": "on_commit_contract"}.get(name, "join")
     return getattr(importlib.import_module(f"stagereg.testing.{module}"), name)
 
 

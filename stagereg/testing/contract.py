@@ -2,7 +2,8 @@
 
 A contract is a class to inherit: each of its methods named ``test_*`` tries one promise, so pytest runs them as they
 are, and :meth:`Contract.outcome` runs them without pytest. A promise is tried on a fresh instance. The first line of a
-method's docstring is the promise, as a person reads it in a table. The contracts are in ``stager`` and ``join``.
+method's docstring is the promise, as a person reads it in a table. The contracts are in ``stager``, ``join``
+and ``on_commit_contract``.
 """
 
 from __future__ import annotations

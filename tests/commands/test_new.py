@@ -21,7 +21,7 @@ from stagereg.errors import ConfigError
 from ..test_packaging import ROOT, build, environment
 from .conftest import Command
 
-KINDS = ("stager", "joinable", "join_hook")
+KINDS = ("stager", "joinable", "join_hook", "on_commit")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
 RUFF = Path(sys.executable).with_name("ruff")
 
@@ -66,7 +66,7 @@ def test_a_new_package_passes_its_own_tests_and_check(kind: str, made: Path, pyt
     passed = re.search(r"(\d+) passed", tests.stdout)
     assert passed
     assert {"metadata", "loads"} < set(kept)
-    assert int(passed[1]) > sum(name.startswith("test_") for name in kept) >= 10
+    assert int(passed[1]) > sum(name.startswith("test_") for name in kept) >= 6
 
 
 def test_the_new_packages_are_known_by_name_from_any_folder(python: Path, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_package_of_any_legal_name_is_whole(kind: str, name: str, tmp_path_fac
             assert component in classes
             assert not classes & {alias.name for node in imports for alias in node.names}
     texts = [file.read_text() for file in folder.rglob("*") if file.is_file()]
-    assert not any(re.search(r"lean.export|Bf16|\bEma|ddp_timed|TimedDdp", text) for text in texts)
+    assert not any(re.search(r"lean.export|Bf16|\bEma|ddp_timed|TimedDdp|[Jj]ournal", text) for text in texts)
     assert all(ast.parse(file.read_text()) for file in folder.rglob("*.py") if file.stat().st_size)
 
 

@@ -1,0 +1,145 @@
+"""The contract of an ``on_commit`` component, as tests to inherit: what ``checkpoint.on_commit.component`` promises.
+
+The checkpoints are real ones, three of a small model. The component is called as ``Checkpointer`` calls it, on another
+thread and within a limit. What it does outside of this machine is not seen: an author looks at it in ``verify``.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.on_commit.component import CommittedCheckpoint, OnCommit
+from stagereg.crash_report import summarize
+from stagereg.errors import BrokenPromiseError, StageregError
+from stagereg.testing.contract import Contract
+from stagereg.testing.ranks import RankFailure, run_ranks
+
+__all__ = ["OnCommitContract"]
+
+_STARTING_S = 60.0
+"""Seconds that ranks may take to start, beside the contract's own time."""
+
+
+class OnCommitContract(Contract):
+    """What an ``on_commit`` component promises; inherit it, and override :meth:`make`.
+
+    The class has to be at the top of a module, so that ranks find it.
+
+    Attributes:
+        folder: an empty folder, for what the component writes; deleted when the promise has been tried.
+        timeout_s: seconds after which a call that has not returned counts as broken.
+    """
+
+    folder: Path
+
+    def make(self) -> OnCommit:
+        """Return a fresh component; called once or more for each promise, all within the same ``folder``."""
+        raise NotImplementedError(f"{type(self).__name__} has to define make(self)")
+
+    def state(self) -> dict[str, Any]:
+        """Return what checkpoints hold; a small ``model`` and its ``optimizer`` by default."""
+        model = torch.nn.Linear(4, 2)
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    def verify(self, component: OnCommit, checkpoint: CommittedCheckpoint) -> None:
+        """Call :meth:`broken` unless the component has done what it is for with a checkpoint. Default: it has."""
+
+    def test_each_checkpoint_in_turn(self) -> None:
+        """It does what it is for with each checkpoint, one after the other, on a thread that is not the main one."""
+        with self._committed() as checkpoints:
+            self._call(self.make(), *checkpoints)
+
+    def test_checkpoint_stays_as_it_is(self) -> None:
+        """It neither deletes a checkpoint nor changes it, nor does it write anything into its directory."""
+        with self._committed() as checkpoints:
+            root = Path(checkpoints[0].path).parent
+            before = _contents(root)
+            self._call(self.make(), *checkpoints)
+            after = _contents(root)
+            if changed := [name for name in sorted(before | after) if before.get(name) != after.get(name)]:
+                self.broken(f"it has changed, made or deleted {', '.join(changed[:4])}")
+
+    def test_same_checkpoint_again(self) -> None:
+        """A checkpoint that was there before is no error: not in the same run, and not in the next one."""
+        with self._committed() as (first, *_):
+            self._call(self.make(), first, first)
+            self._call(self.make(), first)
+
+    def test_any_metrics(self) -> None:
+        """A checkpoint may have no metrics, and metrics may be NaN or infinite."""
+        with self._committed() as checkpoints:
+            odd = {"loss": math.nan, "ratio": math.inf, "a/b": -math.inf}
+            given = [replace(each, metrics=more) for each, more in zip(checkpoints, ({}, odd), strict=False)]
+            self._call(self.make(), *given)
+
+    def test_url(self) -> None:
+        """A checkpoint in an object store, whose path is a URL, is taken as well, or refused by a StageregError."""
+        with self._committed("memory://") as checkpoints:
+            try:
+                self._call(self.make(), *checkpoints)
+            except BrokenPromiseError:
+                raise
+            except StageregError as refusal:
+                if str(checkpoints[0].path) not in str(refusal):
+                    self.broken(f"its refusal does not name the URL: {refusal}")
+
+    def test_rank_0_alone(self) -> None:
+        """It is made on all ranks and called on rank 0 alone, so it does not use the process group."""
+        with self._committed() as (first, *_):
+            try:
+                args = (type(self), self.folder, first)
+                seen, _ = run_ranks(_called_on_rank_0, 2, args=args, timeout_s=self.timeout_s + _STARTING_S)
+            except RankFailure as failure:
+                seen = "; ".join(map(summarize, failure.failed.values())) or "a rank hung"
+            if seen:
+                self.broken(f"called on one of two ranks: {seen}")
+
+    @contextmanager
+    def _committed(self, root: str = "") -> Iterator[list[CommittedCheckpoint]]:
+        """Checkpoints that are complete, in a directory or below a URL."""
+        found: list[CommittedCheckpoint] = []
+        with tempfile.TemporaryDirectory(prefix="stagereg-") as parent:
+            self.folder = Path(parent, "folder")
+            self.folder.mkdir()
+            where = f"{root}{parent.lstrip('/')}" if root else str(Path(parent, "checkpoints"))
+            with Checkpointer(where, keep=9, on_commit=found.append) as checkpointer:
+                for step in (1, 2, 3):
+                    checkpointer.save(step, self.state())
+                    checkpointer.wait()
+            yield found
+
+    def _call(self, component: OnCommit, *checkpoints: CommittedCheckpoint) -> None:
+        for each in checkpoints:
+            self.within(partial(component.committed, each))
+            self.verify(component, each)
+
+
+def _called_on_rank_0(
+    rank: int, world_size: int, kind: type[OnCommitContract], folder: Path, checkpoint: CommittedCheckpoint
+) -> str:
+    """Make a component, and call it on rank 0; return how it broke its promise."""
+    contract = kind()
+    contract.folder = folder
+    component = contract.make()
+    if rank == 0:
+        try:
+            contract._call(component, checkpoint)
+        except BrokenPromiseError as broken:
+            return str(broken)
+    return ""
+
+
+def _contents(root: Path) -> dict[str, bytes]:
+    """What each file of the checkpoints has in it, and that there are the directories."""
+    found = {each.relative_to(root).as_posix(): each for each in root.rglob("*") if each.name != ".lock"}
+    return {name: each.read_bytes() if each.is_file() else b"" for name, each in found.items()}
