@@ -1,0 +1,110 @@
+"""The contract of an ``on_commit`` component: each promise catches the component that breaks it."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from stagereg.checkpoint.on_commit.component import CommittedCheckpoint
+from stagereg.testing import OnCommitContract
+
+Broken = Callable[[CommittedCheckpoint], object]
+
+
+def _deletes(checkpoint: CommittedCheckpoint) -> None:
+    shutil.rmtree(checkpoint.path)
+
+
+def _writes_beside_the_files(checkpoint: CommittedCheckpoint) -> None:
+    Path(checkpoint.path, "seen").touch()
+
+
+def _knows_it_already(checkpoint: CommittedCheckpoint) -> None:
+    Marks.folder.joinpath(str(checkpoint.step)).mkdir()
+
+
+def _needs_metrics(checkpoint: CommittedCheckpoint) -> None:
+    assert checkpoint.metrics
+
+
+def _rounds_metrics(checkpoint: CommittedCheckpoint) -> None:
+    assert all(math.floor(value) for value in checkpoint.metrics.values())
+
+
+def _wants_a_directory(checkpoint: CommittedCheckpoint) -> None:
+    list(Path(checkpoint.path).iterdir())
+
+
+def _waits_for_all_ranks(checkpoint: CommittedCheckpoint) -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _hangs(checkpoint: CommittedCheckpoint) -> None:
+    time.sleep(5)
+
+
+def _is_right(checkpoint: CommittedCheckpoint) -> None:
+    Marks.folder.joinpath(str(checkpoint.step)).touch()
+
+
+class Marks(OnCommitContract):
+    """The contract of a function, which ranks find by the name of its class."""
+
+    folder: Path
+    timeout_s = 2.0
+    does: Broken
+
+    def make(self) -> Marks:
+        Marks.folder = self.folder
+        return self
+
+    def committed(self, checkpoint: CommittedCheckpoint, /) -> None:
+        type(self).does(checkpoint)
+
+
+def of(does: Broken, **more: object) -> type[Marks]:
+    name = f"Of{does.__name__}"
+    globals()[name] = contract = type(name, (Marks,), {"does": staticmethod(does), "__module__": __name__, **more})
+    return contract
+
+
+def _never_done(self: OnCommitContract, component: object, checkpoint: CommittedCheckpoint) -> None:
+    self.broken("nothing was done")
+
+
+RIGHT = of(_is_right)
+WRONG = [
+    ("test_each_checkpoint_in_turn", of(_hangs)),
+    ("test_each_checkpoint_in_turn", type("OfNothing", (RIGHT,), {"verify": _never_done, "__module__": __name__})),
+    ("test_checkpoint_stays_as_it_is", of(_deletes)),
+    ("test_checkpoint_stays_as_it_is", of(_writes_beside_the_files)),
+    ("test_same_checkpoint_again", of(_knows_it_already)),
+    ("test_any_metrics", of(_needs_metrics)),
+    ("test_any_metrics", of(_rounds_metrics)),
+    ("test_url", of(_wants_a_directory)),
+    ("test_rank_0_alone", of(_waits_for_all_ranks)),
+]
+
+
+@pytest.mark.parametrize("promise", OnCommitContract.promises())
+def test_a_right_component_keeps(promise: str) -> None:
+    outcome = RIGHT.outcome(promise)
+    assert outcome.kept, outcome.seen
+
+
+@pytest.mark.parametrize(("promise", "contract"), WRONG, ids=lambda each: getattr(each, "__name__", each))
+def test_a_wrong_component_is_found(promise: str, contract: type[Marks]) -> None:
+    outcome = contract.outcome(promise)
+    assert outcome.kept is False
+    assert outcome.seen
+
+
+def test_each_promise_has_a_component_that_breaks_it() -> None:
+    assert {promise for promise, _ in WRONG} == set(OnCommitContract.promises())
