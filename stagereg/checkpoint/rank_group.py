@@ -156,12 +156,13 @@ class RankGroup:
             self.group = dist.new_group(
                 ranks, timeout=_PATIENCE, backend="gloo", use_local_synchronization=process_group is not None
             )
-        self._store.delete_key(str(dist.get_rank(training)))
+        cast("Any", self._store).delete_key(str(dist.get_rank(training)))
         self.rank, self.size = dist.get_rank(self.group), len(ranks)
 
     def _await_all(self, training: Any, size: int, unused: Iterable[str]) -> list[str]:
         """Wait until all ranks construct theirs, and say so where it takes long. Return what is unused on all."""
-        store = self._store = PrefixStore(resources_of(training).next_name("ranks"), training.get_group_store())
+        store = PrefixStore(resources_of(training).next_name("ranks"), training.get_group_store())
+        self._store = store
         rank, ends = dist.get_rank(training), time.monotonic() + _TOGETHER_S
         store.set(str(rank), "\n".join(unused))
         warned = False
