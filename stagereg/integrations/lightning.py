@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,14 +29,12 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.seed import isolate_rng
-from lightning_utilities.core.apply_func import apply_to_collection
 
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.opened import open_checkpoint
-from stagereg.errors import CheckpointError, ConfigError, InstallationError, nearest
+from stagereg.errors import ConfigError, InstallationError, nearest
 from stagereg.integrations.agreed import agreed
+from stagereg.integrations.lightning_resume import RESUME
+from stagereg.integrations.lightning_strategies import SHARDED, kind_of, read_entries
 from stagereg.integrations.lightning_uneven import UnevenInputs
 from stagereg.integrations.named import NamedCheckpoints, choose, delete, split
 from stagereg.registry import build, names
@@ -66,6 +62,9 @@ class StageregCheckpointIO(CheckpointIO):
             ``storage``, ``verify``, ``on_error``, ``timeout``, ``replicas``, ``verify_replicas`` and ``read``.
             ``stager`` and ``storage`` may be names; an object serves one directory and one ``fit``, which closes it.
 
+    Attributes:
+        chosen: the directory that :meth:`load_checkpoint` has read last; ``None`` for what Lightning itself wrote.
+
     Raises:
         ConfigError: an option is unknown, or Lightning's to decide; at once. Or the strategy writes checkpoints in a
             way of its own; when the ``Trainer`` is made.
@@ -81,6 +80,7 @@ class StageregCheckpointIO(CheckpointIO):
             raise ConfigError(f"StageregCheckpointIO takes no {name!r}{why}")
         self._options = checkpoint_options
         self._used: set[str] = set()
+        self.chosen: str | None = None
         self._strategy: Any = SimpleNamespace(is_global_zero=True, broadcast=lambda answer: answer)  # until attached
         self._directories: dict[str, NamedCheckpoints] = {}
 
@@ -91,19 +91,18 @@ class StageregCheckpointIO(CheckpointIO):
             ConfigError: the strategy writes its checkpoints by itself.
         """
         kind, usual = type(strategy), (FabricStrategy.save_checkpoint, Strategy.save_checkpoint)
-        sharded = {FabricModelParallel: _ShardedFabric, ModelParallelStrategy: _Sharded}
-        saving: type[_Whole] = next((sharded[base] for base in sharded if isinstance(strategy, base)), _Whole)
-        if saving is _Whole and kind.save_checkpoint not in usual:
+        saving, shards = kind_of(strategy), isinstance(strategy, tuple(SHARDED))
+        if not shards and kind.save_checkpoint not in usual:
             raise ConfigError(
                 f"{kind.__name__} writes its checkpoints by itself: use ddp, or ModelParallelStrategy for shards."
             )
-        if saving is not _Whole and not strategy._save_distributed_checkpoint:
+        if shards and not strategy._save_distributed_checkpoint:
             raise ConfigError(
                 f"StageregCheckpointIO saves shards: leave out {kind.__name__}(save_distributed_checkpoint=False). "
                 "`stagereg convert` makes one file of a checkpoint."
             )
         self._strategy, attached = strategy, saving(self, strategy)
-        for name in [name for name in vars(saving) if not name.startswith("_")]:
+        for name in [name for name in dir(saving) if not name.startswith("_")]:
             setattr(strategy, name, getattr(attached, name))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
@@ -124,11 +123,12 @@ class StageregCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: it is damaged, incomplete or not there.
         """
-        chosen = self.choose(path)
+        chosen = self.chosen = self.choose(path)
         if chosen is None:
             given = {"map_location": map_location, "weights_only": weights_only}  # 2.5.0 has no weights_only
             return TorchCheckpointIO().load_checkpoint(path, **{name: x for name, x in given.items() if x is not None})
-        return _read(chosen, lambda name: True, map_location if isinstance(map_location, str | torch.device) else "cpu")
+        device = map_location if isinstance(map_location, str | torch.device) else "cpu"
+        return read_entries(chosen, lambda name: not name.startswith(RESUME), device)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove what is at ``path`` once every save so far is complete; called on rank 0."""
@@ -187,78 +187,6 @@ class StageregCheckpointIO(CheckpointIO):
                 raise ConfigError(f"{text} Give a name, as in {kind}={names(kind)[0]!r}: one is built for each.")
             self._used.add(kind)
         return options
-
-
-class _Whole:
-    """Saving where rank 0 has all of a checkpoint: DDP, a single device. The other ranks learn of what fails.
-
-    Each public method of a class here is called in place of the strategy's.
-    """
-
-    def __init__(self, plugin: StageregCheckpointIO, strategy: Any) -> None:
-        self.plugin, self.strategy = plugin, strategy
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        type(self.strategy).save_checkpoint(self.strategy, *args, **kwargs)
-        if not self.strategy.is_global_zero:
-            self.plugin.save({}, None, storage_options=kwargs.get("storage_options"))
-
-
-class _Sharded(_Whole):
-    """Saving and loading for the ``Trainer``'s ``ModelParallelStrategy``, in place of Lightning's own."""
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.strategy.lightning_module.state_dict()  # not copied to the CPU
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return {}  # the optimizer itself is saved
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, **refused: Any) -> None:
-        module, rest = self.strategy.lightning_module, dict(checkpoint)
-        if rest.pop("state_dict").keys() != module.state_dict().keys():
-            raise CheckpointError("on_save_checkpoint has changed state_dict; of a sharded model all of it is saved.")
-        objects = self._objects(model_only=rest.pop("optimizer_states", None) is None)
-        self.plugin.save({**(rest if self.strategy.is_global_zero else {}), **objects}, filepath, **refused)
-
-    def load_checkpoint(self, checkpoint_path: Any, **more: Any) -> dict[str, Any]:
-        chosen = self.plugin.choose(checkpoint_path)
-        if chosen is None:
-            return type(self.strategy).load_checkpoint(self.strategy, checkpoint_path, **more)
-        fits = self.strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        with contextlib.nullcontext() if fits else isolate_rng():  # what tests a model changes nothing else
-            self.plugin.restore(chosen, self._objects(model_only=not fits))
-        return _read(chosen, lambda name: not re.fullmatch(r"state_dict|optimizer_\d+", name))
-
-    def _objects(self, model_only: bool) -> dict[str, Any]:
-        optimizers = [] if model_only else self.strategy.optimizers
-        return {"state_dict": self.strategy.lightning_module, **{f"optimizer_{i}": x for i, x in enumerate(optimizers)}}
-
-
-class _ShardedFabric(_Whole):
-    """Saving and loading for ``Fabric``'s ``ModelParallelStrategy``, in place of Lightning's own."""
-
-    def save_checkpoint(self, path: Any, state: dict[str, Any], **refused: Any) -> None:
-        self.plugin.save(state, path, **refused)
-
-    def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, **more: Any) -> dict[str, Any]:
-        chosen = self.plugin.choose(path)
-        if chosen is None:
-            return type(self.strategy).load_checkpoint(self.strategy, path, state, strict, **more)
-        if not isinstance(state, dict):
-            raise ConfigError(f"{path} is loaded into a dict: fabric.load(path, {{'model': model, ...}}).")
-        with open_checkpoint(chosen) as opened:
-            wanted = {name: value for name, value in state.items() if strict or name in opened.entries}
-        self.plugin.restore(chosen, wanted)
-        state.update(wanted)
-        return _read(chosen, lambda name: name not in wanted)
-
-
-def _read(chosen: str, wanted: Callable[[str], bool], device: Any = "cpu") -> dict[str, Any]:
-    """Return entries of a checkpoint, their tensors in memory of their own."""
-    copied = partial(torch.Tensor.to, device=device, copy=True)
-    with open_checkpoint(chosen) as opened:
-        found = [name for name in opened.entries if wanted(name)]
-        return {name: apply_to_collection(opened.entry(name), torch.Tensor, copied) for name in found}
 
 
 def _expect_known_lightning() -> None:

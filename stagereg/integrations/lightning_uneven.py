@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from stagereg.errors import JoinError
 from stagereg.join.context import Join
 
-__all__ = ["UnevenInputs"]
+__all__ = ["JoinedLoader", "UnevenInputs"]
 
 
 class UnevenInputs(pl.Callback):
@@ -66,7 +66,7 @@ class UnevenInputs(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse several loaders."""
         loader = trainer.train_dataloader
-        if trainer.world_size > 1 and not isinstance(loader, _JoinedLoader):
+        if trainer.world_size > 1 and not isinstance(loader, JoinedLoader):
             raise JoinError(f"UnevenInputs serves one train loader, not {type(loader).__name__} of them.")
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -99,7 +99,7 @@ class UnevenInputs(pl.Callback):
                 "the step of the last one, so no rank can wait for others there. Give the dataset a __len__: that of "
                 "this rank, at most."
             )
-        return _JoinedLoader(loader, max(lengths), self.iterate)
+        return JoinedLoader(loader, max(lengths), self.iterate)
 
     def iterate(self, loader: Any) -> Iterator[Any]:
         """Loop over ``loader`` in a join, which is entered with the first batch."""
@@ -139,8 +139,10 @@ class UnevenInputs(pl.Callback):
             join.__exit__(kind, error, trace)
 
 
-class _JoinedLoader:
-    """As many batches on all ranks as the longest loader has, some of them empty."""
+class JoinedLoader:
+    """As many batches on all ranks as the longest loader has, some of them empty; once less the first ``skip``."""
+
+    skip = 0
 
     def __init__(self, loader: Any, length: int, iterate: Callable[[Any], Iterator[Any]]) -> None:
         self._loader, self._length, self._iterate = loader, length, iterate
@@ -149,7 +151,12 @@ class _JoinedLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        return self._iterate(self._loader)
+        if not self.skip:
+            return self._iterate(self._loader)
+        left, skip, self.skip = iter(self._loader), self.skip, 0
+        for _ in range(skip):
+            next(left, None)
+        return self._iterate(left)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_loader":

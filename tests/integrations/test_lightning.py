@@ -17,13 +17,15 @@ pl = pytest.importorskip("lightning", reason="make frameworks installs it")
 import stagereg
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError, ConfigError, InstallationError
-from stagereg.integrations.lightning import StageregCheckpointIO, _Whole
+from stagereg.integrations.lightning import StageregCheckpointIO
+from stagereg.integrations.lightning_strategies import Whole
 from stagereg.integrations.named import NamedCheckpoints
 from stagereg.stagers.blocking import BlockingAsyncStager
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples/integrations/lightning_train.py")
 SHARDED = str(Path(__file__).with_name("lightning_sharded.py"))
+RESUMED = str(Path(__file__).with_name("lightning_resume.py"))
 ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
@@ -135,6 +137,17 @@ def test_sharded_models_resume_bit_for_bit(tmp_path):
     for line in check_sharded(start(SHARDED, tmp_path / "two")):
         _, resumed, whole = line.replace("resumed", "whole").split(" whole ")
         assert resumed == whole
+
+
+@pytest.mark.parametrize("kind", ["ddp", "sharded"])
+def test_random_numbers_of_each_rank_go_on_after_and_within_an_epoch(tmp_path, kind):
+    found = {
+        tuple(line.split()[1:3]): line.split(maxsplit=3)[3] for line in lines(start(RESUMED, tmp_path, kind), "rank")
+    }
+    for rank in "01":
+        whole = found[rank, "whole:"]
+        assert whole.startswith("step 12 ")
+        assert found[rank, "end:"] == found[rank, "middle:"] == whole
 
 
 @pytest.mark.slow
@@ -437,7 +450,7 @@ def test_storage_options_are_refused_on_ranks_that_only_follow():
     io = StageregCheckpointIO()
     io._strategy = Following()
     with pytest.raises(ConfigError, match="takes no storage_options"):
-        _Whole(io, io._strategy).save_checkpoint({}, "a.ckpt", storage_options={"a": 1})
+        Whole(io, io._strategy).save_checkpoint({}, "a.ckpt", storage_options={"a": 1})
 
 
 def test_two_trainers_of_a_process_save_to_one_directory(tmp_path):

@@ -18,6 +18,7 @@ import pytest
 
 pytest.importorskip("torchtitan", reason="make frameworks installs it")
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -229,6 +230,37 @@ def test_all_that_the_trainer_saves_is_restored(tmp_path: Path) -> None:
     assert found.manager.load()
     assert found.content() == saved.content()
     found.manager.close()
+
+
+class Noisy(torch.nn.Linear):
+    """Draws from all three generators."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = random.random() + float(np.random.rand())
+        return super().forward(torch.nn.functional.dropout(x, 0.2)) * noise
+
+
+def noisy(rank: int, world_size: int, root: Path) -> dict[str, Any]:
+    def run(folder: str, seed: int, until: int) -> dict[str, Any]:
+        made = Run(root / folder, second=Noisy)
+        for seeded in (torch.manual_seed, random.seed, np.random.seed):
+            seeded(seed + rank)
+        made.manager.load()
+        content = made.train(until, until if folder == "end" else 0).content()
+        made.manager.close()
+        return {**content, "drawn": [random.random(), np.random.rand(), torch.rand(1).item()]}
+
+    found = {"whole": run("whole", 1, 8)}
+    for folder, until in (("end", 4), ("between", 5)):
+        run(folder, 1, until)
+        found[folder] = run(folder, 10, 8)
+    return found
+
+
+def test_random_numbers_of_each_rank_go_on(tmp_path: Path) -> None:
+    """From the last save of a run, and from one before the step at which it was stopped."""
+    for found in run_ranks(noisy, 2, args=(tmp_path,), timeout_s=60):
+        assert found["end"] == found["between"] == found["whole"]
 
 
 @pytest.mark.parametrize("kind", [StageregCheckpointManager, CheckpointManager])

@@ -1,0 +1,113 @@
+"""How ``fit`` of Lightning's ``Trainer`` goes on bit for bit: random numbers, and the data in the middle of an epoch.
+
+Lightning restores neither. Between loading a checkpoint and the first step it draws random numbers itself, and the
+program may, such as for ``random_split``. So each rank's generators are set when the hooks of ``on_train_start`` have
+run, and the iterator over the data, which was made before, is made once more. In the middle of an epoch the generators
+are set to what they were at its beginning, the batches that the run has had are fetched again and dropped, and the
+generators are set to what they were at the save. So the order of a shuffled epoch is the same one, and what workers
+draw is, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.utilities.seed import isolate_rng
+
+import stagereg.checkpoint.rng as rng
+from stagereg.checkpoint.entries import PerRank, per_rank, rank_name
+from stagereg.checkpoint.opened import open_checkpoint
+from stagereg.integrations.lightning_uneven import JoinedLoader
+
+__all__ = ["RESUME", "ResumedFit"]
+
+_log = logging.getLogger(__name__)
+
+RESUME = "stagereg_resume"
+"""The entry of a checkpoint that each rank has for itself."""
+
+
+class ResumedFit:
+    """What one rank saves beside Lightning's checkpoint, and how it goes on from there."""
+
+    def __init__(self) -> None:
+        # The generators before the iterator over the data of this epoch was made, and before its first batch.
+        self._began: dict[str, dict[str, torch.Tensor]] = {}
+        self._loaded: dict[str, Any] | None = None
+
+    def follow(self, fit_loop: Any) -> None:
+        """Be called where ``fit`` makes an iterator over the data."""
+        self._fit_loop = fit_loop
+        fit_loop._load_combined_loader_states = self._before_first_iterator
+        fit_loop.epoch_loop.on_run_start = self._begin_epoch
+
+    def state(self, checkpoint: dict[str, Any]) -> dict[str, PerRank[Any]]:
+        """Return this rank's entry, beside what Lightning has collected of it."""
+        loaders = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
+        return {RESUME: per_rank({"began": dict(self._began), "loaders": loaders})}
+
+    def restore(self, chosen: str, ranks: int, load: Callable[[dict[str, Any]], None], objects: dict[str, Any]) -> None:
+        """Load ``objects`` and the entry of this rank, and leave the generators as they are."""
+        own = per_rank(dict[str, Any]())
+        with open_checkpoint(chosen) as opened:
+            as_many = opened.manifest is not None and opened.manifest.world_size == ranks
+            entry = {RESUME: own} if rank_name(RESUME, 0) in opened.entries else {}
+        with isolate_rng():
+            load({**objects, **entry})
+            self._loaded = {**own.value, "saved": _generators()} if as_many else None
+
+    def begin_training(self) -> None:
+        """Set the generators, where a checkpoint is gone on from; called when all is set up."""
+        if self._loaded is not None:
+            rng.restore(self._loaded["saved"])
+
+    def forget(self) -> None:
+        """Go on from no checkpoint."""
+        self._loaded = None
+
+    def _before_first_iterator(self) -> None:
+        """In the place of what ``fit`` calls right before it makes an iterator."""
+        type(self._fit_loop)._load_combined_loader_states(self._fit_loop)
+        self._began = {"iterator": _generators()}
+
+    def _begin_epoch(self, fetcher: Any) -> None:
+        """In the place of ``on_run_start`` of the loop over an epoch."""
+        loop, loaded, before = self._fit_loop.epoch_loop, self._loaded, _generators()
+        type(loop).on_run_start(loop, fetcher)
+        self._loaded, done = None, loop.batch_progress.current.ready
+        if loaded is not None and done:
+            self._skip(fetcher, done, loaded)
+            return
+        if loaded is not None:
+            rng.restore(before)
+            iter(fetcher)
+        if loaded is not None or loop.trainer.current_epoch > 0:  # the first one had its iterator before
+            self._began = {"iterator": before}
+        self._began["batch"] = _generators()
+
+    def _skip(self, fetcher: Any, done: int, loaded: dict[str, Any]) -> None:
+        """Go on after ``done`` batches of an epoch, whose samplers know its number by now."""
+        self._began, loaders = loaded.get("began", {}), loaded.get("loaders")
+        joined = [each for each in fetcher.combined_loader.flattened if isinstance(each, JoinedLoader)]
+        if loaders:  # Lightning gives every rank the position of rank 0
+            fetcher.combined_loader._load_state_dicts(loaders)
+            iter(fetcher)
+            fetcher.fetched += done
+        elif "batch" in self._began and type(fetcher) is _PrefetchDataFetcher and done < self._fit_loop.max_batches:
+            _log.info("stagereg: the %d batches of this epoch that the run has had are fetched and dropped", done)
+            rng.restore(self._began["batch" if joined else "iterator"])
+            for each in joined:
+                each.skip = done
+            iter(fetcher)
+            rng.restore(self._began["batch"])
+            for _ in range(0 if joined else done):
+                next(fetcher)
+        rng.restore(loaded["saved"])
+
+
+def _generators() -> dict[str, torch.Tensor]:
+    return rng.as_tensors(rng.capture())

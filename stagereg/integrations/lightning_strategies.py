@@ -1,0 +1,154 @@
+"""What :mod:`.lightning` does in place of a strategy's own saving and loading, for each kind of strategy.
+
+Each public method of a class here is called in place of the strategy's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
+from lightning.fabric.strategies import Strategy as FabricStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from stagereg.checkpoint.opened import open_checkpoint
+from stagereg.errors import CheckpointError, ConfigError
+from stagereg.integrations.lightning_resume import RESUME, ResumedFit
+
+if TYPE_CHECKING:
+    from stagereg.integrations.lightning import StageregCheckpointIO
+
+__all__ = ["SHARDED", "Whole", "kind_of", "read_entries"]
+
+
+class Whole:
+    """Saving where rank 0 has all of a checkpoint: DDP, a single device. The other ranks learn of what fails."""
+
+    def __init__(self, plugin: StageregCheckpointIO, strategy: Any) -> None:
+        self.plugin, self.strategy = plugin, strategy
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        type(self.strategy).save_checkpoint(self.strategy, *args, **kwargs)
+        if not self.strategy.is_global_zero:
+            self.plugin.save({}, None, storage_options=kwargs.get("storage_options"))
+
+
+class _WholeFabric(Whole):
+    """For ``Fabric``: ``load`` sets each rank's random numbers."""
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        loaded: dict[str, Any] = type(self.strategy).load_checkpoint(self.strategy, path, state, *args, **kwargs)
+        if self.plugin.chosen is not None and isinstance(state, dict):
+            self.plugin.restore(self.plugin.chosen, {})
+        return loaded
+
+
+class _WholeFit(Whole):
+    """For the ``Trainer``: ``fit`` goes on with each rank's random numbers and batches."""
+
+    def __init__(self, plugin: StageregCheckpointIO, strategy: Any) -> None:
+        super().__init__(plugin, strategy)
+        self._resumed = ResumedFit()
+
+    def setup(self, trainer: Any) -> None:
+        self._resumed.follow(trainer.fit_loop)
+        type(self.strategy).setup(self.strategy, trainer)
+
+    def on_train_start(self) -> None:
+        type(self.strategy).on_train_start(self.strategy)
+        self._resumed.begin_training()
+
+    def teardown(self) -> None:
+        self._resumed.forget()
+        type(self.strategy).teardown(self.strategy)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        own = self._resumed.state(checkpoint)
+        type(self.strategy).save_checkpoint(self.strategy, {**checkpoint, **own}, *args, **kwargs)
+        if not self.strategy.is_global_zero:
+            self.plugin.save(own, None, storage_options=kwargs.get("storage_options"))
+
+    def load_checkpoint(self, checkpoint_path: Any, **more: Any) -> dict[str, Any]:
+        loaded: dict[str, Any] = type(self.strategy).load_checkpoint(self.strategy, checkpoint_path, **more)
+        if self.plugin.chosen is not None and self._fits:
+            self._restore(self.plugin.chosen, {})
+        return loaded
+
+    @property
+    def _fits(self) -> bool:
+        return self.strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING
+
+    def _restore(self, chosen: str, objects: dict[str, Any]) -> None:
+        ranks = self.strategy.lightning_module.trainer.world_size
+        self._resumed.restore(chosen, ranks, partial(self.plugin.restore, chosen), objects)
+
+
+class _Sharded(_WholeFit):
+    """Saving and loading for the ``Trainer``'s ``ModelParallelStrategy``, in place of Lightning's own."""
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self.strategy.lightning_module.state_dict()  # not copied to the CPU
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return {}  # the optimizer itself is saved
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, **refused: Any) -> None:
+        module, rest = self.strategy.lightning_module, dict(checkpoint)
+        if rest.pop("state_dict").keys() != module.state_dict().keys():
+            raise CheckpointError("on_save_checkpoint has changed state_dict; of a sharded model all of it is saved.")
+        objects = self._objects(model_only=rest.pop("optimizer_states", None) is None)
+        own = {**objects, **self._resumed.state(checkpoint)}
+        self.plugin.save({**(rest if self.strategy.is_global_zero else {}), **own}, filepath, **refused)
+
+    def load_checkpoint(self, checkpoint_path: Any, **more: Any) -> dict[str, Any]:
+        chosen = self.plugin.choose(checkpoint_path)
+        if chosen is None:
+            return type(self.strategy).load_checkpoint(self.strategy, checkpoint_path, **more)
+        self._restore(chosen, self._objects(model_only=not self._fits))
+        return read_entries(chosen, lambda name: not re.fullmatch(rf"state_dict|optimizer_\d+|{RESUME}.*", name))
+
+    def _objects(self, model_only: bool) -> dict[str, Any]:
+        optimizers = [] if model_only else self.strategy.optimizers
+        return {"state_dict": self.strategy.lightning_module, **{f"optimizer_{i}": x for i, x in enumerate(optimizers)}}
+
+
+class _ShardedFabric(Whole):
+    """Saving and loading for ``Fabric``'s ``ModelParallelStrategy``, in place of Lightning's own."""
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], **refused: Any) -> None:
+        self.plugin.save(state, path, **refused)
+
+    def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, **more: Any) -> dict[str, Any]:
+        chosen = self.plugin.choose(path)
+        if chosen is None:
+            return type(self.strategy).load_checkpoint(self.strategy, path, state, strict, **more)
+        if not isinstance(state, dict):
+            raise ConfigError(f"{path} is loaded into a dict: fabric.load(path, {{'model': model, ...}}).")
+        with open_checkpoint(chosen) as opened:
+            wanted = {name: value for name, value in state.items() if strict or name in opened.entries}
+        self.plugin.restore(chosen, wanted)
+        state.update(wanted)
+        return read_entries(chosen, lambda name: name not in wanted)
+
+
+SHARDED: dict[type[Any], type[Whole]] = {FabricModelParallel: _ShardedFabric, ModelParallelStrategy: _Sharded}
+_KINDS: dict[Any, type[Whole]] = {**SHARDED, FabricStrategy: _WholeFabric, Strategy: _WholeFit}
+
+
+def kind_of(strategy: Any) -> type[Whole]:
+    """Return the class that serves ``strategy``."""
+    return next(_KINDS[base] for base in _KINDS if isinstance(strategy, base))
+
+
+def read_entries(chosen: str, wanted: Callable[[str], bool], device: Any = "cpu") -> dict[str, Any]:
+    """Return entries of a checkpoint, their tensors in memory of their own."""
+    copied = partial(torch.Tensor.to, device=device, copy=True)
+    with open_checkpoint(chosen) as opened:
+        found = [name for name in opened.entries if wanted(name)]
+        return {name: apply_to_collection(opened.entry(name), torch.Tensor, copied) for name in found}
