@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,6 +71,22 @@ class Count(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"steps": self.steps}}
 
 
+class Noise(TrainerCallback):
+    """Scales a gradient by what the generators of all ranks draw, which are elsewhere each time a run begins."""
+
+    def __init__(self, ahead: int) -> None:
+        self.ahead = ahead
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        for _ in range(self.ahead):
+            random.random(), np.random.rand(), torch.rand(1)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        drawn = torch.tensor([random.random(), np.random.rand(), torch.rand(1).item()])
+        torch.distributed.all_reduce(drawn)
+        next(given["model"].parameters()).grad.mul_(drawn.prod())
+
+
 def stop() -> None:
     raise Stop
 
@@ -104,6 +121,15 @@ def stopped_at(step: int, folder: Path, **changes: Any) -> dict[str, Any]:
     with pytest.raises(Stop):
         run(folder, At(step, stop), **changes)
     return ended(run(folder, **changes))
+
+
+def with_noise(folder: Path, rank: int) -> dict[str, Any]:
+    found = {"uninterrupted": ended(run(folder / "whole", Noise(rank)))}
+    for when, step in list(STOPS.items())[:2]:
+        with pytest.raises(Stop):
+            run(folder / when, Noise(rank), At(step, stop))
+        found[when] = ended(run(folder / when, Noise(10 + rank)))
+    return found
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -180,6 +206,7 @@ def scenarios(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         "finished": again(folder / "finished"),
         "accumulating": ended(run(folder / "more", gradient_accumulation_steps=2, save_total_limit=None)),
         "accumulating, stopped": stopped_at(7, folder / "less", gradient_accumulation_steps=2),
+        "with noise": with_noise(folder / "noise", rank),
         "best": best(folder / "best", None),
         "best, stopped": best(folder / "best-stopped", 9),
     }
@@ -212,6 +239,12 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(how: str, on_two_ranks: dict
     whole, found = on_two_ranks["uninterrupted"], on_two_ranks[how]
     assert {name: found[name] for name in SAME} == {name: whole[name] for name in SAME}
     assert whole["step"] == STEPS
+
+
+def test_random_numbers_of_each_rank_go_on_after_and_within_an_epoch(on_two_ranks: dict[str, Any]) -> None:
+    found = on_two_ranks["with noise"]
+    assert found["uninterrupted"]["weights"] != on_two_ranks["uninterrupted"]["weights"]
+    assert found["in an epoch"] == found["after an epoch"] == found["uninterrupted"]
 
 
 def test_accumulated_gradients_make_no_difference(on_two_ranks: dict[str, Any]) -> None:
