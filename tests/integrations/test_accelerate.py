@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -96,14 +97,14 @@ class Program:
 
     def train(self, steps: int = 2) -> None:
         for _ in range(steps):
-            self.step(torch.randn(4, 4, dtype=torch.double))
+            self.step(torch.randn(4, 4, dtype=torch.double) * (random.random() + np.random.rand()))
 
     def seen(self) -> list[Any]:
         """All that a checkpoint is to bring back, as values to compare; the random numbers are drawn."""
         states = [self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict()]
         generator = self.loader.synchronized_generator  # None on one process
         order = None if generator is None else generator.get_state()
-        drawn = [random.random(), torch.rand(2)]
+        drawn = [random.random(), float(np.random.rand()), torch.rand(2)]
         return plain([*states, self.counter.n, order, self.loader.iteration, self.accelerator.step, *drawn])
 
 
