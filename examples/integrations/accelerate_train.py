@@ -41,10 +41,13 @@ def main(dir: str, epochs: int, every: int) -> None:
     set_seed(0)
     x = torch.randn(132, 16)  # 17 batches of 8: nine on rank 0, eight on rank 1
     y = x.sum(1, keepdim=True).sin()
-    module = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    module = torch.nn.Sequential(
+        torch.nn.Linear(16, 64), torch.nn.Dropout(0.1), torch.nn.Tanh(), torch.nn.Linear(64, 1)
+    )
     adamw = torch.optim.AdamW(module.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(adamw, 0.995)
-    loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+    # Starting a loader draws a random number: from its own generator, or a run that goes on would draw one more.
+    loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True, generator=torch.Generator())
     model, optimizer, scheduler, batches = accelerator.prepare(module, adamw, schedule, loader)
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
