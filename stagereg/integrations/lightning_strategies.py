@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
@@ -21,16 +21,13 @@ from stagereg.checkpoint.opened import open_checkpoint
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.integrations.lightning_resume import RESUME, ResumedFit
 
-if TYPE_CHECKING:
-    from stagereg.integrations.lightning import StageregCheckpointIO
-
-__all__ = ["SHARDED", "Whole", "kind_of", "read_entries"]
+__all__ = ["SHARDED", "WholeSaving", "kind_of", "read_entries"]
 
 
-class Whole:
+class WholeSaving:
     """Saving where rank 0 has all of a checkpoint: DDP, a single device. The other ranks learn of what fails."""
 
-    def __init__(self, plugin: StageregCheckpointIO, strategy: Any) -> None:
+    def __init__(self, plugin: Any, strategy: Any) -> None:
         self.plugin, self.strategy = plugin, strategy
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -39,7 +36,7 @@ class Whole:
             self.plugin.save({}, None, storage_options=kwargs.get("storage_options"))
 
 
-class _WholeFabric(Whole):
+class _WholeFabric(WholeSaving):
     """For ``Fabric``: ``load`` sets each rank's random numbers."""
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -49,10 +46,10 @@ class _WholeFabric(Whole):
         return loaded
 
 
-class _WholeFit(Whole):
+class _WholeFit(WholeSaving):
     """For the ``Trainer``: ``fit`` goes on with each rank's random numbers and batches."""
 
-    def __init__(self, plugin: StageregCheckpointIO, strategy: Any) -> None:
+    def __init__(self, plugin: Any, strategy: Any) -> None:
         super().__init__(plugin, strategy)
         self._resumed = ResumedFit()
 
@@ -118,7 +115,7 @@ class _Sharded(_WholeFit):
         return {"state_dict": self.strategy.lightning_module, **{f"optimizer_{i}": x for i, x in enumerate(optimizers)}}
 
 
-class _ShardedFabric(Whole):
+class _ShardedFabric(WholeSaving):
     """Saving and loading for ``Fabric``'s ``ModelParallelStrategy``, in place of Lightning's own."""
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], **refused: Any) -> None:
@@ -137,11 +134,11 @@ class _ShardedFabric(Whole):
         return read_entries(chosen, lambda name: name not in wanted)
 
 
-SHARDED: dict[type[Any], type[Whole]] = {FabricModelParallel: _ShardedFabric, ModelParallelStrategy: _Sharded}
-_KINDS: dict[Any, type[Whole]] = {**SHARDED, FabricStrategy: _WholeFabric, Strategy: _WholeFit}
+SHARDED: dict[type[Any], type[WholeSaving]] = {FabricModelParallel: _ShardedFabric, ModelParallelStrategy: _Sharded}
+_KINDS: dict[Any, type[WholeSaving]] = {**SHARDED, FabricStrategy: _WholeFabric, Strategy: _WholeFit}
 
 
-def kind_of(strategy: Any) -> type[Whole]:
+def kind_of(strategy: Any) -> type[WholeSaving]:
     """Return the class that serves ``strategy``."""
     return next(_KINDS[base] for base in _KINDS if isinstance(strategy, base))
 

@@ -42,7 +42,7 @@ from stagereg.checkpoint.index import INDEX
 from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest
 from stagereg.checkpoint.merging import Asked, Sent
 from stagereg.checkpoint.pending_save import PendingSave, SaveTarget
-from stagereg.checkpoint.sharing import Comparison, EntryContents, HeldTensor, Kind
+from stagereg.checkpoint.sharing import Compared, EntryContents, HeldTensor, Kind
 from stagereg.checkpoint.storage.files import FileStorage
 from stagereg.checkpoint.storage.protocol import ArchiveResult, TensorResult
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -240,7 +240,7 @@ class Real:
         dist.destroy_process_group()
         return found
 
-    def prepare_shares(self, compared: Comparison, clock: Clock) -> Any:
+    def prepare_shares(self, compared: Compared, clock: Clock) -> Any:
         """Return what it sends when it has heard what others have as well."""
         return clock(self.work.prepare_shares, compared)
 

@@ -113,6 +113,7 @@ def test_a_save_nobody_waits_for_is_written_all_the_same(tmp_path: Path) -> None
 def test_threads_take_short_turns_while_a_save_is_written_and_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sys.setswitchinterval(0.005)  # a save of another test may hang, and have its turns
     before, seen, policies = sys.getswitchinterval(), [], []
     monkeypatch.setattr(committing, "wait_for_backward", lambda *_: seen.append(sys.getswitchinterval()))
     monkeypatch.setattr(committing, "failpoint", lambda _: policies.append(os.sched_getscheduler(0)))
