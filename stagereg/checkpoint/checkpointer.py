@@ -195,7 +195,6 @@ class Checkpointer:
         self._pid = os.getpid()
         self._schedule = Schedule(every if isinstance(every, int) else 1)
         self._ranks = RankGroup(process_group, timeout)
-        self._groups = [self._ranks]
         if not enable:
             return
         alike |= {"keep": Keep.of(keep)}
@@ -207,8 +206,7 @@ class Checkpointer:
         # The training threads have groups of their own: one for each kind of exchange, since not all ranks may come to
         # each, and those of two kinds must not meet.
         if every == "auto":
-            self._groups.append(RankGroup(process_group))
-            self._schedule = Automatic(mtbf.total_seconds(), self._groups[-1])
+            self._schedule = Automatic(mtbf.total_seconds(), RankGroup(process_group))
         self._target = SaveTarget(self._store, keep, self._storage, self._ranks, opened[0])
         self._background = Background(self._target, timeout, self._schedule, on_error == "warn")
         shared = Replicas(verify_replicas, replicas == "share")
@@ -224,8 +222,8 @@ class Checkpointer:
         if grace is not None:
             newest = self._background.describe_newest
             exchanges = Requests(training, f"checkpoint/{opened[0]}/signals")
-            self._groups.append(RankGroup(process_group))
-            self.preemption = PreemptionConsensus(self._groups[-1], grace.total_seconds(), newest, exchanges)
+            ranks = RankGroup(process_group)
+            self.preemption = PreemptionConsensus(ranks, grace.total_seconds(), newest, exchanges)
         components = components if self._ranks.rank == 0 else {}
         self._calls = CommitCalls(components, self._background, self._target.metrics, self.preemption)
         if training is not None:
@@ -484,8 +482,6 @@ class Checkpointer:
         self._background.close()
         if ended:  # else a thread hangs, and no other run may write before this process ends
             self._let_go()
-            for ranks in self._groups:
-                ranks.close()
         try:
             self._stager.close()
         finally:

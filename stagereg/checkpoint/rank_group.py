@@ -22,9 +22,9 @@ import pickle
 import re
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from stagereg.errors import CheckpointError, StageregError, name_ranks
-from stagereg.join.failure import abort, collectives_of, is_broken_operation, is_timeout
+from stagereg.join.failure import abort, is_broken_operation, is_timeout
 from stagereg.kernel.channel import resources_of, wait_for_keys
 from stagereg.kernel.memory import view_of
 
@@ -54,10 +54,6 @@ _ANSWER_S = 2.0  # for which a call of the store is waited for
 _TAG = 0x90E5  # of a message that no rank receives
 _HEAD_BYTES, _LENGTH_BYTES = 1016, 8  # of a message, and of its length, that go first
 _SHOWN = 4  # ranks whose errors a message has
-
-# By process group, those that closed ones have left. A gloo group is never destroyed alone, although it has three
-# threads: torch names a later group by how many there are, and would give it the name of one that is there.
-_unused: weakref.WeakKeyDictionary[Any, list[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 class DisagreementError(CheckpointError):
@@ -143,28 +139,20 @@ class RankGroup:
             raise CheckpointError(
                 "This rank is not in the process_group given to the Checkpointer; construct it inside."
             )
-        training = self._training = process_group or dist.group.WORLD
+        training = process_group or dist.group.WORLD
         ranks = dist.get_process_group_ranks(training)
-        # With how many collectives each has run: where they are as many on all ranks, none waits for another in one.
-        unused = {f"{each.group_name} {collectives_of(each)}": each for each in _unused.get(training, ())}
-        for name in self._await_all(training, len(ranks), unused):
-            self.group = unused[name]
-            _unused[training].remove(self.group)
-            dist.barrier(self.group)
-            break
-        else:
-            self.group = dist.new_group(
-                ranks, timeout=_PATIENCE, backend="gloo", use_local_synchronization=process_group is not None
-            )
-        cast("Any", self._store).delete_key(str(dist.get_rank(training)))
+        present = self._await_all(training, len(ranks))
+        self.group = dist.new_group(
+            ranks, timeout=_PATIENCE, backend="gloo", use_local_synchronization=process_group is not None
+        )
+        present()
         self.rank, self.size = dist.get_rank(self.group), len(ranks)
 
-    def _await_all(self, training: Any, size: int, unused: Iterable[str]) -> list[str]:
-        """Wait until all ranks construct theirs, and say so where it takes long. Return what is unused on all."""
-        store = PrefixStore(resources_of(training).next_name("ranks"), training.get_group_store())
-        self._store = store
+    def _await_all(self, training: Any, size: int) -> Callable[[], object]:
+        """Wait until all ranks construct theirs, and say so where it takes long; what is returned clears that away."""
+        store = self._store = PrefixStore(resources_of(training).next_name("ranks"), training.get_group_store())
         rank, ends = dist.get_rank(training), time.monotonic() + _TOGETHER_S
-        store.set(str(rank), "\n".join(unused))
+        store.set(str(rank), "")
         warned = False
         while not wait_for_keys(store, [str(each) for each in range(size)], _LONG_S):
             there = [each for each in range(size) if store.check([str(each)])]
@@ -178,14 +166,7 @@ class RankGroup:
                     f"{text} This rank has waited {_TOGETHER_S:g} s; where a rank prepares something before, let the "
                     "others wait for it in torch.distributed.barrier()."
                 )
-        texts = store.multi_get([str(each) for each in range(size)])
-        return sorted(set.intersection(*({*text.decode().split("\n")} - {""} for text in texts)))
-
-    def close(self) -> None:
-        """Leave the group, after the last exchange, to the next one of these ranks, unless an exchange has failed."""
-        if self.group is not None and not self._why:
-            _unused.setdefault(self._training, []).append(self.group)
-            self.group = None
+        return partial(store.delete_key, str(rank))
 
     def check_still_all(self) -> None:
         """Raise ``CheckpointError`` if other ranks have come up since a process alone constructed this."""
@@ -336,7 +317,7 @@ class RankGroup:
             post = pickle.dumps((act(), None))
         except BaseException as error:  # the others wait, whatever it is
             failure, post = error, pickle.dumps((None, portable(error)))
-        if self.group is None or not dist.is_initialized():
+        if not dist.is_initialized():
             raise CheckpointError(
                 f"{failing}: the process group is gone; close() the Checkpointer before destroy_process_group()"
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -248,40 +247,3 @@ def save_in_a_subgroup(rank: int, world_size: int, root: str) -> list[str]:
 def test_a_subgroup_saves_without_the_others(tmp_path: Path) -> None:
     results = run_ranks(save_in_a_subgroup, nproc=3, args=(str(tmp_path),))
     assert results[1] == results[2] == [".metadata", "__0_0.distcp", "__1_0.distcp", "index.json", "manifest.json"]
-
-
-def threads_and_files_left(rank: int, world_size: int, root: str, apart: bool) -> list[tuple[int, int]]:
-    group = dist.new_group([0, 1], use_local_synchronization=True) if apart else None
-    left = []
-    for number in range(5):
-        with Checkpointer(f"{root}/{number}", process_group=group, every="auto") as checkpointer:
-            for step in range(3):
-                checkpointer.maybe_save(step, {"x": torch.ones(100), f"own{rank}": ["long"] * 2000 * rank})
-        dist.barrier()
-        gc.collect()
-        left.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
-    return left
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_five_checkpointers_one_after_the_other_leave_no_more_threads_and_files_than_one(
-    tmp_path: Path, apart: bool
-) -> None:
-    for left in run_ranks(threads_and_files_left, 2, args=(str(tmp_path), apart)):
-        assert len({*left}) == 1, left
-
-
-def meet_again(rank: int, world_size: int, closes: bool) -> tuple[list[int], bool]:
-    first = RankGroup()
-    group = first.group
-    if rank == 0 and closes:
-        first.max_async([0.0])  # in which the other rank takes no part
-    if rank == 0 or closes:
-        first.close()
-    second = RankGroup()
-    return second.run_on_all("Nothing", lambda: rank), second.group is group
-
-
-@pytest.mark.parametrize("closes", [True, False])
-def test_a_group_in_which_one_rank_is_elsewhere_is_not_used_again(closes: bool) -> None:
-    assert run_ranks(meet_again, 2, args=(closes,)) == [([0, 1], False)] * 2
