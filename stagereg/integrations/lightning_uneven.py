@@ -7,7 +7,9 @@ loader that the Trainer gets is as long as the longest, and loops over :meth:`st
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from types import TracebackType
 from typing import Any
 
@@ -101,7 +103,7 @@ class UnevenInputs(pl.Callback):
             )
         return JoinedLoader(loader, max(lengths), self.iterate)
 
-    def iterate(self, loader: Any) -> Iterator[Any]:
+    def iterate(self, loader: Any, example: Any = None) -> Iterator[Any]:
         """Loop over ``loader`` in a join, which is entered with the first batch."""
         self._leave()
         strategy = self._trainer.strategy
@@ -115,7 +117,7 @@ class UnevenInputs(pl.Callback):
         model = sharded[0] if sharded else strategy.model
         self._join = Join([model], mode="auto", timeout=self._timeout)
         self._join.__enter__()
-        self._batches = self._join.iterate(loader)
+        self._batches = self._join.iterate(loader, example)
         yield from self._batches
 
     def _backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> None:
@@ -144,7 +146,7 @@ class JoinedLoader:
 
     skip = 0
 
-    def __init__(self, loader: Any, length: int, iterate: Callable[[Any], Iterator[Any]]) -> None:
+    def __init__(self, loader: Any, length: int, iterate: Callable[..., Iterator[Any]]) -> None:
         self._loader, self._length, self._iterate = loader, length, iterate
 
     def __len__(self) -> int:
@@ -154,9 +156,8 @@ class JoinedLoader:
         if not self.skip:
             return self._iterate(self._loader)
         left, skip, self.skip = iter(self._loader), self.skip, 0
-        for _ in range(skip):
-            next(left, None)
-        return self._iterate(left)
+        dropped = deque(islice(left, skip), maxlen=1)
+        return self._iterate(left, dropped[0] if dropped else None)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_loader":

@@ -10,6 +10,7 @@ pl = pytest.importorskip("lightning", reason="make frameworks installs it")
 # ruff: noqa: E402 - only where there is Lightning
 from stagereg.errors import JoinError
 from stagereg.integrations.lightning import UnevenInputs
+from stagereg.integrations.lightning_uneven import JoinedLoader
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(Path(__file__).with_name("lightning_uneven.py"))
@@ -62,3 +63,12 @@ def test_manual_optimization_is_refused():
     trainer = pl.Trainer(accelerator="cpu", strategy="ddp", devices=2, logger=False)
     with pytest.raises(JoinError, match="automatic_optimization"):
         UnevenInputs().setup(trainer, Manual(), "fit")
+
+
+@pytest.mark.parametrize(("done", "left"), [(2, ([2, 3], 1)), (4, ([], 3)), (6, ([], 3))])
+def test_a_rank_that_had_no_data_left_at_the_save_goes_on_with_empty_batches(done: int, left: object) -> None:
+    """Of a loader with four batches; an empty one is made from the last batch that is dropped."""
+    loader = JoinedLoader(range(4), 6, lambda rest, example=None: iter((list(rest), example)))
+    loader.skip = done
+    assert tuple(loader) == left
+    assert tuple(loader) == ([0, 1, 2, 3], None), "the next epoch has all"
