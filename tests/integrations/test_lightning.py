@@ -18,7 +18,7 @@ import stagereg
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError, ConfigError, InstallationError
 from stagereg.integrations.lightning import StageregCheckpointIO
-from stagereg.integrations.lightning_strategies import Whole
+from stagereg.integrations.lightning_strategies import WholeSaving
 from stagereg.integrations.named import NamedCheckpoints
 from stagereg.stagers.blocking import BlockingAsyncStager
 
@@ -450,7 +450,7 @@ def test_storage_options_are_refused_on_ranks_that_only_follow():
     io = StageregCheckpointIO()
     io._strategy = Following()
     with pytest.raises(ConfigError, match="takes no storage_options"):
-        Whole(io, io._strategy).save_checkpoint({}, "a.ckpt", storage_options={"a": 1})
+        WholeSaving(io, io._strategy).save_checkpoint({}, "a.ckpt", storage_options={"a": 1})
 
 
 def test_two_trainers_of_a_process_save_to_one_directory(tmp_path):
