@@ -163,15 +163,27 @@ def test_a_command_that_takes_too_long_is_ended_with_what_it_has_started(
     """It counts as one that fails, and is tried again; a child that ignores SIGTERM goes as well."""
     monkeypatch.setattr(following_module, "_END_S", 0.5)
     save(tmp_path / "run", 100, 200)
-    pids = tmp_path / "pids"
+    pids, child = tmp_path / "pids", tmp_path / "child.py"
+    pids.touch()
+
+    class Started(subprocess.Popen[bytes]):
+        """Has taken too long as soon as its child is there."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout == 2.0:
+                until(lambda: self.poll() is not None or str(self.pid) in pids.read_text().split())
+            return super().wait(0.0 if timeout == 2.0 else timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    child.write_text(
+        "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"print(os.getppid(), os.getpid(), file=open({str(pids)!r}, 'a'), flush=True)\ntime.sleep({10 * LIMIT_S})\n"
+    )
     job.does(
         "import signal, subprocess\n"
         "if os.environ['STAGEREG_STEP'] == '100':\n"
         f"    if {ignores}: signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"    child = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep({LIMIT_S})'\n"
-        f"    child = subprocess.Popen([sys.executable, '-S', '-c', child])\n"
-        f"    print(os.getpid(), child.pid, file=open({str(pids)!r}, 'a'), flush=True)\n"
-        f"    time.sleep({LIMIT_S})\n"
+        f"    subprocess.run([sys.executable, '-S', {str(child)!r}])\n"
     )
     options = ("--idle", "0", "--retries", "1", "--pause", "1ms", "--command-timeout", "2s")
     seen = command("follow", tmp_path / "run", *options, *job.command, code=1)
