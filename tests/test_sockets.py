@@ -29,6 +29,8 @@ from stagereg.kernel.channel import control_channel, resources_of
 from stagereg.sockets import BegunSteps, PeerSockets, connect_ranks
 from stagereg.testing import RankFailure, run_ranks
 
+from .join.reference import await_published
+
 SOON_S = 10.0
 
 
@@ -268,7 +270,7 @@ def killed(rank: int, world_size: int) -> None:
     with stagereg.Join([ddp], mode="counted", timeout=60):
         for step, x in enumerate(data):
             if step == 2:
-                time.sleep(1.0)  # in which it publishes that it is in the join
+                await_published()
                 os.kill(os.getpid(), signal.SIGKILL)
             ddp(x).sum().backward()
 

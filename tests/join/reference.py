@@ -6,6 +6,7 @@ have a batch, divides by the world size or by the number of those ranks, and ste
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +21,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 import stagereg
+import stagereg.join.session as session
 
 from .parallel import COLUMNS, Ddp, full, write_values
 
 EXACT = 1e-12
 """What float64 sums in another order may differ by after a few steps."""
+
+
+def await_published() -> None:
+    """Wait until the others can read that this rank is in its join, and in which step, as it is now."""
+    detector = session._entered.get()[-1].detector
+    beat = detector._beat
+    while detector._beat < beat + 2:  # then the status after `beat` is in the store
+        time.sleep(0.01)
 
 
 @dataclass(frozen=True)

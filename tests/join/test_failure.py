@@ -30,7 +30,7 @@ from stagereg.kernel.channel import resources_of
 from stagereg.testing import RankFailure, run_ranks
 from stagereg.testing.worker import new_group
 
-from .reference import batch, mlp
+from .reference import await_published, batch, mlp
 
 SOON_S = 5.0
 """Within which a rank's error is to reach the others: a quarter of a second, and much patience with a busy machine."""
@@ -380,7 +380,7 @@ def lost(rank: int, world_size: int, way: str, number: int | None, folder: str) 
 
     def trouble(step: int) -> None:
         if rank == 1 and step == 3 and number is not None:
-            time.sleep(1.0)  # in which it publishes the step
+            await_published()
             os.kill(os.getpid(), number)
         while rank == 1 and step == 3 and done() < 2:
             time.sleep(0.05)
