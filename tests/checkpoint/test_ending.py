@@ -19,8 +19,10 @@ import stagereg.checkpoint.ending as ending
 import stagereg.checkpoint.rank_group as rank_group
 from stagereg import Checkpointer
 from stagereg.checkpoint.background import Background
+from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
+from stagereg.kernel.channel import wait_for_keys
 from stagereg.testing import run_ranks
 
 SECONDS = 20
@@ -31,13 +33,19 @@ ADVICE = (
 )
 
 
+def store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
 class Messages(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
+        self.store = store()
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
+        self.store.set("warned", "")  # for the ranks that this one waits for
 
 
 def skips_empty_batches(rank: int, checkpointer: Checkpointer, model: Any, state: Any) -> None:
@@ -60,10 +68,12 @@ def forgets_the_join(rank: int, checkpointer: Checkpointer, model: Any, state: A
 
 
 def is_slow(rank: int, checkpointer: Checkpointer, model: Any, state: Any) -> None:
+    ending._LONG_S = 0.5  # in this process, which no other test has
     for step in range(1, 4):
         model(torch.ones(4, 8)).sum().backward()
         checkpointer.maybe_save(step, state)
-    time.sleep(7 * rank)
+    if rank == 1:
+        assert wait_for_keys(store(), ["warned"], 60)
 
 
 def fails(rank: int, checkpointer: Checkpointer, model: Any, state: Any) -> None:
@@ -117,20 +127,26 @@ def test_ranks_wait_for_a_slow_one_and_save_the_last_step(tmp_path: Path) -> Non
     assert (tmp_path / "step-00000003").is_dir()
 
 
+def end_with_a_failed_save(rank: int, root: str, late: int) -> str:
+    """Rank ``late`` hears of it only when the other has come to the last exchange."""
+    fail, exchange = Background._fail, RankGroup.max_async
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == late:
+            patch.setattr(Background, "_fail", lambda *args: (wait_for_keys(store(), [root], 60), fail(*args))[1])
+        else:
+            patch.setattr(RankGroup, "max_async", lambda *args: (store().set(root, ""), exchange(*args))[1])
+        try:
+            with Checkpointer(root, every=1, grace=None) as checkpointer:
+                checkpointer.save(1, {"x": torch.tensor([rank])})
+                if rank != late:
+                    checkpointer._background.wait()
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
 def end_with_failed_saves(rank: int, world_size: int, root: str) -> list[str]:
-    """Two saves fail, each at the end of a run; one rank hears of it later, when another has raised it already."""
-    errors, fail = [], Background._fail
-    for late in (0, 1):
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == late:
-                patch.setattr(Background, "_fail", lambda *args: (time.sleep(1), fail(*args))[1])
-            try:
-                with Checkpointer(f"{root}/{late}", every=1) as checkpointer:
-                    checkpointer.save(1, {"x": torch.tensor([rank])})
-                    time.sleep(0.5 * (rank != late))
-            except CheckpointError as error:
-                errors.append(str(error))
-    return errors
+    return [end_with_a_failed_save(rank, f"{root}/{late}", late) for late in (0, 1)]
 
 
 def test_a_save_that_fails_at_the_end_is_raised_on_all_ranks(tmp_path: Path) -> None:
@@ -141,9 +157,9 @@ def test_a_save_that_fails_at_the_end_is_raised_on_all_ranks(tmp_path: Path) -> 
 
 def alone(rank: int, world_size: int, root: str) -> str:
     if rank == 1:
-        time.sleep(6)
-        return ""
-    with mock.patch.object(rank_group, "_TOGETHER_S", 1.0), pytest.raises(CheckpointError) as raised:
+        return ""  # its process stays until the other has returned too
+    soon = mock.patch.multiple(rank_group, _TOGETHER_S=1.0, _LONG_S=0.1)
+    with soon, pytest.raises(CheckpointError) as raised:
         Checkpointer(root)
     return str(raised.value)
 

@@ -30,7 +30,10 @@ def train(cfg):
     optimizer = torch.optim.Adam(model.parameters())
     state, start = {"model": model, "optimizer": optimizer}, 0
     if what == "restore alone" and rank > 0:
-        time.sleep(6)
+        from hydra.core.hydra_config import HydraConfig
+        log = os.path.join(HydraConfig.get().runtime.output_dir, "app.log")
+        while "made a Checkpointer" not in open(log).read():  # rank 0 waits, and says so
+            time.sleep(0.05)
     began = time.monotonic()
     try:
         join = stagereg.instantiate(cfg.join, model=model, optimizer=optimizer)
@@ -47,8 +50,6 @@ def train(cfg):
                         checkpointer.save(step, state)
                     elif what != "save alone":
                         checkpointer.maybe_save(step, state)
-                    else:
-                        time.sleep(0.02)
                     if "interrupt" in what and step == 22:
                         checkpointer.wait()
                         if rank > 0:  # rank 0 waits for it in a collective
