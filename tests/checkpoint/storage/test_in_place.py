@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import stagereg
@@ -19,23 +19,27 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 SHAPES: list[list[tuple[torch.dtype, list[int]]]] = [
     [(torch.float32, [40, 30]), (torch.float32, [40, 30]), (torch.int64, [])],
+    [(torch.complex64, [40, 30])],
     [(torch.float32, [30, 40]), (torch.float32, [40, 30]), (torch.int64, [])],  # the same bytes, another head
     [(torch.int32, [40, 30]), (torch.float32, [40, 30]), (torch.int64, [])],
     [(torch.bfloat16, [7]), (torch.float64, [3, 5, 2])],
 ]
 MORE = len(SHAPES)  # as the first one, and something that is no tensor
+LAZY = MORE + 1  # as the second one, but its memory is to be conjugated when it is read
 
 
 def made(layout: int, step: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(100 * layout + step)
     each = enumerate(SHAPES[layout % MORE])
     more = {"more": step} if layout == MORE else {}
-    return {f"x{i}": torch.rand(shape, generator=generator).mul(100).to(dtype) for i, (dtype, shape) in each} | more
+    found = {f"x{i}": torch.rand(shape, generator=generator).mul(100).to(dtype) for i, (dtype, shape) in each} | more
+    return found if layout != LAZY else {name: x.mul(1j).conj() for name, x in found.items()}
 
 
 @settings(max_examples=25, deadline=None)
+@example(steps=[1, LAZY], stager="pinned_cached")
 @given(
-    steps=st.lists(st.sampled_from(range(MORE + 1)), min_size=3, max_size=8),
+    steps=st.lists(st.sampled_from(range(LAZY + 1)), min_size=3, max_size=8),
     stager=st.sampled_from(["pinned_cached", "overlapped", "blocking", "shared"]),
 )
 def test_every_copy_loads_with_torch_whatever_lay_there_before(steps: list[int], stager: str) -> None:
