@@ -163,15 +163,14 @@ class FileStorage(Storage):
         """Write a new file in :attr:`path`; after the block it is durable, and has its mark."""
         path = f"{self.path.rstrip('/')}/{name}"
         target = Upload(path) if is_url(path) else DiskFile(path, self._direct)
-        buffers, self._buffers = self._buffers or make_buffers(self._buffer_bytes), []
-        with AlignedFile(target, buffers) as file:
+        self._buffers = self._buffers or make_buffers(self._buffer_bytes)
+        with AlignedFile(target, self._buffers) as file:
             try:
                 yield file
             except RuntimeError:
                 file.raise_error()  # and not what torch's archive writer raises about positions while it unwinds
                 raise
             self._marks[name] = file.finish()
-        self._buffers = buffers
         if target.refused:
             self._direct = False
             if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a machine would log the same
