@@ -149,11 +149,12 @@ class ObjectStore:
 
         def act() -> None:
             bucket, key, _ = self.fs.split_path(self.path(url))
+            below = f"{key}/" if key else ""
             page, marker = {"IsTruncated": True}, dict[str, str]()
             while page["IsTruncated"]:
-                page = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/", **marker)
+                page = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=below, **marker)
                 for each in page.get("Uploads", []):
-                    if is_ours(each["Key"].removeprefix(f"{key}/")):
+                    if is_ours(each["Key"].removeprefix(below)):
                         self.fs.abort_mpu(bucket, each["Key"], each["UploadId"])
                 marker = {name: page.get(f"Next{name}") for name in ("KeyMarker", "UploadIdMarker")}
 
