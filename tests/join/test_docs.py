@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import shlex
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hydra import compose, initialize_config_dir
+from torch.distributed.fsdp import fully_shard
 
 import stagereg
 from stagereg.join.kinds.ddp import DdpHook
@@ -74,7 +77,45 @@ def test_every_snippet_runs_and_leaves_all_ranks_equal(tmp_path: Path, monkeypat
     assert first["metrics"] == second["metrics"]
     for mine, other in zip(first["moments"].values(), second["moments"].values(), strict=True):
         assert all(torch.equal(mine[name], other[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
-        assert mine["step"] == 5 * 5 + 3  # of the six loops with this optimizer, the last is thrown out of
+        assert (
+            mine["step"] == 5 * 5 + 2 + 3
+        )  # of the seven loops with this optimizer, one steps twice, and the last is thrown out of
+
+
+def accumulate(rank: int, world: int, setup: str, section: str, sharded: bool) -> float:
+    """Run the section on uneven inputs; return how far its parameters are from those that one process computes."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(rank)
+    space: dict[str, Any] = {}
+    exec(setup, space)
+    alone = copy.deepcopy(space["module"])
+    if sharded:
+        space["model"] = fully_shard(copy.deepcopy(alone))
+        space["optimizer"] = torch.optim.AdamW(space["model"].parameters())
+    exec(section, space)
+    batches: list[Any] = [None] * world
+    dist.all_gather_object(batches, [*space["loader"]])
+    assert [*map(len, batches)] == [3, 5]
+    optimizer = torch.optim.AdamW(alone.parameters())
+    for first, last in ((0, 4), (4, 5)):
+        x = torch.cat([batch for own in batches for batch in own[first:last]])
+        optimizer.zero_grad()
+        alone(x).square().mean().backward()
+        optimizer.step()
+    whole = [getattr(param, "full_tensor", lambda param=param: param)() for param in space["model"].parameters()]
+    return max((one - other).abs().max().item() for one, other in zip(whole, alone.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_accumulated_gradients_are_those_of_all_samples(kind: str) -> None:
+    setup, *blocks = Page("join.md").of("python")
+    (section,) = (block for block in blocks if "no_sync" in block)
+    (diff,) = Page("join.md").of("diff")
+    if kind == "fsdp2":
+        old, new = ("".join(f"{line[1:]}\n" for line in diff.splitlines() if line[0] == mark) for mark in "-+")
+        assert old in section
+        section = section.replace(old, new)
+    assert max(run_ranks(accumulate, 2, args=(setup, section, kind == "fsdp2"))) < 1e-12
 
 
 @pytest.mark.usefixtures("registry_as_before")
