@@ -15,8 +15,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
+import stagereg
 from stagereg.data import LoadsEveryRank, ResumableSampler, is_position
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.testing import run_ranks
@@ -336,9 +337,28 @@ def run_page(rank: int, world_size: int, blocks: list[str]) -> tuple[int, int]:
 def test_the_blocks_of_the_page_run_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     *ours, torchdatas = Page("data.md").of("python")
-    assert len(ours) == 3
+    assert len(ours) == 4
     assert "StatefulDataLoader" in torchdatas  # integrations/test_torchdata.py runs it
     interrupted = ours[0].replace("epochs=3", "epochs=3, limit=10")
     assert interrupted != ours[0]
     assert run_ranks(run_page, nproc=3, args=([interrupted],)) == [(10, 4)] * 3
     assert run_ranks(run_page, nproc=2, args=(ours,)) == [(10 + 12 + 13, 51), (10 + 12 + 13, 50)]
+
+
+def test_a_batch_drawn_before_the_save_is_used_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (recipe,) = (block for block in Page("data.md").of("python") if "next_batch" in block)
+    assert "range(start + 1, 13)" in recipe
+    weights = []
+    for folder, ends in (("whole", (13,)), ("resumed", (8, 13))):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        for seed, end in enumerate(ends):
+            torch.manual_seed(seed)
+            model = torch.nn.Linear(8, 1)
+            dataset = TensorDataset(torch.arange(808.0).view(101, 8).sin())
+            space = {"torch": torch, "stagereg": stagereg, "dataset": dataset, "model": model}
+            space["optimizer"] = torch.optim.AdamW(model.parameters())
+            exec(recipe.replace("13)", f"{end})"), space)
+            assert space["start"] == (7 if seed else 0)
+        weights.append(model.weight)
+    assert torch.equal(*weights)
