@@ -32,10 +32,10 @@ def ported() -> str:
     return program
 
 
-def start(folder: Path, max_iters: int) -> list[subprocess.Popen[str]]:
+def start(folder: Path, max_iters: int, *more: str) -> list[subprocess.Popen[str]]:
     """Start two ranks as torchrun does."""
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "train.py", f"--max_iters={max_iters}", "--out_dir=kept"]
+    command = [sys.executable, "train.py", f"--max_iters={max_iters}", "--out_dir=kept", *more]
     ranks = [os.environ | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     pipe = subprocess.PIPE
     return [subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True) for env in ranks]
@@ -53,7 +53,7 @@ def newest(folder: Path) -> int:
 def interrupt(folder: Path, how: signal.Signals, code: int) -> int:
     """Start it, and send the signal to both ranks once it has saved; return the step of the newest checkpoint."""
     before = newest(folder)
-    ranks = start(folder, max_iters=10**6)
+    ranks = start(folder, 10**6, "--stager=pinned_cached")
     assert comes_true(lambda: newest(folder) > before or any(rank.poll() is not None for rank in ranks))
     for rank in ranks:
         rank.send_signal(how)
@@ -78,7 +78,7 @@ def test_it_goes_on_bit_for_bit_after_sigkill_and_sigterm(tmp_path: Path) -> Non
     assert 0 < killed < left
     last = (left // 10 + 1) * 10
     for folder in (interrupted, whole):
-        end(start(folder, max_iters=last), 0)
+        end(start(folder, last), 0)
     ours, theirs = (stagereg.open_checkpoint(folder / "kept" / f"step-{last:08}") for folder in (interrupted, whole))
     assert list(ours) == list(theirs)
     assert {"batch.rank0.0", "batch.rank1.1"} < {*ours}
@@ -89,4 +89,4 @@ def test_the_page_says_how_many_lines_its_diff_changes() -> None:
     (diff,) = Page("nanogpt.md").of("diff")
     added, removed = (len(re.findall(rf"^\{mark}", diff, re.M)) for mark in "+-")
     assert f"adds {added} lines and removes {removed}." in Page("nanogpt.md").text
-    assert ported().count("stagereg.") == 5
+    assert ported().count("stagereg.") == 6
