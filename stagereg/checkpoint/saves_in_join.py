@@ -169,15 +169,17 @@ class CheckpointJoinable(TrackedJoinable):
         """The ranks that train the model."""
         return self._model.join_process_group
 
-    def on_step(self) -> None:
+    def on_step(self, is_announced: bool) -> None:
         """A step begins on this rank: announce it, and exchange requests before anything else happens."""
         if not self._join_config.is_first_joinable:
             raise JoinError("the checkpoint joinable comes first in a join: Join([saver, model, optimizer])")
+        if is_announced:
+            return
         membership = self.membership
         if self._shadows and (membership is None or not membership.expects_empty_step):
             return  # another hook runs the model, to take part in a step of ranks with data
         self._shadows = False
-        notify(self, torch.is_grad_enabled() and self._model.will_reduce)
+        notify(self, self._model.will_reduce if torch.is_grad_enabled() else None)
         self.exchange(active=True)
 
     def shadow_step(self) -> None:

@@ -280,7 +280,8 @@ class Join:
         names = [type_name(getattr(each, "joinable", each)) for each in self._joinables]
         alike = {"mode": self._mode, "throw": self._throw, "average": self._average, "joinables": ", ".join(names)}
         session.start(self._loader, alike)
-        session.hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
+        # In reverse, as what watches a forward last is called first: the first joinable announces the step.
+        session.hooks = [joinable.join_hook(**self._kwargs) for joinable in reversed(self._joinables)][::-1]
         session.own_hooks = [hook for hook in session.hooks if isinstance(hook, JoinHook)]
         self._collectives = collectives_of(self._group)
         return session

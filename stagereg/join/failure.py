@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from stagereg.errors import PeerFailedError, StageregError, name_ranks
+from stagereg.errors import PeerFailedError, StageregError, UnevenInputsError, name_ranks
+from stagereg.join.progress import Progress
 from stagereg.kernel.channel import HEARTBEAT_S, WorkerThread, resources_of
 
 __all__ = [
@@ -64,6 +65,7 @@ class RankStatus(NamedTuple):
     calls: Mapping[str, int] = {}  # how often it has begun to wait for each of ``_CALLS``
     collectives: int = 0  # that it has run in the group
     elsewhere: bool = False  # than in the loop's body, where these calls are made
+    progress: Progress = Progress()
 
 
 class FailureDetector:
@@ -85,6 +87,7 @@ class FailureDetector:
         name: the same on all ranks, and of no other join of the job.
         step: returns the step that this rank is in, for the messages of others; ``None`` where that is not known.
         elsewhere: returns whether this rank does not run the loop's body.
+        progress: returns what this rank has run.
 
     Attributes:
         failure: why the ranks cannot go on, once it is known here.
@@ -97,8 +100,9 @@ class FailureDetector:
         name: str,
         step: Callable[[], int | None] = lambda: None,
         elsewhere: Callable[[], bool] = lambda: False,
+        progress: Callable[[], Progress] = Progress,
     ) -> None:
-        self.failure: PeerFailedError | None = None
+        self.failure: PeerFailedError | UnevenInputsError | None = None
         self._group, self._timeout_s, self._name, self._step = weakref.ref(group), timeout_s, name, step
         self._grace_s = min(_GRACE_S, timeout_s / 5)
         self._patience = max(1, int(timeout_s / self._grace_s) - 3)  # multiples of the grace
@@ -108,9 +112,9 @@ class FailureDetector:
         self._others = [*ranks[here + 1 :], *ranks[:here]]
         self._running = self._outermost = False
         self._limits = contextlib.ExitStack()  # puts them back
-        self._elsewhere, self._calls = elsewhere, dict.fromkeys(_CALLS, 0)
+        self._elsewhere, self._progress, self._calls = elsewhere, progress, dict.fromkeys(_CALLS, 0)
         self._waits_for = ""
-        self._own: PeerFailedError | None = None  # to be published
+        self._own: PeerFailedError | UnevenInputsError | None = None  # to be published
         self._poll: threading.Event | None = None  # the poll that was asked for; set when it is over
         self._statuses: Mapping[int, RankStatus] = {}  # what it has found
         self._left = threading.Event()
@@ -161,7 +165,9 @@ class FailureDetector:
 
         The ranks abort their groups if they do not leave by themselves within a second, as where all raise the same.
         """
-        if self._running and not isinstance(error, PeerFailedError):
+        if isinstance(error, UnevenInputsError):
+            self._publish(error)  # the others raise the same
+        elif self._running and not isinstance(error, PeerFailedError):
             message = "".join(traceback.format_exception_only(error)).strip()[:_LONGEST]
             text = f"rank {self._rank} failed: {message}\nThe cause is there: read the output of rank {self._rank}."
             if isinstance(error, SystemExit):
@@ -170,7 +176,7 @@ class FailureDetector:
                 )
             self._publish(PeerFailedError(text, self._rank, message))
 
-    def explain(self, error: BaseException) -> PeerFailedError | None:
+    def explain(self, error: BaseException) -> StageregError | None:
         """Return, within four seconds, why a collective has failed here with ``error``; ``None`` if nobody knows."""
         if not self._running or not is_broken_operation(error):
             return None
@@ -240,7 +246,8 @@ class FailureDetector:
 
     def _status(self, waits_for: str) -> RankStatus:
         collectives = collectives_of(self._group())
-        return RankStatus(self._beat, self._step(), waits_for, self._calls, collectives, self._elsewhere())
+        elsewhere, progress = self._elsewhere(), self._progress()
+        return RankStatus(self._beat, self._step(), waits_for, self._calls, collectives, elsewhere, progress)
 
     def _late(self, what: str, within: str) -> PeerFailedError:
         statuses = self._statuses
@@ -258,15 +265,17 @@ class FailureDetector:
     def _absent(self) -> dict[int, RankStatus | None]:
         return dict.fromkeys(rank for rank in sorted(self._others) if rank not in self._statuses)
 
-    def _known(self) -> PeerFailedError | None:
+    def _known(self) -> StageregError | None:
         failure, text = self.failure, str(self.failure)
         if failure is None:
             return None
+        if isinstance(failure, UnevenInputsError):
+            return UnevenInputsError(text, failure.rank)
         if failure.rank == self._rank:
             text = f"the other ranks have given this one up, and went on without it: {text}"
         return PeerFailedError(text, failure.rank, failure.message)  # a new one each time it is raised
 
-    def _publish(self, failure: PeerFailedError) -> None:
+    def _publish(self, failure: PeerFailedError | UnevenInputsError) -> None:
         """Publish a failure to all ranks, unless one is known. It waits a second at most until that is done."""
         if self.failure is None:
             self._own = failure
@@ -312,6 +321,7 @@ class FailureDetector:
             if turns % _BEATS == 0:
                 before, watched = watched, next(self._others_statuses(), None)
                 unchanged = unchanged + 1 if watched == before else 0
+                self._compare(dict([watched] if watched else []))
             if self._poll is not None or (watched is not None and unchanged >= self._patience):
                 unchanged = 0
                 self._look_at_all()
@@ -335,15 +345,24 @@ class FailureDetector:
             if not self._turn():
                 return
         self._statuses = after = dict(sorted(self._others_statuses()))
+        self._compare(after)
         gone = {rank: status for rank, status in after.items() if before.get(rank) == status}
-        if gone:
+        if gone and self.failure is None:
             message = f"did not answer for at least {self._grace_s:g} s"
             advice = "Such a process was killed or frozen, or its machine is gone: look at the end of its output."
             self.failure = self._set_failure(_failure_of(gone, message, advice))
         if poll is not None:
             poll.set()
 
-    def _set_failure(self, failure: PeerFailedError) -> Any:
+    def _compare(self, statuses: Mapping[int, RankStatus]) -> None:
+        """Find out whether a rank runs what this one does not, so that collectives of both do not belong together."""
+        own = self._progress()
+        for rank, status in statuses.items():
+            for who, one, other in ((rank, status.progress, own), (self._rank, own, status.progress)):
+                if self.failure is None and (why := one.contradicts(other)):
+                    self.failure = self._set_failure(PeerFailedError(f"rank {who} {why}.", who))
+
+    def _set_failure(self, failure: PeerFailedError | UnevenInputsError) -> Any:
         return pickle.loads(self._store.compare_set("failure", "", pickle.dumps(failure)))
 
     def _read(self, key: str) -> Any:

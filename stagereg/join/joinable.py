@@ -214,8 +214,11 @@ def is_native(joinable: object) -> TypeGuard[Joinable]:
     return Joinable in kind.__mro__ and TorchJoinable not in kind.__mro__
 
 
-def notify(joinable: Any, reduces: bool = True) -> dist.Work | None:
-    """As :meth:`stagereg.Join.notify_join_context`, of a step that ``reduces`` gradients among the ranks or not."""
+def notify(joinable: Any, reduces: bool | None = True) -> dist.Work | None:
+    """As :meth:`stagereg.Join.notify_join_context`, of a step that ``reduces`` gradients among the ranks or not.
+
+    ``None``: it is not known yet.
+    """
     if not hasattr(joinable, "_join_config"):
         raise JoinableNotInitializedError(
             f"Check that the {type(joinable)} constructor calls the ``Joinable`` constructor"

@@ -34,6 +34,7 @@ from stagereg.errors import (
 )
 from stagereg.join.batches import SampleCounter, emptied_or_error, fetch, publish
 from stagereg.join.failure import FailureDetector
+from stagereg.join.progress import Progress
 from stagereg.join.responder import Responder
 from stagereg.kernel.channel import LIMIT_S, PendingSum, control_channel, resources_of, wait_for_keys
 from stagereg.kernel.membership import AllReduceMembership, Membership, StoreMembership
@@ -92,12 +93,18 @@ class JoinSession:
     suspended: bool = False  # as another join has been entered inside this one
     follows: bool = False  # as this rank has left its loop, so that its followers do what those of others do
     failed: bool = False  # so that some rank may still wait on a channel
+    progress: Progress = field(default_factory=Progress)  # for what the ranks know of each other
 
     def __post_init__(self) -> None:
         self.group = self.wire.group
         name = self.name = resources_of(self.group).next_name("join")
         self.detector = FailureDetector(
-            self.group, self.timeout_s, name, step=lambda: self.steps or None, elsewhere=self._is_elsewhere
+            self.group,
+            self.timeout_s,
+            name,
+            step=lambda: self.steps or None,
+            elsewhere=self._is_elsewhere,
+            progress=lambda: self.progress,
         )
         several = self.group.size() > 1
         self.store: Any = PrefixStore(name, self.group.get_group_store()) if several else HashStore()
@@ -186,8 +193,11 @@ class JoinSession:
             _ = self.loop.membership
         return self.loop
 
-    def begin(self, reduces: bool) -> Membership | None:
-        """A step begins on this rank, and ``reduces`` gradients or not: announce it; count it on torch's wire."""
+    def begin(self, reduces: bool | None) -> Membership | None:
+        """A step begins on this rank, and ``reduces`` gradients or not: announce it; count it on torch's wire.
+
+        ``None``: whether it does is not known yet, as an evaluation comes first on its batch.
+        """
         membership = self.membership
         if membership is not None and self.loop is not None:
             self.loop.begin(membership, reduces)
@@ -199,6 +209,30 @@ class JoinSession:
         else:
             self.announced += 1
         return membership
+
+    def count_forward(self, gathers: bool, trains: bool) -> None:
+        """A forward runs, and if it begins a step, that has begun.
+
+        Args:
+            gathers: whether it has collectives, with the forwards of all other ranks.
+            trains: whether it is a step's training forward, which all ranks run. They meet before any other.
+        """
+        progress = self.progress.begun(self.steps)
+        if gathers:
+            progress = progress.mark() if trains else progress
+            progress = progress._replace(forwards=progress.forwards + 1)
+        self.progress = progress
+        if gathers and not trains and self.group.size() > 1:
+            met = control_channel(self.group, "forward", self.detector.wait).add([])
+            self.wait(met.ready, "a forward under no_grad")
+
+    def count_backward(self) -> None:
+        """A backward runs, of a module whose forwards have collectives."""
+        self.progress = self.progress.mark()
+
+    def count_reduction(self) -> None:
+        """Gradients are reduced in this step."""
+        self.progress = self.progress._replace(reduced=True)
 
     def _expect_alike(self, options: Mapping[str, Any]) -> None:
         own = json.dumps(options, default=str)
@@ -217,10 +251,13 @@ class JoinSession:
         self.follow()
         if self.responder is not None:
             self.responder.start()
+        self.progress = self.progress.begun(self.steps)
         for hook in self.own_hooks:
             hook.before_step()
         for hook in self.hooks:
             hook.main_hook()
+        if any(joinable.reduces_gradients and joinable.reduced for joinable in self.joinables):
+            self.count_reduction()
 
     def finish(self) -> None:
         """This rank has left its loop with nothing wrong: take part until no rank has data any more."""
@@ -279,6 +316,8 @@ class JoinSession:
 
     def give_up(self, error: BaseException) -> None:
         """This rank leaves with an error: report it to the other ranks, or raise what theirs was."""
+        if isinstance(error, UnevenInputsError):
+            error.add_note("Any forward that is not under torch.no_grad() counts as a training step.")
         if type(error) is RuntimeError and str(error) == PEER_EXHAUSTED:
             raise UnevenInputsError(PEER_EXHAUSTED) from error  # raised by torch's notify, inside a torch joinable
         membership = None if self.loop is None else self.loop.decided
@@ -331,6 +370,7 @@ class Loop:
         iterates: whether it runs its body on all ranks.
         running: whether the generator of :meth:`run` has begun, and has neither ended nor been closed.
         awaits_step: whether it has given its body a batch of which no step has begun.
+        trains: whether gradients were on when it gave its body a batch; else all of it is an evaluation.
         decided: :attr:`membership`, once that has been asked for.
     """
 
@@ -347,6 +387,7 @@ class Loop:
         if isinstance(self._channel.backend, PeerSockets):
             self._begun = BegunSteps(self._channel.backend, f"{session.name}/{name}")
         self.iterates = self.running = self.awaits_step = False
+        self.trains = True
         self._closed = False
         self.decided: Membership | None = None
         self._empty: Any = None  # an empty batch, or why there is none, until it is needed
@@ -385,7 +426,7 @@ class Loop:
                     return planned
         return AllReduceMembership(self._channel, session.throw, session.wait, self._length)
 
-    def begin(self, membership: Membership, reduces: bool) -> None:
+    def begin(self, membership: Membership, reduces: bool | None) -> None:
         """A step begins on this rank."""
         self.awaits_step = False
         if self.iterates and membership.over:
@@ -433,19 +474,19 @@ class Loop:
             for i, batch in enumerate(self._loader):
                 if i == 0 and example is None and self._channel.size > 1:
                     self._empty = emptied_or_error(batch)  # before the body can change it
-                self.awaits_step = True
+                self.awaits_step, self.trains = True, torch.is_grad_enabled()
                 counter.add(batch)
                 yield batch
                 del batch  # so that its memory can be freed
             self.awaits_step = False
-            membership = self.membership
-            while membership.wait_for_next_step() is not None:
+            while self._another_begins(membership := self.membership):
                 if empty is None:
                     empty = self._from_other_rank() if self._empty is None else self._empty
                 if isinstance(empty, JoinError):
                     raise empty
                 membership.expects_empty_step = True
                 membership.empty = self.awaits_step = True
+                self.trains = torch.is_grad_enabled()
                 yield _empty_example(empty)  # anew each time: the body may take its items out
                 membership.empty = False
                 if membership.expects_empty_step:  # the body has skipped it, so it also calls no join.mean
@@ -453,6 +494,11 @@ class Loop:
             self.close()
         finally:
             self.running = self.awaits_step = False
+
+    def _another_begins(self, membership: Membership) -> bool:
+        """Without data: wait for the next step; whether there is one."""
+        self._session.progress = self._session.progress._replace(waits=True)
+        return membership.wait_for_next_step() is not None
 
     def _publish(self, example: Any, membership: Membership) -> None:
         """Give ranks that never had a batch an empty one; this rank's first step has begun."""

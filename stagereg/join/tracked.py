@@ -1,14 +1,15 @@
 """Where a training step begins: with the forward of a module.
 
 A step begins with the first forward that builds a graph, and ends when a backward through one of its outputs begins. So
-a second forward before that backward is no second step, and a forward under ``no_grad`` is none; unless the loop runs
-its body on all ranks, where the first forward on each batch is a step, whatever it is for, and ends the one before.
+a second forward before that backward is no second step, and a forward under ``no_grad`` is none. Where the loop runs
+its body on all ranks, the first forward on each batch announces the step, whatever it is for, as ranks without data run
+the body from then on: one under ``no_grad`` announces the step of the training forward that follows on that batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +27,14 @@ class TrackedJoinable(BuiltInJoinable):
 
     announces_itself = True
     begun = 0  # steps
-    in_step: bool | None = None  # whether the forward that runs has begun a step; ``None`` while none is watched
+    in_step: bool | None = None  # whether the forward that runs is a step's first; ``None`` while none is watched
+    gathers = False  # whether each forward is known to have collectives, so that all ranks have to run it alike
     divides_by_world = True  # gradients, by the number of all ranks, and not by that of the active ones
     handles: Sequence[Any] = ()  # of the hooks with which it watches; empty while it does not
     seen_at: Sequence[torch.Tensor] = ()  # parameters, where the backward of an output that hides its tensors is seen
     _awaited: Sequence[Any] = ()  # handles of the hooks at which the backward will be seen
     _is_open = False  # whether a step has begun of which no backward has run
+    _is_announced = False  # whether a forward under ``no_grad`` has announced the step that is to begin
     _of_one_join: tuple[str, ...] = (
         "begun",
         "in_step",
@@ -40,6 +43,7 @@ class TrackedJoinable(BuiltInJoinable):
         "seen_at",
         "_awaited",
         "_is_open",
+        "_is_announced",
     )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -87,9 +91,10 @@ class TrackedJoinable(BuiltInJoinable):
             return int(membership.read().syncing)
         return TorchWire(self.join_process_group, self.join_device).count_active()
 
-    def on_step(self) -> None:
-        """A step begins: announce it, before the forward does anything."""
-        notify(self)
+    def on_step(self, is_announced: bool) -> None:
+        """A step begins: announce it, before the forward does anything, unless an evaluation has announced it."""
+        if not is_announced:
+            notify(self)
 
     def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward begins. Called after :meth:`on_step` if it begins a step."""
@@ -109,13 +114,17 @@ class TrackedJoinable(BuiltInJoinable):
         loop = None if session is None else session.loop
         awaited = loop is not None and loop.awaits_step and config.is_first_joinable
         training = torch.is_grad_enabled()
-        begins = awaited or (training and not self._is_open)
+        was_open, begins = self._is_open, awaited or (training and not self._is_open)
         if begins:
-            self.on_step()  # if it raises, no step has begun
-            self.begun += 1
-            self._is_open = training
-        self.in_step = begins
-        self.before_forward(begins, args, kwargs)
+            is_announced = self._is_announced and not awaited
+            self.on_step(is_announced)  # if it raises, no step has begun
+            self.begun += not is_announced
+            self._is_open, self._is_announced = training, not training
+        # Of a loop that is an evaluation as a whole, each forward is a step's own.
+        self.in_step = begins and (training or (loop is not None and not loop.trains))
+        if session is not None:
+            session.count_forward(self.gathers, trains=begins and training and not was_open)
+        self.before_forward(self.in_step, args, kwargs)
 
     def _after(self, module: Any, inputs: Any, output: Any) -> None:
         if self.in_step is None or _in_backward():
@@ -124,7 +133,7 @@ class TrackedJoinable(BuiltInJoinable):
         self.after_forward(began)
         if torch.is_grad_enabled():
             tensors = differentiable(output) or self.seen_at
-            self._awaited = [*self._awaited, *(tensor.register_hook(self._on_gradient) for tensor in tensors)]
+            self._awaited = [*self._awaited, *(_hook_first(tensor, self._on_gradient) for tensor in tensors)]
             if not tensors:  # no backward can be seen
                 self._is_open = False
 
@@ -132,7 +141,20 @@ class TrackedJoinable(BuiltInJoinable):
         for handle in self._awaited:
             handle.remove()
         self._awaited, self._is_open = (), False
+        if self.gathers and self.session is not None:
+            self.session.count_backward()
         self.on_backward()
+
+
+def _hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Register a hook that runs before those that are there, as FSDP2's, which begin with a collective."""
+    before = dict(tensor._backward_hooks or {})
+    handle = tensor.register_hook(hook)
+    hooks: Any = tensor._backward_hooks
+    for key, each in before.items():  # torch calls them in the order in which the keys were set
+        del hooks[key]
+        hooks[key] = each
+    return handle
 
 
 def differentiable(output: Any) -> list[torch.Tensor]:

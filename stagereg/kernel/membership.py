@@ -30,7 +30,7 @@ class ActiveRanks(NamedTuple):
 
     Attributes:
         ranks: those with data, in order; empty where that is not known.
-        syncing: how many of them will reduce their gradients. Where that is not known, 1 if they do and 0 if not.
+        syncing: how many of them will reduce their gradients. Where that is not known, 1 if they may and 0 if not.
     """
 
     ranks: tuple[int, ...] = ()
@@ -63,8 +63,8 @@ class Membership(ABC):
         self._throw = throw
         self._waiting = waiting
 
-    def begin(self, syncing: bool = True) -> None:
-        """Rank with data: a step begins, whose gradients will be reduced among the ranks if it is ``syncing``."""
+    def begin(self, syncing: bool | None = True) -> None:
+        """Rank with data: a step begins that reduces its gradients if it is ``syncing``; ``None``: as the others do."""
         if self.expects_empty_step:  # the body of a rank without data runs, in a step that others have begun
             self.expects_empty_step = False
         elif self.empty:  # ... and takes another step on the same empty batch, as the others do on theirs
@@ -123,7 +123,7 @@ class Membership(ABC):
         )
 
     @abstractmethod
-    def _begin(self, syncing: bool) -> None: ...
+    def _begin(self, syncing: bool | None) -> None: ...
 
     @abstractmethod
     def _wait_for_next_step(self) -> ActiveRanks | None: ...
@@ -131,6 +131,7 @@ class Membership(ABC):
 
 _ABSENT, _UNSURE, _MORE, _LAST = 0.0, 1.0, 2.0, 3.0
 """What a rank adds as its presence: no data, a step, a step with another to come, the last step."""
+_PERHAPS = 2.0**-20  # what it adds where it does not know yet whether it reduces gradients
 
 
 class AllReduceMembership(Membership):
@@ -175,20 +176,20 @@ class AllReduceMembership(Membership):
         values = pending.wait()
         if values != self._values:
             self._values = values
-            *presences, syncing = values
-            ranks = tuple(rank for rank, presence in enumerate(presences) if presence != _ABSENT)
-            self._active = ActiveRanks(ranks, int(syncing))
+            ranks = tuple(rank for rank, presence in enumerate(values[:-1]) if presence != _ABSENT)
+            sure, perhaps = int(values[-1]), round(values[-1] % 1 / _PERHAPS)
+            self._active = ActiveRanks(ranks, sure + perhaps * (sure > 0 or perhaps == len(ranks)))
             if 0 < len(ranks) < self._size:
                 self.all_took_every_step = False
-            if syncing not in (0, len(ranks)):
+            if (syncing := self._active.syncing) not in (0, len(ranks)):
                 raise JoinError(
-                    f"in step {self._number}, {syncing:g} of {len(ranks)} ranks reduce their gradients and the "
-                    "others do not (no_sync). Decide by the number of the step, which all ranks have alike, and not by "
-                    "what is left of a rank's own data."
+                    f"in step {self._number}, {syncing} of {len(ranks)} ranks reduce their gradients and the others do"
+                    " not (no_sync). Decide by the number of the step, which all ranks have alike, and not by what is "
+                    "left of a rank's own data."
                 )
         return self._active
 
-    def _begin(self, syncing: bool) -> None:
+    def _begin(self, syncing: bool | None) -> None:
         self._look_back()
         presence = _UNSURE if self._length is None else _MORE if self.steps + 1 < self._length else _LAST
         self._add(presence, syncing)
@@ -199,10 +200,9 @@ class AllReduceMembership(Membership):
         active = self.read()
         return active if active.ranks else None
 
-    def _add(self, presence: float, syncing: bool) -> None:
-        values = [0.0] * (self._size + 1)
+    def _add(self, presence: float, syncing: bool | None) -> None:
+        values = [0.0] * self._size + [_PERHAPS if syncing is None else float(syncing)]
         values[self._rank] = presence
-        values[-1] = float(syncing)
         self._number = self.steps + 1
         self._pending = self._channel.add(values)
         self._first = self._first or self._pending
@@ -270,9 +270,9 @@ class StoreMembership(Membership):
         """This rank's share of the keys that the loop leaves in the store."""
         return (f"begun/{step}" for step in range(self._rank, self.steps, self._size))
 
-    def _begin(self, syncing: bool) -> None:
-        self._active = ActiveRanks(syncing=int(syncing))
-        self.store.set(f"begun/{self.steps}", "1" if syncing else "0")
+    def _begin(self, syncing: bool | None) -> None:
+        self._active = ActiveRanks(syncing=int(syncing is not False))
+        self.store.set(f"begun/{self.steps}", "0" if syncing is False else "1")
 
     def _wait_for_next_step(self) -> ActiveRanks | None:
         if self._taken is None:

@@ -52,7 +52,7 @@ def channel_of(group: Group, purpose: str) -> SimulatedChannel:
 class FailureDetector:
     """Makes an error of one rank one of all."""
 
-    def __init__(self, group: Group, timeout_s: float, name: str, step: Any = None, elsewhere: Any = None) -> None:
+    def __init__(self, group: Group, timeout_s: float, name: str, **_: Any) -> None:
         self._group = group
         self.wait = lambda ready, what, limit_s=0.0: group.simulation.waiting(ready, what)
 

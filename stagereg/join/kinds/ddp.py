@@ -198,14 +198,16 @@ class DdpJoinable(ReducingJoinable):
         """Whether the next backward reduces the gradients; not under ``no_sync``."""
         return bool(self.module.require_backward_grad_sync)
 
-    def on_step(self) -> None:
+    def on_step(self, is_announced: bool) -> None:
         """Announce the step, except on torch's wire, where DDP's own forward does."""
         membership, config = self.membership, self._join_config
-        self.reduces = torch.is_grad_enabled() and self.will_reduce
+        training = torch.is_grad_enabled()
+        self.reduces = training and self.will_reduce
         if self.session is None:
             return
         if config.is_first_joinable:
-            self.session.begin(self.reduces)
+            if not is_announced:
+                self.session.begin(self.reduces if training else None)
         else:
             leader = next((each for each in self.session.joinables if isinstance(each, DdpJoinable)), self)
             if leader is not self and leader.begun <= self.begun:
@@ -213,7 +215,7 @@ class DdpJoinable(ReducingJoinable):
                     "a DDP module ran before the join's first joinable did in this step, so ranks without data would "
                     "answer the wrong one. List the joinables in the order in which the loop uses them."
                 )
-        if membership is not None and config.throw_on_early_termination and self._rebuilds_buckets():
+        if membership is not None and training and config.throw_on_early_termination and self._rebuilds_buckets():
             # DDP's forward begins with a collective, in which ranks out of data do not take part.
             membership.raise_if_exhausted()
 

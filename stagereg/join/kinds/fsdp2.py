@@ -117,6 +117,7 @@ class Fsdp2Joinable(ReducingJoinable):
     """
 
     own_hook = Fsdp2Hook
+    gathers = True
 
     def __init__(self, module: FSDPModule, example: Any = None, hook: Callable[..., JoinHook] | None = None) -> None:
         if not isinstance(module, FSDPModule):
@@ -158,11 +159,12 @@ class Fsdp2Joinable(ReducingJoinable):
             )
         return reduces != {False}
 
-    def on_step(self) -> None:
+    def on_step(self, is_announced: bool) -> None:
         """Announce the step, on a rank that has data."""
         if not self.is_shadowing:
             self.reduces = torch.is_grad_enabled() and self.will_reduce
-            notify(self, self.reduces)
+            if not is_announced:
+                notify(self, self.reduces if torch.is_grad_enabled() else None)
 
     def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep an empty version of what the module is called with in a step, and publish that of the first."""
@@ -190,9 +192,9 @@ class Fsdp2Joinable(ReducingJoinable):
             self.divide_by(membership.read().syncing)
 
     def on_backward(self) -> None:
-        """A backward has begun, which is about to add to the gradients. FSDP2 has gathered its first parameters.
+        """A backward has begun, which is about to add to the gradients.
 
-        Now a rank without data may wait for an active one to publish its policy.
+        A rank without data may wait for an active one to publish its policy, which does so before it gathers.
         """
         if self.is_shadowing and self.reduces is not None:
             self.reduces = None

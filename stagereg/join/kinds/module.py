@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from stagereg.errors import JoinError
 from stagereg.join.joinable import BuiltInHook, JoinHook
@@ -60,6 +61,8 @@ class ModuleJoinable(TrackedJoinable):
         own = module.process_group if isinstance(module, FullyShardedDataParallel) else None
         super().__init__(hook, process_group or own, device)
         self.module = module
+        is_sharded = any(isinstance(param, DTensor) for param in module.parameters())
+        self.gathers = is_sharded or any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook. Raises: ``JoinError`` if gradients are not to be divided by the world size."""

@@ -61,6 +61,8 @@ class ReducingJoinable(TrackedJoinable):
         if self.watched and policy.step_begins:
             gradients = (param.grad for param in self.watched)
             policy.observe(next((local(grad) for grad in gradients if grad is not None), None))
+        if self.reduces and self.session is not None:
+            self.session.count_reduction()
         policy.step_begins = self.reduces
         policy.steps += self.reduces
         self.is_unfinished, self.reduces = not self.reduces, None
