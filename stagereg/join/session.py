@@ -307,6 +307,7 @@ class JoinSession:
 
     def _count_active(self) -> int:
         """Without data, on torch's wire: how many ranks begin another step; waits for them, and follows them."""
+        self.progress = self.progress._replace(waits=True)
         total = torch.zeros(1, device=self.wire.device)
         work = dist.all_reduce(total, group=self.group, async_op=True)
         # A wait with a time-out is a look for gloo; backends of accelerators may abort the group after it.
@@ -446,7 +447,7 @@ class Loop:
         membership.empty = False
         if membership.expects_empty_step:
             self._session.shadow_step()
-        while not membership.over and membership.wait_for_next_step() is not None:
+        while not membership.over and self._another_begins(membership):
             self._session.shadow_step()
         self.close()
         return membership.shadowed == 0

@@ -44,7 +44,7 @@ class Cell(NamedTuple):
         after = self.where == "last" or (self.mode == "torch" and self.who == "without")
         if self.how in ("graph", "eval") and after and (alone or self.mode == "torch"):
             return "under torch.no_grad()|each call is a collective of all ranks"
-        leaves = self.mode == "torch" and not self.throw  # the plain loop, half-way
+        leaves = self.mode == "torch" and not self.throw and self.who == "all"  # half of them have
         return "each call is a collective of all ranks" if self.what == "fsdp2" and (alone or leaves) else ""
 
 
