@@ -35,6 +35,7 @@ from stagereg.output import above_zero
 __all__ = ["add_to", "follow"]
 
 _NOTE = "done.json"
+_WAIT_S = 3600.0  # for the first checkpoint, where the follower is to end by itself
 _LOOK_S = 0.2  # how often a signal is looked for
 _END_S = 10.0  # from SIGTERM to SIGKILL, for a command that takes too long
 _SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: RESUME_CODE, signal.SIGUSR1: RESUME_CODE}
@@ -69,14 +70,20 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     add("--poll", type=seconds, default=10.0, metavar="T", help="how often to look for new ones; default 10s")
     add("--until-step", type=int, metavar="N", help="end once a checkpoint of this step, or a later one, is done")
-    idle = above_zero(lambda text: duration(text).total_seconds(), or_zero=True)
-    add("--idle", type=idle, metavar="T", help="end when nothing new has come for so long; 0 takes what is there")
+    limit = above_zero(lambda text: duration(text).total_seconds(), or_zero=True)
+    add("--idle", type=limit, metavar="T", help="end when nothing new has come for so long; 0 takes what is there")
+    add(
+        "--wait",
+        type=limit,
+        metavar="T",
+        help="give up when there is no checkpoint after so long; default 1h with --idle, 0 with --idle 0, else none",
+    )
     add("--failed", action="store_true", help="run those again whose command has failed")
     parser.set_defaults(run=follow)
 
 
 def follow(asked: argparse.Namespace) -> int:
-    """Follow; return 0, or 1 if a command has failed for good or a checkpoint was damaged.
+    """Follow; return 0, or 1 if a command has failed for good, a checkpoint was damaged, or none came in time.
 
     After SIGTERM or SIGUSR1 75, start it again; after Ctrl-C 130.
 
@@ -119,6 +126,8 @@ class _Follower:
         self._waiting: set[str] = set()  # seen and not dealt with
         self._said: dict[str, str] = {}  # what was reported of bad ones
         self._since = time.monotonic()  # when something new came
+        self._begun = False  # whether a checkpoint has been seen, now or by the follower before
+        self._wait_s = (asked.idle and _WAIT_S) if asked.wait is None else asked.wait  # for the first one
         self._received: signal.Signals | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -144,7 +153,10 @@ class _Follower:
             _say(f"the command has failed on {', '.join(sorted(failed))}; --failed runs it again")
         if self._bad:
             _say(f"passed over, since they are bad: {', '.join(sorted(map(_name, self._bad)))}")
-        return int(bool(failed or self._bad))
+        if not self._begun:
+            waited = f" after {self._wait_s:g} s (--wait)" if self._wait_s else ""
+            _say(f"there is no checkpoint in {self._store.root}{waited}")
+        return int(bool(failed or self._bad or (self._wait_s and not self._begun)))
 
     def _await_directory(self) -> bool:
         """Wait for a local directory, which is the run's to make."""
@@ -183,11 +195,14 @@ class _Follower:
             self._sleep(self._asked.poll)
 
     def _is_idle(self) -> bool:
-        return self._asked.idle is not None and time.monotonic() >= self._since + self._asked.idle
+        limit = self._asked.idle if self._begun else self._wait_s
+        return limit is not None and time.monotonic() >= self._since + limit
 
     def _next(self) -> Checkpoint | None:
         """Return which checkpoint is to be dealt with now, and report those that went without."""
         complete, damaged = self._store.checkpoints()
+        if not self._begun and (complete or damaged):
+            self._begun, self._since = True, time.monotonic()
         there = {each.key: each for each in complete}  # newest first
         wrong = {f"{each.name} -": each for each in damaged}
         lost = {plain_name(each.name) for each in damaged}
@@ -264,6 +279,7 @@ class _Follower:
             read: Any = json.loads(self._notes.note(_NOTE) or b"{}")
             self._done = {str(key): str(how) for key, how in read.get("done", {}).items()}
             self._furthest = int(read.get("furthest", -1))
+            self._begun = self._furthest >= 0
         except (ValueError, TypeError, AttributeError) as error:
             where = f"{self._notes.root}/{_NOTE}"
             raise CheckpointError(f"{where} is not what was noted: {error}. Delete it to begin anew.") from error

@@ -82,6 +82,24 @@ def following(root: Path, job: Job, *options: str) -> Iterator[subprocess.Popen[
             process.kill()
 
 
+def test_a_follower_may_be_there_before_its_run(tmp_path: Path, job: Job, command: Command) -> None:
+    root = tmp_path / "run"
+    with following(root, job, "--idle", "10ms") as follower:
+        assert follower.stderr is not None
+        assert follower.stderr.readline() == f"stagereg: waiting for {root}\n"
+        for make in (root.mkdir, lambda: save(root, 100)):
+            with pytest.raises(subprocess.TimeoutExpired):
+                follower.wait(0.5)
+            make()
+        assert follower.wait(LIMIT_S) == 0
+    assert job.steps == [100]
+    waits = ("--poll", "10ms", "--idle", "1h", "--wait", "20ms")
+    for folder in (tmp_path / "never", tmp_path):
+        seen = command("follow", folder, *waits, *job.command, code=1)
+        assert f"there is no checkpoint in {folder} after 0.02 s (--wait)" in seen.err
+    assert job.steps == [100]
+
+
 def test_each_checkpoint_is_taken_once_in_order(root: str, job: Job, command: Command) -> None:
     job.does("assert sys.argv[2] == os.environ['STAGEREG_CHECKPOINT'] and 'step-' in sys.argv[2]")
     save(root, 100, 200, 300)
