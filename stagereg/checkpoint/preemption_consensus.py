@@ -27,6 +27,7 @@ from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.requests import Requests
 from stagereg.errors import RESUME_CODE, CheckpointError, Preempted, Stopped
 from stagereg.launch.preemption import SIGNALS, PreemptionHandler
+from stagereg.launch.rank import torchrun_note
 
 __all__ = ["PreemptionConsensus"]
 
@@ -109,7 +110,7 @@ class PreemptionConsensus:
             exception = Stopped(self.agreed, reason(failure))
         shutdown.set_exit_code(128 + self.agreed if failure is not None else RESUME_CODE)
         if self._ranks.rank == 0:
-            _log.warning("stagereg: %s", exception)
+            _log.warning("stagereg: %s%s", exception, torchrun_note() if failure is None else "")
         raise exception from failure
 
     def follow(self) -> None:

@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from stagereg.launch.rank import KEEPS_CODE
+
 __all__ = ["add_to", "run"]
 
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
@@ -40,6 +42,7 @@ def run(asked: argparse.Namespace) -> int:
     from torch.distributed.run import parse_args
     from torch.distributed.run import run as run_ranks
 
+    os.environ[KEEPS_CODE] = "1"
     arguments = parse_args(asked.arguments)
     ending = [each.name for each in _ENDING if signal.getsignal(each) is not signal.SIG_IGN]
     arguments.signals_to_handle = ",".join(ending) or "SIGRTMAX"  # which nobody sends; of none, torchrun complains

@@ -33,6 +33,7 @@ from stagereg.launch.run_store import RunStore, name_attempt
 from stagereg.machine import ranks_here
 
 __all__ = [
+    "KEEPS_CODE",
     "LAUNCHER",
     "Rank",
     "alone",
@@ -43,12 +44,15 @@ __all__ = [
     "publish_run",
     "resume_override",
     "run_recorded",
+    "torchrun_note",
 ]
 
 log = logging.getLogger(__name__)
 
 LAUNCHER = "STAGEREG_LAUNCHER"
 """The environment variable with the process number of the ``stagereg.main`` that has started a rank."""
+KEEPS_CODE = "STAGEREG_KEEPS_CODE"
+"""The environment variable by which ``stagereg run`` tells its ranks that it ends with their exit code."""
 _RUN = "STAGEREG_RUN"
 """The environment variable with directory and ``resume_override`` of the run, for :func:`command_to_go_on`."""
 _CHECKPOINTS = "checkpoint.dir="
@@ -295,8 +299,15 @@ def print_exit(error: Preempted | Stopped) -> None:
         command = command_to_go_on(error.directory)
         if command != "the same command":  # which has the directory in it
             text = f"preempted by {error.received.name}: step {error.step} is saved"
-        text += f"; {command} goes on from there"
+        text += f"; {command} goes on from there{torchrun_note()}"
     print(text, file=sys.stderr, flush=True)
+
+
+def torchrun_note() -> str:
+    """Return what a run that has saved and exits says of ``torchrun``; empty below any other launcher."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or KEEPS_CODE in os.environ:
+        return ""
+    return "; torchrun shows a traceback and ends with 1 all the same, `stagereg run` in its place with 75"
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ LIMIT_S = 100
 
 PROGRAM = """
 import os, signal, sys, time
-assert int(os.environ["WORLD_SIZE"]) == 2
+assert int(os.environ["WORLD_SIZE"]) == 2 and "STAGEREG_KEEPS_CODE" in os.environ
 if os.environ["RANK"] == "1":
     print("told", sys.argv[1:], flush=True)
     {act}

@@ -20,12 +20,13 @@ import stagereg.launch.preemption as preemption
 from stagereg.errors import Preempted, Stopped
 from stagereg.launch.launch import LocalRanks
 from stagereg.launch.preemption import PreemptionHandler
-from stagereg.launch.rank import print_exit, publish_run, resume_override
+from stagereg.launch.rank import KEEPS_CODE, print_exit, publish_run, resume_override
 from stagereg.sweep.result import JobResult
 
 from .programs import LIMIT_S, SAVING, STAGEREG_RUN, TORCHRUN, Program, comes_true
 
 STEPS = 700
+OF_TORCHRUN = "; torchrun shows a traceback and ends with 1 all the same, `stagereg run` in its place with 75"
 
 CONFIG = f"""{SAVING}
 nproc: 2
@@ -94,6 +95,7 @@ def test_the_next_start_resumes_and_ends_as_an_uninterrupted_run(
     is_torchrun = start is not None and start[:3] == TORCHRUN[:3]  # which has codes of its own
     assert ended.returncode == (1 if is_torchrun else 75), ended.stderr
     assert len(re.findall("^preempted by .* is saved in .*; the same command goes on", ended.stderr, re.MULTILINE)) == 1
+    assert ended.stderr.count(f" goes on from there{OF_TORCHRUN}\n") == is_torchrun
     saved = latest(program)
     assert 30 <= saved < STEPS
     if is_torchrun:
@@ -183,6 +185,17 @@ def test_the_message_has_the_command_that_resumes(
     printed = capsys.readouterr().err
     assert printed.endswith(f"{message}\n")
     assert printed.count("\n") == 1
+
+
+def test_below_torchrun_the_last_line_says_what_that_makes_of_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of torchrun, or of stagereg run, which is one")
+    print_exit(HERE)
+    assert capsys.readouterr().err.endswith(f" goes on from there{OF_TORCHRUN}\n")
+    monkeypatch.setenv(KEEPS_CODE, "1")
+    print_exit(HERE)
+    assert capsys.readouterr().err.endswith(" goes on from there\n")
 
 
 def test_a_signal_is_forwarded_and_a_later_one_ends_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
