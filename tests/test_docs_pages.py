@@ -253,7 +253,7 @@ def test_the_program_of_the_readme_runs_as_it_is_printed(tmp_path: Path) -> None
     (program,) = Page("../README.md").of("python")[:1]
     (tmp_path / "train.py").write_text(program)
     (tmp_path / "conf").mkdir()
-    (tmp_path / "conf/train.yaml").write_text("defaults: [stagereg, _self_]\nnproc: 2\n")
+    (tmp_path / "conf/train.yaml").write_text("defaults: [stagereg, sweep: compare, _self_]\nnproc: 2\n")
     command = [sys.executable, "train.py", "checkpoint.dir=kept", "checkpoint.every=20"]
     for begins in ("training starts from scratch", "resumed from"):
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False)

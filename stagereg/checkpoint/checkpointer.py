@@ -45,6 +45,7 @@ from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store, path_or_url
 from stagereg.checkpoint.store.retry import answered, within
+from stagereg.checkpoint.sweep_job import take_for_job
 from stagereg.errors import CheckpointError, name_ranks
 from stagereg.join.session import followers
 from stagereg.launch.rank import command_to_go_on
@@ -57,6 +58,10 @@ _log = logging.getLogger(__name__)
 
 _SAVE, _LEAVE, _RESTORE, _MOVE = "save", "leave", "restore", "move_to"
 """What a request begins with: to save a step, to save it and exit, to restore, to go to another directory."""
+_NO_STEP = (
+    "stagereg: NO STEP WAS TAKEN: this run resumed from step %d, in %s, and had none left. To train anew, give it "
+    "another checkpoint.dir, or checkpoint.resume=never; to train on, more steps."
+)
 
 
 @register("checkpoint", "default")
@@ -191,6 +196,7 @@ class Checkpointer:
         self.restored: Path | str | None = None
         self._hold: StoreLock | None = None
         self._seen: int | None = None  # the step last asked about
+        self._resumed: int | None = None  # the step that ``resume`` has led to
         self._closed = False
         self._pid = os.getpid()
         self._schedule = Schedule(every if isinstance(every, int) else 1)
@@ -447,6 +453,7 @@ class Checkpointer:
             self._ranks.run_on_all("No save could succeed", partial(entries.expect_savable, state))
             return None
         self.restored = path_or_url(restored.path)
+        self._resumed = restored.manifest.step if source is None else None
         self._schedule.restored(restored.manifest.step)
         if os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(self._store.root):
             self._background.newest = restored.manifest.step
@@ -515,7 +522,10 @@ class Checkpointer:
                     raise
                 _log.error("While another error ended the training: %s", also)
         if self._ranks.rank == 0 and not interrupted:
-            _log.info("stagereg: %s", self._describe_end(finished=error is None))
+            if error is None and self._resumed is not None and max(self._seen or 0, self.saved or 0) <= self._resumed:
+                _log.warning(_NO_STEP, self._resumed, self.restored)
+            else:
+                _log.info("stagereg: %s", self._describe_end(finished=error is None))
 
     @property
     def latest(self) -> Path | str | None:
@@ -598,7 +608,7 @@ class Checkpointer:
 
     def _lock(self, store: CheckpointStore) -> StoreLock:
         limit = self.timeout.total_seconds()
-        take = partial(_taken, store, limit)
+        take = partial(_taken, store, limit, self.resume)
         return answered(store.root, limit, take, methodcaller("release")) if is_url(store.root) else take()
 
     def _check_open(self) -> None:
@@ -619,13 +629,14 @@ def _sought(source: str) -> tuple[CheckpointStore, str]:
     return (above, source) if one and not any(inside.checkpoints()) else (inside, "auto")
 
 
-def _taken(store: CheckpointStore, seconds: float) -> StoreLock:
+def _taken(store: CheckpointStore, seconds: float, resume: str) -> StoreLock:
     """Make sure that ``store`` can be written to, take hold of it, and clear away what dead runs have left."""
     with within(seconds):
         hold = store.lock()
         failpoint("locked")
         try:
             store.sweep()
+            take_for_job(store, resume)
         except BaseException:
             hold.release()
             raise

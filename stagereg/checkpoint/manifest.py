@@ -29,6 +29,7 @@ __all__ = [
     "METRICS",
     "MOST",
     "RESTORED",
+    "SWEEP_JOB",
     "Checkpoint",
     "FileMark",
     "Manifest",
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 RESTORED = ".restored.json"
+SWEEP_JOB = ".sweep-job.json"
 KEPT = "kept.json"
 LATEST = "latest"
 MANIFEST = "manifest.json"

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CommandLine", "parsed", "quoted"]
+__all__ = ["CommandLine", "gives_resume", "parsed", "quoted"]
 
 _LAUNCHER_ONLY = {"run", "sweep", "mode", "output_subdir", "launcher", "sweeper"}
 """Keys and groups below ``hydra`` that ranks do not get."""
@@ -53,7 +54,14 @@ class CommandLine:
             for key in ("id", "num")
             if not OmegaConf.is_missing(hydra.job, key)
         ]
+        if job:  # of a sweep
+            job.append(f"hydra.sweep.dir={quoted(os.path.join(hydra.runtime.cwd, str(hydra.sweep.dir)))}")
         return [*self.start, *self.flags, *hydra.overrides.task, *hydras, "hydra.mode=RUN", *job]
+
+
+def gives_resume(overrides: Iterable[str]) -> bool:
+    """Whether these name what to resume from, as ``checkpoint.resume=auto`` does."""
+    return any(re.match(r"\+*([\w.]+\.)?resume=", each) for each in overrides)
 
 
 def quoted(value: str) -> str:

@@ -6,8 +6,9 @@ job more runs the first combination again as if it were another one; how far it 
 Which is which stands in ``sweep.repeat`` and ``sweep.again`` of a job's config.
 
 A job that leaves by ``sys.exit`` has failed or ended, and ends no other. Two jobs with one directory are refused
-before the first one runs. The same sweep once more runs what was not completed. What the jobs are compared by is left
-to :mod:`stagereg.sweep`, starting them to Hydra's launchers. Imports nothing heavy: Hydra scans this at every start.
+before the first one runs; they may share one of checkpoints where ``checkpoint.resume`` is given. The same sweep
+once more runs what was not completed. What the jobs are compared by is left to :mod:`stagereg.sweep`, starting them
+to Hydra's launchers. Imports nothing heavy: Hydra scans this at every start.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from stagereg.errors import RESUME_CODE, ConfigError, LaunchError
+from stagereg.launch.command_line import gives_resume
 from stagereg.sweep.result import KEYS, completed_before
 
 __all__ = [
@@ -51,7 +53,8 @@ _SHARED = {
     "hydra.sweep.subdir": "jobs {} and {} would both write to {dir}, and one overwrite the result of the other. Leave "
     "out hydra.sweep.subdir: then each job has a directory of its own.",
     "checkpoint.dir": "jobs {} and {} would both have checkpoint.dir={dir}, and one resume from the other. Leave out "
-    "checkpoint.dir: then each job has its own, below hydra.sweep.dir=PATH.",
+    "checkpoint.dir: then each job has its own, below hydra.sweep.dir=PATH. Or say that it is meant, with "
+    "checkpoint.resume=auto.",
 }
 """What is wrong where two jobs have one directory, by the key that says which."""
 
@@ -190,6 +193,10 @@ def _directories(job: DictConfig, number: int) -> dict[str, str]:
         OmegaConf.update(job, "hydra.runtime.output_dir", str(output), force_add=True)
     HydraConfig.instance().set_config(job)  # it has a copy
     found = {"hydra.sweep.subdir": str(output)}
-    if OmegaConf.select(job, "checkpoint.enable", default=True, throw_on_resolution_failure=False):
+    enable, resume = (
+        OmegaConf.select(job, f"checkpoint.{key}", default=default, throw_on_resolution_failure=False)
+        for key, default in (("enable", True), ("resume", "auto"))
+    )
+    if enable and resume == "auto" and not gives_resume(job.hydra.overrides.task):
         found["checkpoint.dir"] = OmegaConf.select(job, "checkpoint.dir", throw_on_resolution_failure=False)
     return {key: str(place) for key, place in found.items() if place}

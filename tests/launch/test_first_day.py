@@ -156,7 +156,15 @@ GOES_ON = {
         0,
         [
             "checkpoints go to RUN/checkpoints; resumed from RUN/checkpoints/step-00000025",
-            newest(25, "The same command goes on from there, if it has more steps to take."),
+            "NO STEP WAS TAKEN: this run resumed from step 25, in RUN/checkpoints/step-00000025, and had none left. To "
+            "train anew, give it another checkpoint.dir, or checkpoint.resume=never; to train on, more steps.",
+        ],
+    ),
+    "hydra.run.dir=outputs/1/${now:b} checkpoint.dir=outputs/1/a/checkpoints steps=26": (
+        0,
+        [
+            "checkpoints go to RUN/checkpoints; resumed from RUN/checkpoints/step-00000025",
+            newest(26, "The same command goes on from there, if it has more steps to take."),
         ],
     ),
     "hydra.run.dir=outputs/2/${now:a} what=interrupt": (130, [BEGINS, f"interrupted. {newest(20)}"]),

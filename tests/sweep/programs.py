@@ -60,6 +60,22 @@ nproc: 2
 checkpoint: {every: 2}
 """
 
+RESUMING = """
+import hydra, torch, stagereg
+
+@stagereg.main(config_path=".", config_name="app")
+def main(cfg):
+    state = {"w": torch.ones(4)}
+    with stagereg.Checkpointer(cfg.dir, every=2, resume=cfg.resume) as checkpointer:
+        start = checkpointer.restore(state) or 0
+        for step in range(start + 1, 5):
+            checkpointer.maybe_save(step, state)
+    print("RESULT", cfg.b, start, flush=True)
+
+main()
+"""
+ONE_PROCESS = RESUMING.replace("stagereg.main(", 'hydra.main(version_base="1.3", ')
+
 
 class App:
     """A folder with a program.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -82,7 +83,8 @@ def test_a_job_may_leave_by_itself_but_a_signal_stops_the_sweep(code: int, ran: 
         (
             "checkpoint.dir=one",
             "jobs 0 and 1 would both have checkpoint.dir=one, and one resume from the other. Leave out checkpoint.dir: "
-            "then each job has its own, below hydra.sweep.dir=PATH.",
+            "then each job has its own, below hydra.sweep.dir=PATH. Or say that it is meant, with "
+            "checkpoint.resume=auto.",
         ),
         pytest.param(
             "hydra.sweep.subdir=x",
@@ -94,11 +96,43 @@ def test_a_job_may_leave_by_itself_but_a_signal_stops_the_sweep(code: int, ran: 
 )
 def test_two_jobs_never_have_one_directory(setting: str, line: str, tmp_path: Path) -> None:
     app = App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
-    for repeated in (["b=1,2"], ["b=1", "sweep.repeats=2"], ["b=1,2", "hydra.sweeper.max_batch_size=1"]):
+    (tmp_path / "plain.yaml").write_text(programs.RANKS_CONFIG.replace("sweep: compare, ", ""))
+    one_by_one = ["b=1,2", "hydra.sweeper.max_batch_size=1"]
+    for repeated in (["b=1,2"], ["b=1", "sweep.repeats=2"], one_by_one, ["b=1,2", "--config-name=plain"]):
         ended = app.sweep(setting, *repeated)
         said = ended.stderr.replace(str(tmp_path / "out"), "OUT")
         assert (ended.returncode, said) == (1, f"stagereg: {line}\n")
         assert not list(app.folder.glob("**/.hydra")), "before the first job"
+
+
+NO_STEP = "NO STEP WAS TAKEN: this run resumed from step 4"
+
+
+@pytest.mark.parametrize(
+    ("script", "config"),
+    [
+        (programs.ONE_PROCESS, "{dir: one, resume: auto, b: 1}"),
+        pytest.param(
+            programs.RESUMING,
+            f"{programs.RANKS_CONFIG}dir: one\nresume: auto".replace("nproc: 2", "nproc: 1"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["hydra", "ranks"],
+)
+def test_a_job_resumes_from_another_of_its_sweep_only_where_that_is_meant(
+    script: str, config: str, tmp_path: Path
+) -> None:
+    """Whatever sweeper runs them, and whatever their directory is called; a sweep that goes on is the same sweep."""
+    app = App(tmp_path, script, config.replace("sweep: compare, ", ""))
+    ended = app.sweep("b=1,2", "hydra/sweeper=basic")
+    assert ended.returncode == 1
+    assert "checkpoint.dir=one cannot be written to: job 1 of this sweep would go on from where job 0 " in ended.stderr
+    assert re.findall("RESULT .*", ended.stdout) == ["RESULT 1 0"]
+    again = app.sweep("b=1,2", "resume=auto,latest")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert re.findall("RESULT .*", again.stdout) == [f"RESULT {b} 4" for b in "1122"]
+    assert again.stdout.count(NO_STEP) == 4
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ from stagereg.checkpoint.manifest import (
     MANIFEST,
     METRICS,
     RESTORED,
+    SWEEP_JOB,
     Checkpoint,
     FileMark,
     Manifest,
@@ -68,7 +69,7 @@ __all__ = ["FILE_URL", "CheckpointStore", "local_path", "mark_file", "sync"]
 
 FILE_URL = "file://"
 _LEFTOVER = re.compile(r"\.step-\d+\.[0-9a-f]+\.tmp")
-_NOTE_LEFTOVERS = {f".{name}.tmp" for name in (KEPT, METRICS, RESTORED)}
+_NOTE_LEFTOVERS = {f".{name}.tmp" for name in (KEPT, METRICS, RESTORED, SWEEP_JOB)}
 _MANIFEST_BYTES = 1 << 28
 """What is longer is not read: with some hundred bytes for each file, that is far more than any run writes."""
 
