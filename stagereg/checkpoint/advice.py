@@ -9,8 +9,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 __all__ = ["advice", "causes", "listed"]
 
-_SHOWN = 10
-
 _FULL = (
     "The disk of {root} is full: free some space, or keep fewer checkpoints (checkpoint.keep); there must be room for "
     "one more than that."
@@ -63,10 +61,10 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         found = [*wrapped, each.__cause__, each.__context__, *found]
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return names of a checkpoint for a message, of many the first ten."""
-    more = len(names) - _SHOWN
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """Return names of a checkpoint for a message, of many the first ``most``."""
+    more = len(names) - most
     # They may come from elsewhere: no longer than a line, and no control sequence of a terminal.
-    shown = [f"{name:.100}" if name.isprintable() else f"{name!r:.100}" for name in names[:_SHOWN]]
+    shown = [f"{name:.100}" if name.isprintable() else f"{name!r:.100}" for name in names[:most]]
     shown += [f"and {more} more"] if more > 0 else []
     return ", ".join(shown) or "an empty state"

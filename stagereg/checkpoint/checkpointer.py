@@ -132,6 +132,8 @@ class Checkpointer:
             ``on_commit`` or functions of one argument, a :class:`.CommittedCheckpoint`; a list, or a mapping by name,
             as ``+on_commit@checkpoint.on_commit.tracker=wandb`` makes it. One that fails, or takes longer than
             ``timeout``, is logged and counted in ``stats``, and fails nothing. :meth:`close` waits for them as long.
+        cast: whether :meth:`restore` converts tensors of floating point to the dtypes of the objects, as ``copy_``
+            does: for a stager that makes smaller copies. Else modules refuse what was saved with another dtype.
 
     Attributes:
         preemption: whether the ranks are to leave; ``None`` without ``grace``.
@@ -172,15 +174,16 @@ class Checkpointer:
         read: Literal["auto", "each", "once"] = "auto",
         give_up_after: int | None = 3,
         on_commit: Any = None,
+        cast: bool = False,
     ) -> None:
         alike: dict[str, Any] = {"dir": dir, "every": every, "keep": keep, "resume": resume, "verify": verify}
         alike |= {"on_error": on_error, "grace": grace, "read": read, "give_up_after": give_up_after}
-        alike |= {"replicas": replicas, "verify_replicas": verify_replicas}
+        alike |= {"replicas": replicas, "verify_replicas": verify_replicas, "cast": cast}
         options.check_all({**alike, "mtbf": mtbf, "timeout": timeout})
         self.enable = enable
         self._store = open_store(dir)
         self.dir = path_or_url(self._store.root)
-        self.keep, self.resume, self.verify, self.read = keep, resume, verify, read
+        self.keep, self.resume, self.verify, self.read, self.cast = keep, resume, verify, read, cast
         self.timeout, self.grace = timeout, grace
         self._stager: AsyncStager = options.component("stager", stager, "overlapped")
         self._storage: Storage = options.component("storage", storage, "dcp")
@@ -216,7 +219,7 @@ class Checkpointer:
         self._target = SaveTarget(self._store, keep, self._storage, self._ranks, opened[0])
         self._background = Background(self._target, timeout, self._schedule, on_error == "warn")
         shared = Replicas(verify_replicas, replicas == "share")
-        self._saver = Saver(self._target, self._stager, self._background, self._schedule, shared)
+        self._saver = Saver(self._target, self._stager, self._background, self._schedule, shared, cast)
         self.stats = self._background.stats
         self._crashes = CrashCounter(self._store, give_up_after, counts=self._ranks.rank == 0)
         self._background.listeners.append(self._crashes.committed)
@@ -442,7 +445,7 @@ class Checkpointer:
         if resume == "never":
             self._ranks.run_on_all("Nothing was restored", self.wait)
             return None
-        where = store, resume, self.verify, self.read, state, self._storage
+        where = store, resume, self.verify, self.read, self.cast, state, self._storage
         restored = restoring.restore(*where, self._ranks, self._saver.names, self.wait, self._crashes)
         self._store.spared.clear()
         self._target.metrics.forget()

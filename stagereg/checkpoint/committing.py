@@ -156,6 +156,7 @@ class _Work:
         if save.failure is None:
             wait_for_backward(save.caller, save.hurried, _CALM_S)
         copy = dict(_expect_whole(save, save.copy()))
+        save.look(copy)
         if (own := rng_name(self._ranks.rank)) in copy:
             copy[own] = rng.as_tensors(copy[own])
         self._copy = self._cut(copy) if save.shares is None and save.replicas is not None else copy

@@ -56,6 +56,7 @@ class Leaf:
         stored: where it lies, if that was looked up.
         live: the tensor that the program has in its place, if that was looked up.
         in_place: whether it is to be read into the memory of that.
+        dtype: that it is converted to while it is read, if any.
         value: what was read.
     """
 
@@ -63,6 +64,7 @@ class Leaf:
     stored: Any = None
     live: torch.Tensor | None = None
     in_place: bool = False
+    dtype: torch.dtype | None = None
     value: Any = None
 
 

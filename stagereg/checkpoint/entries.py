@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -24,13 +24,13 @@ import stagereg.checkpoint.optimizer_state as optimizer_state
 import stagereg.checkpoint.rng as rng
 from stagereg.checkpoint.advice import listed
 from stagereg.checkpoint.encoding import Leaf, encode, leaves, marks
-from stagereg.checkpoint.index import Stored
 from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.data import LoadsEveryRank, is_position, is_stateful
 from stagereg.errors import CheckpointError, nearest
 
 __all__ = [
+    "Kind",
     "PerRank",
     "assign",
     "buffers",
@@ -38,6 +38,7 @@ __all__ = [
     "expect_savable",
     "find",
     "keep",
+    "memory_of",
     "pair",
     "part",
     "parts",
@@ -170,7 +171,13 @@ def refusal(name: str, why: str) -> str:
 
 
 def find(
-    files: CheckpointFiles, state: Mapping[str, Any], saved_size: int, rank: int, size: int, names: ParameterNames
+    files: CheckpointFiles,
+    state: Mapping[str, Any],
+    saved_size: int,
+    rank: int,
+    size: int,
+    names: ParameterNames,
+    cast: bool,
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return the structures of what the objects and values of ``state`` take. Each rank on its own.
 
@@ -181,6 +188,7 @@ def find(
         rank: this rank.
         size: how many ranks there are now.
         names: of the parameters of ``state``.
+        cast: whether another dtype is no reason to refuse it, where both are of floating point.
 
     Returns:
         For each name what :func:`assign` takes, with leaves that are yet to be read; under :func:`rng_name` this
@@ -200,7 +208,7 @@ def find(
             continue
         structure = _structure(files, name, rank if saved_size == size else None)
         try:
-            found[name], left[name] = _select(state, name, structure, names)
+            found[name], left[name] = _select(state, name, structure, names, cast)
         except CheckpointError as error:
             raise CheckpointError(refusal(name, str(error))) from None
     own = rng_name(rank)
@@ -241,11 +249,13 @@ def _structure(files: CheckpointFiles, name: str, rank: int | None = None) -> An
     raise CheckpointError(f"There is no {name!r} in it, only {listed(others)}.{nearest(name, others)}")
 
 
-def _select(state: Mapping[str, Any], name: str, structure: Any, names: ParameterNames) -> tuple[Any, dict[str, Any]]:
+def _select(
+    state: Mapping[str, Any], name: str, structure: Any, names: ParameterNames, cast: bool
+) -> tuple[Any, dict[str, Any]]:
     """Return what this rank takes of an entry, and the rest of it."""
     value = state[name]
     if modules := module_state.modules_of(value):
-        return _of_modules(modules, structure)
+        return _of_modules(modules, structure, cast)
     saved = optimizer_state.as_by_name(structure)
     optimizers = optimizer_state.optimizers_of(value)
     if saved is None or not optimizers:
@@ -256,34 +266,53 @@ def _select(state: Mapping[str, Any], name: str, structure: Any, names: Paramete
     return optimizer_state.joined([one for one, _ in each]), rest
 
 
-def _of_modules(modules: Sequence[torch.nn.Module], structure: Any) -> tuple[Any, dict[str, Any]]:
+def _of_modules(modules: Sequence[torch.nn.Module], structure: Any, cast: bool) -> tuple[Any, dict[str, Any]]:
     if not isinstance(structure, Mapping):
         raise CheckpointError("it is no state of a module")
     live = module_state.state_of(modules)
     own = OrderedDict((key, structure[key]) for key in live if key in structure)
     own.__dict__.update(getattr(structure, "__dict__", {}))
-    if all(map(_is_torchs_own, modules)):
-        _expect_all_fits(live, own)
+    if all(map(_is_torchs_own, modules)) or module_state.has_flat_parameters(modules):
+        _expect_all_fits(live, own, cast)
     return own, {key: item for key, item in structure.items() if key not in live}
 
 
-def _expect_all_fits(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _expect_all_fits(live: Mapping[str, Any], saved: Mapping[str, Any], cast: bool) -> None:
     """Raise ``CheckpointError`` with all that is not saved, or otherwise than it is here."""
     missing = [key for key in live if key not in saved]
-    other = []
+    other, converts = [], True
     for key, leaf in saved.items():
-        there = (leaf.stored.dtype, leaf.stored.shape) if isinstance(leaf, Leaf) else (None, None)
-        here = (live[key].dtype, live[key].shape) if isinstance(live[key], torch.Tensor) else (None, None)
-        if there != here and None not in (*there, *here):
-            other.append(f"{key} ({_described(*there)} in it, {_described(*here)} here)")
+        if not isinstance(leaf, Leaf) or leaf.stored.dtype is None or not isinstance(live[key], torch.Tensor):
+            continue
+        there, here = Kind.of(leaf.stored), Kind.of(live[key])
+        if not there.fits(here, cast):
+            converts &= there.fits(here, True)
+            other.append(f"{key} ({there} in it, {here} here)")
     wrong = [f"{len(missing)} missing in it: {listed(missing)}"] if missing else []
     wrong += [f"{len(other)} of another shape or dtype: {listed(other)}"] if other else []
     if wrong:
-        raise CheckpointError("; ".join(wrong))
+        more = "" if missing or not converts else ". If that was meant, checkpoint.cast=true converts them"
+        raise CheckpointError("; ".join(wrong) + more)
 
 
-def _described(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {[*shape]}"
+class Kind(NamedTuple):
+    """What has to be the same of a tensor that is saved and of the one that takes it."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, x: Any) -> Kind:
+        """Return that of a tensor, or of one that is stored."""
+        return cls(x.dtype, x.shape)
+
+    def fits(self, other: Kind, cast: bool) -> bool:
+        """Whether they are the same, or with ``cast`` of one shape and both of floating point."""
+        floating = cast and self.dtype.is_floating_point and other.dtype.is_floating_point
+        return self.shape == other.shape and (self.dtype == other.dtype or floating)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {[*self.shape]}"
 
 
 def keep(state: Mapping[str, Any], name: str, structure: Any, rest: Mapping[str, Any]) -> None:
@@ -313,11 +342,12 @@ def part(files: CheckpointFiles, name: str, rank: int | None = None) -> Any:
 # -- into the objects
 
 
-def pair(structure: Any, state: Mapping[str, Any], name: str, names: ParameterNames) -> list[Leaf]:
+def pair(structure: Any, name: str, state: Mapping[str, Any], names: ParameterNames, cast: bool) -> list[Leaf]:
     """Give the leaves of a structure the tensors of the object or value that is to take it, and return them.
 
     A parameter of an optimizer stands for the state that there is not of it yet. Tensors may be written to in place
-    only where taking the state is what torch does, and where no other tensor of the object shares their memory.
+    only where taking the state is what torch does, and where no other tensor of the object shares their memory. With
+    ``cast`` leaves get the dtype of these, where both are of floating point.
     """
     found = list(marks(structure))
     if name not in state or is_position(_value(state, name)):
@@ -325,32 +355,36 @@ def pair(structure: Any, state: Mapping[str, Any], name: str, names: ParameterNa
     value = _value(state, name)
     modules, optimizers = module_state.modules_of(value), optimizer_state.optimizers_of(value)
     each = [*modules, *optimizers] or [value]
-    _pair(structure, _current(state, name, names), all(map(_is_torchs_own, each)))
+    _pair(structure, _current(state, name, names), all(map(_is_torchs_own, each)), cast)
     for optimizer in optimizers if optimizer_state.is_by_name(structure) else ():
         for param, of in names.of(optimizer, state).of.items():
             for leaf in marks(structure["state"].get(of)) if isinstance(param, DTensor) else ():
                 leaf.live = param if leaf.live is None else leaf.live
-    users = Counter(_memory(leaf.live) for leaf in found if leaf.in_place)
+    users = Counter(memory_of(leaf.live) for leaf in found if leaf.in_place)
     for leaf in found:
-        leaf.in_place = leaf.in_place and users[_memory(leaf.live)] == 1
+        leaf.in_place = leaf.in_place and users[memory_of(leaf.live)] == 1
     return found
 
 
-def _pair(structure: Any, live: Any, in_place: bool) -> None:
+def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
     if isinstance(structure, Leaf):
         if isinstance(live, torch.Tensor):
             structure.live = live
-            structure.in_place = isinstance(live, ShardedTensor) or (in_place and _fits(live, structure.stored))
+            fits = structure.stored.dtype is not None and Kind.of(structure.stored).fits(Kind.of(live), cast)
+            structure.dtype = live.dtype if fits else None
+            in_place = in_place and fits and structure.stored.chunks is not None and _is_plain(live)
+            structure.in_place = in_place or isinstance(live, ShardedTensor)
     elif isinstance(structure, Mapping) and isinstance(live, Mapping):
         for key, item in structure.items():
             if key in live:
-                _pair(item, live[key], in_place)
+                _pair(item, live[key], in_place, cast)
     elif isinstance(structure, list) and isinstance(live, list):
         for item, other in zip(structure, live, strict=False):
-            _pair(item, other, in_place)
+            _pair(item, other, in_place, cast)
 
 
-def _memory(x: Any) -> object:
+def memory_of(x: Any) -> object:
+    """Return what is the same for tensors in the same memory; 0 for what has none."""
     if isinstance(x, ShardedTensor):  # of FSDP1, which copies
         return id(x)
     return _local(x).untyped_storage().data_ptr()
@@ -360,11 +394,10 @@ def _local(x: Any) -> torch.Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _fits(live: torch.Tensor, stored: Stored) -> bool:
+def _is_plain(live: torch.Tensor) -> bool:
     """Whether bytes can go straight into the memory of a tensor."""
-    x, alike = _local(live), (live.shape, live.dtype) == (stored.shape, stored.dtype)
-    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.is_contiguous() and not x.is_inference()
-    return plain and alike and stored.chunks is not None
+    x = _local(live)
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.is_contiguous() and not x.is_inference()
 
 
 def _is_torchs_own(value: Any) -> bool:

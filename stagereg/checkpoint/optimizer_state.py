@@ -47,6 +47,7 @@ __all__ = [
     "load",
     "of_dotted",
     "optimizers_of",
+    "parameters_of",
     "select",
     "state_of",
 ]
@@ -382,7 +383,7 @@ def load(optimizer: Optimizer, names: Names, loaded: Mapping[str, Any]) -> None:
         return
     current = inner.state_dict()
     order = [names.of[param] for param in parameters_of(inner)]
-    state = {number: loaded[_STATE][name] for number, name in enumerate(order) if name in loaded[_STATE]}
+    state = {number: _counting(loaded[_STATE][name]) for number, name in enumerate(order) if name in loaded[_STATE]}
     parts = []
     for part, group in zip(current[_GROUPS], optimizer.param_groups, strict=True):
         own = names.of[group[_PARAMS][0]] if group[_PARAMS] else None
@@ -391,3 +392,10 @@ def load(optimizer: Optimizer, names: Names, loaded: Mapping[str, Any]) -> None:
     if inner is not optimizer:
         for group, part in zip(optimizer.param_groups, inner.param_groups, strict=True):
             group.update(_hyperparameters(part))
+
+
+def _counting(saved: Any) -> Any:
+    """Return the state of a parameter with its step as torch has it: in half precision it would stop at 256."""
+    step = saved.get("step") if isinstance(saved, Mapping) else None
+    half = isinstance(step, torch.Tensor) and step.is_floating_point() and step.itemsize < torch.float32.itemsize
+    return {**saved, "step": step.float()} if half else saved

@@ -86,6 +86,7 @@ class PendingSave:
     failure: str | None = None
     settled: threading.Event = field(default_factory=threading.Event)  # ``failure`` is as it will be
     missed: bool = False  # other ranks have called save, and this one has not
+    look: Callable[[dict[str, Any]], object] = lambda copy: None  # called with the copy when it is complete
     names: Collection[str] = ()  # of the entries that the stager is given
     stager: str = ""  # its class
     follows: bool = False  # this rank has left its loop, and saves since others do

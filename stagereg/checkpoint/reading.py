@@ -116,6 +116,7 @@ class CheckpointFiles(ExitStack):
 
         A tensor is read into ``live`` where it is to be read ``in_place``; else into fresh host memory, or, where
         ``live`` is a ``DTensor``, into one: of the same shape sharded alike, else, of as many dimensions, replicated.
+        What has another dtype there than in the file is converted as ``copy_`` does it.
 
         Raises:
             CheckpointError: a file is no regular one, or an object is refused. ``OSError``.
@@ -256,12 +257,13 @@ def _memory_for(leaf: Leaf) -> torch.Tensor:
         if not isinstance(leaf.live, ShardedTensor):
             torch.autograd.graph.increment_version(leaf.live)
         return leaf.live
+    dtype = leaf.dtype or leaf.stored.dtype
     if isinstance(leaf.live, DTensor) and leaf.live.shape == leaf.stored.shape:
-        return torch.empty_like(leaf.live, dtype=leaf.stored.dtype)
+        return torch.empty_like(leaf.live, dtype=dtype)
     if isinstance(leaf.live, DTensor) and len(leaf.stored.shape) == leaf.live.ndim > 1:  # Adafactor's rows and columns
-        whole, mesh = torch.empty(leaf.stored.shape, dtype=leaf.stored.dtype), leaf.live.device_mesh
+        whole, mesh = torch.empty(leaf.stored.shape, dtype=dtype), leaf.live.device_mesh
         return DTensor.from_local(whole.to(leaf.live.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return torch.empty(leaf.stored.shape, dtype=leaf.stored.dtype)
+    return torch.empty(leaf.stored.shape, dtype=dtype)
 
 
 def _parts(x: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
@@ -302,7 +304,7 @@ class Transfer:
 
     Attributes:
         moves: by file.
-        wholes: objects, and chunks that do not lie as the tensor has its elements.
+        wholes: objects, and chunks that do not lie as the tensor has its elements, or have another dtype.
     """
 
     def __init__(self, file: Callable[[str], File]) -> None:
@@ -313,7 +315,7 @@ class Transfer:
 
     def add(self, part: torch.Tensor, start: tuple[int, ...], stored: Stored, name: str) -> None:
         """Have ``part``, which begins at ``start``, filled from the chunks of a tensor."""
-        plain = part.is_cpu and part.is_contiguous()
+        plain = part.is_cpu and part.is_contiguous() and part.dtype == stored.dtype
         for chunk in stored.chunks or ():
             if plain and chunk.layout is None and chunk.start == start and chunk.shape == part.shape:
                 self._move(chunk.file, chunk.offset, part)
@@ -327,7 +329,7 @@ class Transfer:
             if plain and chunk.layout is None and to.is_contiguous() and there.is_contiguous():
                 self._move(chunk.file, chunk.offset + int(there.storage_offset()) * there.itemsize, to)
             else:
-                take = partial(_copy, chunk, box, to, name)
+                take = partial(_copy, chunk, stored.dtype, box, to, name)
                 self.wholes.append(Whole(chunk.file, chunk.offset, chunk.length, take))
 
     def _move(self, file: str, offset: int, to: torch.Tensor) -> None:
@@ -356,14 +358,16 @@ class Transfer:
             take(self._file(name).read(offset, length))
 
 
-def _copy(chunk: Chunk, box: tuple[slice, ...], to: torch.Tensor, name: str, data: bytearray) -> None:
+def _copy(
+    chunk: Chunk, dtype: torch.dtype, box: tuple[slice, ...], to: torch.Tensor, name: str, data: bytearray
+) -> None:
     """Copy what is wanted of the bytes of a chunk."""
     if chunk.layout == ARCHIVE:
         stored = pickled.load(name, data)
-        if not isinstance(stored, torch.Tensor) or stored.shape != chunk.shape or stored.dtype != to.dtype:
+        if not isinstance(stored, torch.Tensor) or stored.shape != chunk.shape or stored.dtype != dtype:
             raise CheckpointError(f"{name!r:.100} has another shape or dtype in its file than was said.")
     else:
-        stored = _elements_of(torch.frombuffer(data, dtype=torch.uint8), chunk, to.dtype)
+        stored = _elements_of(torch.frombuffer(data, dtype=torch.uint8), chunk, dtype)
     with torch.no_grad():
         to.copy_(stored[box])
 

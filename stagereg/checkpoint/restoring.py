@@ -55,6 +55,7 @@ class _Asked(NamedTuple):
 
     verify: str
     read: str
+    cast: bool
     state: MutableMapping[str, Any]
     own: Storage
     ranks: RankGroup
@@ -72,6 +73,7 @@ def restore(
     resume: str,
     verify: str,
     read: str,
+    cast: bool,
     state: MutableMapping[str, Any],
     own: Storage,
     ranks: RankGroup,
@@ -90,6 +92,7 @@ def restore(
         resume: ``"auto"``, ``"latest"`` or the path of a checkpoint.
         verify: ``"full"`` looks at the content of every file first, ``"fast"`` at manifest and sizes.
         read: ``"each"``, ``"once"`` or ``"auto"``, as :class:`.Checkpointer` has it.
+        cast: whether what was saved is converted to the dtypes of the objects.
         state: as given to ``Checkpointer.restore``.
         own: the checkpointer's storage.
         ranks: who restores.
@@ -105,7 +108,7 @@ def restore(
             ``"auto"`` found none of them good; some rank's objects do not take what was saved; reading failed after
             the check, and the objects have changed in part.
     """
-    asked = _Asked(verify, read, state, own, ranks, names, [], counter)
+    asked = _Asked(verify, read, cast, state, own, ranks, names, [], counter)
     try:
         return _tried(store, resume, ready, asked)
     except CheckpointError as error:
@@ -381,12 +384,12 @@ class _Loading:
 
     def prepare(self, opened: ExitStack, index: bytes | None) -> None:
         """Open the files, which ``opened`` closes, and read all that does not go straight into the objects."""
-        chosen, (_, _, state, own, ranks, names, touched, _) = self._chosen, self._asked
+        chosen, (_, _, cast, state, own, ranks, names, touched, _) = self._chosen, self._asked
         plain = is_plain_dcp(chosen.path)
         self.files = MatchedFiles(chosen.path, state, names) if plain else CheckpointFiles.of(chosen, own, index)
         opened.enter_context(self.files)
         world_size = chosen.manifest.world_size
-        self._found, self.left = entries.find(self.files, state, world_size, ranks.rank, ranks.size, names)
+        self._found, self.left = entries.find(self.files, state, world_size, ranks.rank, ranks.size, names, cast)
         if touched and state.keys() - self._found.keys():
             raise CheckpointError(f"it does not have {', '.join(sorted(state.keys() - self._found.keys()))}")
         self._read()
@@ -399,8 +402,8 @@ class _Loading:
         self._read()
 
     def _read(self) -> None:
-        state, names, files = self._asked.state, self._asked.names, self.files
-        leaves = [leaf for name, each in self._found.items() for leaf in entries.pair(each, state, name, names)]
+        files, own = self.files, (self._asked.state, self._asked.names, self._asked.cast)
+        leaves = [leaf for name, each in self._found.items() for leaf in entries.pair(each, name, *own)]
         into = leaves if self._once else [leaf for leaf in leaves if leaf.in_place]
         self.transfer = files.plan(into)
         if not self._once:
@@ -409,7 +412,7 @@ class _Loading:
 
     def assign(self) -> None:
         """Have the objects take what was read, and read the rest straight into them."""
-        saved_size, (_, _, state, _, ranks, names, *_) = self._chosen.manifest.world_size, self._asked
+        saved_size, (_, _, _, state, _, ranks, names, *_) = self._chosen.manifest.world_size, self._asked
         rank = ranks.rank if saved_size == ranks.size else None
         try:
             if not self._once:

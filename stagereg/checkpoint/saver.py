@@ -11,12 +11,14 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, MutableMapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import stagereg.checkpoint.entries as entries
+import stagereg.checkpoint.first_save as first_save
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.background import Background
@@ -61,6 +63,7 @@ class Saver:
         background: Background,
         schedule: Schedule,
         replicas: Replicas,
+        cast: bool,
     ) -> None:
         self.state: MutableMapping[str, Any] | None = None
         self.saved: int | None = None
@@ -73,7 +76,9 @@ class Saver:
         self._taken: Counter[str] = Counter()  # steps of each optimizer in the state
         self._continued: list[str] = []  # the positions in data that any number of ranks continue
         self._positions: tuple[int | None, dict[str, Any]] = None, {}  # those at a step
+        self._cast = cast
         self._warned = target.ranks.rank > 0  # of a state dict in the place of its optimizer
+        self._looked = target.ranks.rank > 0  # at what is looked at in a first save
 
     def remember(self, state: MutableMapping[str, Any]) -> None:
         """Keep what is to be saved, also after this rank has left a loop, and count the steps of its optimizers."""
@@ -205,6 +210,11 @@ class Saver:
             at, positions = self._positions
             for name, position in positions.items() if at == save.step else ():
                 captured[entries.rank_name(name, ranks.rank)] = position
+            if not self._looked:
+                self._looked = True
+                first_save.warn_of_foreign_parameters(self.state, captured)
+                kinds = first_save.kinds_of(self.state, captured, self._cast)
+                save.look = partial(first_save.warn_of_other_kinds, kinds, self._stager_name)
             if ranks.size > 1:
                 captured = self._share(save, captured)
             save.began = record.now()

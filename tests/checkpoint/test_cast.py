@@ -1,0 +1,223 @@
+"""Copies of another dtype than the objects: a warning in the first save, an error at restore that names the option, and
+with the option an exact conversion, however the objects are split and whatever wrote the files."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+import stagereg
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.errors import CheckpointError
+from stagereg.stagers.blocking import BlockingStager
+from stagereg.testing import run_ranks
+
+from . import splits
+
+
+class HalfStager(BlockingStager):
+    """Casts all of float32 to bfloat16."""
+
+    def stage(self, state_dict: Any) -> Any:
+        return tree_map(lambda x: x.bfloat16() if _is_float(x) else x, super().stage(state_dict))
+
+
+class CutStager(BlockingStager):
+    """Leaves out the last row of each matrix of a model."""
+
+    def stage(self, state_dict: Any) -> Any:
+        staged: Any = super().stage(state_dict)
+        model = {name: x[:-1] if x.ndim == 2 else x for name, x in staged["model"].items()}
+        return {**staged, "model": model}
+
+
+def _is_float(x: object) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.float32
+
+
+def _made() -> dict[str, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "loss": torch.ones(3) / 3, "n": 0}
+
+
+def _step(state: dict[str, Any], steps: int = 1) -> dict[str, Any]:
+    for _ in range(steps):
+        state["model"](torch.randn(6, 4)).square().sum().backward()
+        state["optimizer"].step()
+    return state
+
+
+def _tensors(*states: Any) -> Iterable[tuple[Tensor, Tensor]]:
+    one, other = ([*state["model"].state_dict().values(), state["loss"]] for state in states)
+    yield from zip(one, other, strict=True)
+    for p, q in zip(*(state["model"].parameters() for state in states), strict=True):
+        one, other = (state["optimizer"].state[x] for state, x in zip(states, (p, q), strict=True))
+        yield from ((one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("read", ["each", "once"])
+@pytest.mark.parametrize("storage", ["dcp", "safetensors", "torch_dcp"])
+def test_with_the_option_what_was_saved_in_half_is_converted_exactly(tmp_path: Path, storage: str, read: Any) -> None:
+    saved = _step(_made(), 3)
+    with Checkpointer(str(tmp_path), stager=HalfStager(), storage=stagereg.build("storage", storage)) as checkpointer:
+        checkpointer.save(3, saved)
+    for restored in (_made(), _step(_made())):  # with and without a state of the optimizer
+        with Checkpointer(str(tmp_path), cast=True, read=read) as checkpointer:
+            assert checkpointer.restore(restored) == 3
+        for x, y in _tensors(saved, restored):
+            assert x.dtype == y.dtype
+            assert torch.equal(x.bfloat16().to(x.dtype) if _is_float(x) else x, y)
+
+
+def test_without_the_option_the_error_names_it_and_nothing_has_changed(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), stager=HalfStager()) as checkpointer:
+        checkpointer.save(3, _step(_made()))
+    fresh = _made()
+    before = [x.clone() for x in fresh["model"].state_dict().values()]
+    with Checkpointer(str(tmp_path)) as checkpointer, pytest.raises(CheckpointError, match=r"checkpoint\.cast=true"):
+        checkpointer.restore(fresh)
+    assert all(map(torch.equal, before, fresh["model"].state_dict().values()))
+
+
+def test_the_option_converts_between_floats_of_one_shape_alone(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(1, {"model": torch.nn.BatchNorm1d(3)})
+    whole = torch.nn.BatchNorm1d(3)
+    whole.running_mean = torch.zeros(3, dtype=torch.int32)
+    for other in (whole, torch.nn.BatchNorm1d(4)):
+        with (
+            Checkpointer(str(tmp_path), cast=True) as checkpointer,
+            pytest.raises(CheckpointError, match="here") as got,
+        ):
+            checkpointer.restore({"model": other})
+        assert "cast" not in str(got.value)
+
+
+def test_a_step_counter_in_half_precision_counts_on(tmp_path: Path) -> None:
+    saved = _step(_made())
+    for each in saved["optimizer"].state.values():
+        each["step"] = torch.tensor(256.0, dtype=torch.bfloat16)
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(3, saved)
+        checkpointer.restore(restored := _made())
+    assert {each["step"].item() for each in _step(restored)["optimizer"].state.values()} == {257.0}
+
+
+@pytest.mark.parametrize(
+    ("stager", "cast", "said"),
+    [
+        (HalfStager, False, r"HalfStager makes 8 .* model.0.weight \(bfloat16 \[8, 4\] in place of float32 .* 5 more"),
+        (HalfStager, True, ""),
+        (CutStager, True, r"makes 2 .* model.0.weight \(float32 \[7, 4\] .*\. Take another stager"),
+        (BlockingStager, False, ""),
+    ],
+)
+def test_the_first_save_names_what_restore_would_not_take(
+    stager: Any, cast: bool, said: str, tmp_path: Path, caplog: Any
+) -> None:
+    with Checkpointer(str(tmp_path), stager=stager(), cast=cast) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, _step(_made()))
+    found = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(found) == bool(said)
+    assert all("restore() does not take" in each for each in found)
+    assert not said or re.search(said, found[0])
+
+
+def cast_across(rank: int, world_size: int, root: str) -> list[str]:
+    """Save splits of a model of bfloat16, restore them into others of float32; return what is not as it was."""
+    warnings.simplefilter("ignore")  # torch's own, of FSDP1
+    wrong = []
+    ways = itertools.product(("dcp", "safetensors"), ("each", "once"))
+    pairs = [("fsdp2_all", "fsdp2_all"), ("fsdp2_all", "fsdp1"), ("tp", "ddp"), ("ddp", "fsdp2")]
+    for number, ((source, target), (storage, read)) in enumerate(zip(pairs, ways, strict=True)):
+        saved, restored = (splits.Split(dist.group.WORLD, world_size, seed) for seed in (1, 2))
+        splits.MAKERS[source][0](saved)
+        saved.parts[0].bfloat16()
+        saved.step()
+        splits.MAKERS[target][0](restored)
+        if number % 2:
+            restored.step()
+        options: dict[str, Any] = {"storage": stagereg.build("storage", storage), "read": read}
+        with Checkpointer(f"{root}/{number}", cast=True, **options) as checkpointer:
+            checkpointer.save(1, saved.state)
+            checkpointer.restore(restored.state)
+        expected = {name: _widened(x) for name, x in saved.whole().items()}
+        found = restored.whole()
+        wrong += [f"{source} {target} {name}" for name in expected if expected[name] != found.get(name)]
+        with Checkpointer(f"{root}/{number}") as checkpointer:
+            try:
+                checkpointer.restore(restored.state)
+            except CheckpointError as error:
+                wrong += [] if "checkpoint.cast=true" in str(error) else [str(error)]
+            else:
+                wrong.append(f"{target} took it")
+    return wrong
+
+
+def _widened(x: Any) -> Any:
+    if type(x) is not tuple or x[0] != torch.bfloat16:
+        return x
+    return splits.full(torch.tensor(x[2], dtype=torch.uint8).view(torch.bfloat16).view(x[1]).float())
+
+
+def test_sharded_tensors_are_converted_exactly_by_both_ways_to_read(tmp_path: Path) -> None:
+    assert run_ranks(cast_across, 2, args=(str(tmp_path),), timeout_s=100) == [[], []]
+
+
+PROGRAM = """
+import sys
+
+import torch
+from torch.utils._pytree import tree_map
+
+import stagereg
+from stagereg.stagers.blocking import BlockingStager
+
+
+@stagereg.register("stager", "half")
+class Half(BlockingStager):
+    def stage(self, state_dict):
+        staged = super().stage(state_dict)
+        return tree_map(lambda x: x.bfloat16() if getattr(x, "dtype", 0) == torch.float32 else x, staged)
+
+
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+state = {"model": model, "optimizer": optimizer}
+options = {"cast": True} if "cast" in sys.argv else {}
+with stagereg.Checkpointer("checkpoints", every=2, stager=stagereg.build("stager", "half"), **options) as checkpointer:
+    start = checkpointer.restore(state) or 0
+    for step in range(start + 1, start + 5):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        checkpointer.maybe_save(step, state)
+print("from", start, "to", step, model.weight.dtype)
+"""
+
+
+def test_a_run_in_half_is_warned_of_refused_and_goes_on_with_the_option(tmp_path: Path) -> None:
+    def run(*arguments: str) -> tuple[int, str]:
+        command = [sys.executable, "-c", PROGRAM, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = run()
+    assert (code, said.count("restore() does not take"), said.count("checkpoint.cast=true")) == (0, 1, 1)
+    code, said = run()
+    assert (code, "checkpoint.cast=true converts them" in said) == (1, True)
+    code, said = run("cast")
+    assert (code, "cast=true" in said, "from 4 to 8 torch.float32" in said) == (0, False, True)
