@@ -12,6 +12,8 @@ import contextlib
 import datetime
 import logging
 import os
+import sys
+import weakref
 from collections.abc import Callable, MutableMapping
 from functools import partial
 from operator import methodcaller
@@ -235,6 +237,9 @@ class Checkpointer:
             self.preemption = PreemptionConsensus(ranks, grace.total_seconds(), newest, exchanges)
         components = components if self._ranks.rank == 0 else {}
         self._calls = CommitCalls(components, self._background, self._target.metrics, self.preemption)
+        self._unclosed: Any = None
+        if self._ranks.rank == 0 and save_last:
+            self._unclosed = weakref.finalize(self, _warn_of_unclosed, self.dir, self._saver, self._pid)
         if training is not None:
             self._background.look_out(self._look_for_missed)
             followers.add(self)
@@ -405,6 +410,7 @@ class Checkpointer:
         self._hold = taken[0] if taken else None
         self._store = self._target.store = store
         self._crashes.move(store)
+        self._saver.reached = -1
         self._target.metrics.forget()
         self.dir = path_or_url(store.appears_as or store.root)
         self._background.newest = None
@@ -458,6 +464,7 @@ class Checkpointer:
         self.restored = path_or_url(restored.path)
         self._resumed = restored.manifest.step if source is None else None
         self._schedule.restored(restored.manifest.step)
+        self._saver.reached = -1  # also a run that begins with what another one has trained counts anew
         if os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(self._store.root):
             self._background.newest = restored.manifest.step
         return restored.manifest.step
@@ -481,6 +488,8 @@ class Checkpointer:
             self._closed = True
             self._stager.close()
             return
+        if self._unclosed is not None:
+            self._unclosed.detach()
         self._ending.leave()
         with contextlib.suppress(RuntimeError):  # the store is gone
             self._answer_all()
@@ -622,6 +631,17 @@ class Checkpointer:
                 f"This checkpointer is of process {self._pid}; a forked child, such as a worker of a DataLoader, can "
                 "neither save nor restore through it."
             )
+
+
+def _warn_of_unclosed(dir: Path | str, saver: Saver, pid: int) -> None:
+    """Log that a program has dropped a checkpointer, or has ended by itself, without ``close()``."""
+    own = os.getpid() == pid  # and not a forked child's
+    if own and not saver.leaving and getattr(sys, "last_value", None) is None:  # which has what ended the program
+        _log.warning(
+            "stagereg: the Checkpointer of %s was not closed: its last step is saved only if that was one to save. Put "
+            "the loop into `with Checkpointer(...) as checkpointer:`, whose end saves it; or call close() at the end.",
+            dir,
+        )
 
 
 def _sought(source: str) -> tuple[CheckpointStore, str]:

@@ -29,6 +29,7 @@ from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.schedule import Schedule
 from stagereg.checkpoint.sharing import Replicas
+from stagereg.checkpoint.stale_numbers import StaleNumbers
 from stagereg.crash_report import summarize_exception
 from stagereg.data import LoadsEveryRank
 from stagereg.errors import CheckpointError, StageregError
@@ -39,6 +40,11 @@ __all__ = ["Saver", "a_state", "a_step"]
 _log = logging.getLogger(__name__)
 
 _OPTIMIZER = {"state", "param_groups"}
+_BACKWARDS = (
+    "stagereg: step %d is saved after step %d. A resume goes on from the checkpoint that was made last, and what is "
+    "saved again replaces the checkpoint of that step. Count steps through the whole run, not anew in each epoch; to "
+    "go back on purpose, call restore(state, source=CHECKPOINT) first."
+)
 _A_COPY = (
     "stagereg: the entry %r of the state is the state dict of an optimizer, and restore() changes that dict alone. Put "
     "the optimizer itself in its place, as in {'model': model, 'optimizer': optimizer}; or give the dict to its "
@@ -52,6 +58,7 @@ class Saver:
     Attributes:
         state: as it was given last; ``None`` before.
         saved: the step that was saved last, well or not.
+        reached: the step that was saved last; -1 before, and after a restore.
         leaving: whether the ranks are about to exit.
         names: of the parameters in it.
     """
@@ -67,6 +74,7 @@ class Saver:
     ) -> None:
         self.state: MutableMapping[str, Any] | None = None
         self.saved: int | None = None
+        self.reached = -1
         self.leaving = False
         self.names = ParameterNames()
         self._target, self._stager = target, stager
@@ -79,6 +87,8 @@ class Saver:
         self._cast = cast
         self._warned = target.ranks.rank > 0  # of a state dict in the place of its optimizer
         self._looked = target.ranks.rank > 0  # at what is looked at in a first save
+        self._went_back = target.ranks.rank > 0  # which was said
+        self._stale = StaleNumbers()
 
     def remember(self, state: MutableMapping[str, Any]) -> None:
         """Keep what is to be saved, also after this rank has left a loop, and count the steps of its optimizers."""
@@ -103,7 +113,12 @@ class Saver:
         """Stage and submit; ``follows`` if this rank has left its loop, and saves since others do."""
         schedules = {name: x.last_epoch for name, x in (self.state or {}).items() if isinstance(x, LRScheduler)}
         save = PendingSave(a_step(step), self._target, follows=follows, taken={**schedules, **self._taken})
-        self.saved = step
+        if step < self.reached and not self._went_back:
+            self._went_back = True
+            _log.warning(_BACKWARDS, step, self.reached)
+        if self.state is not None and self._target.ranks.rank == 0:
+            self._stale.look(self.state)
+        self.saved = self.reached = step
         self._target.metrics.begin(step)
         self._number(save)
         try:

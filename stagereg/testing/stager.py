@@ -105,11 +105,10 @@ class StagerContract(StagerTrial):
         whole, limit = self.counted(2**21), 2**16
         for x in (whole[10:20], whole.view(-1, 1024)[3], whole[5].expand(2**18)):
             copied = self.settled(self.opened(), {"view": x})["view"]
-            taken, wanted = copied.untyped_storage().nbytes(), self.expected(x)
+            taken = copied.untyped_storage().nbytes()
             if taken > limit:
                 self.broken(f"the copy of a view of {tuple(x.shape)} takes {taken} bytes, more than {limit}")
-            if copied.dtype != wanted.dtype or not torch.equal(copied, wanted.cpu()):
-                self.broken(f"the copy of a view of {tuple(x.shape)} has other values")
+            self.agree(copied.clone(), x.clone(), f"of a view of {tuple(x.shape)}")  # which have the strides they like
 
     def test_tensors_keep_what_makes_them_more(self) -> None:
         """Parameters stay parameters; requires_grad and attributes of tensors are kept, and copied."""

@@ -29,6 +29,7 @@ S = TypeVar("S", bound="StagerTrial")
 
 _STARTING_S = 60.0
 """Seconds that a rank may take to start, beside the contract's own time."""
+_MEANT = "; if it changes that on purpose, its contract says so: expected(tensor) returns what the copy is to be"
 
 
 class StagerTrial(Contract):
@@ -189,7 +190,7 @@ def _tensor_difference(copied: Tensor, source: Tensor, wanted: Tensor, where: st
     right = ("cpu", wanted.dtype, tuple(wanted.shape), stride, source.requires_grad)
     for what, is_, was in zip(("device", "dtype", "shape", "strides", "requires_grad"), seen, right, strict=True):
         if is_ != was:
-            return f"{where} has the {what} {is_}, not {was}"
+            return f"{where} has the {what} {is_}, not {was}{_MEANT if what in ('dtype', 'shape') else ''}"
     # Not contiguous(), which leaves odd strides alone where there is one element.
     have, want = (x.detach().clone(memory_format=torch.contiguous_format).flatten() for x in (copied, wanted))
     wrong = (have.view(torch.uint8) != want.view(torch.uint8)).view(-1, have.element_size()).any(1).nonzero().flatten()

@@ -1,0 +1,180 @@
+"""What a program does that is surely not meant, and that no error follows from, is logged once, with the way out."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.testing import run_ranks
+
+
+def said(caplog: Any) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+class Averaged:
+    """Keeps copies of parameters, as an EMA of somebody's own does."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.copies = {name: x.clone() for name, x in model.state_dict().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.copies
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.copies = state
+
+
+def test_an_optimizer_of_parameters_that_are_not_saved_is_named_once(tmp_path: Path, caplog: Any) -> None:
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    both = torch.optim.SGD([*model.parameters(), other.weight])
+    foreign = torch.optim.SGD(other.parameters())
+    for number, (optimizer, count) in enumerate(((foreign, "2 of the 2"), (both, "1 of the 3"))):
+        with Checkpointer(str(tmp_path / str(number))) as checkpointer:
+            for step in (1, 2):
+                checkpointer.save(step, {"model": model, "adam": optimizer})
+        [text] = said(caplog)
+        assert f"{count} parameters that 'adam' trains are nowhere in the state" in text
+        caplog.clear()
+
+
+def test_an_optimizer_of_what_is_saved_is_not(tmp_path: Path, caplog: Any) -> None:
+    model, masters = torch.nn.Linear(2, 2), [torch.nn.Parameter(torch.ones(2))]
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    of_model, of_masters = torch.optim.SGD([*model.parameters(), frozen]), torch.optim.SGD(masters)
+    states: list[dict[str, Any]] = [
+        {"model": torch.compile(model), "optimizer": of_model},
+        {"model": [model], "optimizer": of_model, "ema": Averaged(model)},
+        {"model": model.state_dict(), "optimizer": of_model},
+        {"model": model, "masters": masters, "optimizer": [of_model, of_masters]},
+        {"optimizer": of_masters},
+        {"average": Averaged(model), "optimizer": of_masters},  # whose copies may be these
+    ]
+    for number, state in enumerate(states):
+        with Checkpointer(str(tmp_path / str(number))) as checkpointer:
+            checkpointer.save(1, state)
+    assert said(caplog) == []
+
+
+def sharded(rank: int, world_size: int, root: str) -> list[int]:
+    """How often an optimizer is named: of DDP, of FSDP2, and of FSDP2 that was made before the model was sharded."""
+    counts = []
+    for number, early in enumerate((None, False, True)):
+        heard: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, heard=heard: heard.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("stagereg").addHandler(handler)
+        model: Any = torch.nn.Linear(3, 5)
+        optimizer = torch.optim.SGD(model.parameters())
+        if early is None:
+            model = DistributedDataParallel(model)
+        else:
+            fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = optimizer if early is not False else torch.optim.SGD(model.parameters())
+        with Checkpointer(f"{root}/{number}") as checkpointer:
+            checkpointer.save(1, {"model": model, "optimizer": optimizer})
+        counts.append(sum("nowhere in the state" in each for each in heard))
+    return counts
+
+
+def test_an_optimizer_that_is_older_than_the_shards_of_its_model_is_named_by_rank_0(tmp_path: Path) -> None:
+    assert run_ranks(sharded, 2, args=(str(tmp_path),), timeout_s=60) == [[0, 0, 1], [0, 0, 0]]
+
+
+def test_a_step_that_goes_backwards_is_said_once_and_not_after_a_restore(tmp_path: Path, caplog: Any) -> None:
+    with Checkpointer(str(tmp_path), keep=9) as checkpointer:
+        for step in (1, 5, 5):
+            checkpointer.save(step, {"n": step})
+        checkpointer.restore({"n": 0}, tmp_path / "step-00000001")
+        checkpointer.save(3, {"n": 3})
+        assert said(caplog) == []
+        for step in (2, 1):
+            checkpointer.save(step, {"n": step})
+    [text] = said(caplog)
+    assert "step 2 is saved after step 3" in text
+
+
+def test_a_number_that_does_not_follow_its_variable_is_named_once(tmp_path: Path, caplog: Any) -> None:
+    samples, seed, epoch, best, constant = 0, 0, 0, 9.0, 1
+    state = {"samples": samples, "seed": seed, "epoch": epoch, "best": best, "other": 0}
+    with Checkpointer(str(tmp_path), every=2) as checkpointer:
+        for step in range(1, 30):
+            samples += 8
+            epoch = state["epoch"] = step // 4
+            if step == 9:
+                best = state["best"] = 3.0
+            constant += 1
+            checkpointer.maybe_save(step, state)
+    [text] = said(caplog)
+    assert "'samples' in the state is 0 in each checkpoint so far" in text
+    assert "the variable samples of the program is 32 by now" in text
+
+
+def test_a_number_in_a_new_dict_each_time_is_not(tmp_path: Path, caplog: Any) -> None:
+    count = 0
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        for step in range(1, 9):
+            count += 1
+            checkpointer.save(step, {"count": 0})
+    assert (said(caplog), count) == ([], 8)
+
+
+def test_to_look_at_variables_keeps_none_of_them(tmp_path: Path) -> None:
+    state = {"x": 0}
+    kept = None
+
+    def loop(checkpointer: Checkpointer, all_of_it: bool) -> tuple[bool, Any]:
+        held = locals() if all_of_it else None
+        big = torch.ones(3)
+        gone = weakref.ref(big)
+        checkpointer.save(1, state)
+        del big
+        return gone() is None, held
+
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        assert loop(checkpointer, False)[0]
+        _, kept = loop(checkpointer, True)
+    assert kept["checkpointer"] is checkpointer  # the dict of a program that has it stays as it is
+
+
+PROGRAM = """
+import sys
+import stagereg
+
+state = {{"n": 0}}
+def train():
+    {body}
+train()
+print("trained", flush=True)
+"""
+OPEN = "checkpointer = stagereg.Checkpointer('c'); checkpointer.save(1, state)"
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "times"),
+    [
+        (OPEN, 0, 1),  # dropped
+        (f"global checkpointer; {OPEN}", 0, 1),  # held to the end
+        (f"{OPEN}; checkpointer.close()", 0, 0),
+        ("\n    with stagereg.Checkpointer('c') as checkpointer: checkpointer.save(1, state)", 0, 0),
+        (f"global checkpointer; {OPEN}; raise ValueError('of the program')", 1, 0),
+    ],
+)
+def test_a_program_that_does_not_close_its_checkpointer_is_told_at_its_end(
+    body: str, code: int, times: int, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", PROGRAM.format(body=body)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr.count("was not closed")) == (code, times), done.stderr
