@@ -397,5 +397,6 @@ def load(optimizer: Optimizer, names: Names, loaded: Mapping[str, Any]) -> None:
 def _counting(saved: Any) -> Any:
     """Return the state of a parameter with its step as torch has it: in half precision it would stop at 256."""
     step = saved.get("step") if isinstance(saved, Mapping) else None
-    half = isinstance(step, torch.Tensor) and step.is_floating_point() and step.itemsize < torch.float32.itemsize
-    return {**saved, "step": step.float()} if half else saved
+    if isinstance(step, torch.Tensor) and step.is_floating_point() and step.itemsize < torch.float32.itemsize:
+        return {**saved, "step": step.float()}
+    return saved

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cached_property, partial
 from mmap import MAP_PRIVATE, PROT_READ, PROT_WRITE, mmap
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -329,7 +329,7 @@ class Transfer:
             if plain and chunk.layout is None and to.is_contiguous() and there.is_contiguous():
                 self._move(chunk.file, chunk.offset + int(there.storage_offset()) * there.itemsize, to)
             else:
-                take = partial(_copy, chunk, stored.dtype, box, to, name)
+                take = partial(_copy, chunk, cast("torch.dtype", stored.dtype), box, to, name)
                 self.wholes.append(Whole(chunk.file, chunk.offset, chunk.length, take))
 
     def _move(self, file: str, offset: int, to: torch.Tensor) -> None:
