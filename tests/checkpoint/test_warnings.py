@@ -60,7 +60,7 @@ def test_an_optimizer_of_what_is_saved_is_not(tmp_path: Path, caplog: Any) -> No
         {"model": model.state_dict(), "optimizer": of_model},
         {"model": model, "masters": masters, "optimizer": [of_model, of_masters]},
         {"optimizer": of_masters},
-        {"average": Averaged(model), "optimizer": of_masters},  # whose copies may be these
+        {"model": model, "average": Averaged(model), "optimizer": of_masters},  # whose copies may be these
     ]
     for number, state in enumerate(states):
         with Checkpointer(str(tmp_path / str(number))) as checkpointer:
