@@ -44,6 +44,8 @@ _REMEDIES = {
     "JoinError": "What can be joined, and how: [uneven inputs](join.md).",
     "JoinableNotInitializedError": "Call `super().__init__()` in its constructor. [Plugins](plugins.md)",
     "LaunchError": "The output of the rank that is named has the cause. [Many machines](slurm.md)",
+    "NothingSavedError": "`checkpoint.fresh=[NAME]`, where the entry is to begin from scratch. "
+    "[Checkpoints](checkpoints.md#what-is-new-in-the-state)",
     "OptionError": "`stagereg list` shows the names, `stagereg doctor` which packages are broken.",
     "PeerFailedError": "Look at the rank that is named: this one stopped because of it. "
     "[When a rank fails](join.md#when-a-rank-fails)",

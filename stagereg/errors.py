@@ -22,6 +22,7 @@ __all__ = [
     "JoinError",
     "JoinableNotInitializedError",
     "LaunchError",
+    "NothingSavedError",
     "PeerFailedError",
     "Preempted",
     "RegistryError",
@@ -139,6 +140,10 @@ class PeerFailedError(JoinError, RuntimeError):
 
 class CheckpointError(StageregError, RuntimeError):
     """A checkpoint could not be written, committed or read; nothing that was complete before is harmed."""
+
+
+class NothingSavedError(CheckpointError):
+    """A checkpoint has nothing that an entry of the state could take: not its name, or another kind of optimizer's."""
 
 
 class LaunchError(StageregError, RuntimeError):

@@ -8,17 +8,19 @@ A plugin's author meets it as an error that shows the line to write.
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from stagereg.errors import ConfigError, RegistryError, nearest
 
-__all__ = ["OPTIONAL", "REQUIRED", "check", "check_component", "refuse_unknown"]
+__all__ = ["OPTIONAL", "REQUIRED", "check", "check_component", "refuse_unknown", "suggests_arguments"]
 
+_F = TypeVar("_F", bound=Callable[..., None])
 _MISSING = object()
 _NEAR = 0.7  # how alike two names with one first letter are for one to be a slip of the other: pre_hook, post_hook
 
@@ -132,6 +134,17 @@ def refuse_unknown(what: str, given: Collection[str], component: Callable[..., A
         raise ConfigError(
             f"{what} takes no {unknown!r}.{nearest(unknown, takes)} It takes: {', '.join(takes) or 'nothing'}"
         )
+
+
+def suggests_arguments(init: _F) -> _F:
+    """Have a constructor refuse argument names that it does not take as :func:`refuse_unknown` does."""
+
+    @functools.wraps(init)
+    def checked(*args: Any, **kwargs: Any) -> None:
+        refuse_unknown(init.__qualname__.partition(".")[0], kwargs, functools.partial(init, *args[:1]))
+        init(*args, **kwargs)
+
+    return cast("_F", checked)
 
 
 def _name(definition: str) -> str:

@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
@@ -52,6 +52,7 @@ from stagereg.errors import CheckpointError, name_ranks
 from stagereg.join.session import followers
 from stagereg.launch.rank import command_to_go_on
 from stagereg.registry import register
+from stagereg.spec import suggests_arguments
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesPadding
 
 __all__ = ["CheckpointStats", "Checkpointer"]
@@ -99,11 +100,12 @@ class Checkpointer:
             needs space for one more, since an old one goes only when the new one is complete.
         resume: what ``restore`` loads: ``"auto"`` the newest undamaged checkpoint, if there is one; ``"never"``
             nothing; ``"latest"`` the newest, which must be there; or the path of a checkpoint directory, also of one
-            that ``torch.distributed.checkpoint.save`` wrote.
-        stager: copies the state; the checkpointer closes it. ``None`` builds the stager registered as
-            ``overlapped``.
-        storage: writes the files; ``None`` builds the storage registered as ``dcp``. A checkpoint is read through the
-            storage that wrote it, whatever is given here.
+            that ``torch.distributed.checkpoint.save`` wrote. A bare name, ``step-00000300``, is one in ``dir``, or if
+            there is none, in the working folder; where both have it, an error.
+        stager: copies the state, or the name that one is registered by, ``None`` for ``overlapped``; the checkpointer
+            closes it.
+        storage: writes the files, or a name, ``None`` for ``dcp``. A checkpoint is read through the storage that wrote
+            it, whatever is given here.
         process_group: the ranks that save together, ``None`` for all of them. A gloo group with the same ranks is made
             for the checkpointer's own use, so constructing is collective.
         mtbf: for ``every="auto"``: mean time between failures of the whole job, all its machines together.
@@ -136,6 +138,8 @@ class Checkpointer:
             ``timeout``, is logged and counted in ``stats``, and fails nothing. :meth:`close` waits for them as long.
         cast: whether :meth:`restore` converts tensors of floating point to the dtypes of the objects, as ``copy_``
             does: for a stager that makes smaller copies. Else modules refuse what was saved with another dtype.
+        fresh: names of entries that begin from scratch where a checkpoint has nothing for them, as for a scheduler that
+            is new, or an optimizer of another kind, which is an error without; where it has, they are restored.
 
     Attributes:
         preemption: whether the ranks are to leave; ``None`` without ``grace``.
@@ -155,14 +159,17 @@ class Checkpointer:
                 checkpointer.maybe_save(step, state)
     """
 
+    check_options = staticmethod(options.check_all)
+
+    @suggests_arguments
     def __init__(
         self,
         dir: str,
         every: int | Literal["auto"] = 100,
         keep: int | Keep = Keep(),  # noqa: B008  # it cannot change
         resume: str = "auto",
-        stager: AsyncStager | None = None,
-        storage: Storage | None = None,
+        stager: AsyncStager | str | None = None,
+        storage: Storage | str | None = None,
         process_group: dist.ProcessGroup | None = None,
         mtbf: datetime.timedelta = datetime.timedelta(hours=6),
         verify: Literal["full", "fast"] = "full",
@@ -177,16 +184,17 @@ class Checkpointer:
         give_up_after: int | None = 3,
         on_commit: Any = None,
         cast: bool = False,
+        fresh: Sequence[str] = (),
     ) -> None:
         alike: dict[str, Any] = {"dir": dir, "every": every, "keep": keep, "resume": resume, "verify": verify}
         alike |= {"on_error": on_error, "grace": grace, "read": read, "give_up_after": give_up_after}
-        alike |= {"replicas": replicas, "verify_replicas": verify_replicas, "cast": cast}
+        alike |= {"replicas": replicas, "verify_replicas": verify_replicas, "cast": cast, "fresh": fresh}
         options.check_all({**alike, "mtbf": mtbf, "timeout": timeout})
         self.enable = enable
         self._store = open_store(dir)
         self.dir = path_or_url(self._store.root)
         self.keep, self.resume, self.verify, self.read, self.cast = keep, resume, verify, read, cast
-        self.timeout, self.grace = timeout, grace
+        self.timeout, self.grace, self.fresh = timeout, grace, fresh
         self._stager: AsyncStager = options.component("stager", stager, "overlapped")
         self._storage: Storage = options.component("storage", storage, "dcp")
         if isinstance(self._storage, Storage) and isinstance(self._stager, ReservesPadding):
@@ -208,7 +216,7 @@ class Checkpointer:
         self._ranks = RankGroup(process_group, timeout)
         if not enable:
             return
-        alike |= {"keep": Keep.of(keep)}
+        alike |= {"keep": Keep.of(keep), "fresh": [*fresh]}
         alike |= {"dir": self._store.root, "storage": name_of(self._storage)}
         options.expect_alike(self._ranks.run_on_all("The ranks could not compare their options", lambda: alike))
         opened = self._ranks.run_on_all(f"checkpoint.dir={dir} cannot be written to", self._open)
@@ -448,11 +456,13 @@ class Checkpointer:
         self._requests.post(_RESTORE)
         self.remember(state)
         store, resume = (self._store, self.resume) if source is None else _sought(os.fspath(source))
+        if resume not in options.RESUME and os.path.basename(resume) == resume:  # a bare name
+            [resume, *_] = self._ranks.run_on_all("Nothing was restored", partial(_located, store, resume))
         if resume == "never":
             self._ranks.run_on_all("Nothing was restored", self.wait)
             return None
         where = store, resume, self.verify, self.read, self.cast, state, self._storage
-        restored = restoring.restore(*where, self._ranks, self._saver.names, self.wait, self._crashes)
+        restored = restoring.restore(*where, self._ranks, self._saver.names, self.wait, self._crashes, self.fresh)
         self._store.spared.clear()
         self._target.metrics.forget()
         if self._ranks.rank == 0:
@@ -650,6 +660,18 @@ def _sought(source: str) -> tuple[CheckpointStore, str]:
     name = source.rstrip("/").rpartition("/")[2]
     one = name == LATEST or step_of(name) is not None or is_plain_dcp(source) or above.condition(source).manifest
     return (above, source) if one and not any(inside.checkpoints()) else (inside, "auto")
+
+
+def _located(store: CheckpointStore, name: str) -> str:
+    """Return the path of a checkpoint by its bare name: in ``store``, unless the working folder alone has it."""
+    inside, here = f"{store.root}/{name}", os.path.realpath(name)
+    if not os.path.exists(here) or here == os.path.realpath(inside):
+        return inside
+    if not os.path.lexists(inside) and store.condition(inside).manifest is None:
+        return here
+    raise CheckpointError(
+        f"resume={name} is both in {store.root} and in the working folder: write which, {inside} or {here}"
+    )
 
 
 def _taken(store: CheckpointStore, seconds: float, resume: str) -> StoreLock:

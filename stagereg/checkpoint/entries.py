@@ -11,7 +11,7 @@ those under ``stagereg.`` hold the step, the number of ranks and each rank's ran
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ from stagereg.checkpoint.encoding import Leaf, encode, leaves, marks
 from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.data import LoadsEveryRank, is_position, is_stateful
-from stagereg.errors import CheckpointError, nearest
+from stagereg.errors import CheckpointError, NothingSavedError, nearest
 
 __all__ = [
     "Kind",
@@ -37,6 +37,7 @@ __all__ = [
     "capture",
     "expect_savable",
     "find",
+    "from_scratch",
     "keep",
     "memory_of",
     "pair",
@@ -170,6 +171,11 @@ def refusal(name: str, why: str) -> str:
     return f"{name!r} does not take what was saved under its name: {why.rstrip('.')}. {_OTHERS}"
 
 
+def from_scratch(name: str) -> str:
+    """Return the way out where nothing was saved for an entry."""
+    return f"To begin {name!r} alone from scratch, add checkpoint.fresh=[{name}]"
+
+
 def find(
     files: CheckpointFiles,
     state: Mapping[str, Any],
@@ -178,6 +184,7 @@ def find(
     size: int,
     names: ParameterNames,
     cast: bool,
+    fresh: Collection[str] = (),
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return the structures of what the objects and values of ``state`` take. Each rank on its own.
 
@@ -189,6 +196,7 @@ def find(
         size: how many ranks there are now.
         names: of the parameters of ``state``.
         cast: whether another dtype is no reason to refuse it, where both are of floating point.
+        fresh: what is left out where nothing was saved for it.
 
     Returns:
         For each name what :func:`assign` takes, with leaves that are yet to be read; under :func:`rng_name` this
@@ -201,16 +209,20 @@ def find(
     """
     found: dict[str, Any] = {}
     left: dict[str, dict[str, Any]] = {}
+    for name in fresh:
+        if name not in state:
+            raise CheckpointError(f"checkpoint.fresh has {name!r}, which the state has not.{nearest(name, state)}")
     for name, value in state.items():
-        if isinstance(value, PerRank) or (saved_size and is_position(value)):
-            if (own := _own(files, state, name, saved_size, rank, size)) is not None:
-                found[name] = own
-            continue
-        structure = _structure(files, name, rank if saved_size == size else None)
         try:
+            if isinstance(value, PerRank) or (saved_size and is_position(value)):
+                if (own := _own(files, state, name, saved_size, rank, size)) is not None:
+                    found[name] = own
+                continue
+            structure = _structure(files, name, rank if saved_size == size else None)
             found[name], left[name] = _select(state, name, structure, names, cast)
-        except CheckpointError as error:
-            raise CheckpointError(refusal(name, str(error))) from None
+        except NothingSavedError:
+            if name not in fresh:
+                raise
     own = rng_name(rank)
     return {**found, own: files.structure(own)} if saved_size == size else found, left
 
@@ -246,13 +258,25 @@ def _structure(files: CheckpointFiles, name: str, rank: int | None = None) -> An
     if rank_name(name, 0) in there:
         raise CheckpointError(f"{name!r} was saved by each rank for itself: restore it into per_rank({name}).")
     others = sorted(other for other in there if not other.startswith(f"{_RESERVED}."))
-    raise CheckpointError(f"There is no {name!r} in it, only {listed(others)}.{nearest(name, others)}")
+    only = f"only {listed(others)}.{nearest(name, others)} {from_scratch(name)}"
+    raise NothingSavedError(f"There is no {name!r} in it, {only}.")
 
 
 def _select(
     state: Mapping[str, Any], name: str, structure: Any, names: ParameterNames, cast: bool
 ) -> tuple[Any, dict[str, Any]]:
     """Return what this rank takes of an entry, and the rest of it."""
+    try:
+        return _taken(state, name, structure, names, cast)
+    except NothingSavedError as error:
+        raise NothingSavedError(f"{refusal(name, str(error))}. {from_scratch(name)}") from None
+    except CheckpointError as error:
+        raise CheckpointError(refusal(name, str(error))) from None
+
+
+def _taken(
+    state: Mapping[str, Any], name: str, structure: Any, names: ParameterNames, cast: bool
+) -> tuple[Any, dict[str, Any]]:
     value = state[name]
     if modules := module_state.modules_of(value):
         return _of_modules(modules, structure, cast)

@@ -20,12 +20,12 @@ import stagereg.checkpoint.module_state as module_state
 import stagereg.checkpoint.optimizer_state as optimizer_state
 from stagereg.checkpoint.advice import listed
 from stagereg.checkpoint.encoding import Leaf
-from stagereg.checkpoint.entries import PerRank
+from stagereg.checkpoint.entries import PerRank, from_scratch
 from stagereg.checkpoint.manifest import MOST, Checkpoint, Manifest
 from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.plain_dcp import by_name, open_plain_dcp
 from stagereg.checkpoint.reading import CheckpointFiles
-from stagereg.errors import CheckpointError, nearest
+from stagereg.errors import CheckpointError, NothingSavedError, nearest
 
 __all__ = ["MatchedFiles", "describe"]
 
@@ -39,12 +39,13 @@ class MatchedFiles(CheckpointFiles):
         path: the directory.
         state: as given to ``Checkpointer.restore``.
         names: of the parameters of ``state``.
+        fresh: the entries that need not be in it.
 
     Raises:
         CheckpointError: it is damaged, or has something else than data; several things fit an entry.
     """
 
-    def __init__(self, path: str, state: Mapping[str, Any], names: ParameterNames) -> None:
+    def __init__(self, path: str, state: Mapping[str, Any], names: ParameterNames, fresh: Collection[str] = ()) -> None:
         files, tree = open_plain_dcp(path)
         super().__init__(path, files.index)
         if any(map(optimizer_state.optimizers_of, state.values())):
@@ -63,8 +64,10 @@ class MatchedFiles(CheckpointFiles):
             else:
                 structure = tree.get(name, {} if _is_empty(value) else None)
             if structure is None and name not in tree and not isinstance(value, PerRank):
-                known = f"only {listed(sorted(tree))}.{nearest(name, tree)}"
-                raise CheckpointError(f"There is no {name!r} in it, and nothing with the same parameters, {known}")
+                if name in fresh:
+                    continue
+                known = f"only {listed(sorted(tree))}.{nearest(name, tree)} {from_scratch(name)}."
+                raise NothingSavedError(f"There is no {name!r} in it, and nothing with the same parameters, {known}")
             found[name] = tree.get(name) if structure is None else structure
         self.index.state = found
 

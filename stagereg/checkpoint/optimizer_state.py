@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 import stagereg.checkpoint.module_state as module_state
 from stagereg.checkpoint.advice import listed
 from stagereg.checkpoint.encoding import Leaf, marks
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, NothingSavedError
 
 __all__ = [
     "ParameterNames",
@@ -57,6 +57,7 @@ _log = logging.getLogger(__name__)
 _STATE, _GROUPS, _PARAMS, _ALIASES = "state", "param_groups", "params", "aliases"
 _OF_THE_PARAMETERS = (_PARAMS, "param_names")
 """What a group has one of for each parameter; all else goes for the group."""
+_DECOUPLED = "decoupled_weight_decay"  # by which AdamW is no Adam
 
 
 class Names(NamedTuple):
@@ -283,6 +284,7 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
     """Return what this rank takes of a saved state, or of its structure, and the saved names that it knows.
 
     Raises:
+        NothingSavedError: it is the state of another kind of optimizer, as far as its options tell.
         CheckpointError: parameters are not in it; what is one group here was saved in groups that differ.
     """
     groups: Mapping[str, Any] = saved[_GROUPS]
@@ -292,7 +294,7 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
     missing = [name for name in source if source[name] not in group_of]
     if missing:
         raise CheckpointError(f"it has nothing of {len(missing)} parameters of the optimizer: {listed(missing)}")
-    _warn_of_another_kind(optimizer, group_of.values())
+    _refuse_another_kind(optimizer, [*groups.values()])
     _warn_of_one_group(optimizer, [{id(group_of[source[name]]) for name in own} for own in here], here)
     found: dict[str, Any] = {}
     for own in here:
@@ -314,16 +316,27 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
     return {_STATE: state, _GROUPS: found}, {*source.values(), *names.aliases}
 
 
-def _warn_of_another_kind(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> None:
-    there = {key for group in saved for key in _hyperparameters(group)}
-    here = {key for group in optimizer.param_groups for key in _hyperparameters(group)}
-    if there - here and here - there:  # options that one side alone has more are those of another version of torch
-        _log.warning(
-            "The state of an optimizer of another kind, with %s, is restored into a %s: its learning rate and the like "
-            "are those saved, and what was saved for a parameter may mean something else here, or be missing.",
-            ", ".join(sorted(there - here)),
-            type(optimizer).__name__,
+def _refuse_another_kind(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> None:
+    there, here = _options_of(saved), _options_of(optimizer.param_groups)
+    more, own = there.keys() - here.keys(), here.keys() - there.keys()
+    if not (more and own):  # options that one side alone has more are those of another version of torch
+        more = own = {_DECOUPLED} if {there.get(_DECOUPLED), here.get(_DECOUPLED)} == {True, False} else set()
+    if more:
+        kind = type(optimizer).__name__
+        raise NothingSavedError(
+            f"it is the state of another kind of optimizer than {kind}: it has {_described(there, more)}; {kind} has "
+            f"{_described(here, own)}"
         )
+
+
+def _options_of(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the options of all groups, without those that schedulers add."""
+    every = {key: value for group in groups for key, value in _hyperparameters(group).items()}
+    return {key: value for key, value in every.items() if not key.endswith(("_lr", "_momentum"))}
+
+
+def _described(options: Mapping[str, Any], names: Iterable[str]) -> str:
+    return listed([f"{key}={options[key]}" if type(options[key]) is bool else key for key in sorted(names)])
 
 
 def _warn_of_one_group(optimizer: Optimizer, saved: Sequence[set[int]], here: Sequence[Sequence[str]]) -> None:

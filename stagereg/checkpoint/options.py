@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from stagereg.checkpoint.keep import Keep
@@ -13,10 +14,12 @@ from stagereg.errors import ConfigError, RegistryError, nearest
 from stagereg.registry import build
 from stagereg.spec import check
 
-__all__ = ["at_directory", "at_least", "check_all", "component", "expect_alike", "on_commit", "one_of"]
+__all__ = ["RESUME", "at_directory", "at_least", "check_all", "component", "expect_alike", "on_commit", "one_of"]
 
-_RESUME = ("auto", "latest", "never", "the path of a checkpoint")
+RESUME = ("auto", "latest", "never")
+"""What ``resume`` may be beside the path of a checkpoint."""
 _SUCH = "stagereg.build('on_commit', 'wandb')"
+_LEAST = {"every": 1, "keep": 1, "verify_replicas": 0, "give_up_after": 1}
 _CHOICES = {
     "verify": ("full", "fast"),
     "on_error": ("raise", "warn"),
@@ -26,36 +29,47 @@ _CHOICES = {
 
 
 def check_all(given: Mapping[str, Any]) -> None:
-    """Check those of a checkpointer, by name."""
-    dir, every, resume = given["dir"], given["every"], given["resume"]
-    at_directory(dir)
-    if not isinstance(resume, str) or not resume:
-        raise ConfigError(f"checkpoint.resume is one of {', '.join(_RESUME)}, not {resume!r}.")
-    if resume.isidentifier() and not os.path.exists(resume):
-        one_of("checkpoint.resume", resume, _RESUME)
-    for name, choices in _CHOICES.items():
-        one_of(f"checkpoint.{name}", given[name], choices)
-    if isinstance(every, str):
-        one_of("checkpoint.every", every, ("auto", "a number of steps"))
-    at_least(1, "checkpoint.every", 1 if every == "auto" else every)
-    if not isinstance(given["keep"], Keep):
-        at_least(1, "checkpoint.keep", given["keep"])
-    at_least(0, "checkpoint.verify_replicas", given["verify_replicas"])
-    if given["give_up_after"] is not None:
-        at_least(1, "checkpoint.give_up_after", given["give_up_after"])
-    for name in ("mtbf", "timeout", "grace"):
-        duration = given[name]
-        if name == "grace" and duration is None:
+    """Check those of a checkpointer, by name; some of them, where the others are not known yet."""
+    for name, value in given.items():
+        if value is None and name in ("grace", "give_up_after"):
             continue
-        if not isinstance(duration, datetime.timedelta) or duration <= datetime.timedelta(0):
-            such = "such as datetime.timedelta(hours=6)"
-            raise ConfigError(f"checkpoint.{name} must be a duration above 0, {such}, not {duration!r}.")
+        if name == "dir":
+            at_directory(value)
+        elif name == "resume":
+            _resumable(value, given.get("dir", ""))
+        elif name in _CHOICES:
+            one_of(f"checkpoint.{name}", value, _CHOICES[name])
+        elif name in _LEAST and not (name == "keep" and isinstance(value, Keep)):
+            if name == "every" and isinstance(value, str):
+                one_of("checkpoint.every", value, ("auto", "a number of steps"))
+            at_least(_LEAST[name], f"checkpoint.{name}", 1 if (name, value) == ("every", "auto") else value)
+        elif name == "fresh" and (isinstance(value, str) or not all(isinstance(each, str) for each in value)):
+            raise ConfigError(f"checkpoint.fresh must be a list of names of the state, not {value!r}.")
+        elif name in ("mtbf", "timeout", "grace"):
+            _duration(name, value)
 
 
 def at_directory(given: object) -> None:
     """Check what is to be the path or URL of a directory."""
     if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
         raise ConfigError(f"checkpoint.dir must be the path or URL of a directory, not {given!r}.")
+    for each in (Path(given), *Path(given).parents):
+        if os.path.isfile(each):
+            raise ConfigError(f"checkpoint.dir={given} must be the path or URL of a directory, and {each} is a file.")
+
+
+def _resumable(given: object, dir: str | os.PathLike[str]) -> None:
+    choices = (*RESUME, "the path of a checkpoint")
+    if not isinstance(given, str) or not given:
+        raise ConfigError(f"checkpoint.resume is one of {', '.join(choices)}, not {given!r}.")
+    if given.isidentifier() and not any(map(os.path.exists, (given, os.path.join(dir, given)))):
+        one_of("checkpoint.resume", given, choices)
+
+
+def _duration(name: str, given: object) -> None:
+    if not isinstance(given, datetime.timedelta) or given <= datetime.timedelta(0):
+        such = "such as datetime.timedelta(hours=6)"
+        raise ConfigError(f"checkpoint.{name} must be a duration above 0, {such}, not {given!r}.")
 
 
 def at_least(least: int, name: str, given: object) -> int:
@@ -129,15 +143,14 @@ def expect_alike(ranks: Sequence[Mapping[str, Any]]) -> None:
 
 
 def component(kind: str, given: Any, usual: str) -> Any:
-    """Return a component of a kind, the ``usual`` one for ``None``; what is none, such as its class, is refused."""
-    if given is None:
-        return build(kind, usual)
+    """Return a component of a kind, built where its name is given, the ``usual`` one for ``None``."""
+    if given is None or isinstance(given, str):
+        return build(kind, usual if given is None else given)
     try:
         if isinstance(given, type):
             raise RegistryError("a class is no component yet; call it")
         check(kind, type(given).__name__, given)
     except RegistryError as error:
-        raise ConfigError(
-            f"{kind} must be a {kind}, such as stagereg.build({kind!r}, {usual!r}), not {given!r}"
-        ) from error
+        such = f"a {kind} or the name of one, such as {usual!r}"
+        raise ConfigError(f"{kind} must be {such}, not {given!r:.100}: {error}") from None
     return given

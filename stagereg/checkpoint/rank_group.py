@@ -73,6 +73,11 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def _cause(error: BaseException) -> BaseException | None:
+    """Return what an error is chained to whose message has all that is in the message of ``error``."""
+    return error.__cause__ if isinstance(error, CheckpointError) else error
+
+
 def _texts(errors: Mapping[int, BaseException]) -> list[str]:
     """Return what each rank failed with; ranks that failed alike are named together."""
     alike: dict[str, list[int]] = {}
@@ -311,7 +316,7 @@ class RankGroup:
             try:
                 return answer([act()])[0]
             except Exception as error:
-                raise CheckpointError(f"{failing}: {reason(error)}") from error
+                raise CheckpointError(f"{failing}: {reason(error)}") from _cause(error)
         failure: BaseException | None = None
         try:
             post = pickle.dumps((act(), None))
@@ -343,7 +348,7 @@ class RankGroup:
             texts = _texts(errors)
             more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
             cause = next(iter(errors.values())) if failure is None else failure
-            raise CheckpointError(f"{failing}: {'; '.join(texts[:_SHOWN] + more)}") from cause
+            raise CheckpointError(f"{failing}: {'; '.join(texts[:_SHOWN] + more)}") from _cause(cause)
         return cast("U", answered)
 
     def _collect(self, post: bytes, limit: datetime.timedelta) -> list[bytes]:

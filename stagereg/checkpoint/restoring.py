@@ -18,6 +18,7 @@ where there is none, the error says that the objects hold a mixture.
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -42,7 +43,7 @@ from stagereg.checkpoint.shared_read import SharedRead, shared_index
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.mounts import is_shared, machine_name
-from stagereg.checkpoint.store.open_store import open_parent_store
+from stagereg.checkpoint.store.open_store import is_url, open_parent_store
 from stagereg.errors import CheckpointError
 
 __all__ = ["restore"]
@@ -62,6 +63,7 @@ class _Asked(NamedTuple):
     names: ParameterNames
     touched: list[str]
     counter: CrashCounter
+    fresh: Sequence[str]
 
 
 class _GivenUp(str):
@@ -80,6 +82,7 @@ def restore(
     names: ParameterNames,
     ready: Callable[[], object],
     counter: CrashCounter,
+    fresh: Sequence[str],
 ) -> Checkpoint | None:
     """Load what ``resume`` stands for into the objects and values of ``state``. Collective.
 
@@ -99,6 +102,7 @@ def restore(
         names: of the parameters of ``state``.
         ready: called first; what it raises keeps all ranks from restoring.
         counter: of the crashes after checkpoints of this run's directory.
+        fresh: the entries of ``state`` that stay as they are where nothing was saved for them.
 
     Returns:
         The checkpoint, or ``None`` if ``resume`` is ``"auto"`` and there is nothing to go on from.
@@ -108,7 +112,7 @@ def restore(
             ``"auto"`` found none of them good; some rank's objects do not take what was saved; reading failed after
             the check, and the objects have changed in part.
     """
-    asked = _Asked(verify, read, cast, state, own, ranks, names, [], counter)
+    asked = _Asked(verify, read, cast, state, own, ranks, names, [], counter, fresh)
     try:
         return _tried(store, resume, ready, asked)
     except CheckpointError as error:
@@ -384,12 +388,12 @@ class _Loading:
 
     def prepare(self, opened: ExitStack, index: bytes | None) -> None:
         """Open the files, which ``opened`` closes, and read all that does not go straight into the objects."""
-        chosen, (_, _, cast, state, own, ranks, names, touched, _) = self._chosen, self._asked
+        chosen, (_, _, cast, state, own, ranks, names, touched, _, fresh) = self._chosen, self._asked
         plain = is_plain_dcp(chosen.path)
-        self.files = MatchedFiles(chosen.path, state, names) if plain else CheckpointFiles.of(chosen, own, index)
+        self.files = MatchedFiles(chosen.path, state, names, fresh) if plain else CheckpointFiles.of(chosen, own, index)
         opened.enter_context(self.files)
         world_size = chosen.manifest.world_size
-        self._found, self.left = entries.find(self.files, state, world_size, ranks.rank, ranks.size, names, cast)
+        self._found, self.left = entries.find(self.files, state, world_size, ranks.rank, ranks.size, names, cast, fresh)
         if touched and state.keys() - self._found.keys():
             raise CheckpointError(f"it does not have {', '.join(sorted(state.keys() - self._found.keys()))}")
         self._read()
@@ -414,6 +418,9 @@ class _Loading:
         """Have the objects take what was read, and read the rest straight into them."""
         saved_size, (_, _, _, state, _, ranks, names, *_) = self._chosen.manifest.world_size, self._asked
         rank = ranks.rank if saved_size == ranks.size else None
+        own = [name for name in state if name not in self._found]
+        if (fresh := [name for name in own if name in self._asked.fresh]) and ranks.rank == 0:
+            _log.warning("%s has nothing for %s: begun from scratch.", self._chosen.path, ", ".join(fresh))
         try:
             if not self._once:
                 self.transfer.run()
@@ -427,7 +434,7 @@ class _Loading:
         if rank is not None:
             rng.restore(fill(self._found[entries.rng_name(ranks.rank)]))
         elif ranks.rank == 0:
-            own = [name for name in state if name not in self._found]
+            own = [name for name in own if name not in fresh]
             more = f", and {', '.join(own)} (each rank's own) stay as they are" if own else ""
             by = f"of {saved_size} rank{'s' * (saved_size > 1)}" if saved_size else "of plain torch"
             _log.warning("%s is %s: random numbers start anew%s.", self._chosen.path, by, more)
@@ -467,7 +474,8 @@ def _nothing_good(store: CheckpointStore, damaged: Sequence[Condition]) -> str:
 def _not_that_one(resume: str, damaged: Condition) -> str:
     what = f"it is damaged:\n{_indented(damaged)}\n"
     if damaged.manifest is None and set(damaged.damages.values()) == {"missing"}:
-        what = f"there is no {MANIFEST} in it. "
+        there = is_url(damaged.path) or os.path.exists(damaged.path)
+        what = f"there is no {MANIFEST} in it. " if there else "it is not there. "
     named = resume if resume == damaged.path else f"{resume}: {damaged.path}"
     beside = shlex.quote(open_parent_store(damaged.path).root)
     return f"resume={named} is not a complete checkpoint: {what}`stagereg verify {beside}` shows which are good."

@@ -17,7 +17,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import Container, DictConfig, OmegaConf
 
@@ -30,7 +30,7 @@ from stagereg.errors import ConfigError, RegistryError, StageregError
 from stagereg.registry import Entry
 from stagereg.spec import refuse_unknown
 
-__all__ = ["instantiate", "targets"]
+__all__ = ["check_values", "instantiate", "targets"]
 
 
 def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[..., Any]] = (), **kwargs: Any) -> Any:
@@ -73,6 +73,30 @@ def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[...
         tree = _with_arguments(tree, args, kwargs)
         _refuse_unregistered(tree, path, allow_list)
     return built(schema.from_config(path, tree, Any, functools.partial(_plan, allow_list=allow_list)))
+
+
+def check_values(config: DictConfig) -> None:
+    """Check the values that a composed config has for the components at its top, before anything is built.
+
+    A component may have a function ``check_options`` that takes the values which are known, by name. Not known yet is
+    what is missing or ``null``, what has an interpolation or a component in it; that is checked by :func:`instantiate`.
+
+    Raises:
+        ConfigError: as :func:`instantiate` does.
+    """
+    for key, node in cast("dict[Any, Any]", OmegaConf.to_container(config)).items():
+        target = node.get("_target_") if isinstance(node, dict) else None
+        entry = registry.find_target(target) if isinstance(target, str) else None
+        if entry is None:
+            continue
+        component, given = entry.load(), {}
+        for name, option in schema.options(component).items():
+            value = node.get(name)
+            if value is not None and not any(mark in str(value) for mark in ("${", "???", "_target_")):
+                path = NodePath(str(key), node).child(name)
+                given[name] = built(schema.from_config(path, value, option.hint, _plan))
+        if check := getattr(component, "check_options", None):
+            check(given)
 
 
 def targets(kind: str | None = None) -> list[str]:
@@ -134,7 +158,7 @@ class _Component:
         try:
             inspect.signature(self.signed).bind_partial(*args, **kwargs)
         except TypeError as error:
-            raise ConfigError(f"{path.child('_args_')} of {self.label}: {error}.") from error
+            raise ConfigError(f"{path.child('_args_')} of {self.label}: {error}.") from None
 
     def refuse_missing(self, given: Collection[str], path: NodePath) -> None:
         """Refuse a call without what the component must have, and say where that is given."""

@@ -33,9 +33,11 @@ from omegaconf.errors import OmegaConfBaseException
 import stagereg.registry as registry
 from stagereg.errors import ConfigError, RegistryError, nearest
 
-__all__ = ["PluginError", "from_config", "from_overrides", "load", "note", "noted"]
+__all__ = ["NAMED", "PluginError", "from_config", "from_overrides", "load", "note", "noted"]
 
 _KEY = "plugins"
+NAMED = "One of your own is found when the config names its module, plugins: [my_module]."
+"""What to do where a component is not found."""
 _READABLE = ("file", "pkg", "structured")
 """Schemes of the sources that are asked for configs: Hydra's own, which have no side effects and need no network."""
 
@@ -126,9 +128,9 @@ def _import_all(value: Any, where: str) -> None:
         try:
             registry.imported(module)
         except RegistryError as error:
-            near = ""
-            if isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name == module:
-                near = nearest(module, {found.name for found in pkgutil.iter_modules()} - sys.stdlib_module_names)
-                near += " Modules are looked for beside the script, on PYTHONPATH, and among the installed ones."
-            message = f"{where} names the plugin {module!r}, which cannot be imported.{near}\n{error}"
-            raise PluginError(message) from error
+            message = f"{where} names the plugin {module!r}, which cannot be imported."
+            if not (isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name == module):
+                raise PluginError(f"{message}\n{error}") from error
+            near = nearest(module, {found.name for found in pkgutil.iter_modules()} - sys.stdlib_module_names)
+            places = "Modules are looked for beside the script, on PYTHONPATH, and among the installed ones."
+            raise PluginError(f"{message}{near} {places}") from None

@@ -237,7 +237,7 @@ def from_config(path: NodePath, value: Any, hint: Any, build: Callable[..., Any]
         try:
             return known.read(value)
         except ConfigError as refusal:
-            raise ConfigError(f"{path}: {refusal}") from refusal
+            raise ConfigError(f"{path}: {refusal}") from None
     if misfit := _misfit(value, hint):
         raise ConfigError(f"{path} is {'null' if value is None else repr(value)}{misfit.replace('@KEY', f'@{path}')}")
     if isinstance(value, (list, tuple)):
@@ -267,7 +267,7 @@ def _first_that_reads(path: NodePath, value: Any, members: tuple[Any, ...], inne
         except ConfigError as refusal:
             refusals.append(str(refusal))
     others = [each.removeprefix(f"{path}: {value!r} is not ") for each in refusals[1:]]
-    raise ConfigError("\nOr: ".join([refusals[0], *others]))
+    raise ConfigError((", or " if "It is one of: " in refusals[0] else "\nOr: ").join([refusals[0], *others]))
 
 
 def _dataclass(path: NodePath, value: dict[Any, Any], original: Any, inner: Callable[..., Any]) -> Call:

@@ -81,7 +81,7 @@ class RegistrySource(ConfigSource):
         refusal, self._refusal = self._refusal, None
         # Where no name is near, Hydra's list of all sources helps more.
         if refusal is not None and (type(refusal) is not UnknownNameError or "Did you mean" in str(refusal)):
-            raise OptionError(str(refusal))
+            raise OptionError(f"{refusal}\n{plugins.NAMED}" if type(refusal) is UnknownNameError else str(refusal))
         return registry.names(kind)
 
     def load_config(self, config_path: str) -> ConfigResult:

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 import stagereg.config.docstring as docstring
 import stagereg.registry as registry
+from stagereg.config.plugins import NAMED
 from stagereg.config.resolved_tree import SWITCHES
 from stagereg.config.schema import options
 from stagereg.errors import ConfigError, nearest
@@ -118,4 +119,5 @@ def _unknown_option(error: MissingConfigException) -> str:
     options = sorted(error.options)
     others = [kind for kind in registry.kinds() if kind != group and name in registry.names(kind)]
     where = f" {name} is a {others[0]}: {_CHOSEN.get(others[0], others[0])}={name}." if others else ""
-    return f"there is no {group}={name}.{where or nearest(name, options)} There is: {', '.join(options)}"
+    own = f". {NAMED}" if group in registry.kinds() else ""
+    return f"there is no {group}={name}.{where or nearest(name, options)} There is: {', '.join(options)}{own}"

@@ -187,6 +187,7 @@ class _Job:
         from hydra.core.utils import env_override
         from hydra.types import RunMode
 
+        from stagereg.config.instantiate import check_values
         from stagereg.config.suggestions import refuse_unused
 
         hydra = HydraConfig.get()
@@ -194,6 +195,7 @@ class _Job:
         with env_override({_FULL_ERROR: self._full_error}):
             try:
                 refuse_unused(cfg, hydra.overrides.task)
+                check_values(cfg)
                 if self._rank is not None:
                     return self._rank.run(self._task, cfg)
                 return self._run(cfg, hydra, one_of_several)

@@ -15,7 +15,7 @@ import torch
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.errors import CheckpointError, ConfigError
+from stagereg.errors import CheckpointError, ConfigError, UnknownNameError
 from stagereg.stagers.async_stager import AsyncStager
 
 
@@ -122,6 +122,30 @@ def test_a_missing_named_checkpoint_is_an_error(tmp_path: Path, resume: str) -> 
         checkpointer.restore({"x": 0})
 
 
+def test_a_bare_name_is_a_checkpoint_of_the_directory_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, work, state = tmp_path / "runs", tmp_path / "work", {"x": 0}
+    for folder, value in ((runs, 1), (work, 2)):
+        with Checkpointer(str(folder), keep=9) as checkpointer:
+            checkpointer.save(4, {"x": value})
+            checkpointer.save(4 + value, {"x": value})
+    monkeypatch.chdir(work)
+
+    def restored(resume: str) -> int | None:
+        with Checkpointer(str(runs), resume=resume, keep=9) as checkpointer:
+            return checkpointer.restore(state)
+
+    assert (restored("step-00000005"), state["x"]) == (5, 1)
+    assert (restored("step-00000006"), state["x"]) == (6, 2)
+    where = f"is both in {runs} and in the working folder: write which, {runs}/step-00000004 or {work}/step-00000004"
+    with pytest.raises(CheckpointError, match=f"resume=step-00000004 {where}"):
+        restored("step-00000004")
+    assert (restored("./step-00000004"), state["x"]) == (4, 2)
+    assert (restored(f"{runs}/step-00000004"), state["x"]) == (4, 1)
+    why = f"complete checkpoint: it is not there. `stagereg verify {runs}` shows which are good"
+    with pytest.raises(CheckpointError, match=why):
+        restored("step-00000009")
+
+
 def test_random_number_generators_continue(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     with Checkpointer(str(tmp_path)) as checkpointer:
@@ -147,9 +171,11 @@ def test_random_number_generators_continue(tmp_path: Path) -> None:
         ({"resume": "newest"}, "resume must be one of auto, latest, never, the path of a checkpoint, not 'newest'"),
         ({"verify": "fsat"}, r"verify must be one of full, fast, not 'fsat'\. Did you mean 'fast'\?"),
         ({"on_error": None}, "on_error must be one of raise, warn"),
-        ({"stager": "blocking"}, "stager must be a stager"),
-        ({"storage": DcpStorage}, "storage must be a storage"),
-        ({"storage": "dcp"}, "storage must be a storage"),
+        ({"every": "a number of steps"}, "every must be a whole number"),
+        ({"every": "ten"}, "every must be one of auto, a number of steps, not 'ten'"),
+        ({"stager": 3}, "stager must be a stager or the name of one, such as 'overlapped', not 3: builtins.int can"),
+        ({"storage": DcpStorage}, "storage must be a storage or .*: a class is no component yet; call it"),
+        ({"evry": 2}, "^Checkpointer takes no 'evry'. Did you mean 'every'[?] It takes: dir, every, keep, "),
     ],
 )
 def test_useless_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
@@ -177,11 +203,28 @@ def test_a_step_or_a_name_that_cannot_be_is_refused(tmp_path: Path, step: Any, n
         assert checkpointer.restore({"x": 0}) == 2**63 - 1
 
 
+def test_a_stager_and_a_storage_may_be_given_by_name(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), stager="blocking", storage="safetensors") as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(2)})
+    assert [path.suffix for path in tmp_path.glob("step-*/*")].count(".safetensors") == 1
+    with pytest.raises(UnknownNameError, match="No stager named 'half'"):
+        Checkpointer(str(tmp_path), stager="half")
+
+
 def test_a_directory_without_permission_is_refused_at_once(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for bad in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/checkpoints")):
-        with pytest.raises(CheckpointError, match="cannot be written to"):
+    with pytest.raises(CheckpointError, match="cannot be written to"):
+        Checkpointer("/proc/checkpoints")
+
+
+def test_a_file_in_the_place_of_the_directory_is_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for bad in (file, file / "below"):
+        with pytest.raises(ConfigError) as refused:
             Checkpointer(str(bad))
+        said = f"checkpoint.dir={bad} must be the path or URL of a directory, and {file} is a file."
+        assert str(refused.value) == said
+        assert refused.value.__cause__ is refused.value.__context__ is None
 
 
 def test_leftovers_of_a_killed_run_are_deleted_and_nothing_else(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, ConfigError
 from stagereg.stagers.blocking import BlockingAsyncStager
 
 
@@ -197,10 +197,57 @@ def test_numbers_are_matched_by_position(tmp_path: Path) -> None:
             assert fresh.param_groups[0]["lr"] == 0.3
 
 
-def test_an_optimizer_of_another_kind_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_state_of_another_kind_of_optimizer_is_refused_unless_it_may_begin_from_scratch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, other = net(1, 3, 4), net(2, 3, 4)
+    saved = stepped(torch.optim.Adam(model.parameters(), lr=0.3))
+    torch.optim.lr_scheduler.StepLR(saved, 1)  # which adds initial_lr to the groups
+    save(tmp_path, model=model, optimizer=saved)
+    kinds = {
+        "than SGD: it has amsgrad=False, betas, .*; SGD has dampening, momentum, ": torch.optim.SGD,
+        "it has decoupled_weight_decay=False; AdamW has decoupled_weight_decay=True": torch.optim.AdamW,
+    }
+    for said, kind in kinds.items():
+        fresh = kind(other.parameters(), lr=0.7)
+        why = refused(tmp_path, model=other, optimizer=fresh)
+        assert re.search(said, why)
+        assert why.endswith("To begin 'optimizer' alone from scratch, add checkpoint.fresh=[optimizer]")
+        with Checkpointer(str(tmp_path), fresh=["optimizer"]) as keeper:
+            keeper.restore({"model": other, "optimizer": fresh})
+        assert (fresh.param_groups[0]["lr"], len(fresh.state)) == (0.7, 0)
+        assert torch.equal(model[0].weight, other[0].weight)
+        assert "has nothing for optimizer: begun from scratch" in caplog.text
+    for own in ({}, {"mine": 1}):
+        again = torch.optim.Adam([{"params": [*other.parameters()], **own}])
+        with Checkpointer(str(tmp_path), fresh=["optimizer"]) as keeper:
+            keeper.restore({"model": other, "optimizer": again})
+        assert (again.param_groups[0]["lr"], len(again.state)) == (0.3, 2)
+
+
+def test_a_new_entry_begins_from_scratch_where_the_run_says_so(tmp_path: Path) -> None:
     model = net(1, 3, 4)
-    save(tmp_path, model=model, optimizer=stepped(torch.optim.AdamW(model.parameters())))
-    with caplog.at_level(logging.WARNING):
-        restore(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters()))
-    assert "The state of an optimizer of another kind, with amsgrad, betas, " in caplog.text
-    assert "is restored into a SGD" in caplog.text
+    optimizer = stepped(torch.optim.Adam(model.parameters()))
+    save(tmp_path, model=model, optimizer=optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "epoch": 7}
+    only = "There is no 'scheduler' in it, only model, optimizer. To begin 'scheduler' alone from scratch, add "
+    assert f"{only}checkpoint.fresh=[scheduler]" in refused(tmp_path, **state)
+    with (
+        Checkpointer(str(tmp_path), fresh=["sheduler"]) as keeper,
+        pytest.raises(CheckpointError, match=r"fresh has 'sheduler', which the state has not\. .* 'scheduler'"),
+    ):
+        keeper.restore(state)
+    with pytest.raises(ConfigError, match=r"fresh must be a list of names of the state, not 'epoch'"):
+        Checkpointer(str(tmp_path), fresh="epoch")
+    new = ["scheduler", "epoch"]
+    with Checkpointer(str(tmp_path), fresh=new) as keeper:
+        keeper.restore(state)
+        assert (scheduler.last_epoch, state["epoch"]) == (0, 7)
+        optimizer.step()
+        scheduler.step()
+        keeper.save(2, state)
+    with Checkpointer(str(tmp_path), fresh=new) as keeper:  # the same command again: now they are there
+        later = {**state, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "epoch": 0}
+        assert keeper.restore(later) == 2
+        assert (later["scheduler"].last_epoch, later["epoch"]) == (1, 7)

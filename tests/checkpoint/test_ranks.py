@@ -169,7 +169,7 @@ def all_of_it(rank: int, world_size: int, root: str) -> dict[str, Any]:
         "apart": see_a_failure_at_different_calls(rank, f"{root}/apart"),
         "steps": save_different_steps(rank, f"{root}/steps"),
         "restore": restore_fails_on_rank_1(rank, f"{root}/restore"),
-        "unwritable": message(lambda: Checkpointer(f"{root}/file", stager=BlockingAsyncStager()))[0],
+        "unwritable": message(lambda: Checkpointer("/proc/checkpoints", stager=BlockingAsyncStager()))[0],
         "destroyed": destroy_the_group(rank, f"{root}/destroyed"),
     }
 
@@ -208,7 +208,7 @@ def test_saves_stay_paired_when_ranks_see_a_failure_apart(ran: Any) -> None:
     [
         ("steps", "different steps at the same time: [0, 1]", []),
         ("restore", "rank 1: 'model' does not take", ["latest", "step-00000001"]),
-        ("unwritable", "cannot be written to: rank 0: FileExistsError", None),
+        ("unwritable", "cannot be written to: rank 0: FileNotFoundError", None),
         ("destroyed", "close() the Checkpointer before destroy_process_group()", []),
     ],
 )

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf, ValidationError
 import stagereg
 import stagereg.config.schema as schema
 from stagereg import registry
-from stagereg.config.instantiate import targets
+from stagereg.config.instantiate import check_values, targets
 from stagereg.errors import ConfigError, LaunchError, RegistryError, TargetNotAllowedError
 
 
@@ -376,6 +376,16 @@ def test_an_error_of_a_component_comes_out_as_it_is() -> None:
     for config in (refusal, {"a": [refusal]}, {"_target_": f"{HERE}.saver", "more": refusal}):
         with pytest.raises(LaunchError, match=r"^full$"):
             stagereg.instantiate(config)
+
+
+def test_values_that_are_known_are_checked_before_anything_is_built() -> None:
+    unknown = {"every": "${steps}", "keep": "???", "resume": None, "stager": {"_target_": "no.such"}}
+    checkpoint = {"_target_": "stagereg.checkpoint.checkpointer.Checkpointer", "mtbf": "2h", **unknown}
+    others = {"steps": 0, 3: 4, "theirs": {"_target_": "no.such", "every": 0}, "bare": {"every": 0}}
+    check_values(OmegaConf.create({"checkpoint": checkpoint, **others}))
+    for name, value in {"every": 0, "mtbf": "never", "keep": {"best": 1}, "verify_replicas": -1}.items():
+        with pytest.raises(ConfigError, match=rf"^checkpoint\.{name}"):
+            check_values(OmegaConf.create({"checkpoint": {**checkpoint, name: value}}))
 
 
 def test_another_error_of_a_component_is_named_with_its_place_in_the_config_and_its_line() -> None:

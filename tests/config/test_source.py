@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from stagereg.config.plugins import NAMED
+
 from .app import STAGER, App
 
 THEIRS = f"""{STAGER}
@@ -100,7 +102,7 @@ def test_a_misspelt_option_gets_the_nearest_or_hydras_list(app: App) -> None:
     search = f"hydra.searchpath=[{app.folder}/more]"
     near, far, other = app.run_each(("stager=pinned_cahced",), ("stager=zzz",), ("stager=theirs2", search))
     listed = f"There is: {', '.join(STAGERS)}\n"
-    assert f"No stager named 'pinned_cahced'. Did you mean 'pinned_cached'?\n{listed}" in app.refusal(near)
+    assert f"No stager named 'pinned_cahced'. Did you mean 'pinned_cached'?\n{listed}{NAMED}" in app.refusal(near)
     for line in ("Could not find 'stager/zzz'", "\tmine\n", "\tpinned_cached\n"):
         assert line in app.refusal(far)
     assert other.stdout.startswith("BUILT {'slots': 7")

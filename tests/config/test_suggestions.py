@@ -34,6 +34,12 @@ def message_of(app: Path, override: str) -> str:
     return explain(caught.value)
 
 
+def test_a_component_that_is_not_there_may_be_in_a_module_that_plugins_has_to_name(app: Path) -> None:
+    for unknown in ("half", "thrifty"):
+        assert message_of(app, f"stager={unknown}").endswith(" its module, plugins: [my_module].")
+    assert "plugins" not in message_of(app, "data=unevn")
+
+
 NO_NAME = "a config group takes the name of an option. For none write ~GROUP, in place of GROUP=null"
 
 
@@ -57,6 +63,7 @@ NO_NAME = "a config group takes the name of an option. For none write ~GROUP, in
             "+join_hook=auto",
             "there is no join_hook=auto. auto is a joinable: +joinable@join.joinables.NAME=auto. There is: check",
         ),
+        ("stager=half", "there is no stager=half. There is: blocking, "),
         ("data=unevn", "there is no data=unevn. Did you mean 'uneven'? There is: even, uneven"),
         *((override, NO_NAME) for override in ("stager=null", "data=null", "+stager@other=null", "stager=3")),
     ],

@@ -128,6 +128,28 @@ MISUSES = {
 }
 
 
+UNFIT = {
+    "checkpoint.every=ten": "checkpoint.every is 'ten'. It is one of: 'auto', or a whole number.",
+    "checkpoint.every=0": "checkpoint.every must be a whole number of at least 1, not 0.",
+    "checkpoint.keep=-1": "checkpoint.keep must be a whole number of at least 1, not -1.",
+    "checkpoint.keep={newest: 0}": "checkpoint.keep.newest must be a whole number of at least 1, not 0.",
+    "checkpoint.grace=0s": "checkpoint.grace must be a duration above 0, such as datetime.timedelta(hours=6), not "
+    "datetime.timedelta(0).",
+    "checkpoint.verify=ful": "checkpoint.verify is 'ful'. Did you mean 'full'? It is one of: 'full', 'fast'",
+    "checkpoint.resume=atuo": "checkpoint.resume must be one of auto, latest, never, the path of a checkpoint, not "
+    "'atuo'. Did you mean 'auto'?",
+    "checkpoint.dir=app.py": "checkpoint.dir=app.py must be the path or URL of a directory, and app.py is a file.",
+    "checkpoint.fresh=optimizer": "checkpoint.fresh is 'optimizer', where a list is needed.",
+    "join.timeout=soon": "join.timeout: 'soon' is not a duration. Write a duration as 30s, 1h30m, 2 days, 500ms, "
+    "00:05:00 or a number of seconds.",
+}
+
+
+def test_a_value_that_cannot_be_is_refused_before_ranks_start(app: App) -> None:
+    done = app.run_each(*((override, "nproc=2") for override in UNFIT))
+    assert [app.refusal(each) for each in done] == [f"stagereg: {line}\n" for line in UNFIT.values()]
+
+
 def test_a_misuse_is_one_line_that_says_what_to_write(app: App) -> None:
     app.write("conf/misspelt.yaml", f"defualts: [stagereg, _self_]\n{CONFIG}")
     done = app.run_each(*(("plugins=[mine]", *line) if "stager=" in line[0] else line for line in MISUSES))
