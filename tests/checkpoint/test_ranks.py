@@ -163,7 +163,6 @@ def destroy_the_group(rank: int, root: str) -> str:
 
 
 def all_of_it(rank: int, world_size: int, root: str) -> dict[str, Any]:
-    (Path(root) / "file").touch()
     return {
         "faults": each_fault(rank, f"{root}/faults"),
         "apart": see_a_failure_at_different_calls(rank, f"{root}/apart"),
