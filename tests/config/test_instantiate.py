@@ -383,7 +383,8 @@ def test_values_that_are_known_are_checked_before_anything_is_built() -> None:
     checkpoint = {"_target_": "stagereg.checkpoint.checkpointer.Checkpointer", "mtbf": "2h", **unknown}
     others = {"steps": 0, 3: 4, "theirs": {"_target_": "no.such", "every": 0}, "bare": {"every": 0}}
     check_values(OmegaConf.create({"checkpoint": checkpoint, **others}))
-    for name, value in {"every": 0, "mtbf": "never", "keep": {"best": 1}, "verify_replicas": -1}.items():
+    wrong = {"every": 0, "mtbf": "never", "keep": {"best": 1}, "verify_replicas": -1, "verify": "ful", "grace": "0s"}
+    for name, value in {**wrong, "resume": "atuo", "fresh": "optimizer"}.items():
         with pytest.raises(ConfigError, match=rf"^checkpoint\.{name}"):
             check_values(OmegaConf.create({"checkpoint": {**checkpoint, name: value}}))
 

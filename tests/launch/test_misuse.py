@@ -133,15 +133,7 @@ UNFIT = {
     "checkpoint.every=0": "checkpoint.every must be a whole number of at least 1, not 0.",
     "checkpoint.keep=-1": "checkpoint.keep must be a whole number of at least 1, not -1.",
     "checkpoint.keep={newest: 0}": "checkpoint.keep.newest must be a whole number of at least 1, not 0.",
-    "checkpoint.grace=0s": "checkpoint.grace must be a duration above 0, such as datetime.timedelta(hours=6), not "
-    "datetime.timedelta(0).",
-    "checkpoint.verify=ful": "checkpoint.verify is 'ful'. Did you mean 'full'? It is one of: 'full', 'fast'",
-    "checkpoint.resume=atuo": "checkpoint.resume must be one of auto, latest, never, the path of a checkpoint, not "
-    "'atuo'. Did you mean 'auto'?",
     "checkpoint.dir=app.py": "checkpoint.dir=app.py must be the path or URL of a directory, and app.py is a file.",
-    "checkpoint.fresh=optimizer": "checkpoint.fresh is 'optimizer', where a list is needed.",
-    "join.timeout=soon": "join.timeout: 'soon' is not a duration. Write a duration as 30s, 1h30m, 2 days, 500ms, "
-    "00:05:00 or a number of seconds.",
 }
 
 
