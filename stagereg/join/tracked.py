@@ -31,7 +31,7 @@ class TrackedJoinable(BuiltInJoinable):
     gathers = False  # whether each forward is known to have collectives, so that all ranks have to run it alike
     divides_by_world = True  # gradients, by the number of all ranks, and not by that of the active ones
     handles: Sequence[Any] = ()  # of the hooks with which it watches; empty while it does not
-    seen_at: Sequence[torch.Tensor] = ()  # parameters, where the backward of an output that hides its tensors is seen
+    seen_at: Sequence[torch.Tensor] = ()  # parameters, where a backward is seen that goes by no tensor of the output
     _awaited: Sequence[Any] = ()  # handles of the hooks at which the backward will be seen
     _is_open = False  # whether a step has begun of which no backward has run
     _is_announced = False  # whether a forward under ``no_grad`` has announced the step that is to begin
@@ -132,7 +132,8 @@ class TrackedJoinable(BuiltInJoinable):
         began, self.in_step = self.in_step, None
         self.after_forward(began)
         if torch.is_grad_enabled():
-            tensors = differentiable(output) or self.seen_at
+            outputs = differentiable(output)  # and a parameter, for a loss of an empty batch that is 0 * parameters
+            tensors = [*outputs, *self.seen_at[: 1 if outputs else None]]
             self._awaited = [*self._awaited, *(_hook_first(tensor, self._on_gradient) for tensor in tensors)]
             if not tensors:  # no backward can be seen
                 self._is_open = False

@@ -177,6 +177,22 @@ def test_an_evaluation_changes_nothing_or_soon_ends_with_its_cause() -> None:
     )
 
 
+def trained_without_outputs(rank: int, world_size: int) -> list[float]:
+    """Where there are no samples, the loss is nothing of the parameters and uses no output."""
+    model = DistributedDataParallel(Net(False))
+    with stagereg.Join([model], mode="planned") as join:
+        assert join._session is not None
+        for x in join.iterate([torch.ones(2, 3)] * (4 if rank == 0 else 2)):
+            y = model(x)
+            (y.sum() if len(x) else 0 * sum(param.sum() for param in model.parameters())).backward()
+        return list(join._session.progress)
+
+
+def test_a_loss_of_no_samples_that_uses_no_output_is_no_stray_step() -> None:
+    one, other = run_ranks(trained_without_outputs, 2)
+    assert one == other
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("throw", [False, True], ids=["uneven", "throw"])
 @pytest.mark.parametrize("mode", MODES)
