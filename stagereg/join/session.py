@@ -332,7 +332,7 @@ class JoinSession:
         if isinstance(error, RuntimeError) and not isinstance(error, JoinError):
             cause = self.detector.explain(error)
             if cause is not None:
-                raise cause from error
+                raise cause from (None if isinstance(cause, UnevenInputsError) else error)
         self.detector.report(error)
         if membership is not None and membership.empty and _is_foreign(error):
             error.add_note(

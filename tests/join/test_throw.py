@@ -66,6 +66,31 @@ def test_all_ranks_stop_at_one_step_and_name_who_ran_out() -> None:
             assert kind == (RuntimeError if case[2] == "mixed" and here == 0 else ours), case
 
 
+class Longer(list[torch.Tensor]):
+    """A loader with a length that it does not have on rank 1."""
+
+    def __len__(self) -> int:
+        return 4
+
+
+def ending_early(rank: int, world_size: int) -> tuple[int, str, bool]:
+    ddp = DistributedDataParallel(net(Case()))
+    steps = 0
+    try:
+        with stagereg.Join([ddp], throw_on_early_termination=True, mode="planned") as join:
+            for x in join.iterate(Longer(batch(rank, 0, step) for step in range(2 if rank == 1 else 4))):
+                ddp(x).sum().backward()
+                steps += 1
+    except stagereg.UnevenInputsError as error:
+        return steps, str(error), error.__suppress_context__ or error.__context__ is None
+    return steps, "", False
+
+
+def test_a_rank_that_ends_before_its_length_is_the_same_error_on_all() -> None:
+    said = "Rank 1 exhausted all inputs after 2 steps, while others have more."
+    assert run_ranks(ending_early, 3) == [(2, said, True)] * 3
+
+
 DDPS: list[dict[str, Any]] = [
     {},
     {"find_unused_parameters": True},
