@@ -54,10 +54,10 @@ def flip(path: Path, bit: int | None = None) -> None:
 
 
 def seen(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was logged of checkpoints since the last time."""
+    """What was logged of checkpoints since the last time, but that nobody has trained here."""
     messages = [each.getMessage() for each in caplog.records if each.name.startswith("stagereg.checkpoint")]
     caplog.clear()
-    return messages
+    return [each for each in messages if "NO STEP WAS TAKEN" not in each]
 
 
 @pytest.fixture(autouse=True)
