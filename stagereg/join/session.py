@@ -215,7 +215,7 @@ class JoinSession:
 
         Args:
             gathers: whether it has collectives, with the forwards of all other ranks.
-            trains: whether it is a step's training forward, which all ranks run. They meet before any other.
+            trains: whether it is the training forward with which a step begins. Before any other, the ranks meet.
         """
         progress = self.progress.begun(self.steps)
         if gathers:

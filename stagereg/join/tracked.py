@@ -110,7 +110,7 @@ class TrackedJoinable(BuiltInJoinable):
         self.in_step = None
         if _in_backward() or not config.enable:
             return
-        # Once the loop has given its body a batch, any forward is a step.
+        # Once the loop has given its body a batch, any forward announces a step.
         loop = None if session is None else session.loop
         awaited = loop is not None and loop.awaits_step and config.is_first_joinable
         training = torch.is_grad_enabled()
