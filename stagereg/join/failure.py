@@ -259,7 +259,7 @@ class FailureDetector:
             advice = "All ranks have to enter the same joins in the same order, and none may leave by itself."
             return _failure_of(absent, f"is not in this join, or no more, and {within}", advice)
         others = ", ".join(f"rank {rank} for {each.waits_for}{_last_step(each)}" for rank, each in statuses.items())
-        message = f"all ranks are alive and wait for each other, this one for {what}, {others}"
+        message = f"all ranks are alive and wait for each other, rank {self._rank} for {what}, {others}"
         return PeerFailedError(f"{message}. They do not make the same calls in the same order.", None, message)
 
     def _absent(self) -> dict[int, RankStatus | None]:

@@ -230,9 +230,10 @@ class JoinSession:
         """A backward runs, of a module whose forwards have collectives."""
         self.progress = self.progress.mark()
 
-    def count_reduction(self) -> None:
-        """Gradients are reduced in this step."""
-        self.progress = self.progress._replace(reduced=True)
+    def count_reduction(self, joinable: Any) -> None:
+        """A joinable's gradients are reduced in this step, which begins with the first one that has some."""
+        if joinable is next(each for each in self.joinables if each.reduces_gradients):
+            self.progress = self.progress._replace(reduced=True)
 
     def _expect_alike(self, options: Mapping[str, Any]) -> None:
         own = json.dumps(options, default=str)
@@ -256,8 +257,9 @@ class JoinSession:
             hook.before_step()
         for hook in self.hooks:
             hook.main_hook()
-        if any(joinable.reduces_gradients and joinable.reduced for joinable in self.joinables):
-            self.count_reduction()
+        for joinable in self.joinables:
+            if joinable.reduces_gradients and joinable.reduced:
+                self.count_reduction(joinable)
 
     def finish(self) -> None:
         """This rank has left its loop with nothing wrong: take part until no rank has data any more."""

@@ -133,7 +133,8 @@ class TrackedJoinable(BuiltInJoinable):
         self.after_forward(began)
         if torch.is_grad_enabled():
             outputs = differentiable(output)  # and a parameter, for a loss of an empty batch that is 0 * parameters
-            tensors = [*outputs, *self.seen_at[: 1 if outputs else None]]
+            trained = [param for param in self.seen_at[: 1 if outputs else None] if param.requires_grad]
+            tensors = [*outputs, *trained]
             self._awaited = [*self._awaited, *(_hook_first(tensor, self._on_gradient) for tensor in tensors)]
             if not tensors:  # no backward can be seen
                 self._is_open = False

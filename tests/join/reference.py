@@ -284,8 +284,9 @@ def length(case: Case, rank: int, epoch: int) -> int:
     return case.lengths[rank] if epoch % 2 == 0 else case.lengths[::-1][rank]
 
 
-def expected(case: Case) -> dict[str, Any]:
-    """Run the case in this process."""
+def expected(case: Case, library: str) -> dict[str, Any]:
+    """Run the case in this process; on torch's wire it is the highest rank whose buffers count, else the lowest."""
+    whose = min if library in ("planned", "counted") else max
     module = net(case)
     training = Training(case, module)
     params = list(module.parameters())
@@ -300,7 +301,7 @@ def expected(case: Case) -> dict[str, Any]:
             if case.zero != "never" and case.when != "end" and step % case.accumulate == 0:
                 training.zero(case.when)
                 window = [None] * len(params)
-            shared = [b.clone() for b in buffers[max(active)]]
+            shared = [b.clone() for b in buffers[whose(active)]]
             for rank in active:
                 write_values(module.buffers(), shared if shares else buffers[rank])
                 grads = torch.autograd.grad(loss_of(case, module, batch(rank, epoch, step)), params, allow_unused=True)
@@ -314,7 +315,7 @@ def expected(case: Case) -> dict[str, Any]:
                 window = [None] * len(params)
                 training.finish()
         longest = max(length(case, rank, epoch) for rank in world)
-        last = max(rank for rank in world if length(case, rank, epoch) == longest)
+        last = whose(rank for rank in world if length(case, rank, epoch) == longest)
         buffers = {rank: [b.clone() for b in buffers[last]] for rank in world}
     write_values(module.buffers(), buffers[0])
     return training.outcome()

@@ -230,7 +230,7 @@ def test_a_rank_outside_the_join_is_named_only_when_waited_for(kind: str) -> Non
         errors = list(threads.map(wait, waiting))
     for error in errors:
         if kind == "all wait":
-            assert str(error).startswith("all ranks are alive and wait for each other, this one for the end of ")
+            assert str(error).startswith("all ranks are alive and wait for each other, rank ")
             assert str(error).endswith("; it was last in step 3. They do not make the same calls in the same order.")
         else:
             assert error.rank == 2

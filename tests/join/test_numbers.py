@@ -91,7 +91,7 @@ def wrong(runs: dict[str, tuple[Case, str]], timeout_s: float = 100) -> dict[tup
     for size in sorted({len(case.lengths) for case, _ in runs.values()}):
         alike = {name: run for name, run in runs.items() if len(run[0].lengths) == size}
         for rank, outcome in enumerate(run_ranks(all_of_them, size, args=(alike,), timeout_s=timeout_s)):
-            apart.update({(rank, name): difference(found, expected(runs[name][0])) for name, found in outcome.items()})
+            apart.update({(rank, name): difference(found, expected(*runs[name])) for name, found in outcome.items()})
     assert len(apart) == sum(len(case.lengths) for case, _ in runs.values())
     return {where: value for where, value in apart.items() if not value < EXACT}
 

@@ -453,7 +453,7 @@ def expected(case: Case) -> dict[str, Any]:
             with torch.no_grad():
                 training.log.append(training.losses(torch.cat([x for queue in queues for x in queue])).mean())
         longest = max(map(len, queues))
-        last = max(rank for rank, queue in enumerate(queues) if len(queue) == longest)
+        last = min(rank for rank, queue in enumerate(queues) if len(queue) == longest)
         buffers = [buffers[last]] * case.world
     _load(training, buffers[0])
     return training.outcome()
@@ -473,7 +473,7 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add a step's gradients up, from the batches of all ranks that have one; return the losses' sum, and their mean.
 
-    All of them begin with the last one's buffers, and each makes its own of them.
+    All of them begin with the first one's buffers, and each makes its own of them.
     """
     counts = [len(x) for x in batches.values()]
     weights = _weights(training.case, counts)
@@ -483,7 +483,7 @@ def _backward(
         mean.backward()
         return torch.stack(sums).sum().detach(), mean.detach()
     total, mean = torch.zeros(2, dtype=torch.float64)
-    shared = buffers[max(batches)]
+    shared = buffers[min(batches)]
     for weight, (rank, x) in zip(weights, batches.items(), strict=True):
         _load(training, shared)
         loss_sum = training.losses(x).sum()

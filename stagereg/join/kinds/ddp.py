@@ -213,7 +213,8 @@ class DdpJoinable(ReducingJoinable):
             if leader is not self and leader.begun <= self.begun:
                 raise JoinError(
                     "a DDP module ran before the join's first joinable did in this step, so ranks without data would "
-                    "answer the wrong one. List the joinables in the order in which the loop uses them."
+                    "answer the wrong one. List the joinables in the order in which the loop uses them, and run "
+                    "forwards that are no training steps under torch.no_grad()."
                 )
         if membership is not None and training and config.throw_on_early_termination and self._rebuilds_buckets():
             # DDP's forward begins with a collective, in which ranks out of data do not take part.
@@ -259,13 +260,22 @@ class DdpJoinable(ReducingJoinable):
                 self.module.reducer._set_forward_pass_work_handle(work, False)
 
     def _common_rank(self, rank: int, is_candidate: bool) -> int:
-        """In the place of DDP's own: the rank whose buffers all ranks take in a step, or whose model in the end."""
+        """In the place of DDP's own: the rank whose buffers all ranks take in a step, or whose model in the end.
+
+        The lowest with data, so rank 0 as long as it has some, as without a join and in checkpoints; on torch's wire
+        the highest, as torch has it.
+        """
         membership = self.membership
-        if membership is not None and not membership.over:
-            return membership.read().ranks[-1]
-        if self.session is not None and self.session.all_took_every_step:  # all are candidates, and the last one wins
-            return self.module.process_group.size() - 1
-        return int(DistributedDataParallel._find_common_rank(self.module, rank, is_candidate))
+        if membership is None:
+            return int(DistributedDataParallel._find_common_rank(self.module, rank, is_candidate))
+        if not membership.over:
+            return membership.read().ranks[0]
+        if self.session is not None and self.session.all_took_every_step:  # all are candidates
+            return 0
+        size = self.module.process_group.size()
+        lowest = torch.tensor([rank if is_candidate else size], device=self.module.device)
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=self.module.process_group)
+        return int(lowest.item())
 
     def _rebuilds_buckets(self) -> bool:
         """Whether DDP arranges its buckets anew in this step, which it does once, and all ranks together."""

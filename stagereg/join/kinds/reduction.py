@@ -62,7 +62,7 @@ class ReducingJoinable(TrackedJoinable):
             gradients = (param.grad for param in self.watched)
             policy.observe(next((local(grad) for grad in gradients if grad is not None), None))
         if self.reduces and self.session is not None:
-            self.session.count_reduction()
+            self.session.count_reduction(self)
         policy.step_begins = self.reduces
         policy.steps += self.reduces
         self.is_unfinished, self.reduces = not self.reduces, None
