@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,8 @@ from stagereg.kernel.shadow import PEER_EXHAUSTED, TorchWire
 from stagereg.sockets import BegunSteps, PeerSockets
 
 __all__ = ["Follower", "JoinSession", "Loop", "Mode", "followers", "one_of"]
+
+E = TypeVar("E", bound=BaseException)
 
 _LOOK_S = 0.0005
 
@@ -319,10 +321,9 @@ class JoinSession:
 
     def give_up(self, error: BaseException) -> None:
         """This rank leaves with an error: report it to the other ranks, or raise what theirs was."""
-        if isinstance(error, UnevenInputsError):
-            error.add_note("Any forward that is not under torch.no_grad() counts as a training step.")
+        _add_note(error)
         if type(error) is RuntimeError and str(error) == PEER_EXHAUSTED:
-            raise UnevenInputsError(PEER_EXHAUSTED) from error  # raised by torch's notify, inside a torch joinable
+            raise _add_note(UnevenInputsError(PEER_EXHAUSTED)) from error  # of torch's notify, inside a torch joinable
         membership = None if self.loop is None else self.loop.decided
         if isinstance(error, UnevenInputsError) and not isinstance(membership, StoreMembership):
             if self.responder is not None:
@@ -334,7 +335,7 @@ class JoinSession:
         if isinstance(error, RuntimeError) and not isinstance(error, JoinError):
             cause = self.detector.explain(error)
             if cause is not None:
-                raise cause from (None if isinstance(cause, UnevenInputsError) else error)
+                raise _add_note(cause) from (None if isinstance(cause, UnevenInputsError) else error)
         self.detector.report(error)
         if membership is not None and membership.empty and _is_foreign(error):
             error.add_note(
@@ -532,6 +533,13 @@ class Loop:
         """This rank's share of the keys that the loop leaves in the store."""
         begun = self.decided.keys if isinstance(self.decided, StoreMembership) and self._begun is self.store else ()
         return [*begun, *(["example"] if self._channel.rank == 0 else [])]
+
+
+def _add_note(error: E) -> E:
+    """Return an error, with what may be behind it where ranks seem to have different numbers of steps."""
+    if isinstance(error, UnevenInputsError):
+        error.add_note("Any forward that is not under torch.no_grad() counts as a training step.")
+    return error
 
 
 def _is_foreign(error: BaseException) -> bool:
