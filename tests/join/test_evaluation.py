@@ -194,6 +194,7 @@ def test_a_loss_of_no_samples_that_uses_no_output_is_no_stray_step() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("throw", [False, True], ids=["uneven", "throw"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("what", WHATS)
