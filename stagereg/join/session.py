@@ -210,6 +210,7 @@ class JoinSession:
             )
         else:
             self.announced += 1
+        self.progress = self.progress.begun(self.steps)
         return membership
 
     def count_forward(self, gathers: bool, trains: bool) -> None:
