@@ -121,7 +121,9 @@ def outcomes(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[list[f
     """For each cell, parameters or error, and seconds. Each has a process group of its own, as an error ends it."""
     base = _get_default_store()
     seen: list[Any] = []
+    ended: list[Any] = []  # else the collector meets one that still waits for an answer, and so waits in another cell
     for i, cell in enumerate(cells):
+        ended.append(dist.group.WORLD)
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=PrefixStore(f"cell {i}", base), rank=rank, world_size=world_size)
         began = time.monotonic()
