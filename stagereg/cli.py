@@ -30,8 +30,6 @@ from stagereg.commands import (
 from stagereg.errors import StageregError, nearest
 from stagereg.machine import tunables
 
-__all__ = ["main"]
-
 _COMMANDS = (
     listing,
     running,

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from stagereg.errors import StageregError
 
-__all__ = ["format_error", "innermost_frame", "signal_name", "summarize", "summarize_exception"]
-
 _LINES = 30
 """Of an exception's own text; more would push everything else off a screen."""
 

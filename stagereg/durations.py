@@ -12,8 +12,6 @@ from fractions import Fraction
 
 from stagereg.errors import ConfigError, nearest
 
-__all__ = ["duration", "write_duration"]
-
 _SECOND = 1_000_000  # durations are counted in microseconds, exactly, as timedelta does
 _UNITS = {
     "us": 1,

@@ -14,8 +14,6 @@ from importlib.metadata import Distribution, EntryPoint
 from stagereg._version import __version__
 from stagereg.errors import InstallationError, StageregError
 
-__all__ = ["DISTRIBUTION", "announced", "normalized", "unmet"]
-
 DISTRIBUTION = "hydra-stagereg"
 """What pip calls this project. The name ``stagereg`` in the Python package index belongs to an unrelated one."""
 

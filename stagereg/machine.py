@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TUNABLES", "cores", "describe", "file_system", "noise_warning", "ranks_here", "tunables"]
-
 TUNABLES = "GLIBC_TUNABLES"
 _THRESHOLD = "glibc.cpu.x86_non_temporal_threshold"
 _THRESHOLD_BYTES = 2**20

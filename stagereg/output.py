@@ -18,19 +18,6 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = [
-    "above_zero",
-    "add_command",
-    "add_timeout",
-    "as_json",
-    "echo",
-    "line_width",
-    "progress",
-    "size_text",
-    "stdout_to_stderr",
-    "table",
-]
-
 _WIDTH = 120
 """Columns of a line where there is no terminal."""
 _LEAST = 30

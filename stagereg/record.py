@@ -35,8 +35,6 @@ from typing import Any, Protocol, SupportsFloat
 
 from stagereg.errors import ConfigError, Preempted, Stopped
 
-__all__ = ["FILES", "FORMAT", "emit", "file_name", "listen", "log", "now", "peak_rss", "recording"]
-
 _log = logging.getLogger(__name__)
 
 FORMAT = 1

@@ -29,8 +29,6 @@ from stagereg.errors import RegistryError, UnknownNameError, nearest
 from stagereg.installed import DISTRIBUTION, announced, normalized, unmet
 from stagereg.spec import REQUIRED, check, check_component, refuse_unknown
 
-__all__ = ["ENTRY_POINTS", "REGISTRY", "Entry", "Registry", "checked", "kinds"]  # and the methods of REGISTRY
-
 ENTRY_POINTS = "stagereg.plugins"
 
 _BUILT_IN = {

@@ -20,16 +20,6 @@ from typing import NoReturn, Protocol
 
 from stagereg.errors import StageregError
 
-__all__ = [
-    "BackgroundWork",
-    "exit_now",
-    "finish",
-    "report_error",
-    "set_exit_code",
-    "wait_for",
-    "withdraw_error",
-]
-
 _HANGS = "left while a thread still hangs in work that has failed"
 _INTERRUPTED = "interrupted while the last work in the background was under way, which is given up"
 

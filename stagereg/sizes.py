@@ -12,8 +12,6 @@ from typing import Final
 
 from stagereg.errors import ConfigError, nearest
 
-__all__ = ["ByteSize"]
-
 _BINARY = {unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB", "PiB"), 1)}
 _DECIMAL = {unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB", "PB"), 1)}
 _UNITS: Final = {"B": 1, **_BINARY, **_DECIMAL}

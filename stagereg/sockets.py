@@ -23,8 +23,6 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-__all__ = ["MOST_RANKS", "BegunSteps", "PeerCall", "PeerSockets", "connect_ranks"]
-
 MOST_RANKS = 16
 """With more ranks than this, gloo is used."""
 _TURN_S = 0.05  # seconds after which a waiting thread checks whether another thread has read its message

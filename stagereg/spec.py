@@ -18,8 +18,6 @@ from typing import Any, TypeVar, cast
 
 from stagereg.errors import ConfigError, RegistryError, nearest
 
-__all__ = ["OPTIONAL", "REQUIRED", "check", "check_component", "refuse_unknown", "suggests_arguments"]
-
 _F = TypeVar("_F", bound=Callable[..., None])
 _MISSING = object()
 _NEAR = 0.7  # how alike two names with one first letter are for one to be a slip of the other: pre_hook, post_hook

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from stagereg.testing import Contract
 
-__all__ = ["DOCS", "Command", "Page", "expect_table_of_contracts", "fits"]
-
 DOCS = Path(__file__).parents[1] / "docs"
 
 

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["ROW", "device_copy", "flush", "memmove", "raw_write"]
-
 ROW = "ceiling"  # that all other rows of its table are a ratio to
 _PAGE_BYTES = 4096
 _CHUNK_BYTES = 64 * 2**20  # one write; any length from a few MiB on is as fast

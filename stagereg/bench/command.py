@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from stagereg.bench.report import Group
     from stagereg.bench.states import State
 
-__all__ = ["add_to", "run"]
-
 _KINDS = {
     "staging": "how long a loop waits for a copy, against the memory's speed",
     "write": "how long a copy takes to be on the disk, against the disk's speed",

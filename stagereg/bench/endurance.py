@@ -22,8 +22,6 @@ import stagereg.shutdown as shutdown
 from stagereg.bench.measure import quiet
 from stagereg.registry import build
 
-__all__ = ["MARKS", "Mark", "endure", "grown", "show"]
-
 MARKS = 10  # how often one looks
 Mark = dict[str, float]
 """What was held after so many saves, all of them committed; see :data:`HEADS`."""

@@ -36,8 +36,6 @@ from stagereg.bench.stall import Segment, StallTraining
 from stagereg.checkpoint.dcp_writer import DcpWriter
 from stagereg.errors import CheckpointError
 
-__all__ = ["TrainerSegment", "group", "row_names"]
-
 _LIMIT_S = 300.0  # for a step, and for a checkpoint to be complete
 _MANY = 1_000_000  # steps, more than are made
 

@@ -35,21 +35,6 @@ from stagereg.bench.on_ranks import Taken, Turn
 from stagereg.bench.report import Group, Line, iqr, ms
 from stagereg.join.context import Join
 
-__all__ = [
-    "AGAIN",
-    "BASE",
-    "ENTRY",
-    "MODELS",
-    "WAYS",
-    "WHOLE",
-    "Model",
-    "Way",
-    "group",
-    "measure",
-    "measured",
-    "row_names",
-]
-
 BASE = "off"  # the row without a join, which all others are held against
 AGAIN = f"again:{BASE}"  # the same once more: its distance from the first is noise
 ENTRY = "enter+leave:"  # before the name of a row, the row of entering and leaving such a join

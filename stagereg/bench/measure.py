@@ -28,8 +28,6 @@ from unittest import mock
 import stagereg.output as output
 from stagereg.errors import LaunchError
 
-__all__ = ["Case", "Series", "in_own_process", "interleave", "peaks", "quiet", "spread", "standard_error"]
-
 T = TypeVar("T")
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it

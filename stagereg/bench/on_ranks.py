@@ -12,8 +12,6 @@ from stagereg.bench.measure import Case, Series
 from stagereg.errors import LaunchError
 from stagereg.testing.ranks import RankFailure, run_ranks
 
-__all__ = ["Taken", "Turn", "failure", "measured", "ratios", "slowest"]
-
 Taken = Sequence[Mapping[str, Series]]
 """What the ranks have measured, by rank and row."""
 

@@ -36,8 +36,6 @@ from stagereg.kernel.memory import view_of
 from stagereg.registry import build
 from stagereg.stagers.pinned_cached import PinnedCachedStager
 
-__all__ = ["BASES", "MODELS", "SplitTraining", "group", "measure", "measured", "row_names"]
-
 MODELS = ("ddp", "fsdp2")
 _SAVE, _ASYNC, _LOAD, _AGAIN = "torch:save", "torch:async_save", "torch:load", "again:"
 _FIRST = "first:dcp"

@@ -10,8 +10,6 @@ from typing import Any
 import stagereg.output as output
 from stagereg.bench.measure import Series, spread
 
-__all__ = ["Group", "Line", "iqr", "ms", "of_series", "plain", "show"]
-
 
 @dataclass(frozen=True)
 class Line:

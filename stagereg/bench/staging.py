@@ -23,8 +23,6 @@ from stagereg.errors import StagingError
 from stagereg.registry import build, names
 from stagereg.stagers.async_stager import AsyncStager
 
-__all__ = ["cases"]
-
 _BACKGROUND = ("overlapped",)  # stage() returns before the copy is there, so there are two times
 
 _Make = Callable[[], AsyncStager]

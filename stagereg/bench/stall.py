@@ -30,8 +30,6 @@ from stagereg.bench.measure import Case, Series, in_own_process, interleave, qui
 from stagereg.bench.report import Group, Line, iqr, ms
 from stagereg.registry import build
 
-__all__ = ["BASE", "StallTraining", "group", "measured", "row_names"]
-
 BASE = "none"
 """The row without a checkpoint: A/A."""
 

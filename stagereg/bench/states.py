@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["STATES", "State", "make", "shrunk", "tensors"]
-
 _Fill = Callable[..., torch.Tensor]
 
 

@@ -25,8 +25,6 @@ from stagereg.checkpoint.state_planner import StatePlanner
 from stagereg.errors import CheckpointError
 from stagereg.registry import build, names
 
-__all__ = ["cases", "durable", "storages"]
-
 _ALIAS = "direct"  # another name of ``dcp``, which needs no row
 _Save = Callable[[Path], object]
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-__all__ = ["advice", "causes", "listed"]
-
 _FULL = (
     "The disk of {root} is full: free some space, or keep fewer checkpoints (checkpoint.keep); there must be room for "
     "one more than that."

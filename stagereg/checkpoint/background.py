@@ -35,8 +35,6 @@ from stagereg.checkpoint.schedule import Schedule
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 
-__all__ = ["Background", "CheckpointStats"]
-
 _log = logging.getLogger(__name__)
 
 _MOST_UNDER_WAY = 2

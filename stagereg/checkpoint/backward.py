@@ -21,8 +21,6 @@ from types import CodeType, FrameType
 
 import torch
 
-__all__ = ["give_way", "short_turns", "wait_for_backward"]
-
 _LOOK_S = 0.002
 _TURN_S = 0.0002
 _DEEPEST = 64  # frames above the call: hooks of tensors and modules

@@ -55,8 +55,6 @@ from stagereg.registry import register
 from stagereg.spec import suggests_arguments
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesPadding
 
-__all__ = ["CheckpointStats", "Checkpointer"]
-
 _log = logging.getLogger(__name__)
 
 _SAVE, _LEAVE, _RESTORE, _MOVE = "save", "leave", "restore", "move_to"

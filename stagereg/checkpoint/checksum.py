@@ -11,8 +11,6 @@ import importlib
 import zlib
 from collections.abc import Callable
 
-__all__ = ["combined", "crc32"]
-
 _POLYNOMIAL = 0xEDB88320  # the highest bit is the coefficient of x**0
 _ONE = 1 << 31
 _EIGHTH_POWER = 1 << 23  # x**8, which a byte of zeros multiplies by

@@ -57,8 +57,6 @@ from stagereg.checkpoint.storage.protocol import ArchiveResult, Storage, TensorR
 from stagereg.checkpoint.store.retry import within
 from stagereg.errors import CheckpointError, name_ranks
 
-__all__ = ["WAITING", "write_and_commit"]
-
 WAITING = "waiting for the others"
 """What a rank that has done its part is doing."""
 

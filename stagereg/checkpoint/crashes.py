@@ -26,8 +26,6 @@ from stagereg.checkpoint.store.retry import within
 from stagereg.errors import RESUME_CODE, CheckpointError, Stopped
 from stagereg.launch.rank import is_consequence
 
-__all__ = ["CrashCounter", "Crashes", "crashes_in", "is_in_order"]
-
 _BEST_EFFORT_S = 10.0
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,6 @@ from typing import TypeAlias
 
 from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest, step_within
 
-__all__ = ["Condition", "Found", "Unclear", "differences", "of_error"]
-
 _SHOWN = 8
 """Files that a message names, of one checkpoint."""
 _BROKEN = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, errno.EILSEQ})

@@ -35,8 +35,6 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore, local_pa
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import CheckpointError, ConfigError
 
-__all__ = ["DcpReader", "DcpWriter", "exchange"]
-
 _CHECKSUMS = "checksums.json"
 _METADATA = ".metadata"
 _PATIENCE_S = 1.0  # for the end of a save that has just failed

@@ -30,8 +30,6 @@ import torch
 import stagereg.checkpoint.pickled as pickled
 from stagereg.errors import CheckpointError
 
-__all__ = ["PER_RANK", "Encoded", "Leaf", "decode", "encode", "fill", "leaves", "marks", "walk", "without_gc"]
-
 PER_RANK = "per_rank"
 """The type of a value that ranks have each for itself (:mod:`.merging`)."""
 _DEEPEST = 200

@@ -19,8 +19,6 @@ from stagereg.checkpoint.requests import position_in
 from stagereg.errors import CheckpointError, name_ranks
 from stagereg.kernel.channel import wait_for_keys
 
-__all__ = ["Ending"]
-
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.1

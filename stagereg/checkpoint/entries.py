@@ -29,28 +29,6 @@ from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.data import LoadsEveryRank, is_position, is_stateful
 from stagereg.errors import CheckpointError, NothingSavedError, nearest
 
-__all__ = [
-    "Kind",
-    "PerRank",
-    "assign",
-    "buffers",
-    "capture",
-    "expect_savable",
-    "find",
-    "from_scratch",
-    "keep",
-    "memory_of",
-    "pair",
-    "part",
-    "parts",
-    "per_rank",
-    "positions",
-    "rank_name",
-    "refusal",
-    "replicated",
-    "rng_name",
-]
-
 _RESERVED = "stagereg"
 _FSDP2 = "torch.distributed.fsdp._fully_shard."  # its hooks make sure that parameters are shards, and own their memory
 _OTHERS = (

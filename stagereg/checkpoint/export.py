@@ -34,8 +34,6 @@ from stagereg.checkpoint.storage.safetensors import DTYPES, METADATA, head
 from stagereg.errors import CheckpointError
 from stagereg.kernel.memory import view_of
 
-__all__ = ["SAFETENSORS", "SUFFIXES", "Exported", "TensorOptions", "export"]
-
 SAFETENSORS = ".safetensors"
 SUFFIXES = (".pt", ".pth", SAFETENSORS)
 """What a file may be called."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["POINTS", "failpoint", "watch"]
-
 POINTS = {
     "locked": "the run holds the directory, and nothing in it has been touched",
     "swept": "what dead runs had left in the directory is gone",

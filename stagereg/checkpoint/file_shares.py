@@ -9,8 +9,6 @@ from stagereg.checkpoint.checksum import combined
 from stagereg.checkpoint.damage import Found
 from stagereg.checkpoint.manifest import FileMark
 
-__all__ = ["WHOLE", "joined", "marks_of_shares", "share"]
-
 WHOLE = range(sys.maxsize)
 """All bytes of a file, however many there are."""
 

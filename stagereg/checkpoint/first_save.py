@@ -19,8 +19,6 @@ from stagereg.checkpoint.encoding import leaves
 from stagereg.checkpoint.entries import Kind, memory_of
 from stagereg.data import is_stateful
 
-__all__ = ["kinds_of", "warn_of_foreign_parameters", "warn_of_other_kinds"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -25,20 +25,6 @@ from stagereg.checkpoint.encoding import Encoded, without_gc
 from stagereg.checkpoint.storage.protocol import ArchiveResult, TensorResult
 from stagereg.errors import CheckpointError
 
-__all__ = [
-    "ARCHIVE",
-    "DTYPES",
-    "INDEX",
-    "INDEX_BYTES",
-    "Chunk",
-    "Index",
-    "Stored",
-    "describe_tensors",
-    "make_index",
-    "overlap",
-    "tables",
-]
-
 INDEX = "index.json"
 INDEX_BYTES = 1 << 30
 """What is longer is not read: with less than a hundred bytes for each entry, that is far more than any run writes."""

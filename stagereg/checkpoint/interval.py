@@ -34,8 +34,6 @@ import math
 
 from stagereg.errors import ConfigError
 
-__all__ = ["best", "daly", "in_steps", "least", "lost_fraction", "optimum", "young"]
-
 _ROUNDS = 10  # more than Newton's method needs from there
 
 

@@ -15,8 +15,6 @@ from stagereg.checkpoint.manifest import Checkpoint
 from stagereg.errors import ConfigError, nearest
 from stagereg.sizes import ByteSize
 
-__all__ = ["Keep"]
-
 
 @dataclass(frozen=True)
 class Keep:

@@ -17,8 +17,6 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_parent_store, open_store
 from stagereg.errors import CheckpointError
 
-__all__ = ["Located", "conditions", "located", "newest", "newest_first"]
-
 
 @dataclass(frozen=True)
 class Located:

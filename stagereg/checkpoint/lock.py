@@ -30,8 +30,6 @@ from typing import Any
 
 from stagereg.errors import CheckpointError
 
-__all__ = ["LOCK", "PATIENCE_S", "Owner", "StoreLock", "holder"]
-
 LOCK = ".lock"
 PATIENCE_S = 3.0
 """Seconds to wait for an owner that is just ending."""

@@ -20,8 +20,6 @@ from collections.abc import Callable, Collection, Mapping
 import stagereg.record as record
 from stagereg.checkpoint.manifest import Manifest, is_name
 
-__all__ = ["LoggedMetrics"]
-
 _log = logging.getLogger(__name__)
 
 _STEPS = 64  # of which metrics are held before they are saved

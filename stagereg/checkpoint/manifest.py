@@ -22,28 +22,6 @@ from typing import IO, Any
 
 from stagereg.checkpoint.checksum import crc32
 
-__all__ = [
-    "KEPT",
-    "LATEST",
-    "MANIFEST",
-    "METRICS",
-    "MOST",
-    "RESTORED",
-    "SWEEP_JOB",
-    "Checkpoint",
-    "FileMark",
-    "Manifest",
-    "file_mark",
-    "is_name",
-    "metrics_from_json",
-    "metrics_to_json",
-    "new_token",
-    "plain_name",
-    "step_name",
-    "step_of",
-    "step_within",
-]
-
 RESTORED = ".restored.json"
 SWEEP_JOB = ".sweep-job.json"
 KEPT = "kept.json"

@@ -27,8 +27,6 @@ from stagereg.checkpoint.plain_dcp import by_name, open_plain_dcp
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.errors import CheckpointError, NothingSavedError, nearest
 
-__all__ = ["MatchedFiles", "describe"]
-
 _STEP_NAME = re.compile(r"\bstep[-=_](\d{1,18})\b")
 
 

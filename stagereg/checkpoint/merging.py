@@ -23,8 +23,6 @@ from stagereg.checkpoint.optimizer_state import groups_of
 from stagereg.checkpoint.sharing import alike, digest
 from stagereg.errors import CheckpointError, name_ranks
 
-__all__ = ["Asked", "Changes", "EntryDigests", "Merging", "RankEntries", "Sent", "Structures", "groups_in", "merge"]
-
 Structures: TypeAlias = dict[tuple[str, bytes], Encoded]
 """Those that ranks have, each by the name of its entry and its digest."""
 _BETWEEN = ", "  # the parts of a text; JSON has it between the items of containers

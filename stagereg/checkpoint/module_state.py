@@ -21,8 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.errors import CheckpointError
 
-__all__ = ["has_flat_parameters", "load", "modules_of", "names_of", "plain_name", "state_of", "unwrapped"]
-
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _MAY_BE_WRAPPED = re.compile(rf"(^|\.)(module|{'|'.join(_WRAPPED)})(\.|$)")
 

@@ -30,8 +30,6 @@ from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.errors import CheckpointError, nearest
 
-__all__ = ["OpenCheckpoint", "first_good", "open_checkpoint", "tensors_of"]
-
 _log = logging.getLogger(__name__)
 
 

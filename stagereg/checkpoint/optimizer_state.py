@@ -37,21 +37,6 @@ from stagereg.checkpoint.advice import listed
 from stagereg.checkpoint.encoding import Leaf, marks
 from stagereg.errors import CheckpointError, NothingSavedError
 
-__all__ = [
-    "ParameterNames",
-    "as_by_name",
-    "as_torchs",
-    "groups_of",
-    "is_by_name",
-    "joined",
-    "load",
-    "of_dotted",
-    "optimizers_of",
-    "parameters_of",
-    "select",
-    "state_of",
-]
-
 _log = logging.getLogger(__name__)
 
 _STATE, _GROUPS, _PARAMS, _ALIASES = "state", "param_groups", "params", "aliases"

@@ -14,8 +14,6 @@ from stagereg.errors import ConfigError, RegistryError, nearest
 from stagereg.registry import build
 from stagereg.spec import check
 
-__all__ = ["RESUME", "at_directory", "at_least", "check_all", "component", "expect_alike", "on_commit", "one_of"]
-
 RESUME = ("auto", "latest", "never")
 """What ``resume`` may be beside the path of a checkpoint."""
 _SUCH = "stagereg.build('on_commit', 'wandb')"

@@ -30,8 +30,6 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.unchanged import Unchanged
 from stagereg.errors import CheckpointError
 
-__all__ = ["PendingSave", "SaveTarget"]
-
 
 @dataclass
 class SaveTarget:

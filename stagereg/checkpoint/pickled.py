@@ -19,8 +19,6 @@ from torch.distributed.tensor import DTensor
 from stagereg.checkpoint.rank_group import reason
 from stagereg.errors import CheckpointError
 
-__all__ = ["expect_loadable", "load"]
-
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 _MESH = b"ctorch.distributed.device_mesh\n"  # the instruction that names one; torch reads no other, nor compressed ones
 _SHOWN = 5

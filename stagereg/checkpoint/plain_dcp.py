@@ -28,8 +28,6 @@ from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.protocol import ArchiveResult
 from stagereg.errors import CheckpointError
 
-__all__ = ["by_name", "is_plain_dcp", "open_plain_dcp"]
-
 _METADATA = ".metadata"
 _EMPTY = 10_000  # items of a list of which nothing is saved
 _ENCODING = torch_metadata._MEM_FORMAT_ENCODING

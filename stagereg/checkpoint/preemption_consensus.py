@@ -29,8 +29,6 @@ from stagereg.errors import RESUME_CODE, CheckpointError, Preempted, Stopped
 from stagereg.launch.preemption import SIGNALS, PreemptionHandler
 from stagereg.launch.rank import torchrun_note
 
-__all__ = ["PreemptionConsensus"]
-
 _log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0  # from one exchange to the next

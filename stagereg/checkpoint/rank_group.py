@@ -36,8 +36,6 @@ from stagereg.join.failure import abort, is_broken_operation, is_timeout
 from stagereg.kernel.channel import resources_of, wait_for_keys
 from stagereg.kernel.memory import view_of
 
-__all__ = ["DisagreementError", "RankGroup", "portable", "reason"]
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -46,8 +46,6 @@ from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import CheckpointError
 
-__all__ = ["CheckpointFiles", "File", "Transfer", "Whole", "read_index"]
-
 _THREADS = min(4, os.cpu_count() or 1)
 _SMALL_BYTES = 1 << 16  # less is read together with what lies beside it
 _RUN_BYTES = 1 << 20

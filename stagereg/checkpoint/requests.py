@@ -17,8 +17,6 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from stagereg.join.failure import collectives_of
 from stagereg.kernel.channel import resources_of
 
-__all__ = ["Requests", "position_in"]
-
 
 class Requests:
     """This rank's end of the list, in the store of the process group.

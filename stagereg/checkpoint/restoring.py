@@ -46,8 +46,6 @@ from stagereg.checkpoint.store.mounts import is_shared, machine_name
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store
 from stagereg.errors import CheckpointError
 
-__all__ = ["restore"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -21,8 +21,6 @@ import torch
 
 from stagereg.errors import CheckpointError
 
-__all__ = ["as_tensors", "capture", "restore"]
-
 _COLLECTIONS = ("python", "numpy")
 _JSON_BYTES = 8192  # more than what 625 numbers of 32 bits have; spaces fill it up
 

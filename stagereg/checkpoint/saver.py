@@ -35,8 +35,6 @@ from stagereg.data import LoadsEveryRank
 from stagereg.errors import CheckpointError, StageregError
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies
 
-__all__ = ["Saver", "a_state", "a_step"]
-
 _log = logging.getLogger(__name__)
 
 _OPTIMIZER = {"state", "param_groups"}

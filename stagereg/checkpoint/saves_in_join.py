@@ -31,8 +31,6 @@ from stagereg.kernel.channel import control_channel
 from stagereg.launch.preemption import SIGNALS
 from stagereg.registry import register
 
-__all__ = ["CheckpointHook", "CheckpointJoinable"]
-
 _MOST = 2**51
 
 

@@ -28,8 +28,6 @@ import stagereg.checkpoint.interval as interval
 import stagereg.record as record
 from stagereg.checkpoint.rank_group import RankGroup
 
-__all__ = ["Automatic", "Schedule"]
-
 _log = logging.getLogger(__name__)
 
 _FIRST_STEPS = 10  # until the first save

@@ -31,8 +31,6 @@ from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.checkpoint.reading import CheckpointFiles, File, Transfer, Whole, read_index
 from stagereg.kernel.memory import view_of
 
-__all__ = ["SharedRead", "shared_index"]
-
 _PIECE_BYTES = 48 << 20
 _LEAST_BYTES = 4 << 20
 _FETCH_BYTES = 8 << 20

@@ -31,27 +31,6 @@ from stagereg.checkpoint.encoding import walk
 from stagereg.errors import CheckpointError, name_ranks
 from stagereg.kernel.memory import view_of
 
-__all__ = [
-    "SAMPLES",
-    "Compared",
-    "EntryContents",
-    "Kind",
-    "Part",
-    "Place",
-    "Replicas",
-    "Shares",
-    "alike",
-    "compare",
-    "content_digests",
-    "contents",
-    "cut",
-    "digest",
-    "expect_alike",
-    "expect_samples_alike",
-    "sampled",
-    "shares",
-]
-
 T = TypeVar("T", bound=Hashable)
 
 _LEAST_BYTES = 1 << 16  # a tensor of fewer is not cut

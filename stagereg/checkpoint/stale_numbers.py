@@ -13,8 +13,6 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["StaleNumbers"]
-
 _log = logging.getLogger(__name__)
 
 _LOOKS = 10  # saves; a counter has changed by then

@@ -39,8 +39,6 @@ from stagereg.checkpoint.index import overlap
 from stagereg.checkpoint.sharing import Part
 from stagereg.errors import CheckpointError
 
-__all__ = ["StatePlanner", "by_number", "from_numbers", "joined", "name_for_each", "split"]
-
 
 class StatePlanner(DefaultSavePlanner):
     """The planner of a save, or of saves that follow one another: a state of the same kind has the same plan.

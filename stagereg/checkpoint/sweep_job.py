@@ -16,8 +16,6 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 from stagereg.launch.command_line import gives_resume
 
-__all__ = ["take_for_job"]
-
 
 def take_for_job(store: CheckpointStore, resume: str) -> None:
     """Note that the job of a sweep that runs here, if it is one, has the directory; while its lock is held.

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 from stagereg.checkpoint.encoding import without_gc
 from stagereg.checkpoint.rank_group import RankGroup
 
-__all__ = ["Post", "Unchanged"]
-
 U = TypeVar("U")
 V = TypeVar("V")
 

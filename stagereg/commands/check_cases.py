@@ -30,8 +30,6 @@ from stagereg.registry import Entry
 from stagereg.stagers.async_stager import AsyncStager
 from stagereg.testing import Contract, JoinableContract, JoinHookContract, OnCommitContract, StagerContract
 
-__all__ = ["ConfiguredContract", "run"]
-
 _KINDS = {
     "stager": StagerContract,
     "join_hook": JoinHookContract,

@@ -29,8 +29,6 @@ from stagereg.errors import ConfigError, nearest
 from stagereg.installed import DISTRIBUTION, normalized, unmet
 from stagereg.registry import Entry
 
-__all__ = ["CONTRACTS", "add_to", "resolve", "run"]
-
 CONTRACTS = "stagereg.contracts"
 """The entry points that announce contracts, by the names of their plugins."""
 _VERDICTS = ("kept", "broken", "not shown", "skipped")

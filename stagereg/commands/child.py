@@ -25,8 +25,6 @@ from typing import Any
 from stagereg.crash_report import innermost_frame, signal_name, summarize_exception
 from stagereg.errors import StageregError
 
-__all__ = ["answer", "call_in_child"]
-
 _CHILD = f"import sys; from {__name__} import answer; answer(*sys.argv[1:])"
 _GRACE_S = 2.0
 """Seconds that a process that hangs gets to dump its stack."""

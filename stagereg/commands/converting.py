@@ -19,8 +19,6 @@ from stagereg.commands.listing import add_plugins_option, import_plugins
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.sizes import ByteSize
 
-__all__ = ["add_to", "run"]
-
 _SHOWN = 8
 _DTYPES = ("float32", "bfloat16", "float16")
 

@@ -24,8 +24,6 @@ import stagereg.config.schema as schema
 import stagereg.registry as registry
 from stagereg.registry import Entry
 
-__all__ = ["Described", "Field", "describe"]
-
 
 @dataclass(frozen=True)
 class Field:

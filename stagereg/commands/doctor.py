@@ -27,8 +27,6 @@ from stagereg.commands.child import call_in_child
 from stagereg.installed import DISTRIBUTION
 from stagereg.output import size_text
 
-__all__ = ["Finding", "add_to", "load", "run", "torch_finding"]
-
 _TORCH_LIMIT_S = 120.0
 """Seconds for PyTorch, whose first import from a network disk takes its time."""
 

@@ -32,8 +32,6 @@ from stagereg.durations import duration
 from stagereg.errors import RESUME_CODE, CheckpointError, ConfigError
 from stagereg.output import above_zero
 
-__all__ = ["add_to", "follow"]
-
 _NOTE = "done.json"
 _WAIT_S = 3600.0  # for the first checkpoint, where the follower is to end by itself
 _LOOK_S = 0.2  # how often a signal is looked for

@@ -23,8 +23,6 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 from stagereg.output import size_text
 
-__all__ = ["add_to", "list_checkpoints", "verify"]
-
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``ls`` and ``verify`` to the commands of ``stagereg``."""

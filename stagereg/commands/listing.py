@@ -16,8 +16,6 @@ import stagereg.registry as registry
 from stagereg.errors import UnknownNameError, nearest
 from stagereg.registry import Entry
 
-__all__ = ["add_plugins_option", "add_to", "find", "import_plugins", "list_components", "show"]
-
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``list`` and ``show`` to the commands of ``stagereg``."""

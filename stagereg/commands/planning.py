@@ -24,8 +24,6 @@ from stagereg.sizes import ByteSize
 from stagereg.sweep.figures import figures, saved
 from stagereg.sweep.run import Run
 
-__all__ = ["Job", "add_to", "run"]
-
 _MODEL = (
     "Failures strike the job at random, independently, at any time, restarts included (exponential, after Daly).",
     "A failure falls back to the newest complete checkpoint; one that is being written does not count (after Vaidya).",

@@ -34,8 +34,6 @@ from stagereg.sweep.run import Run
 from stagereg.sweep.timeline import timeline_figure
 from stagereg.sweep.trace import trace_text
 
-__all__ = ["RunReport", "SweepReport", "add_to", "run"]
-
 _FILES = ("timeline.svg", "timeline.png", "trace.json", "report.html")
 _FIRST, _LAST = 6, 6
 """Checkpoints that a terminal shows of a run that has many."""

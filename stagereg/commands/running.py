@@ -18,8 +18,6 @@ from types import FrameType
 
 from stagereg.launch.rank import KEEPS_CODE
 
-__all__ = ["add_to", "run"]
-
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that torchrun ends by; those that were ignored when it was started stay ignored, as by ``nohup``."""

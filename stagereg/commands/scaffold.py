@@ -20,8 +20,6 @@ import stagereg.output as output
 import stagereg.registry as registry
 from stagereg.errors import ConfigError
 
-__all__ = ["add_to", "make", "run"]
-
 _MODULES = {
     "stager": ("stager", "stager_contract"),
     "joinable": ("average", "hook", "joinable", "training", "joinable_contract"),

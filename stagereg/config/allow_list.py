@@ -20,8 +20,6 @@ import stagereg.registry as registry
 from stagereg.errors import ConfigError, RegistryError, TargetNotAllowedError, nearest
 from stagereg.registry import Entry
 
-__all__ = ["RESTRICTED", "AllowedTarget", "TargetAllowList"]
-
 RESTRICTED = {"stagereg.checkpoint.on_commit.shell_command.ShellCommand": "runs a shell command"}
 """Registered components that a config may name only where the program allows it too, and why, by their paths."""
 

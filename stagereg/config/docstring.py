@@ -12,8 +12,6 @@ import re
 import textwrap
 from typing import Any
 
-__all__ = ["parameters"]
-
 _TITLE = r"^(?i:(?:other )?parameters|params|(?:keyword )?arg(?:ument)?s|attributes)"
 _NAMES = r"^(\*{0,2}\w+(?: *, *\*{0,2}\w+)*)"
 _INDENTED = r"(?:\n(?:[ \t].*)?)*"

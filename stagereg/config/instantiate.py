@@ -30,8 +30,6 @@ from stagereg.errors import ConfigError, RegistryError, StageregError
 from stagereg.registry import Entry
 from stagereg.spec import refuse_unknown
 
-__all__ = ["check_values", "instantiate", "targets"]
-
 
 def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[..., Any]] = (), **kwargs: Any) -> Any:
     """Build the component that ``config`` describes, and those nested in it.

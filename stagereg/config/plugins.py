@@ -33,8 +33,6 @@ from omegaconf.errors import OmegaConfBaseException
 import stagereg.registry as registry
 from stagereg.errors import ConfigError, RegistryError, nearest
 
-__all__ = ["NAMED", "PluginError", "from_config", "from_overrides", "load", "note", "noted"]
-
 _KEY = "plugins"
 NAMED = "One of your own is found when the config names its module, plugins: [my_module]."
 """What to do where a component is not found."""

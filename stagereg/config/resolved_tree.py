@@ -18,8 +18,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from stagereg.errors import ConfigError
 
-__all__ = ["SWITCHES", "Call", "Given", "NodePath", "built", "describes", "is_missing", "merged", "plain"]
-
 _NOTHING_SAVED = "checkpoints need a stager and a storage; to save nothing write checkpoint.enable=false"
 SWITCHES = {
     "join": "to train without a join write join.enable=false: the join then does nothing",

@@ -34,8 +34,6 @@ from stagereg.errors import ConfigError, StageregError, nearest
 from stagereg.registry import Entry
 from stagereg.spec import refuse_unknown
 
-__all__ = ["HYDRA_KEYS", "Option", "factory_of", "from_config", "options", "runtime", "schema", "to_config"]
-
 HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_isolate_", "_partial_", "_recursive_")
 """What Hydra gives a meaning in a node: never options, though a component may have parameters of these names."""
 

@@ -28,8 +28,6 @@ import stagereg.config.schema as schema
 import stagereg.registry as registry
 from stagereg.errors import RegistryError, StageregError, UnknownNameError
 
-__all__ = ["OptionError", "RegistrySearchPath", "RegistrySource"]
-
 
 class OptionError(RegistryError, ConfigCompositionException):
     """A chosen option is not there, or cannot be loaded: its package is broken, or its signature has no config."""

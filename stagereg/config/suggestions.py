@@ -25,8 +25,6 @@ from stagereg.config.resolved_tree import SWITCHES
 from stagereg.config.schema import options
 from stagereg.errors import ConfigError, nearest
 
-__all__ = ["explain", "refuse_unused"]
-
 _CHOSEN = {"joinable": "+joinable@join.joinables.NAME", "join_hook": "+join_hook@join.joinables.NAME.hook"}
 """How an option of a kind is chosen, where that is not by the name of the kind alone."""
 

@@ -29,8 +29,6 @@ from stagereg.durations import duration, write_duration
 from stagereg.errors import ConfigError, nearest
 from stagereg.sizes import ByteSize
 
-__all__ = ["ValueType", "value_type", "written"]
-
 
 @dataclass(frozen=True)
 class ValueType:

@@ -10,8 +10,6 @@ from stagereg.config.source import RegistrySearchPath, RegistrySource
 from stagereg.sweep.interleaved import InterleavedSweeper
 from stagereg.sweep.optuna_sweeper import OptunaSweeper
 
-__all__ = ["InterleavedSweeper", "OptunaSweeper", "RegistrySearchPath", "RegistrySource", "offer"]
-
 
 def offer() -> None:
     """Register the plugins with Hydra in this process; twice is harmless."""

@@ -20,8 +20,6 @@ from accelerate.utils import gather_object
 from stagereg.errors import JoinError
 from stagereg.join.context import Join
 
-__all__ = ["AcceleratorJoin", "inner"]
-
 _ELSE = "For any other loop there is stagereg.Join with join.iterate."
 
 

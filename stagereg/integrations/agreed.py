@@ -7,8 +7,6 @@ from typing import Any
 
 from stagereg.errors import CheckpointError, StageregError
 
-__all__ = ["agreed"]
-
 
 def agreed(decide: Callable[[], Any], is_first: bool, broadcast: Callable[[Any], Any]) -> Any:
     """Return what ``decide`` returns on the first rank, or raise its error, on all ranks. Collective.

@@ -23,8 +23,6 @@ from stagereg.checkpoint.entries import PerRank, per_rank, rank_name
 from stagereg.checkpoint.opened import open_checkpoint
 from stagereg.integrations.lightning_uneven import JoinedLoader
 
-__all__ = ["RESUME", "ResumedFit"]
-
 _log = logging.getLogger(__name__)
 
 RESUME = "stagereg_resume"

@@ -21,8 +21,6 @@ from stagereg.checkpoint.opened import open_checkpoint
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.integrations.lightning_resume import RESUME, ResumedFit
 
-__all__ = ["SHARDED", "WholeSaving", "kind_of", "read_entries"]
-
 
 class WholeSaving:
     """Saving where rank 0 has all of a checkpoint: DDP, a single device. The other ranks learn of what fails."""

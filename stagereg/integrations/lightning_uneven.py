@@ -22,8 +22,6 @@ from torch.distributed.fsdp import FSDPModule
 from stagereg.errors import JoinError
 from stagereg.join.context import Join
 
-__all__ = ["JoinedLoader", "UnevenInputs"]
-
 
 class UnevenInputs(pl.Callback):
     """Trains ranks with different numbers of batches to the end: ``Trainer(callbacks=[UnevenInputs()])``.

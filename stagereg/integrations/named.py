@@ -31,8 +31,6 @@ from stagereg.checkpoint.opened import open_checkpoint
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore, sync
 from stagereg.errors import CheckpointError, ConfigError
 
-__all__ = ["NamedCheckpoints", "choose", "delete", "split"]
-
 _log = logging.getLogger(__name__)
 
 _STORE = ".stagereg"

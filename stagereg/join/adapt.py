@@ -27,8 +27,6 @@ from stagereg.join.kinds.step import StepJoinable
 from stagereg.join.kinds.zero import ZeroJoinable
 from stagereg.registry import register
 
-__all__ = ["ForeignJoinable", "adapt", "auto", "common_group", "type_name"]
-
 
 class ForeignJoinable(BuiltInJoinable):
     """A joinable of torch's, or of a class that derives from none: it announces through torch's ``Join``."""

@@ -24,8 +24,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from stagereg.errors import JoinError
 
-__all__ = ["SampleCounter", "emptied", "emptied_or_error", "fetch", "publish", "samples_in"]
-
 _ADVICE = (
     "Supply one: join.iterate(loader, example=...), where example is a batch as the loader would give, or an already "
     "empty one."

@@ -33,8 +33,6 @@ from stagereg.kernel.channel import resources_of
 from stagereg.kernel.shadow import TorchWire
 from stagereg.registry import register
 
-__all__ = ["Join", "configured"]
-
 Average = Literal["samples", "world", "active"]
 
 _log = logging.getLogger(__name__)

@@ -30,16 +30,6 @@ from stagereg.errors import PeerFailedError, StageregError, UnevenInputsError, n
 from stagereg.join.progress import Progress
 from stagereg.kernel.channel import HEARTBEAT_S, WorkerThread, resources_of
 
-__all__ = [
-    "FailureDetector",
-    "RankStatus",
-    "abort",
-    "collectives_of",
-    "discard_channels",
-    "is_broken_operation",
-    "is_timeout",
-]
-
 _GRACE_S = 2.0  # within which a rank that is alive publishes another status, at most
 _BEATS = int(_GRACE_S / HEARTBEAT_S)  # statuses that a rank publishes in that time
 _MERCY_S = 0.6  # in which a rank may leave by itself after another has failed: all may have raised the same, and go on

@@ -23,8 +23,6 @@ from stagereg.errors import JoinableNotInitializedError, JoinError
 from stagereg.join.session import JoinSession
 from stagereg.kernel.shadow import TorchWire
 
-__all__ = ["BuiltInHook", "BuiltInJoinable", "JoinConfig", "JoinHook", "Joinable", "is_native", "notify"]
-
 B = TypeVar("B", bound="BuiltInJoinable")
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["MeanLoss", "is_mean"]
-
 _MEAN = 1  # in ATen's enumeration of reductions
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Progress"]
-
 
 class Progress(NamedTuple):
     """What one rank has run. There is a new one for each change, so another thread never reads half a change.

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from stagereg.errors import JoinError
 from stagereg.kernel.channel import ControlChannel, Waiting, wait_until
 
-__all__ = ["Responder"]
-
 
 class Responder:
     """One rank's end of sums of ``width`` numbers, on a ``channel`` of its own. Every rank closes it once a loop.

@@ -41,8 +41,6 @@ from stagereg.kernel.membership import AllReduceMembership, Membership, StoreMem
 from stagereg.kernel.shadow import PEER_EXHAUSTED, TorchWire
 from stagereg.sockets import BegunSteps, PeerSockets
 
-__all__ = ["Follower", "JoinSession", "Loop", "Mode", "followers", "one_of"]
-
 E = TypeVar("E", bound=BaseException)
 
 _LOOK_S = 0.0005

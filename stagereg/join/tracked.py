@@ -19,8 +19,6 @@ from stagereg.join.joinable import BuiltInJoinable, JoinHook, notify
 from stagereg.kernel.membership import Membership
 from stagereg.kernel.shadow import TorchWire
 
-__all__ = ["TrackedJoinable", "differentiable"]
-
 
 class TrackedJoinable(BuiltInJoinable):
     """A joinable whose steps begin with the forward of its module; it watches that from ``join_hook`` to ``detach``."""

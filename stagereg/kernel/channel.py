@@ -26,9 +26,6 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from stagereg.errors import JoinError
 from stagereg.sockets import PeerCall, PeerSockets, connect_ranks
 
-__all__ = ["LIMIT_S", "ControlChannel", "PendingSum", "Waiting", "WorkerThread", "control_channel", "resources_of"]
-__all__ += ["wait_for_keys", "wait_until"]
-
 HEARTBEAT_S = 0.25
 """Seconds after which a thread notices at the latest what has come without waking it."""
 

@@ -12,8 +12,6 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-__all__ = ["copy", "way"]
-
 copy: Any = None  # copy(moves, count, base), see copy.c; None without the compiled part
 way = ""  # how it copies large pieces
 

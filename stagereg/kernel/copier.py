@@ -27,8 +27,6 @@ from stagereg.kernel.memory import Lease, Pool, register_padding
 from stagereg.kernel.state_dict import Recognizer, TreeSpec, flatten, path_to
 from stagereg.kernel.transfer import CopyEngine
 
-__all__ = ["HostCopier", "PendingCopy", "naming", "no_collection"]
-
 
 @dataclass
 class PendingCopy:

@@ -22,8 +22,6 @@ from stagereg.errors import StagingError
 from stagereg.kernel.state_dict import why_without_data
 from stagereg.kernel.transfer import Batch
 
-__all__ = ["ALIGNMENT", "Layout", "Region", "plan_layout", "region_bytes", "signature", "span_of", "tensors_over"]
-
 ALIGNMENT = 64  # bytes: where a region may start in host memory; a cache line, and a multiple of every dtype's size
 _PAGE = 4096
 

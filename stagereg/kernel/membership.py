@@ -22,8 +22,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from stagereg.errors import JoinError, UnevenInputsError
 from stagereg.kernel.channel import ControlChannel, PendingSum, Waiting, wait_until
 
-__all__ = ["ActiveRanks", "AllReduceMembership", "Membership", "StoreMembership"]
-
 
 class ActiveRanks(NamedTuple):
     """The ranks that take part in a step.

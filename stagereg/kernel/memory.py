@@ -35,8 +35,6 @@ import torch
 
 from stagereg.errors import StagerClosedError, StagingError
 
-__all__ = ["Block", "BlockRef", "Lease", "Pool", "padding_around", "register_padding", "view_of"]
-
 log = logging.getLogger("stagereg")
 
 WAIT_WITHOUT_RELEASE_S = 1.0

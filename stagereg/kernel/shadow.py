@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from stagereg.errors import UnevenInputsError
 
-__all__ = ["PEER_EXHAUSTED", "TorchWire"]
-
 PEER_EXHAUSTED = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
 """What an active rank raises, in torch's words."""
 

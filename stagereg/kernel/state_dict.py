@@ -36,8 +36,6 @@ try:
 except ImportError:  # not a public name of torch; without it no state dict is recognised
     TensorGuards = None  # type: ignore[assignment, misc]
 
-__all__ = ["Recognizer", "TreeSpec", "flatten", "flip", "path_to", "why_without_data"]
-
 # Immutable values: the copy holds the very same object.
 ATOMS = frozenset({
     type(None), bool, int, float, complex, str, bytes, range, type, slice, type(Ellipsis),

@@ -24,8 +24,6 @@ import torch
 import stagereg.kernel.compiled as compiled
 from stagereg.errors import StagingError
 
-__all__ = ["COPY_THREADS", "Batch", "CopyEngine", "CopyTask", "piece"]
-
 COPY_THREADS = "stagereg-copy"  # how the names of copying threads begin
 
 _Move = tuple[int, int, int]  # offset in host memory, address of the source, bytes

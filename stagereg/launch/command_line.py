@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CommandLine", "gives_resume", "parsed", "quoted"]
-
 _LAUNCHER_ONLY = {"run", "sweep", "mode", "output_subdir", "launcher", "sweeper"}
 """Keys and groups below ``hydra`` that ranks do not get."""
 

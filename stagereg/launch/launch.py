@@ -33,8 +33,6 @@ from stagereg.launch.run_store import GATHER_S, RunStore
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.machine import tunables
 
-__all__ = ["RanksFailedError", "checked_nproc", "launch"]
-
 _KILL_S = 3.0
 """Seconds ranks have to end after a signal, before they are killed."""
 _LEAVE_S = 60.0

@@ -25,8 +25,6 @@ from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
 from stagereg.launch.rank import Rank, alone, is_rank, print_exit, publish_run, resume_override, run_recorded
 from stagereg.launch.scheduler_task import SchedulerTask
 
-__all__ = ["main"]
-
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 """Hydra's own switch for errors that are raised, not printed."""
 _INITIALISED = (

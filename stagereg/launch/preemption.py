@@ -26,8 +26,6 @@ from typing import Any
 
 from stagereg.errors import RESUME_CODE
 
-__all__ = ["SAME_SIGNAL_S", "SIGNALS", "PreemptionHandler"]
-
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """The signals that ask a run to save and exit."""
 SAME_SIGNAL_S = 5.0

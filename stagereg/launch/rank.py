@@ -32,21 +32,6 @@ from stagereg.launch.command_line import quoted
 from stagereg.launch.run_store import RunStore, name_attempt
 from stagereg.machine import ranks_here
 
-__all__ = [
-    "KEEPS_CODE",
-    "LAUNCHER",
-    "Rank",
-    "alone",
-    "command_to_go_on",
-    "is_consequence",
-    "is_rank",
-    "print_exit",
-    "publish_run",
-    "resume_override",
-    "run_recorded",
-    "torchrun_note",
-]
-
 log = logging.getLogger(__name__)
 
 LAUNCHER = "STAGEREG_LAUNCHER"

@@ -24,8 +24,6 @@ from typing import Any
 
 from stagereg.errors import LaunchError
 
-__all__ = ["GATHER_S", "RunStore", "name_attempt"]
-
 GATHER_S = 600
 """Seconds in which the ranks of a run may start one after another."""
 _BEAT_S = 1.0

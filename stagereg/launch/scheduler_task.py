@@ -10,8 +10,6 @@ import os
 import zlib
 from dataclasses import dataclass
 
-__all__ = ["SchedulerTask"]
-
 _PORTS = range(20_000, 32_000)
 """Below those that systems give to outgoing connections."""
 

@@ -13,14 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
 
-__all__ = [
-    "AsyncStager",
-    "ReleasesCopies",
-    "ReservesPadding",
-    "StateDict",
-    "WatchesOptimizers",
-]
-
 StateDict: TypeAlias = dict[str, Any]
 """Nested dicts, lists and tuples of tensors and other values, as ``torch.distributed.checkpoint`` takes them."""
 

@@ -8,8 +8,6 @@ from stagereg.registry import register
 from stagereg.stagers.bounded import copier_within
 from stagereg.stagers.host import HostStager
 
-__all__ = ["BlockingAsyncStager", "BlockingStager"]
-
 
 @register("stager", "blocking")
 class BlockingStager(HostStager):

@@ -31,8 +31,6 @@ from stagereg.kernel.layout import Layout, Region, plan_layout, region_bytes, si
 from stagereg.kernel.memory import Pool
 from stagereg.machine import ranks_here
 
-__all__ = ["BoundedCopier", "copier_within"]
-
 _log = logging.getLogger("stagereg")
 
 

@@ -29,8 +29,6 @@ from stagereg.kernel.copier import PendingCopy
 from stagereg.kernel.layout import Layout, Region
 from stagereg.kernel.transfer import Batch, CopyTask, piece
 
-__all__ = ["CopySplit", "DeferredCopy"]
-
 _PIECE_BYTES = 2**22  # a writer waits for one piece of another thread at most: well below a millisecond
 _SAMPLE_BYTES = 64
 _MOST_BLOCKS = 4  # of memory that are used in turns

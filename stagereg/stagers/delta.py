@@ -27,8 +27,6 @@ from stagereg.kernel.layout import ALIGNMENT, Layout, Signature, plan_layout, si
 from stagereg.kernel.memory import BlockRef, Lease, Pool, register_padding
 from stagereg.kernel.transfer import CopyEngine
 
-__all__ = ["DeltaCopier", "Treatment"]
-
 Treatment = Literal["once", "compare", "always"]
 
 T = TypeVar("T")

@@ -21,8 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from stagereg.kernel.state_dict import flatten
 
-__all__ = ["WriteGuard", "announce_write"]
-
 
 class WriteGuard:
     """Calls ``before_write`` before a write that it can foresee, on the thread that is about to write.

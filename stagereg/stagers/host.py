@@ -9,8 +9,6 @@ from stagereg.kernel.copier import HostCopier
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 from stagereg.stagers.bounded import BoundedCopier
 
-__all__ = ["HostStager"]
-
 
 class HostStager(AsyncStager):
     """Base of the stagers that copy with the kernel; a subclass chooses the memory by choosing the copier.

@@ -18,8 +18,6 @@ from stagereg.registry import register
 from stagereg.stagers.delta import DeltaCopier, Treatment
 from stagereg.stagers.host import HostStager
 
-__all__ = ["IncrementalStager", "names_of"]
-
 
 @register("stager", "incremental")
 class IncrementalStager(HostStager):

@@ -25,8 +25,6 @@ from stagereg.stagers.deferred_copy import CopySplit, DeferredCopy
 from stagereg.stagers.guard import WriteGuard
 from stagereg.stagers.host import HostStager
 
-__all__ = ["OverlappedStager"]
-
 
 @register("stager", "overlapped")
 class OverlappedStager(HostStager):

@@ -7,8 +7,6 @@ from stagereg.registry import register
 from stagereg.stagers.bounded import copier_within
 from stagereg.stagers.host import HostStager
 
-__all__ = ["PinnedCachedStager"]
-
 
 @register("stager", "pinned_cached")
 class PinnedCachedStager(HostStager):

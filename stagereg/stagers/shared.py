@@ -8,8 +8,6 @@ from stagereg.registry import register
 from stagereg.stagers.host import HostStager
 from stagereg.stagers.shared_memory import SharedBlock, register_reducers
 
-__all__ = ["SharedStager"]
-
 
 @register("stager", "shared")
 class SharedStager(HostStager):

@@ -34,8 +34,6 @@ from stagereg.errors import StagingError
 from stagereg.kernel.memory import Block, view_of
 from stagereg.kernel.state_dict import flip
 
-__all__ = ["SharedBlock", "SharedMemoryHandle", "is_plain", "register_reducers"]
-
 _PAGE = 4096
 _TOKEN_BYTES = 16  # at the start of the last page; each byte after them is a slot for one message
 _SLOTS = _PAGE - _TOKEN_BYTES

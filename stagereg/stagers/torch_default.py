@@ -11,8 +11,6 @@ from stagereg.errors import StagerClosedError, StagingError
 from stagereg.registry import register
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 
-__all__ = ["TorchDefaultStager"]
-
 
 @register("stager", "torch_default")
 class TorchDefaultStager(AsyncStager):

@@ -10,8 +10,6 @@ from stagereg.sweep.metric import counted
 if TYPE_CHECKING:
     from stagereg.sweep.comparison import Comparison, ComparisonRow
 
-__all__ = ["answer"]
-
 _NAMED = 3
 """Rows that are named before the rest is counted."""
 _FEW = 3

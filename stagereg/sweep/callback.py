@@ -47,8 +47,6 @@ from stagereg.sweep.metric import directed, usual
 from stagereg.sweep.result import KEYS, JobResult, completed_before, results, split
 from stagereg.sweep.run import Run
 
-__all__ = ["Compare"]
-
 log = logging.getLogger(__name__)
 
 _SWEEPS_OWN = re.compile(r"hydra[./](mode|run|sweep|sweeper|launcher)([./]|$)")

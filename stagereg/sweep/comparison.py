@@ -24,8 +24,6 @@ from stagereg.errors import ConfigError
 from stagereg.sweep.metric import Metric, columns, counted, directed
 from stagereg.sweep.result import KEYS, JobResult
 
-__all__ = ["Cell", "Comparison", "ComparisonRow", "compare"]
-
 _ENOUGH = 5
 """Values from which on quartiles alone prove a difference; of fewer, all of one row must be better."""
 _ROUNDING = 1e-6

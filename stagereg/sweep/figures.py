@@ -19,8 +19,6 @@ from typing import Any, Literal
 from stagereg.sweep.metric import RETURNED
 from stagereg.sweep.run import RankRecord, Run, Span
 
-__all__ = ["Saved", "figures", "number", "saved"]
-
 _GIB = 2**30
 _LEAST_UNDISTURBED = 3
 """Undisturbed steps whose median is taken as the time of a step, at least."""

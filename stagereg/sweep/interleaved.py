@@ -33,16 +33,6 @@ from stagereg.errors import RESUME_CODE, ConfigError, LaunchError
 from stagereg.launch.command_line import gives_resume
 from stagereg.sweep.result import KEYS, completed_before
 
-__all__ = [
-    "ContainedTask",
-    "InterleavedSweeper",
-    "SweepError",
-    "check_directories",
-    "check_repeats",
-    "check_swept",
-    "interleaved",
-]
-
 log = logging.getLogger(__name__)
 
 _REPEAT, _AGAIN = "++sweep.repeat", "++sweep.again"

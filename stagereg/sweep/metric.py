@@ -11,22 +11,6 @@ from dataclasses import dataclass, replace
 
 from stagereg.errors import ConfigError, nearest
 
-__all__ = [
-    "DIRECTIONS",
-    "METRICS",
-    "RETURNED",
-    "Metric",
-    "columns",
-    "counted",
-    "directed",
-    "in_order",
-    "labelled",
-    "metric",
-    "quantity",
-    "shown",
-    "usual",
-]
-
 RETURNED = "returned."
 """What the name of a figure begins with that a task returns in a dict."""
 DIRECTIONS = {"minimize": "lower", "maximize": "higher"}

@@ -40,8 +40,6 @@ from stagereg.sweep.interleaved import ContainedTask, SweepError, check_director
 from stagereg.sweep.metric import directed
 from stagereg.sweep.result import KEYS
 
-__all__ = ["OptunaSweeper"]
-
 log = logging.getLogger(__name__)
 
 _STUDY = "stagereg"

@@ -23,8 +23,6 @@ from stagereg.record import file_name
 from stagereg.sweep.figures import figures, number
 from stagereg.sweep.run import Run
 
-__all__ = ["CONFIG", "FORMAT", "KEYS", "RESULT", "JobResult", "completed_before", "kind_of", "results", "split"]
-
 KEYS = ("sweep.repeats", "sweep.metric", "sweep.direction", "sweep.repeat", "sweep.again")
 """What goes for a sweep and not for what its jobs do."""
 RESULT = "result.json"

@@ -22,8 +22,6 @@ from typing import Any
 from stagereg.errors import ConfigError
 from stagereg.record import FILES, FORMAT
 
-__all__ = ["RankRecord", "Run", "Span"]
-
 _NAME = re.compile(r"metrics(?:\.rank(\d+))?\.jsonl")
 _decoded = json.JSONDecoder(parse_constant=lambda name: None).decode
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["timeline_figure", "usual_window"]
-
 Window = tuple[float, float]
 """A stretch of time, seconds since the start of the run."""
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from stagereg.sweep.run import RankRecord, Run, Span
 
-__all__ = ["trace_text"]
-
 
 def trace_text(run: Run) -> str:
     """Return the trace of ``run`` as a JSON document; ranks that recorded nothing but their start are in it too."""

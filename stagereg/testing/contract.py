@@ -21,8 +21,6 @@ from typing import ClassVar, NoReturn, TypeVar
 from stagereg.crash_report import summarize_exception
 from stagereg.errors import BrokenPromiseError
 
-__all__ = ["Contract", "Outcome"]
-
 T = TypeVar("T")
 
 

@@ -19,8 +19,6 @@ from stagereg.join.joinable import BuiltInJoinable, notify
 from stagereg.testing.contract import Contract
 from stagereg.testing.scenario import Observation, Scenario, ScenarioResult, played, steps_of
 
-__all__ = ["JoinHookContract", "JoinableContract"]
-
 _NEVER_TRAINED = ("hooks on", "attributes of", "join of", "Python's warning filters")
 
 

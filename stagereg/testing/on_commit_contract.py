@@ -24,8 +24,6 @@ from stagereg.errors import BrokenPromiseError, StageregError
 from stagereg.testing.contract import Contract
 from stagereg.testing.ranks import RankFailure, run_ranks
 
-__all__ = ["OnCommitContract"]
-
 _STARTING_S = 60.0
 """Seconds that ranks may take to start, beside the contract's own time."""
 

@@ -32,8 +32,6 @@ from stagereg.errors import StageregError
 from stagereg.installed import DISTRIBUTION
 from stagereg.testing.worker import Assignment, pack, work
 
-__all__ = ["RankFailure", "run_ranks"]
-
 _PRELOAD = [
     "stagereg.testing.worker",
     "torch._dynamo",

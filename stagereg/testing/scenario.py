@@ -37,8 +37,6 @@ from stagereg.kernel.channel import resources_of
 from stagereg.testing.ranks import RankFailure, run_ranks
 from stagereg.testing.worker import limited, new_group
 
-__all__ = ["Observation", "Scenario", "ScenarioResult", "played", "steps_of"]
-
 _OURS_ALONE = ("mode", "loader", "timeout", "average", "process_group")
 """Options of stagereg's ``Join`` that torch's does not know."""
 _STARTING_S = 30.0

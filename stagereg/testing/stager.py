@@ -34,8 +34,6 @@ from stagereg.spec import check
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesPadding, StateDict, WatchesOptimizers
 from stagereg.testing.stager_trial import StagerTrial, difference, on_a_rank
 
-__all__ = ["StagerContract"]
-
 _DTYPES = """bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float16 bfloat16 float32
 float64 complex64 complex128"""
 """Those that checkpoints are made of."""

@@ -23,8 +23,6 @@ from stagereg.testing.contract import Contract, Outcome
 from stagereg.testing.ranks import RankFailure, run_ranks
 from stagereg.testing.worker import is_rank
 
-__all__ = ["StagerTrial", "difference", "on_a_rank"]
-
 S = TypeVar("S", bound="StagerTrial")
 
 _STARTING_S = 60.0

@@ -33,8 +33,6 @@ from typing import Any, BinaryIO
 
 from stagereg.errors import StageregError
 
-__all__ = ["Assignment", "Shipment", "await_all", "is_rank", "limited", "new_group", "pack", "work"]
-
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 """Where modules lie that an ordinary import finds."""
 

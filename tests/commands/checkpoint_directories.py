@@ -10,8 +10,6 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.checkpoint.store.remote_store import RemoteStore
 
-__all__ = ["contents", "path_of", "save"]
-
 
 def contents(step: int, salt: str = "") -> dict[str, bytes]:
     """The files of a step; of all steps ``a`` and ``b`` have the same sizes, and ``c`` has not."""

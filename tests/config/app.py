@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MANY_CALLS", "STAGER", "App"]
-
 MANY_CALLS = str(Path(__file__).parents[1] / "support" / "many_calls.py")
 
 STAGER = """

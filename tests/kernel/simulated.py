@@ -16,8 +16,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["SimulatedChannel", "Simulation", "Stuck"]
-
 
 class Stuck(AssertionError):
     """The calls of the ranks did not match, or no rank could go on."""

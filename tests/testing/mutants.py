@@ -21,8 +21,6 @@ from stagereg import BlockingAsyncStager
 from stagereg.errors import StagerClosedError, StagingError, UnstageableTypeError
 from stagereg.kernel.memory import register_padding
 
-__all__ = ["MUTANTS", "RELEASE", "ShardsOnAnAccelerator"]
-
 State = dict[str, Any]
 RELEASE = threading.Event()
 """Ends the threads that mutants have left behind."""

@@ -35,8 +35,6 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import path_or_url
 from stagereg.crash_report import summarize_exception
 
-__all__ = ["CommitCalls"]
-
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05

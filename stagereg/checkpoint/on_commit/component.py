@@ -11,8 +11,6 @@ from typing import Protocol
 from stagereg.checkpoint.manifest import Manifest
 from stagereg.errors import InstallationError
 
-__all__ = ["CommittedCheckpoint", "OnCommit", "expect_installed"]
-
 
 @dataclass(frozen=True)
 class CommittedCheckpoint:

@@ -26,8 +26,6 @@ from stagereg.checkpoint.store.retry import retrying
 from stagereg.errors import CheckpointError
 from stagereg.registry import register
 
-__all__ = ["CopyTo"]
-
 _BLOCK_BYTES = 1 << 23
 
 

@@ -14,8 +14,6 @@ from stagereg.errors import ConfigError
 from stagereg.registry import register
 from stagereg.sizes import ByteSize
 
-__all__ = ["HuggingFaceExport"]
-
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".py")
 _WEIGHTS = ".index.json"
 

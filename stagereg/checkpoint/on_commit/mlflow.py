@@ -7,8 +7,6 @@ from stagereg.checkpoint.on_commit.component import CommittedCheckpoint, expect_
 from stagereg.errors import CheckpointError
 from stagereg.registry import register
 
-__all__ = ["MlflowArtifact"]
-
 
 @register("on_commit", "mlflow")
 class MlflowArtifact:

@@ -18,8 +18,6 @@ from stagereg.checkpoint.on_commit.component import CommittedCheckpoint
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.registry import register
 
-__all__ = ["ShellCommand"]
-
 
 @register("on_commit", "command")
 class ShellCommand:

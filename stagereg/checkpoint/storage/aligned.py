@@ -28,8 +28,6 @@ from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.store.object_store import ObjectStore
 
-__all__ = ["PAGE", "AlignedFile", "DiskFile", "Upload", "make_buffers"]
-
 PAGE = 4096
 """Bytes: a multiple of the logical block of nearly every disk."""
 

@@ -35,8 +35,6 @@ from stagereg.checkpoint.storage.protocol import ArchiveResult, Storage, TensorR
 from stagereg.kernel.memory import view_of
 from stagereg.registry import register
 
-__all__ = ["DcpStorage", "TorchDcpStorage", "direct"]
-
 
 @register("storage", "dcp")
 class DcpStorage(FileStorage):

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["MAP_NORESERVE", "Envelope", "envelope"]
-
 _KEPT = 1 << 15  # a model has as many kinds of tensor as it has tensors at worst
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on
 

@@ -34,8 +34,6 @@ from stagereg.checkpoint.store.open_store import is_url
 from stagereg.checkpoint.store.retry import retrying
 from stagereg.errors import CheckpointError
 
-__all__ = ["FileStorage", "StrPath", "write_archive"]
-
 StrPath: TypeAlias = str | os.PathLike[str]
 
 _METADATA = ".metadata"

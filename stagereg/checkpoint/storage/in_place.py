@@ -18,8 +18,6 @@ from stagereg.checkpoint.storage.envelope import Envelope, envelope
 from stagereg.kernel.memory import Padding, padding_around
 from stagereg.kernel.transfer import Batch
 
-__all__ = ["Image", "InPlace"]
-
 _GAP_BYTES = 2048  # more than what the padding leaves free between two tensors
 
 

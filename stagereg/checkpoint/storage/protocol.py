@@ -23,8 +23,6 @@ from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import CheckpointError, StageregError
 from stagereg.installed import DISTRIBUTION
 
-__all__ = ["ArchiveResult", "Storage", "TensorResult", "expect_fit", "name_of", "named"]
-
 _OURS = f"@{DISTRIBUTION}"
 _FORMER = {"direct": "dcp"}  # names in manifests of storages that have another one now
 

@@ -26,8 +26,6 @@ from stagereg.errors import CheckpointError, ConfigError
 from stagereg.kernel.memory import view_of
 from stagereg.registry import register
 
-__all__ = ["DTYPES", "METADATA", "SafetensorsReader", "SafetensorsStorage", "head"]
-
 METADATA = "__metadata__"
 """The name in a file's head that no tensor can have."""
 

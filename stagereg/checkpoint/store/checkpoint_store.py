@@ -65,8 +65,6 @@ from stagereg.checkpoint.store.lease import LEASE_S, LeaseRecord
 from stagereg.checkpoint.store.reader_lease import being_read, hold, reader_name
 from stagereg.errors import CheckpointError, ConfigError, nearest
 
-__all__ = ["FILE_URL", "CheckpointStore", "local_path", "mark_file", "sync"]
-
 FILE_URL = "file://"
 _LEFTOVER = re.compile(r"\.step-\d+\.[0-9a-f]+\.tmp")
 _NOTE_LEFTOVERS = {f".{name}.tmp" for name in (KEPT, METRICS, RESTORED, SWEEP_JOB)}

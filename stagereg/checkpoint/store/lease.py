@@ -31,8 +31,6 @@ from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.retry import retrying, within
 from stagereg.errors import CheckpointError
 
-__all__ = ["LEASE_S", "REQUEST_S", "LeaseRecord", "StoreLease", "leaseholder"]
-
 LEASE_S = 60.0
 """Seconds that it is good for after it was renewed."""
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from stagereg.checkpoint.store.open_store import is_url
 
-__all__ = ["is_shared", "machine_name"]
-
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine
 MOUNTS = Path("/proc/self/mounts")
 _NETWORK = re.compile(

@@ -17,8 +17,6 @@ from typing import Any
 from stagereg.checkpoint.store.retry import answer_of, retrying
 from stagereg.errors import ConfigError
 
-__all__ = ["ObjectStore"]
-
 _READ_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 24
 _BLOCKS_KEPT = 3

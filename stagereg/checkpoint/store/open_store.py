@@ -7,8 +7,6 @@ from pathlib import Path
 
 from stagereg.checkpoint.store.checkpoint_store import FILE_URL, CheckpointStore, local_path
 
-__all__ = ["is_url", "open_parent_store", "open_store", "path_or_url"]
-
 
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is the URL of something that is not in this machine's file systems."""

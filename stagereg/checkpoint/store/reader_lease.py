@@ -24,8 +24,6 @@ from stagereg.checkpoint.lock import Owner
 from stagereg.checkpoint.manifest import new_token, step_of
 from stagereg.checkpoint.store.retry import within
 
-__all__ = ["being_read", "hold", "reader_name"]
-
 _PREFIX = ".reading."
 
 _log = logging.getLogger(__name__)

@@ -24,8 +24,6 @@ from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.retry import within
 from stagereg.errors import CheckpointError
 
-__all__ = ["RemoteStore"]
-
 _BEST_EFFORT_S = 10.0
 
 _log = logging.getLogger(__name__)

@@ -21,8 +21,6 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-__all__ = ["answer_of", "answered", "may_pass", "retrying", "until", "within"]
-
 T = TypeVar("T")
 
 TRIALS = 10

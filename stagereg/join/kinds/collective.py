@@ -19,8 +19,6 @@ from stagereg.join.session import one_of
 from stagereg.registry import register
 from stagereg.spec import refuse_unknown
 
-__all__ = ["Collective", "CollectiveHook", "CollectiveJoinable"]
-
 Op = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "barrier"]
 Reduction = Literal["sum", "avg", "product", "min", "max"]
 

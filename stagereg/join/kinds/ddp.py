@@ -31,8 +31,6 @@ from stagereg.kernel.shadow import TorchWire
 from stagereg.registry import register
 from stagereg.stagers.guard import announce_write
 
-__all__ = ["DdpHook", "DdpJoinable"]
-
 _REPLACED = ("_divide_by_initial_world_size", "_check_global_requires_backward_grad_sync", "_find_common_rank")
 """Attributes of the module in a join. The first is what DDP's forward reads, the others are methods of its class."""
 

@@ -27,8 +27,6 @@ from stagereg.join.tracked import differentiable
 from stagereg.kernel.shadow import TorchWire
 from stagereg.registry import register
 
-__all__ = ["Fsdp2Hook", "Fsdp2Joinable"]
-
 _ADVICE = (
     "Give the joinable a batch that can be emptied, stagereg.build('joinable', 'fsdp2', module=..., example=...), or "
     "use join.iterate, whose loop body runs on all ranks."

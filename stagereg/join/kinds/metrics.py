@@ -22,8 +22,6 @@ from stagereg.join.responder import Responder
 from stagereg.kernel.channel import ControlChannel, control_channel, resources_of, wait_until
 from stagereg.registry import register
 
-__all__ = ["MetricsHook", "MetricsJoinable"]
-
 Number = float | torch.Tensor
 
 

@@ -19,8 +19,6 @@ from stagereg.join.joinable import BuiltInHook, JoinHook
 from stagereg.join.tracked import TrackedJoinable
 from stagereg.registry import register
 
-__all__ = ["ModuleHook", "ModuleJoinable"]
-
 
 @register("join_hook", "module")
 class ModuleHook(BuiltInHook["ModuleJoinable"]):

@@ -21,8 +21,6 @@ from stagereg.join.session import JoinSession
 from stagereg.join.tracked import TrackedJoinable
 from stagereg.kernel.channel import resources_of, wait_for_keys
 
-__all__ = ["ReducingJoinable", "ZeroGradPolicy", "local"]
-
 
 class ReducingJoinable(TrackedJoinable):
     """Joins a module of which the ranks reduce the gradients."""

@@ -16,8 +16,6 @@ from stagereg.errors import JoinError
 from stagereg.join.joinable import BuiltInHook, BuiltInJoinable, Joinable, JoinHook
 from stagereg.registry import register
 
-__all__ = ["StepHook", "StepJoinable"]
-
 
 @register("join_hook", "step")
 class StepHook(BuiltInHook["StepJoinable"]):

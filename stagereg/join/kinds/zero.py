@@ -16,8 +16,6 @@ from stagereg.errors import JoinError
 from stagereg.join.joinable import BuiltInHook, BuiltInJoinable, Joinable, JoinHook
 from stagereg.registry import register
 
-__all__ = ["ZeroHook", "ZeroJoinable"]
-
 
 @register("join_hook", "zero")
 class ZeroHook(BuiltInHook["ZeroJoinable"]):

@@ -22,8 +22,6 @@ from stagereg.errors import ConfigError
 if TYPE_CHECKING:
     from stagereg.sweep.comparison import Comparison
 
-__all__ = ["FILES", "put", "write"]
-
 FILES = ("compare.csv", "compare.md", "compare.svg", "compare.png", "report.html")
 """What :func:`write` leaves in a directory, in this order."""
 _MOST_TIMELINES = 8

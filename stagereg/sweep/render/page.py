@@ -25,8 +25,6 @@ from stagereg.sweep.metric import METRICS, in_order, labelled, shown
 from stagereg.sweep.render.tables import Table
 from stagereg.sweep.result import CONFIG, JobResult
 
-__all__ = ["Picture", "compare_page", "run_page"]
-
 
 @dataclass(frozen=True)
 class Picture:

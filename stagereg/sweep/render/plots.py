@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "compare_figure", "document", "legend", "plain", "styled"]
-
 COLOURS = {
     "best": "#0072b2",
     "tie": "#3d9bd6",

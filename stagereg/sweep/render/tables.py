@@ -23,21 +23,6 @@ from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
 from stagereg.sweep.metric import Metric, counted, shown
 
-__all__ = [
-    "MARKS",
-    "Table",
-    "Value",
-    "cell_texts",
-    "compare_table",
-    "csv_text",
-    "first_line",
-    "markdown_text",
-    "one_line",
-    "remarks",
-    "row_name",
-    "terminal",
-]
-
 MARKS = {"best": "*", "tie": "~"}
 """What stands behind the number of a cell with that verdict."""
 _MARKED = "* best of its column, ~ ties with it; ± is the spread of the runs (interquartile range)."

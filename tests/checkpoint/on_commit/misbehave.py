@@ -11,8 +11,6 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-__all__ = ["KINDS", "report"]
-
 KINDS = ("raises", "exits", "hangs", "deletes", "os._exit", "is preempted")
 _PROGRAM = """
 import datetime, os, shutil, signal, sys, threading
