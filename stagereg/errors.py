@@ -10,6 +10,7 @@ This module is the ground floor: it imports nothing of the project and nothing h
 from __future__ import annotations
 
 import difflib
+import re
 import signal
 from collections.abc import Iterable, Sequence
 
@@ -34,8 +35,12 @@ __all__ = [
     "UnevenInputsError",
     "UnknownNameError",
     "UnstageableTypeError",
+    "at_least",
+    "listed",
     "name_ranks",
     "nearest",
+    "one_of",
+    "reason",
 ]
 
 RESUME_CODE = 75
@@ -43,6 +48,8 @@ RESUME_CODE = 75
 
 
 _RANKS = 4  # that a message names
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of an object; of no use, and another one on each rank
+_LONGEST = 1000  # characters of the text of one error; some print what they could not handle
 
 
 class StageregError(Exception):
@@ -213,3 +220,40 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     close = close or [beginnings[each] for each in difflib.get_close_matches(name, beginnings, n=1, cutoff=0.8)]
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """Return names of a checkpoint for a message, of many the first ``most``."""
+    more = len(names) - most
+    # They may come from elsewhere: no longer than a line, and no control sequence of a terminal.
+    shown = [f"{name:.100}" if name.isprintable() else f"{name!r:.100}" for name in names[:most]]
+    shown += [f"and {more} more"] if more > 0 else []
+    return ", ".join(shown) or "an empty state"
+
+
+def reason(error: BaseException) -> str:
+    """Return one line on an error: its type and message, or the message of an error of the project, as it is."""
+    if isinstance(error, CheckpointError):
+        return str(error).strip()
+    try:
+        text = _ADDRESS.sub("", " ".join(str(error).split("\n"))).strip()
+    except Exception:
+        text = "(its message cannot be made)"
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]} ... ({len(text)} characters)"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def at_least(least: int, name: str, given: object) -> int:
+    """Return a whole number from ``least`` on."""
+    if isinstance(given, bool) or not isinstance(given, int) or given < least:
+        raise ConfigError(f"{name} must be a whole number of at least {least}, not {given!r}.")
+    return given
+
+
+def one_of(name: str, given: object, choices: Sequence[str]) -> str:
+    """Return one of ``choices``."""
+    if given not in choices:
+        close = nearest(given, choices) if isinstance(given, str) else ""
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {given!r}.{close}")
+    return str(given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -57,12 +57,3 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         yield each
         wrapped = [inner for inner, _ in each.failures.values()] if isinstance(each, CheckpointException) else []
         found = [*wrapped, each.__cause__, each.__context__, *found]
-
-
-def listed(names: Sequence[str], most: int = 10) -> str:
-    """Return names of a checkpoint for a message, of many the first ``most``."""
-    more = len(names) - most
-    # They may come from elsewhere: no longer than a line, and no control sequence of a terminal.
-    shown = [f"{name:.100}" if name.isprintable() else f"{name!r:.100}" for name in names[:most]]
-    shown += [f"and {more} more"] if more > 0 else []
-    return ", ".join(shown) or "an empty state"

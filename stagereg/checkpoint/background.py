@@ -30,10 +30,9 @@ from stagereg.checkpoint.backward import give_way
 from stagereg.checkpoint.committing import WAITING, write_and_commit
 from stagereg.checkpoint.manifest import Checkpoint
 from stagereg.checkpoint.pending_save import PendingSave, SaveTarget
-from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.schedule import Schedule
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, reason
 
 _log = logging.getLogger(__name__)
 

@@ -22,12 +22,11 @@ from torch.optim import Optimizer
 import stagereg.checkpoint.module_state as module_state
 import stagereg.checkpoint.optimizer_state as optimizer_state
 import stagereg.checkpoint.rng as rng
-from stagereg.checkpoint.advice import listed
 from stagereg.checkpoint.encoding import Leaf, encode, leaves, marks
 from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.data import LoadsEveryRank, is_position, is_stateful
-from stagereg.errors import CheckpointError, NothingSavedError, nearest
+from stagereg.errors import CheckpointError, NothingSavedError, listed, nearest
 
 _RESERVED = "stagereg"
 _FSDP2 = "torch.distributed.fsdp._fully_shard."  # its hooks make sure that parameters are shards, and own their memory

@@ -28,10 +28,9 @@ from stagereg.checkpoint.advice import causes
 from stagereg.checkpoint.encoding import Leaf
 from stagereg.checkpoint.manifest import new_token
 from stagereg.checkpoint.opened import OpenCheckpoint, tensors_of
-from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.safetensors import DTYPES, METADATA, head
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, reason
 from stagereg.kernel.memory import view_of
 
 SAFETENSORS = ".safetensors"

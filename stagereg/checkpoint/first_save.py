@@ -14,10 +14,10 @@ import torch
 
 import stagereg.checkpoint.module_state as module_state
 import stagereg.checkpoint.optimizer_state as optimizer_state
-from stagereg.checkpoint.advice import listed
 from stagereg.checkpoint.encoding import leaves
 from stagereg.checkpoint.entries import Kind, memory_of
 from stagereg.data import is_stateful
+from stagereg.errors import listed
 
 _log = logging.getLogger(__name__)
 

@@ -18,14 +18,13 @@ import torch
 
 import stagereg.checkpoint.module_state as module_state
 import stagereg.checkpoint.optimizer_state as optimizer_state
-from stagereg.checkpoint.advice import listed
 from stagereg.checkpoint.encoding import Leaf
 from stagereg.checkpoint.entries import PerRank, from_scratch
 from stagereg.checkpoint.manifest import MOST, Checkpoint, Manifest
 from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.plain_dcp import by_name, open_plain_dcp
 from stagereg.checkpoint.reading import CheckpointFiles
-from stagereg.errors import CheckpointError, NothingSavedError, nearest
+from stagereg.errors import CheckpointError, NothingSavedError, listed, nearest
 
 _STEP_NAME = re.compile(r"\bstep[-=_](\d{1,18})\b")
 

@@ -20,7 +20,6 @@ import torch
 
 import stagereg.checkpoint.encoding as encoding
 import stagereg.checkpoint.entries as entries
-from stagereg.checkpoint.advice import listed
 from stagereg.checkpoint.damage import Condition
 from stagereg.checkpoint.encoding import Leaf
 from stagereg.checkpoint.located import newest
@@ -28,7 +27,7 @@ from stagereg.checkpoint.manifest import Manifest
 from stagereg.checkpoint.plain_dcp import by_name, is_plain_dcp, open_plain_dcp
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.dcp import DcpStorage
-from stagereg.errors import CheckpointError, nearest
+from stagereg.errors import CheckpointError, listed, nearest
 
 _log = logging.getLogger(__name__)
 

@@ -33,9 +33,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 import stagereg.checkpoint.module_state as module_state
-from stagereg.checkpoint.advice import listed
 from stagereg.checkpoint.encoding import Leaf, marks
-from stagereg.errors import CheckpointError, NothingSavedError
+from stagereg.errors import CheckpointError, NothingSavedError, listed
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from stagereg.checkpoint.keep import Keep
 from stagereg.checkpoint.on_commit.component import CommittedCheckpoint, OnCommit
-from stagereg.errors import ConfigError, RegistryError, nearest
+from stagereg.errors import ConfigError, RegistryError, at_least, one_of
 from stagereg.registry import build
 from stagereg.spec import check
 
@@ -68,21 +68,6 @@ def _duration(name: str, given: object) -> None:
     if not isinstance(given, datetime.timedelta) or given <= datetime.timedelta(0):
         such = "such as datetime.timedelta(hours=6)"
         raise ConfigError(f"checkpoint.{name} must be a duration above 0, {such}, not {given!r}.")
-
-
-def at_least(least: int, name: str, given: object) -> int:
-    """Return a whole number from ``least`` on."""
-    if isinstance(given, bool) or not isinstance(given, int) or given < least:
-        raise ConfigError(f"{name} must be a whole number of at least {least}, not {given!r}.")
-    return given
-
-
-def one_of(name: str, given: object, choices: Sequence[str]) -> str:
-    """Return one of ``choices``."""
-    if given not in choices:
-        close = nearest(given, choices) if isinstance(given, str) else ""
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {given!r}.{close}")
-    return str(given)
 
 
 def on_commit(given: Any) -> dict[str, OnCommit]:

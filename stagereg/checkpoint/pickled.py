@@ -16,8 +16,7 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
-from stagereg.checkpoint.rank_group import reason
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, reason
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 _MESH = b"ctorch.distributed.device_mesh\n"  # the instruction that names one; torch reads no other, nor compressed ones

@@ -23,9 +23,9 @@ from typing import NoReturn
 
 import stagereg.record as record
 import stagereg.shutdown as shutdown
-from stagereg.checkpoint.rank_group import RankGroup, reason
+from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.checkpoint.requests import Requests
-from stagereg.errors import RESUME_CODE, CheckpointError, Preempted, Stopped
+from stagereg.errors import RESUME_CODE, CheckpointError, Preempted, Stopped, reason
 from stagereg.launch.preemption import SIGNALS, PreemptionHandler
 from stagereg.launch.rank import torchrun_note
 

@@ -19,7 +19,6 @@ import contextlib
 import datetime
 import logging
 import pickle
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from stagereg.errors import CheckpointError, StageregError, name_ranks
+from stagereg.errors import CheckpointError, StageregError, name_ranks, reason
 from stagereg.join.failure import abort, is_broken_operation, is_timeout
 from stagereg.kernel.channel import resources_of, wait_for_keys
 from stagereg.kernel.memory import view_of
@@ -41,8 +40,6 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
 
-_ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of an object; of no use, and another one on each rank
-_LONGEST = 1000  # characters of the text of one error; some print what they could not handle
 _PATIENCE = datetime.timedelta(days=30)  # longer than any storage is waited for
 _USUAL = datetime.timedelta(minutes=30)  # what torch's own groups have
 _LONG_S = 5.0  # after which a rank that waits for others says so
@@ -56,19 +53,6 @@ _SHOWN = 4  # ranks whose errors a message has
 
 class DisagreementError(CheckpointError):
     """The ranks do not do the same; not the fault of the one that has found it."""
-
-
-def reason(error: BaseException) -> str:
-    """Return one line on an error: its type and message, or the message of an error of the project, as it is."""
-    if isinstance(error, CheckpointError):
-        return str(error).strip()
-    try:
-        text = _ADDRESS.sub("", " ".join(str(error).split("\n"))).strip()
-    except Exception:
-        text = "(its message cannot be made)"
-    if len(text) > _LONGEST:
-        text = f"{text[:_LONGEST]} ... ({len(text)} characters)"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _cause(error: BaseException) -> BaseException | None:

@@ -37,14 +37,13 @@ from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.encoding import Leaf, without_gc
 from stagereg.checkpoint.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, Stored
 from stagereg.checkpoint.manifest import Checkpoint
-from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.storage.dcp import TorchDcpStorage
 from stagereg.checkpoint.storage.envelope import MAP_NORESERVE
 from stagereg.checkpoint.storage.files import FileStorage
 from stagereg.checkpoint.storage.protocol import Storage, named
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import is_url
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, reason
 
 _THREADS = min(4, os.cpu_count() or 1)
 _SMALL_BYTES = 1 << 16  # less is read together with what lies beside it

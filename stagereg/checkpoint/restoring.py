@@ -37,14 +37,14 @@ from stagereg.checkpoint.manifest import MANIFEST, Checkpoint
 from stagereg.checkpoint.matching import MatchedFiles, describe
 from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.plain_dcp import is_plain_dcp
-from stagereg.checkpoint.rank_group import RankGroup, reason
+from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.checkpoint.reading import CheckpointFiles, Transfer
 from stagereg.checkpoint.shared_read import SharedRead, shared_index
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.mounts import is_shared, machine_name
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, reason
 
 _log = logging.getLogger(__name__)
 

@@ -26,13 +26,12 @@ from stagereg.checkpoint.manifest import MOST
 from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.pending_save import PendingSave, SaveTarget
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
-from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.schedule import Schedule
 from stagereg.checkpoint.sharing import Replicas
 from stagereg.checkpoint.stale_numbers import StaleNumbers
 from stagereg.crash_report import summarize_exception
 from stagereg.data import LoadsEveryRank
-from stagereg.errors import CheckpointError, StageregError
+from stagereg.errors import CheckpointError, StageregError, reason
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies
 
 _log = logging.getLogger(__name__)
