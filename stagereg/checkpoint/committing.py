@@ -35,7 +35,7 @@ from stagereg.checkpoint.backward import short_turns, wait_for_backward
 from stagereg.checkpoint.encoding import walk
 from stagereg.checkpoint.entries import rng_name
 from stagereg.checkpoint.failpoints import failpoint
-from stagereg.checkpoint.index import INDEX, describe_tensors, make_index
+from stagereg.checkpoint.index import INDEX, ArchiveResult, TensorResult, describe_tensors, make_index
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.merging import Asked, EntryDigests, Merging, RankEntries, Sent, groups_in
 from stagereg.checkpoint.pending_save import PendingSave
@@ -53,7 +53,7 @@ from stagereg.checkpoint.sharing import (
     shares,
 )
 from stagereg.checkpoint.state_planner import by_number, from_numbers, joined, name_for_each, split
-from stagereg.checkpoint.storage.protocol import ArchiveResult, Storage, TensorResult
+from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.retry import within
 from stagereg.errors import CheckpointError, name_ranks
 

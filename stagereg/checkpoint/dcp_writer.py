@@ -8,7 +8,6 @@ what is loaded, and a state that does not fit are left to torch and its callers.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import shutil
@@ -31,14 +30,14 @@ from stagereg.checkpoint.file_shares import WHOLE, marks_of_shares, share
 from stagereg.checkpoint.manifest import Manifest, step_within
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.files import StrPath
-from stagereg.checkpoint.store.checkpoint_store import CheckpointStore, local_path, sync
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.local_files import exchange, local_path, sync
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import CheckpointError, ConfigError
 
 _CHECKSUMS = "checksums.json"
 _METADATA = ".metadata"
 _PATIENCE_S = 1.0  # for the end of a save that has just failed
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -257,21 +256,3 @@ def _expect_sole(path: Path) -> None:
                 raise CheckpointError(f"An earlier save to {path} is still being written: wait for its future first.")
         if this is not threading.main_thread():  # which comes to a save when its last one has ended, or has failed
             _saving[path] = this
-
-
-def exchange(beside: Path, path: Path, aside: Path) -> Path:
-    """Give ``beside`` the name ``path``; return where is now what had that name.
-
-    In one step, or in two where the file system has no such step: killed between them, it is at ``aside``.
-    """
-    if not os.path.lexists(path):
-        os.rename(beside, path)
-        return beside
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    names = os.fsencode(beside), os.fsencode(path)
-    if rename is not None and rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
-        return beside
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(path, aside)
-    os.rename(beside, path)
-    return aside

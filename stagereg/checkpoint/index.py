@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -22,7 +23,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from stagereg.checkpoint.encoding import Encoded, without_gc
-from stagereg.checkpoint.storage.protocol import ArchiveResult, TensorResult
 from stagereg.errors import CheckpointError
 
 INDEX = "index.json"
@@ -37,6 +37,28 @@ _FORMAT = 1
 _MOST = (1 << 63) - 1
 _MOST_DIMENSIONS = 64
 _Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its shape
+
+
+@dataclass(frozen=True)
+class TensorResult(WriteResult):
+    """What ``write_data`` may return of a tensor in place of torch's ``WriteResult``: where its own bytes are.
+
+    Attributes:
+        content: the byte of the file, ``storage_data.relative_path``, at which they begin; there are as many as the
+            elements of the written part have, with nothing between them.
+        stride: of the elements, as ``Tensor.stride`` has it; None where they are in row-major order.
+    """
+
+    content: int
+    stride: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ArchiveResult(WriteResult):
+    """What ``write_data`` may return of any item that lies in its file as ``torch.save`` has made it.
+
+    ``storage_data.relative_path``, ``offset`` and ``length`` say where.
+    """
 
 
 class Chunk(NamedTuple):

@@ -22,10 +22,9 @@ from torch.distributed.checkpoint._traverse import set_element
 
 import stagereg.checkpoint.optimizer_state as optimizer_state
 from stagereg.checkpoint.encoding import Leaf, walk
-from stagereg.checkpoint.index import INDEX, Index, tables
+from stagereg.checkpoint.index import INDEX, ArchiveResult, Index, tables
 from stagereg.checkpoint.manifest import MANIFEST
 from stagereg.checkpoint.reading import CheckpointFiles
-from stagereg.checkpoint.storage.protocol import ArchiveResult
 from stagereg.errors import CheckpointError
 
 _METADATA = ".metadata"

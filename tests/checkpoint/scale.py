@@ -38,13 +38,12 @@ import stagereg.checkpoint.sharing as sharing
 from stagereg.bench.measure import in_own_process
 from stagereg.checkpoint.committing import _Prepared, _Work
 from stagereg.checkpoint.encoding import walk
-from stagereg.checkpoint.index import INDEX
+from stagereg.checkpoint.index import INDEX, ArchiveResult, TensorResult
 from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest
 from stagereg.checkpoint.merging import Asked, Sent
 from stagereg.checkpoint.pending_save import PendingSave, SaveTarget
 from stagereg.checkpoint.sharing import Compared, EntryContents, HeldTensor, Kind
 from stagereg.checkpoint.storage.files import FileStorage
-from stagereg.checkpoint.storage.protocol import ArchiveResult, TensorResult
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.unchanged import Post, Unchanged
 

@@ -19,7 +19,8 @@ from stagereg.checkpoint.checksum import combined
 from stagereg.checkpoint.damage import differences
 from stagereg.checkpoint.file_shares import WHOLE, marks_of_shares, share
 from stagereg.checkpoint.manifest import FileMark, Manifest
-from stagereg.checkpoint.store.checkpoint_store import CheckpointStore, mark_file
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.local_files import mark_file
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 

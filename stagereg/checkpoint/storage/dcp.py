@@ -26,11 +26,12 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from stagereg.checkpoint.encoding import without_gc
+from stagereg.checkpoint.index import ArchiveResult, TensorResult
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.envelope import Envelope, envelope
 from stagereg.checkpoint.storage.files import FileStorage, StrPath, write_archive
 from stagereg.checkpoint.storage.in_place import Image, InPlace
-from stagereg.checkpoint.storage.protocol import ArchiveResult, Storage, TensorResult
+from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import at_least, one_of
 from stagereg.kernel.memory import view_of
 from stagereg.registry import register

@@ -13,9 +13,8 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 import stagereg.registry as registry
 from stagereg.checkpoint.manifest import FileMark
@@ -94,28 +93,6 @@ class Storage(StorageWriter):
         more to mark it.
         """
         return {}
-
-
-@dataclass(frozen=True)
-class TensorResult(WriteResult):
-    """What ``write_data`` may return of a tensor in place of torch's ``WriteResult``: where its own bytes are.
-
-    Attributes:
-        content: the byte of the file, ``storage_data.relative_path``, at which they begin; there are as many as the
-            elements of the written part have, with nothing between them.
-        stride: of the elements, as ``Tensor.stride`` has it; None where they are in row-major order.
-    """
-
-    content: int
-    stride: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class ArchiveResult(WriteResult):
-    """What ``write_data`` may return of any item that lies in its file as ``torch.save`` has made it.
-
-    ``storage_data.relative_path``, ``offset`` and ``length`` say where.
-    """
 
 
 def name_of(storage: Storage) -> str:

@@ -34,14 +34,12 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Collection, Generator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.damage import Condition, Found, Unclear, differences, of_error
 from stagereg.checkpoint.failpoints import failpoint
-from stagereg.checkpoint.file_shares import WHOLE, joined
+from stagereg.checkpoint.file_shares import WHOLE
 from stagereg.checkpoint.keep import Keep
 from stagereg.checkpoint.lock import LOCK, Owner, StoreLock, holder
 from stagereg.checkpoint.manifest import (
@@ -62,18 +60,15 @@ from stagereg.checkpoint.manifest import (
     step_of,
 )
 from stagereg.checkpoint.store.lease import LEASE_S, LeaseRecord
+from stagereg.checkpoint.store.local_files import local_path, mark_file, sync
 from stagereg.checkpoint.store.reader_lease import being_read, hold, reader_name
-from stagereg.errors import CheckpointError, ConfigError, nearest
+from stagereg.errors import CheckpointError, nearest
 
-FILE_URL = "file://"
 _LEFTOVER = re.compile(r"\.step-\d+\.[0-9a-f]+\.tmp")
 _NOTE_LEFTOVERS = {f".{name}.tmp" for name in (KEPT, METRICS, RESTORED, SWEEP_JOB)}
 _MANIFEST_BYTES = 1 << 28
 """What is longer is not read: with some hundred bytes for each file, that is far more than any run writes."""
 
-_THREADS = min(4, os.cpu_count() or 1)
-_PIECE_BYTES = 1 << 23
-_BLOCK_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -680,44 +675,6 @@ class CheckpointStore:
             _log.warning("stagereg: %s", text)
 
 
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path that a path or a ``file://`` URL means; ``~`` is the user's.
-
-    Raises:
-        ConfigError: the URL names another machine, or the path the home of a user who is not known.
-    """
-    if isinstance(path, str) and path.startswith(FILE_URL) and not path.startswith(f"{FILE_URL}/"):
-        raise ConfigError(f"{path} names another machine; a directory of this one has three slashes: file:///runs.")
-    expanded = os.path.expanduser(os.fspath(path).removeprefix(FILE_URL))
-    if expanded.startswith("~"):
-        raise ConfigError(f"{path} begins with the home of a user who is not known here; ./{path} is a name.")
-    return Path(expanded).absolute()
-
-
-def mark_file(path: Path, part: range = WHOLE) -> FileMark:
-    """Read a file, or a part of it, once, on a few threads, and return size and checksum."""
-    with path.open("rb", buffering=0) as file:
-        end = min(part.stop, os.fstat(file.fileno()).st_size)
-        pieces = [range(at, min(at + _PIECE_BYTES, end)) for at in range(part.start, end, _PIECE_BYTES)]
-        if len(pieces) < 2:
-            return joined(_mark_piece(file.fileno(), piece) for piece in pieces)
-        mark = partial(_mark_piece, file.fileno())
-        with ThreadPoolExecutor(min(_THREADS, len(pieces))) as threads:
-            try:
-                marks = threads.map(mark, pieces)
-            except RuntimeError:  # while a process ends, Python 3.12 starts no thread any more
-                marks = map(mark, pieces)
-            return joined(marks)
-
-
-def _mark_piece(descriptor: int, piece: range) -> FileMark:
-    block = memoryview(bytearray(min(_BLOCK_BYTES, len(piece))))
-    at, crc = piece.start, 0
-    while at < piece.stop and (count := os.preadv(descriptor, [block[: piece.stop - at]], at)):
-        at, crc = at + count, crc32(block[:count], crc)
-    return FileMark(at - piece.start, crc)
-
-
 def _settled(look: Callable[[], list[Condition]]) -> list[Condition]:
     """Look until what is damaged stays so: a run may have deleted it meanwhile, or moved ``latest``."""
     found = look()
@@ -753,12 +710,3 @@ def _size(entry: os.DirEntry[str]) -> int | str | None:
     except OSError as error:
         return of_error(error)
     return found.st_size if stat.S_ISREG(found.st_mode) else "no regular file"
-
-
-def sync(path: Path) -> None:
-    """Have a file or a directory safely on the disk. Raises: ``OSError``."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from stagereg.checkpoint.store.checkpoint_store import FILE_URL, CheckpointStore, local_path
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.local_files import FILE_URL, local_path
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:

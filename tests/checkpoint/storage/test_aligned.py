@@ -22,7 +22,7 @@ import stagereg.checkpoint.storage.aligned as aligned
 from stagereg.checkpoint import checksum
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, DiskFile, make_buffers
-from stagereg.checkpoint.store.checkpoint_store import mark_file
+from stagereg.checkpoint.store.local_files import mark_file
 
 BUFFER = 2 * PAGE
 SIZES = st.one_of(st.integers(0, 5 * PAGE), st.sampled_from([PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 4 * PAGE]))

@@ -31,7 +31,8 @@ from stagereg import registry
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.protocol import name_of, named
-from stagereg.checkpoint.store.checkpoint_store import CheckpointStore, mark_file
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.local_files import mark_file
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
 from stagereg.testing import run_ranks

@@ -19,11 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg
+from stagereg.checkpoint.index import TensorResult
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.envelope import _asked
-from stagereg.checkpoint.storage.protocol import Storage, TensorResult
-from stagereg.checkpoint.store.checkpoint_store import mark_file
+from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.store.local_files import mark_file
 from stagereg.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -1,0 +1,86 @@
+"""Files and directories of this machine: a path of a URL, marks, flushing, one name for another in one step."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from stagereg.checkpoint.checksum import crc32
+from stagereg.checkpoint.file_shares import WHOLE, joined
+from stagereg.checkpoint.manifest import FileMark
+from stagereg.errors import ConfigError
+
+FILE_URL = "file://"
+_THREADS = min(4, os.cpu_count() or 1)
+_PIECE_BYTES = 1 << 23
+_BLOCK_BYTES = 1 << 20
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path that a path or a ``file://`` URL means; ``~`` is the user's.
+
+    Raises:
+        ConfigError: the URL names another machine, or the path the home of a user who is not known.
+    """
+    if isinstance(path, str) and path.startswith(FILE_URL) and not path.startswith(f"{FILE_URL}/"):
+        raise ConfigError(f"{path} names another machine; a directory of this one has three slashes: file:///runs.")
+    expanded = os.path.expanduser(os.fspath(path).removeprefix(FILE_URL))
+    if expanded.startswith("~"):
+        raise ConfigError(f"{path} begins with the home of a user who is not known here; ./{path} is a name.")
+    return Path(expanded).absolute()
+
+
+def mark_file(path: Path, part: range = WHOLE) -> FileMark:
+    """Read a file, or a part of it, once, on a few threads, and return size and checksum."""
+    with path.open("rb", buffering=0) as file:
+        end = min(part.stop, os.fstat(file.fileno()).st_size)
+        pieces = [range(at, min(at + _PIECE_BYTES, end)) for at in range(part.start, end, _PIECE_BYTES)]
+        if len(pieces) < 2:
+            return joined(_mark_piece(file.fileno(), piece) for piece in pieces)
+        mark = partial(_mark_piece, file.fileno())
+        with ThreadPoolExecutor(min(_THREADS, len(pieces))) as threads:
+            try:
+                marks = threads.map(mark, pieces)
+            except RuntimeError:  # while a process ends, Python 3.12 starts no thread any more
+                marks = map(mark, pieces)
+            return joined(marks)
+
+
+def _mark_piece(descriptor: int, piece: range) -> FileMark:
+    block = memoryview(bytearray(min(_BLOCK_BYTES, len(piece))))
+    at, crc = piece.start, 0
+    while at < piece.stop and (count := os.preadv(descriptor, [block[: piece.stop - at]], at)):
+        at, crc = at + count, crc32(block[:count], crc)
+    return FileMark(at - piece.start, crc)
+
+
+def sync(path: Path) -> None:
+    """Have a file or a directory safely on the disk. Raises: ``OSError``."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def exchange(beside: Path, path: Path, aside: Path) -> Path:
+    """Give ``beside`` the name ``path``; return where is now what had that name.
+
+    In one step, or in two where the file system has no such step: killed between them, it is at ``aside``.
+    """
+    if not os.path.lexists(path):
+        os.rename(beside, path)
+        return beside
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    names = os.fsencode(beside), os.fsencode(path)
+    if rename is not None and rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return beside
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)
+    os.rename(beside, path)
+    return aside
