@@ -42,7 +42,7 @@ from stagereg.checkpoint.rank_group import DisagreementError, RankGroup
 from stagereg.checkpoint.requests import Requests
 from stagereg.checkpoint.saver import Saver, a_state, a_step
 from stagereg.checkpoint.schedule import Automatic, Schedule
-from stagereg.checkpoint.sharing import Replicas
+from stagereg.checkpoint.shares import Replicas
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store, path_or_url

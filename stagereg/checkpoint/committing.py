@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 import stagereg.checkpoint.rng as rng
 import stagereg.record as record
 from stagereg.checkpoint.backward import short_turns, wait_for_backward
+from stagereg.checkpoint.comparing import Compared, EntryContents, compare, content_digests, expect_alike
 from stagereg.checkpoint.encoding import walk
 from stagereg.checkpoint.entries import rng_name
 from stagereg.checkpoint.failpoints import failpoint
@@ -40,18 +41,7 @@ from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.merging import Asked, EntryDigests, Merging, RankEntries, Sent, groups_in
 from stagereg.checkpoint.pending_save import PendingSave
 from stagereg.checkpoint.rank_group import DisagreementError
-from stagereg.checkpoint.sharing import (
-    SAMPLES,
-    Compared,
-    EntryContents,
-    Replicas,
-    Shares,
-    compare,
-    content_digests,
-    cut,
-    expect_alike,
-    shares,
-)
+from stagereg.checkpoint.shares import SAMPLES, Replicas, Shares, cut, shares
 from stagereg.checkpoint.state_planner import by_number, from_numbers, joined, name_for_each, split
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.retry import within

@@ -19,9 +19,10 @@ import torch
 import stagereg.checkpoint.module_state as module_state
 import stagereg.checkpoint.optimizer_state as optimizer_state
 from stagereg.checkpoint.encoding import Leaf
-from stagereg.checkpoint.entries import PerRank, from_scratch
+from stagereg.checkpoint.entries import PerRank
 from stagereg.checkpoint.manifest import MOST, Checkpoint, Manifest
 from stagereg.checkpoint.optimizer_state import ParameterNames
+from stagereg.checkpoint.placing import from_scratch
 from stagereg.checkpoint.plain_dcp import by_name, open_plain_dcp
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.errors import CheckpointError, NothingSavedError, listed, nearest

@@ -17,10 +17,11 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
-import stagereg.checkpoint.sharing as sharing
+import stagereg.checkpoint.comparing as comparing
+import stagereg.checkpoint.shares as shares
+from stagereg.checkpoint.comparing import alike, digest
 from stagereg.checkpoint.encoding import PER_RANK, Encoded, encode
 from stagereg.checkpoint.optimizer_state import groups_of
-from stagereg.checkpoint.sharing import alike, digest
 from stagereg.errors import CheckpointError, name_ranks
 
 Structures: TypeAlias = dict[tuple[str, bytes], Encoded]
@@ -90,10 +91,10 @@ class RankEntries:
     """
 
     def __init__(self, copied: Mapping[str, Any], buffers: Collection[str] | None) -> None:
-        self._samples = sharing.sampled(copied)
-        self.structures = {name: encode(value, name) for name, value in copied.items() if name != sharing.SAMPLES}
+        self._samples = shares.sampled(copied)
+        self.structures = {name: encode(value, name) for name, value in copied.items() if name != shares.SAMPLES}
         objects = {name for each in self.structures.values() for name in each.objects}
-        self.contents = {} if buffers is None else sharing.contents(copied, buffers, objects)
+        self.contents = {} if buffers is None else comparing.contents(copied, buffers, objects)
         self.kinds = digest(([each.objects for each in self.structures.values()], groups_of(copied)))
 
     def digests(self, before: Mapping[str, Encoded]) -> EntryDigests:
@@ -140,7 +141,7 @@ class Merging:
         Raises:
             CheckpointError: ranks that share an entry have drifted apart.
         """
-        sharing.expect_samples_alike([each.samples for each in self._digests])
+        shares.expect_samples_alike([each.samples for each in self._digests])
         asked: list[Asked] = [{} for _ in self._digests]
         for (name, own), (rank, *_) in self._alike.items():
             if (name, own) not in self._before:

@@ -20,6 +20,7 @@ import torch
 
 import stagereg.checkpoint.encoding as encoding
 import stagereg.checkpoint.entries as entries
+import stagereg.checkpoint.placing as placing
 from stagereg.checkpoint.damage import Condition
 from stagereg.checkpoint.encoding import Leaf
 from stagereg.checkpoint.located import newest
@@ -107,7 +108,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         if name not in self.structures:
             known = f"only {listed(self.entries)}.{nearest(name, self.entries)}"
             raise CheckpointError(f"There is no {own!r} in {self.path}, {known}")
-        return self.structures[name] if self.manifest is None else entries.part(self.files, name, rank)
+        return self.structures[name] if self.manifest is None else placing.part(self.files, name, rank)
 
     def close(self) -> None:
         """Close the files. Nothing can be read any more."""
@@ -188,7 +189,7 @@ def first_good(path: str, verify: bool, passing_over: Callable[[Condition], obje
         except OSError as error:
             more = "If a run has just deleted it, there is a newer one: try again."
             raise CheckpointError(f"{chosen.path} was not read: {error}. {more}") from error
-        return OpenCheckpoint(files, entries.parts(files), chosen.manifest, verify, reading.pop_all())
+        return OpenCheckpoint(files, placing.parts(files), chosen.manifest, verify, reading.pop_all())
 
 
 def tensors_of(structures: Mapping[str, Any]) -> dict[str, Leaf]:

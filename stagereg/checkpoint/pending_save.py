@@ -23,7 +23,7 @@ from stagereg.checkpoint.logged_metrics import LoggedMetrics
 from stagereg.checkpoint.manifest import Checkpoint
 from stagereg.checkpoint.merging import Structures
 from stagereg.checkpoint.rank_group import RankGroup
-from stagereg.checkpoint.sharing import Replicas, Shares
+from stagereg.checkpoint.shares import Replicas, Shares
 from stagereg.checkpoint.state_planner import StatePlanner
 from stagereg.checkpoint.storage.protocol import Storage, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore

@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import stagereg.checkpoint.entries as entries
+import stagereg.checkpoint.placing as placing
 import stagereg.checkpoint.rng as rng
 import stagereg.record as record
 from stagereg.checkpoint.crashes import CrashCounter, Crashes, is_in_order
@@ -391,7 +392,7 @@ class _Loading:
         self.files = MatchedFiles(chosen.path, state, names, fresh) if plain else CheckpointFiles.of(chosen, own, index)
         opened.enter_context(self.files)
         world_size = chosen.manifest.world_size
-        self._found, self.left = entries.find(self.files, state, world_size, ranks.rank, ranks.size, names, cast, fresh)
+        self._found, self.left = placing.find(self.files, state, world_size, ranks.rank, ranks.size, names, cast, fresh)
         if touched and state.keys() - self._found.keys():
             raise CheckpointError(f"it does not have {', '.join(sorted(state.keys() - self._found.keys()))}")
         self._read()
@@ -400,12 +401,12 @@ class _Loading:
         """Take what is left of entries on all ranks as well, where an object may want it."""
         for name, rest in self.left.items():
             more = {key: rest[key] for key in rest if key in rests[name]}
-            entries.keep(self._asked.state, name, self._found[name], more)
+            placing.take_rest(self._asked.state, name, self._found[name], more)
         self._read()
 
     def _read(self) -> None:
         files, own = self.files, (self._asked.state, self._asked.names, self._asked.cast)
-        leaves = [leaf for name, each in self._found.items() for leaf in entries.pair(each, name, *own)]
+        leaves = [leaf for name, each in self._found.items() for leaf in placing.pair(each, name, *own)]
         into = leaves if self._once else [leaf for leaf in leaves if leaf.in_place]
         self.transfer = files.plan(into)
         if not self._once:
@@ -426,9 +427,9 @@ class _Loading:
             raise CheckpointError(f"the objects have changed in part: {error}") from error
         for name in (each for each in state if each in self._found):
             try:
-                entries.assign(state, name, fill(self._found[name]), names, rank)
+                placing.assign(state, name, fill(self._found[name]), names, rank)
             except Exception as error:
-                raise CheckpointError(entries.refusal(name, reason(error))) from error
+                raise CheckpointError(placing.refusal(name, reason(error))) from error
         if rank is not None:
             rng.restore(fill(self._found[entries.rng_name(ranks.rank)]))
         elif ranks.rank == 0:

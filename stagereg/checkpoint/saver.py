@@ -27,7 +27,7 @@ from stagereg.checkpoint.optimizer_state import ParameterNames
 from stagereg.checkpoint.pending_save import PendingSave, SaveTarget
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.schedule import Schedule
-from stagereg.checkpoint.sharing import Replicas
+from stagereg.checkpoint.shares import Replicas
 from stagereg.checkpoint.stale_numbers import StaleNumbers
 from stagereg.crash_report import summarize_exception
 from stagereg.data import LoadsEveryRank

@@ -34,9 +34,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from stagereg.checkpoint.comparing import Part
 from stagereg.checkpoint.encoding import walk, without_gc
 from stagereg.checkpoint.index import overlap
-from stagereg.checkpoint.sharing import Part
 from stagereg.errors import CheckpointError
 
 

@@ -34,15 +34,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import stagereg.checkpoint.sharing as sharing
+import stagereg.checkpoint.comparing as comparing
 from stagereg.bench.measure import in_own_process
 from stagereg.checkpoint.committing import _Prepared, _Work
+from stagereg.checkpoint.comparing import Compared, EntryContents, HeldTensor, Kind
 from stagereg.checkpoint.encoding import walk
 from stagereg.checkpoint.index import INDEX, ArchiveResult, TensorResult
 from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest
 from stagereg.checkpoint.merging import Asked, Sent
 from stagereg.checkpoint.pending_save import PendingSave, SaveTarget
-from stagereg.checkpoint.sharing import Compared, EntryContents, HeldTensor, Kind
 from stagereg.checkpoint.storage.files import FileStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.unchanged import Post, Unchanged
@@ -204,13 +204,13 @@ def results(items: Sequence[WriteItem], rank: int) -> list[WriteResult]:
 
 
 def contents(entries: dict[str, Any], buffers: Any, objects: Any) -> dict[Kind, EntryContents]:
-    """As ``sharing.contents``, without bytes to take checksums of."""
+    """As ``comparing.contents``, without bytes to take checksums of."""
     found: dict[Kind, EntryContents] = {}
     for name in ("model", "optimizer"):
         for path, x in walk(entries[name], name):
-            part = sharing._part(x) if isinstance(x, torch.Tensor) else None
+            part = comparing._part(x) if isinstance(x, torch.Tensor) else None
             if part is not None:
-                local, parts = x.to_local() if isinstance(x, DTensor) else x, sharing._parts_of(x)
+                local, parts = x.to_local() if isinstance(x, DTensor) else x, comparing._parts_of(x)
                 each = found.setdefault((name, parts == 1), EntryContents([], []))
                 nbytes = part.whole.numel() * local.dtype.itemsize // parts
                 each.pieces.append(HeldTensor(path, part, local.shape, local.dtype, nbytes, len(each.pieces)))
@@ -279,7 +279,7 @@ class Derived:
 
     def prepared(self, sent: _Prepared) -> _Prepared:
         """What it sends first, beside its plan or the names of its tensors."""
-        place = sharing.digest((self._place.shard, self.template.rank))  # another shard has other bytes
+        place = comparing.digest((self._place.shard, self.template.rank))  # another shard has other bytes
         contents = {
             (name, place if layout else b""): place if layout else content
             for (name, layout), content in sent.contents.items()
@@ -393,7 +393,7 @@ class Simulation:
 def simulate(split: str, ranks: int) -> dict[str, dict[str, float]]:
     """Return what a first save and a warm one cost."""
     simulation, found = Simulation(split, ranks), {}
-    with mock.patch.object(sharing, "contents", contents):
+    with mock.patch.object(comparing, "contents", contents):
         for step, kind in ((1, "first"), (2, "warm")):
             found[kind] = simulation.save(step)
             found[kind]["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
