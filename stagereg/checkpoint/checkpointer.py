@@ -29,7 +29,6 @@ import stagereg.checkpoint.restoring as restoring
 import stagereg.record as record
 from stagereg.checkpoint.background import Background, CheckpointStats
 from stagereg.checkpoint.crashes import CrashCounter, is_in_order
-from stagereg.checkpoint.ending import Ending
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.keep import Keep
 from stagereg.checkpoint.lock import StoreLock
@@ -39,7 +38,7 @@ from stagereg.checkpoint.pending_save import SaveTarget
 from stagereg.checkpoint.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.rank_group import DisagreementError, RankGroup
-from stagereg.checkpoint.requests import Requests
+from stagereg.checkpoint.requests import Ending, Requests
 from stagereg.checkpoint.saver import Saver, a_state, a_step
 from stagereg.checkpoint.schedule import Automatic, Schedule
 from stagereg.checkpoint.shares import Replicas

@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from stagereg.checkpoint.damage import Condition, Found, differences
+from stagereg.checkpoint.damage import WHOLE, Condition, Found, differences, marks_of_shares, share
 from stagereg.checkpoint.failpoints import failpoint
-from stagereg.checkpoint.file_shares import WHOLE, marks_of_shares, share
 from stagereg.checkpoint.manifest import Manifest, step_within
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.files import StrPath

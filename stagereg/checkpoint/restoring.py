@@ -30,9 +30,8 @@ import stagereg.checkpoint.placing as placing
 import stagereg.checkpoint.rng as rng
 import stagereg.record as record
 from stagereg.checkpoint.crashes import CrashCounter, Crashes, is_in_order
-from stagereg.checkpoint.damage import Condition, Found, Unclear, differences
+from stagereg.checkpoint.damage import Condition, Found, Unclear, differences, marks_of_shares, share
 from stagereg.checkpoint.encoding import fill
-from stagereg.checkpoint.file_shares import marks_of_shares, share
 from stagereg.checkpoint.index import INDEX
 from stagereg.checkpoint.manifest import MANIFEST, Checkpoint
 from stagereg.checkpoint.matching import MatchedFiles, describe

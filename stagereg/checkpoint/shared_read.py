@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 
 from stagereg.checkpoint.checksum import crc32
-from stagereg.checkpoint.damage import differences
-from stagereg.checkpoint.file_shares import joined
+from stagereg.checkpoint.damage import differences, joined
 from stagereg.checkpoint.index import INDEX
 from stagereg.checkpoint.manifest import Checkpoint, FileMark
 from stagereg.checkpoint.rank_group import RankGroup

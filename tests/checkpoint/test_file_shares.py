@@ -16,8 +16,7 @@ import stagereg.checkpoint.restoring as restoring
 import stagereg.checkpoint.store.checkpoint_store as local
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.checksum import combined
-from stagereg.checkpoint.damage import differences
-from stagereg.checkpoint.file_shares import WHOLE, marks_of_shares, share
+from stagereg.checkpoint.damage import WHOLE, differences, marks_of_shares, share
 from stagereg.checkpoint.manifest import FileMark, Manifest
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.local_files import mark_file

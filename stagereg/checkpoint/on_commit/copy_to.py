@@ -14,7 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO
 
-from stagereg.checkpoint.file_shares import WHOLE
+from stagereg.checkpoint.damage import WHOLE
 from stagereg.checkpoint.keep import Keep
 from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest
 from stagereg.checkpoint.on_commit.component import CommittedCheckpoint

@@ -37,9 +37,8 @@ from collections.abc import Callable, Collection, Generator, Mapping
 from pathlib import Path
 
 from stagereg.checkpoint.checksum import crc32
-from stagereg.checkpoint.damage import Condition, Found, Unclear, differences, of_error
+from stagereg.checkpoint.damage import WHOLE, Condition, Found, Unclear, differences, of_error
 from stagereg.checkpoint.failpoints import failpoint
-from stagereg.checkpoint.file_shares import WHOLE
 from stagereg.checkpoint.keep import Keep
 from stagereg.checkpoint.lock import LOCK, Owner, StoreLock, holder
 from stagereg.checkpoint.manifest import (

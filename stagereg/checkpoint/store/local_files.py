@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from stagereg.checkpoint.checksum import crc32
-from stagereg.checkpoint.file_shares import WHOLE, joined
+from stagereg.checkpoint.damage import WHOLE, joined
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.errors import ConfigError
 

@@ -13,9 +13,8 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from stagereg.checkpoint.damage import Condition
+from stagereg.checkpoint.damage import WHOLE, Condition
 from stagereg.checkpoint.failpoints import failpoint
-from stagereg.checkpoint.file_shares import WHOLE
 from stagereg.checkpoint.lock import Owner, StoreLock
 from stagereg.checkpoint.manifest import LATEST, MANIFEST, FileMark, Manifest, file_mark, step_name, step_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore

@@ -12,7 +12,7 @@ import pytest
 
 import stagereg.checkpoint.store.checkpoint_store as local
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.file_shares import WHOLE
+from stagereg.checkpoint.damage import WHOLE
 from stagereg.checkpoint.manifest import Checkpoint
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
