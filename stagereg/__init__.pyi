@@ -7,9 +7,9 @@ from stagereg._version import __version__ as __version__
 from stagereg.checkpoint.checkpointer import Checkpointer as Checkpointer
 from stagereg.checkpoint.dcp_writer import DcpReader as DcpReader
 from stagereg.checkpoint.dcp_writer import DcpWriter as DcpWriter
-from stagereg.checkpoint.entries import per_rank as per_rank
-from stagereg.checkpoint.keep import Keep as Keep
-from stagereg.checkpoint.opened import open_checkpoint as open_checkpoint
+from stagereg.checkpoint.load.opened import open_checkpoint as open_checkpoint
+from stagereg.checkpoint.state.entries import per_rank as per_rank
+from stagereg.checkpoint.store.keep import Keep as Keep
 from stagereg.config.instantiate import instantiate as instantiate
 from stagereg.errors import PeerFailedError as PeerFailedError
 from stagereg.errors import Preempted as Preempted

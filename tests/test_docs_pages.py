@@ -23,7 +23,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import stagereg
 from stagereg import cli
-from stagereg.checkpoint.failpoints import POINTS
+from stagereg.checkpoint.store.failpoints import POINTS
 from stagereg.sweep.metric import METRICS
 from stagereg.sweep.render import FILES
 from stagereg.sweep.result import RESULT

@@ -32,10 +32,22 @@ LAYERS = [
     {"config"},
     {"launch"},
     {"checkpoint"},
+    {"on_commit"},
     {"testing"},
     {"sweep", "bench", "commands", "integrations"},
     {"cli", "__main__", "__init__", "hydra_plugins"},
 ]
+# The rooms of checkpoint/ and what a program holds, likewise; those of one line do not import each other.
+ROOMS = [
+    {"format"},
+    {"store", "state"},
+    {"storage", "ranks"},
+    {"save", "load"},
+    {"options", "dcp_writer"},
+    {"checkpointer"},
+    {"saves_in_join"},
+]
+FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 LEVEL = {unit: level for level, layer in enumerate(LAYERS) for unit in layer}
 
 
@@ -95,15 +107,20 @@ def test_no_modules_or_packages_import_in_a_circle() -> None:
         TopologicalSorter(graph).prepare()  # its error has the circle
 
 
-def test_no_class_name_and_no_file_name_is_used_twice() -> None:
-    modules: dict[str, list[str]] = defaultdict(list)
+def test_rooms_of_checkpoint_import_those_below_them_alone_so_save_and_load_do_not_know_each_other() -> None:
+    of = {module: module.split(".")[2] for module in TREES if module.startswith("stagereg.checkpoint.")}
+    assert set(of.values()) == set(FLOOR)
+    assert "stagereg.checkpoint.format.manifest" in GRAPH["stagereg.checkpoint.store.located"]
+    arrows = {(of[module], of[to]) for module in of for to in GRAPH[module] & of.keys() if of[module] != of[to]}
+    assert [(room, below) for room, below in sorted(arrows) if FLOOR[below] >= FLOOR[room]] == []
+
+
+def test_no_class_name_is_used_twice_in_one_package() -> None:
+    modules: dict[tuple[str, str], list[str]] = defaultdict(list)
     for module, tree in TREES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                modules[node.name].append(module)
-    for file in PACKAGE.rglob("*.py"):
-        if file.name != "__init__.py":
-            modules[file.name].append(name_of(file))
+                modules[module.rpartition(".")[0], node.name].append(module)
     assert {name: found for name, found in modules.items() if len(found) > 1} == {}
 
 

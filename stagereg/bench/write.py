@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import stagereg.bench.ceiling as ceiling
 from stagereg.bench.measure import Case
 from stagereg.bench.states import State
-from stagereg.checkpoint.state_planner import StatePlanner
+from stagereg.checkpoint.save.state_planner import StatePlanner
 from stagereg.errors import CheckpointError
 from stagereg.registry import build, names
 

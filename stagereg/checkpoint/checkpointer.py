@@ -3,7 +3,7 @@
 ``save`` copies the state with the stager, the only stall, and hands the copy to one background thread. There the ranks
 agree that all of them have staged, write with torch's distributed checkpoint through a storage
 (:mod:`stagereg.checkpoint.storage`), and rank 0 commits (:mod:`stagereg.checkpoint.store`). What a checkpoint consists
-of is described in :mod:`stagereg.checkpoint.manifest`.
+of is described in :mod:`stagereg.checkpoint.format.manifest`.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-import stagereg.checkpoint.entries as entries
+import stagereg.checkpoint.load.restoring as restoring
 import stagereg.checkpoint.options as options
-import stagereg.checkpoint.restoring as restoring
+import stagereg.checkpoint.state.entries as entries
 import stagereg.record as record
-from stagereg.checkpoint.background import Background, CheckpointStats
-from stagereg.checkpoint.crashes import CrashCounter, is_in_order
-from stagereg.checkpoint.failpoints import failpoint
-from stagereg.checkpoint.keep import Keep
-from stagereg.checkpoint.lock import StoreLock
-from stagereg.checkpoint.manifest import LATEST, new_token, step_of
-from stagereg.checkpoint.on_commit.calls import CommitCalls
-from stagereg.checkpoint.pending_save import SaveTarget
-from stagereg.checkpoint.plain_dcp import is_plain_dcp
-from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
-from stagereg.checkpoint.rank_group import DisagreementError, RankGroup
-from stagereg.checkpoint.requests import Ending, Requests
-from stagereg.checkpoint.saver import Saver, a_state, a_step
-from stagereg.checkpoint.schedule import Automatic, Schedule
-from stagereg.checkpoint.shares import Replicas
+from stagereg.checkpoint.format.manifest import LATEST, new_token, step_of
+from stagereg.checkpoint.load.crashes import CrashCounter, is_in_order
+from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
+from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
+from stagereg.checkpoint.ranks.rank_group import DisagreementError, RankGroup
+from stagereg.checkpoint.ranks.requests import Ending, Requests
+from stagereg.checkpoint.ranks.shares import Replicas
+from stagereg.checkpoint.save.background import Background, CheckpointStats
+from stagereg.checkpoint.save.on_commit_calls import CommitCalls
+from stagereg.checkpoint.save.pending_save import SaveTarget
+from stagereg.checkpoint.save.saver import Saver, a_state, a_step
+from stagereg.checkpoint.save.schedule import Automatic, Schedule
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.failpoints import failpoint
+from stagereg.checkpoint.store.keep import Keep
+from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store, path_or_url
 from stagereg.checkpoint.store.retry import answered, within
-from stagereg.checkpoint.sweep_job import take_for_job
+from stagereg.checkpoint.store.sweep_job import take_for_job
 from stagereg.errors import CheckpointError, name_ranks
 from stagereg.join.session import followers
 from stagereg.launch.rank import command_to_go_on

@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from stagereg.checkpoint.damage import WHOLE, Condition, Found, differences, marks_of_shares, share
-from stagereg.checkpoint.failpoints import failpoint
-from stagereg.checkpoint.manifest import Manifest, step_within
+from stagereg.checkpoint.format.damage import WHOLE, Condition, Found, differences, marks_of_shares, share
+from stagereg.checkpoint.format.manifest import Manifest, step_within
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.files import StrPath
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.local_files import exchange, local_path, sync
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import CheckpointError, ConfigError

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from stagereg.checkpoint.keep import Keep
-from stagereg.checkpoint.on_commit.component import CommittedCheckpoint, OnCommit
+from stagereg.checkpoint.save.on_commit import CommittedCheckpoint, OnCommit
+from stagereg.checkpoint.store.keep import Keep
 from stagereg.errors import ConfigError, RegistryError, at_least, one_of
 from stagereg.registry import build
 from stagereg.spec import check

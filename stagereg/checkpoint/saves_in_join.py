@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.entries import positions
+from stagereg.checkpoint.state.entries import positions
 from stagereg.errors import JoinError
 from stagereg.join.adapt import auto
 from stagereg.join.joinable import BuiltInHook, JoinHook, notify

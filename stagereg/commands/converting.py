@@ -1,8 +1,9 @@
 """``stagereg convert``: a checkpoint as one file, a ``.pt`` for ``torch.load`` or a ``.safetensors``, or as several.
 
 What is converted is checked first, as ``stagereg verify`` does it; of a directory of checkpoints it is the newest one
-that is good. The checkpoint is read, never changed. :mod:`stagereg.checkpoint.export` describes such files. A directory
-that plain torch has written (``torch.distributed.checkpoint.save``) is converted as well, and has no checksums.
+that is good. The checkpoint is read, never changed. :mod:`stagereg.checkpoint.load.export` describes such files. A
+directory that plain torch has written (``torch.distributed.checkpoint.save``) is converted as well; it has no
+checksums.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from pathlib import Path
 
 import stagereg.output as output
-from stagereg.checkpoint.damage import Condition
+from stagereg.checkpoint.format.damage import Condition
 from stagereg.commands.listing import add_plugins_option, import_plugins
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.sizes import ByteSize
@@ -56,9 +57,9 @@ def run(asked: argparse.Namespace) -> int:
         CheckpointError: there is no good checkpoint, it has no such name, or the file cannot be written.
         ConfigError: OUT is no name of such a file, or an option is of no use.
     """
-    from stagereg.checkpoint.export import SAFETENSORS, SUFFIXES, TensorOptions, export
-    from stagereg.checkpoint.index import DTYPES
-    from stagereg.checkpoint.opened import first_good
+    from stagereg.checkpoint.format.index import DTYPES
+    from stagereg.checkpoint.load.export import SAFETENSORS, SUFFIXES, TensorOptions, export
+    from stagereg.checkpoint.load.opened import first_good
 
     out = Path(asked.out).expanduser().absolute()
     if out.suffix not in SUFFIXES:

@@ -23,10 +23,10 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from stagereg.checkpoint.damage import Condition
-from stagereg.checkpoint.lock import StoreLock
-from stagereg.checkpoint.manifest import Checkpoint, plain_name
+from stagereg.checkpoint.format.damage import Condition
+from stagereg.checkpoint.format.manifest import Checkpoint, plain_name
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.open_store import is_url, open_store
 from stagereg.durations import duration
 from stagereg.errors import RESUME_CODE, CheckpointError, ConfigError

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import stagereg.output as output
-from stagereg.checkpoint.crashes import crashes_in
-from stagereg.checkpoint.damage import Condition, Unclear
-from stagereg.checkpoint.located import Located, conditions, located, newest_first
-from stagereg.checkpoint.manifest import step_of, step_within
+from stagereg.checkpoint.format.damage import Condition, Unclear
+from stagereg.checkpoint.format.manifest import step_of, step_within
+from stagereg.checkpoint.load.crashes import crashes_in
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.located import Located, conditions, located, newest_first
 from stagereg.errors import CheckpointError
 from stagereg.output import size_text
 

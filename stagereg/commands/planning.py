@@ -1,6 +1,6 @@
 """``stagereg plan``: how often to save, from how often the job fails and what a checkpoint takes.
 
-The formulas, and where they are from, are those of :mod:`stagereg.checkpoint.interval`, with which
+The formulas, and where they are from, are those of :mod:`stagereg.checkpoint.save.interval`, with which
 ``checkpoint.every=auto`` plans too. What a checkpoint takes is read from a recorded run, or given by rates. All
 costs are those of one rank, since all ranks copy and write at the same time.
 """
@@ -15,7 +15,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-import stagereg.checkpoint.interval as interval
+import stagereg.checkpoint.save.interval as interval
 import stagereg.output as output
 from stagereg.durations import duration, write_duration
 from stagereg.errors import ConfigError
@@ -35,7 +35,7 @@ _MODEL = (
 
 @dataclass
 class Job:
-    """What is known of a job; times in seconds, as in :mod:`stagereg.checkpoint.interval`."""
+    """What is known of a job; times in seconds, as in :mod:`stagereg.checkpoint.save.interval`."""
 
     state_bytes: int  # of all ranks together
     ranks: int

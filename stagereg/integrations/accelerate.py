@@ -26,7 +26,7 @@ from accelerate import Accelerator, __version__
 from accelerate.utils import DistributedType, broadcast_object_list
 
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.entries import per_rank
+from stagereg.checkpoint.state.entries import per_rank
 from stagereg.errors import CheckpointError, ConfigError, nearest
 from stagereg.integrations.accelerate_join import AcceleratorJoin, inner
 from stagereg.integrations.agreed import agreed

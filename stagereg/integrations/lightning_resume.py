@@ -18,9 +18,9 @@ import torch
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities.seed import isolate_rng
 
-import stagereg.checkpoint.rng as rng
-from stagereg.checkpoint.entries import PerRank, per_rank, rank_name
-from stagereg.checkpoint.opened import open_checkpoint
+import stagereg.checkpoint.state.rng as rng
+from stagereg.checkpoint.load.opened import open_checkpoint
+from stagereg.checkpoint.state.entries import PerRank, per_rank, rank_name
 from stagereg.integrations.lightning_uneven import JoinedLoader
 
 _log = logging.getLogger(__name__)

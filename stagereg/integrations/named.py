@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.opened import open_checkpoint
+from stagereg.checkpoint.load.opened import open_checkpoint
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.local_files import exchange, sync
 from stagereg.errors import CheckpointError, ConfigError

@@ -9,7 +9,8 @@ that the thread ends it.
 Schedulers signal whole trees of processes, and launchers forward what they got: what comes within seconds of the first
 signal is the same one. A later one of the same kind ends the process at once.
 
-The step to exit at is agreed on in :mod:`stagereg.checkpoint.preemption_consensus`. This module imports nothing heavy.
+The step to exit at is agreed on in :mod:`stagereg.checkpoint.ranks.preemption_consensus`. This module imports nothing
+heavy.
 """
 
 from __future__ import annotations

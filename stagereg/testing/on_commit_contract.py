@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.on_commit.component import CommittedCheckpoint, OnCommit
+from stagereg.checkpoint.save.on_commit import CommittedCheckpoint, OnCommit
 from stagereg.crash_report import summarize
 from stagereg.errors import BrokenPromiseError, StageregError
 from stagereg.testing.contract import Contract

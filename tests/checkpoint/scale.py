@@ -34,18 +34,18 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import stagereg.checkpoint.comparing as comparing
+import stagereg.checkpoint.ranks.comparing as comparing
 from stagereg.bench.measure import in_own_process
-from stagereg.checkpoint.committing import _Prepared, _Work
-from stagereg.checkpoint.comparing import Compared, EntryContents, HeldTensor, Kind
-from stagereg.checkpoint.encoding import walk
-from stagereg.checkpoint.index import INDEX, ArchiveResult, TensorResult
-from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest
-from stagereg.checkpoint.merging import Asked, Sent
-from stagereg.checkpoint.pending_save import PendingSave, SaveTarget
+from stagereg.checkpoint.format.encoding import walk
+from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult
+from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
+from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, HeldTensor, Kind
+from stagereg.checkpoint.ranks.merging import Asked, Sent
+from stagereg.checkpoint.ranks.unchanged import Post, Unchanged
+from stagereg.checkpoint.save.committing import _Prepared, _Work
+from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget
 from stagereg.checkpoint.storage.files import FileStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.unchanged import Post, Unchanged
 
 LAYERS, HIDDEN, FFN, HEADS, KV_HEADS, VOCAB = 80, 8192, 28672, 64, 8, 128256
 SHARDS, STAGES = 8, 8

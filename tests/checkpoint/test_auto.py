@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-import stagereg.checkpoint.interval as interval
+import stagereg.checkpoint.save.interval as interval
 import stagereg.config.schema as schema
 from stagereg import registry
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.rank_group import RankGroup
-from stagereg.checkpoint.schedule import Automatic
+from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.save.schedule import Automatic
 from stagereg.config.instantiate import instantiate
 from stagereg.errors import CheckpointError, ConfigError, StagingError
 from stagereg.stagers.blocking import BlockingAsyncStager
@@ -365,5 +365,5 @@ def test_a_time_of_no_use_is_named() -> None:
 
 
 def test_no_torch_is_needed() -> None:
-    code = "import sys, stagereg.checkpoint.interval; sys.exit('torch' in sys.modules)"
+    code = "import sys, stagereg.checkpoint.save.interval; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

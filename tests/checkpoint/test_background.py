@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-import stagereg.checkpoint.background as module
+import stagereg.checkpoint.save.background as module
 import stagereg.shutdown as shutdown
-from stagereg.checkpoint.background import Background
-from stagereg.checkpoint.pending_save import PendingSave, SaveTarget
-from stagereg.checkpoint.rank_group import RankGroup
-from stagereg.checkpoint.schedule import Schedule
+from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.save.background import Background
+from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget
+from stagereg.checkpoint.save.schedule import Schedule
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-import stagereg.checkpoint.committing as committing
-from stagereg.checkpoint.backward import short_turns, wait_for_backward
+import stagereg.checkpoint.save.committing as committing
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.save.backward import short_turns, wait_for_backward
 
 LONG_S = 60.0
 

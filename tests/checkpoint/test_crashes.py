@@ -18,11 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import stagereg.checkpoint.crashes as crashes
-import stagereg.checkpoint.failpoints as failpoints
-import stagereg.checkpoint.lock as lock
+import stagereg.checkpoint.load.crashes as crashes
+import stagereg.checkpoint.store.failpoints as failpoints
+import stagereg.checkpoint.store.lock as lock
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.crashes import crashes_in, is_in_order
+from stagereg.checkpoint.load.crashes import crashes_in, is_in_order
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, ConfigError, Preempted, Stopped
 from stagereg.testing.ranks import RankFailure, run_ranks

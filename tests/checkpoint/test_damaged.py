@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 import stagereg.checkpoint.store.checkpoint_store as local
 from stagereg import record
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.index import INDEX
-from stagereg.checkpoint.reading import CheckpointFiles
+from stagereg.checkpoint.format.index import INDEX
+from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 from stagereg.testing.ranks import run_ranks
@@ -271,7 +271,7 @@ def unreadable(files: CheckpointFiles, leaves: Any) -> Any:
 def restore_on_two_ranks(rank: int, world_size: int, root: str) -> tuple[list[tuple[int | str, int, float]], list[str]]:
     found: list[tuple[int | str, int, float]] = []
     logged: list[str] = []
-    logging.getLogger("stagereg.checkpoint.restoring").addFilter(lambda each: logged.append(each.getMessage()))
+    logging.getLogger("stagereg.checkpoint.load.restoring").addFilter(lambda each: logged.append(each.getMessage()))
     own = f"own.rank{rank}"
     with Checkpointer(root, keep=9) as checkpointer:
         for step in (1, 2):

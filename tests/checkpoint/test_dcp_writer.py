@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import stagereg
-from stagereg.checkpoint.failpoints import watch
+from stagereg.checkpoint.store.failpoints import watch
 from stagereg.errors import ConfigError
 from stagereg.testing.ranks import run_ranks
 
@@ -326,7 +326,7 @@ from pathlib import Path
 warnings.simplefilter("ignore")
 import torch, torch.distributed.checkpoint as dcp
 import stagereg
-from stagereg.checkpoint.failpoints import watch
+from stagereg.checkpoint.store.failpoints import watch
 
 root = Path(sys.argv[1])
 

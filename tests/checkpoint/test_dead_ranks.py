@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import stagereg.checkpoint.failpoints as failpoints
+import stagereg.checkpoint.store.failpoints as failpoints
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.rank_group import RankGroup
-from stagereg.checkpoint.restoring import _Loading
-from stagereg.checkpoint.shared_read import SharedRead
+from stagereg.checkpoint.load.restoring import _Loading
+from stagereg.checkpoint.load.shared_read import SharedRead
+from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.errors import CheckpointError
 from stagereg.testing import RankFailure, run_ranks
 

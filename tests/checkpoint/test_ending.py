@@ -10,16 +10,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import stagereg.checkpoint.ending as ending
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
-import stagereg.checkpoint.ending as ending
-import stagereg.checkpoint.rank_group as rank_group
+import stagereg.checkpoint.ranks.rank_group as rank_group
 from stagereg import Checkpointer
-from stagereg.checkpoint.background import Background
-from stagereg.checkpoint.rank_group import RankGroup
+from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 from stagereg.kernel.channel import wait_for_keys

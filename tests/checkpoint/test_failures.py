@@ -20,11 +20,11 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import stagereg
-import stagereg.checkpoint.failpoints as failpoints
-from stagereg.checkpoint.advice import advice, causes
+import stagereg.checkpoint.store.failpoints as failpoints
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.opened import open_checkpoint
+from stagereg.checkpoint.load.opened import open_checkpoint
 from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.store.advice import advice, causes
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError, StagingError
 from stagereg.registry import build

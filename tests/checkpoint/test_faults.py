@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import stagereg.shutdown as ending
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.rank_group import RankGroup
+from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 

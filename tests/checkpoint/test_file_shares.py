@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import stagereg.checkpoint.restoring as restoring
+import stagereg.checkpoint.load.restoring as restoring
 import stagereg.checkpoint.store.checkpoint_store as local
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.checksum import combined
-from stagereg.checkpoint.damage import WHOLE, differences, marks_of_shares, share
-from stagereg.checkpoint.manifest import FileMark, Manifest
+from stagereg.checkpoint.format.checksum import combined
+from stagereg.checkpoint.format.damage import WHOLE, differences, marks_of_shares, share
+from stagereg.checkpoint.format.manifest import FileMark, Manifest
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.local_files import mark_file
 from stagereg.stagers.blocking import BlockingAsyncStager

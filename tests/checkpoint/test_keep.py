@@ -23,8 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 import stagereg
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.keep import Keep
-from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest
+from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
+from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.config.suggestions import explain
 from stagereg.errors import ConfigError

@@ -16,7 +16,7 @@ import os, shutil, signal, sys
 from pathlib import Path
 import torch, torch.distributed.checkpoint
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.manifest import Checkpoint
+from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.store.open_store import open_parent_store
 
 root = Path(sys.argv[1])

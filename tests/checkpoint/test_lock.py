@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-import stagereg.checkpoint.lock as lock
+import stagereg.checkpoint.store.lock as lock
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.lock import StoreLock, holder
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.lock import StoreLock, holder
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError

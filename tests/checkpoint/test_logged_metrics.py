@@ -17,9 +17,9 @@ import pytest
 
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.failpoints import watch
-from stagereg.checkpoint.logged_metrics import LoggedMetrics
-from stagereg.checkpoint.manifest import Manifest
+from stagereg.checkpoint.format.manifest import Manifest
+from stagereg.checkpoint.save.logged_metrics import LoggedMetrics
+from stagereg.checkpoint.store.failpoints import watch
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.testing.ranks import run_ranks
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from stagereg.checkpoint.comparing import digest
-from stagereg.checkpoint.encoding import Encoded, encode
-from stagereg.checkpoint.merging import Changes, EntryDigests, Merging, RankEntries, Sent, groups_in
+from stagereg.checkpoint.format.encoding import Encoded, encode
+from stagereg.checkpoint.ranks.comparing import digest
+from stagereg.checkpoint.ranks.merging import Changes, EntryDigests, Merging, RankEntries, Sent, groups_in
 from stagereg.errors import CheckpointError
 
 OPTIONS = {"betas": (0.9, 0.95), "fused": True, "params": [f"stages.0.{i}.weight" for i in range(50)]}

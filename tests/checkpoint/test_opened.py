@@ -17,10 +17,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.checksum import crc32
-from stagereg.checkpoint.index import INDEX
-from stagereg.checkpoint.manifest import FileMark, Manifest
-from stagereg.checkpoint.plain_dcp import is_plain_dcp
+from stagereg.checkpoint.format.checksum import crc32
+from stagereg.checkpoint.format.index import INDEX
+from stagereg.checkpoint.format.manifest import FileMark, Manifest
+from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
 from stagereg.stagers.blocking import BlockingAsyncStager

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
-import stagereg.checkpoint.preemption_consensus as preemption_consensus
+import stagereg.checkpoint.ranks.preemption_consensus as preemption_consensus
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import Preempted, Stopped

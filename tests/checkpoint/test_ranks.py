@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import stagereg.checkpoint.failpoints as failpoints
-import stagereg.checkpoint.rank_group as rank_group
+import stagereg.checkpoint.ranks.rank_group as rank_group
+import stagereg.checkpoint.store.failpoints as failpoints
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.rank_group import RankGroup
+from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError, StagingError

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import stagereg.checkpoint.index as index
-import stagereg.checkpoint.reading as reading
+import stagereg.checkpoint.format.index as index
+import stagereg.checkpoint.load.reading as reading
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.checksum import crc32
-from stagereg.checkpoint.encoding import Leaf, decode, encode, fill, leaves, marks
-from stagereg.checkpoint.index import INDEX
-from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest
-from stagereg.checkpoint.reading import CheckpointFiles, Transfer
+from stagereg.checkpoint.format.checksum import crc32
+from stagereg.checkpoint.format.encoding import Leaf, decode, encode, fill, leaves, marks
+from stagereg.checkpoint.format.index import INDEX
+from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
+from stagereg.checkpoint.load.reading import CheckpointFiles, Transfer
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
 from stagereg.stagers.blocking import BlockingAsyncStager

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import stagereg.checkpoint.restoring as restoring
-import stagereg.checkpoint.shared_read as shared_read
+import stagereg.checkpoint.load.restoring as restoring
+import stagereg.checkpoint.load.shared_read as shared_read
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.rank_group import RankGroup
-from stagereg.checkpoint.reading import File
-from stagereg.checkpoint.shared_read import SharedRead
+from stagereg.checkpoint.load.reading import File
+from stagereg.checkpoint.load.shared_read import SharedRead
+from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
 from stagereg.stagers.blocking import BlockingAsyncStager

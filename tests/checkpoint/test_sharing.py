@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.comparing import EntryContents, HeldTensor, Part, Place
-from stagereg.checkpoint.failpoints import watch
-from stagereg.checkpoint.shares import Cut, Replicas, Shares, shares
+from stagereg.checkpoint.ranks.comparing import EntryContents, HeldTensor, Part, Place
+from stagereg.checkpoint.ranks.shares import Cut, Replicas, Shares, shares
+from stagereg.checkpoint.store.failpoints import watch
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
@@ -356,7 +356,7 @@ def test_ranks_write_the_same_shares_whatever_they_know_when_they_stage(data: st
 
 CHECKSUM = """
 import torch
-from stagereg.checkpoint.comparing import _checksum_of_object
+from stagereg.checkpoint.ranks.comparing import _checksum_of_object
 print(_checksum_of_object((torch.ones(2), {"alpha", "beta", "gamma"}, frozenset("xyz"))))
 """
 

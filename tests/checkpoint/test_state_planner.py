@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stagereg.checkpoint.state_planner import StatePlanner, by_number, from_numbers, joined, split
+from stagereg.checkpoint.save.state_planner import StatePlanner, by_number, from_numbers, joined, split
 from stagereg.errors import CheckpointError
 
 STATE: dict[str, Any] = {

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.rank_group import RankGroup
-from stagereg.checkpoint.state_planner import StatePlanner
+from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.ranks.unchanged import Unchanged
+from stagereg.checkpoint.save.state_planner import StatePlanner
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.unchanged import Unchanged
 from stagereg.errors import CheckpointError
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks

@@ -30,15 +30,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
-import stagereg.checkpoint.pickled as pickled
-import stagereg.checkpoint.rng as rng
+import stagereg.checkpoint.format.pickled as pickled
+import stagereg.checkpoint.state.rng as rng
 from stagereg import cli, registry
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.encoding import decode
-from stagereg.checkpoint.index import INDEX, Index
-from stagereg.checkpoint.manifest import MANIFEST, Checkpoint, Manifest, file_mark
-from stagereg.checkpoint.opened import open_checkpoint
-from stagereg.checkpoint.reading import CheckpointFiles
+from stagereg.checkpoint.format.encoding import decode
+from stagereg.checkpoint.format.index import INDEX, Index
+from stagereg.checkpoint.format.manifest import MANIFEST, Checkpoint, Manifest, file_mark
+from stagereg.checkpoint.load.opened import open_checkpoint
+from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from pathlib import Path
 
-from stagereg.checkpoint.manifest import FileMark, new_token, step_name
+from stagereg.checkpoint.format.manifest import FileMark, new_token, step_name
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.checkpoint.store.remote_store import RemoteStore

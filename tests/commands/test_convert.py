@@ -21,8 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.manifest import Manifest
-from stagereg.checkpoint.reading import CheckpointFiles
+from stagereg.checkpoint.format.manifest import Manifest
+from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.storage.safetensors import DTYPES
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.cli import main

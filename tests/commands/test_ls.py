@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from stagereg.checkpoint.lock import StoreLock
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.lock import StoreLock
 
 from .checkpoint_directories import contents, path_of, save
 from .conftest import Command

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import stagereg.checkpoint.interval as interval
+import stagereg.checkpoint.save.interval as interval
 from stagereg.commands.planning import Job
 
 from ..sweep.samples import Sample, write_run

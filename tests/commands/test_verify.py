@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import stagereg.checkpoint.manifest as layout
+import stagereg.checkpoint.format.manifest as layout
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.remote_store import RemoteStore
 

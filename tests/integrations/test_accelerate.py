@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stagereg
-from stagereg.checkpoint.failpoints import watch
+from stagereg.checkpoint.store.failpoints import watch
 from stagereg.errors import CheckpointError, ConfigError, JoinError
 from stagereg.testing import run_ranks
 

@@ -29,7 +29,7 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 
 import stagereg
-from stagereg.checkpoint.failpoints import watch
+from stagereg.checkpoint.store.failpoints import watch
 from stagereg.errors import CheckpointError, ConfigError, InstallationError
 from stagereg.integrations.torchtitan import StageregCheckpointManager
 from stagereg.testing.ranks import run_ranks

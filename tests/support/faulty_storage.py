@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 import stagereg
-import stagereg.checkpoint.failpoints as failpoints
+import stagereg.checkpoint.store.failpoints as failpoints
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.open_store import is_url
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from stagereg.checkpoint.lock import StoreLock
+from stagereg.checkpoint.store.lock import StoreLock
 
 
 def hold(root: str, patience: str = "60") -> None:

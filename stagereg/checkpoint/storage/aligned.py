@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
-from stagereg.checkpoint.checksum import crc32
-from stagereg.checkpoint.failpoints import failpoint
-from stagereg.checkpoint.manifest import FileMark
+from stagereg.checkpoint.format.checksum import crc32
+from stagereg.checkpoint.format.manifest import FileMark
+from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.object_store import ObjectStore
 
 PAGE = 4096

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
-from stagereg.checkpoint.encoding import without_gc
-from stagereg.checkpoint.index import ArchiveResult, TensorResult
+from stagereg.checkpoint.format.encoding import without_gc
+from stagereg.checkpoint.format.index import ArchiveResult, TensorResult
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.envelope import Envelope, envelope
 from stagereg.checkpoint.storage.files import FileStorage, StrPath, write_archive

@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
-from stagereg.checkpoint.encoding import without_gc
-from stagereg.checkpoint.failpoints import failpoint
-from stagereg.checkpoint.index import ArchiveResult
-from stagereg.checkpoint.manifest import FileMark
+from stagereg.checkpoint.format.encoding import without_gc
+from stagereg.checkpoint.format.index import ArchiveResult
+from stagereg.checkpoint.format.manifest import FileMark
 from stagereg.checkpoint.storage.aligned import AlignedFile, DiskFile, Upload, make_buffers
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit
+from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.checkpoint.store.retry import retrying

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
-from stagereg.checkpoint.encoding import without_gc
+from stagereg.checkpoint.format.encoding import without_gc
 from stagereg.checkpoint.storage.envelope import Envelope, envelope
 from stagereg.kernel.memory import Padding, padding_around
 from stagereg.kernel.transfer import Batch

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 import stagereg.registry as registry
-from stagereg.checkpoint.manifest import FileMark
+from stagereg.checkpoint.format.manifest import FileMark
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import CheckpointError, StageregError
 from stagereg.installed import DISTRIBUTION

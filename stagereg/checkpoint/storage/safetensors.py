@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
-from stagereg.checkpoint.index import TensorResult
+from stagereg.checkpoint.format.index import TensorResult
 from stagereg.checkpoint.storage.files import FileStorage, StrPath, write_archive
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.kernel.memory import view_of

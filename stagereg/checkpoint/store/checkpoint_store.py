@@ -36,12 +36,9 @@ import time
 from collections.abc import Callable, Collection, Generator, Mapping
 from pathlib import Path
 
-from stagereg.checkpoint.checksum import crc32
-from stagereg.checkpoint.damage import WHOLE, Condition, Found, Unclear, differences, of_error
-from stagereg.checkpoint.failpoints import failpoint
-from stagereg.checkpoint.keep import Keep
-from stagereg.checkpoint.lock import LOCK, Owner, StoreLock, holder
-from stagereg.checkpoint.manifest import (
+from stagereg.checkpoint.format.checksum import crc32
+from stagereg.checkpoint.format.damage import WHOLE, Condition, Found, Unclear, differences, of_error
+from stagereg.checkpoint.format.manifest import (
     KEPT,
     LATEST,
     MANIFEST,
@@ -58,8 +55,11 @@ from stagereg.checkpoint.manifest import (
     step_name,
     step_of,
 )
+from stagereg.checkpoint.store.failpoints import failpoint
+from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.lease import LEASE_S, LeaseRecord
 from stagereg.checkpoint.store.local_files import local_path, mark_file, sync
+from stagereg.checkpoint.store.lock import LOCK, Owner, StoreLock, holder
 from stagereg.checkpoint.store.reader_lease import being_read, hold, reader_name
 from stagereg.errors import CheckpointError, nearest
 

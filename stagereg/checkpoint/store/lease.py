@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from stagereg.checkpoint.lock import LOCK, PATIENCE_S, Owner, StoreLock
+from stagereg.checkpoint.store.lock import LOCK, PATIENCE_S, Owner, StoreLock
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.retry import retrying, within
 from stagereg.errors import CheckpointError

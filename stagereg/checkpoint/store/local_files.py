@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from stagereg.checkpoint.checksum import crc32
-from stagereg.checkpoint.damage import WHOLE, joined
-from stagereg.checkpoint.manifest import FileMark
+from stagereg.checkpoint.format.checksum import crc32
+from stagereg.checkpoint.format.damage import WHOLE, joined
+from stagereg.checkpoint.format.manifest import FileMark
 from stagereg.errors import ConfigError
 
 FILE_URL = "file://"

@@ -20,8 +20,8 @@ import threading
 from collections.abc import Callable, Generator
 
 import stagereg.checkpoint.store.lease as lease
-from stagereg.checkpoint.lock import Owner
-from stagereg.checkpoint.manifest import new_token, step_of
+from stagereg.checkpoint.format.manifest import new_token, step_of
+from stagereg.checkpoint.store.lock import Owner
 from stagereg.checkpoint.store.retry import within
 
 _PREFIX = ".reading."

@@ -13,12 +13,12 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from stagereg.checkpoint.damage import WHOLE, Condition
-from stagereg.checkpoint.failpoints import failpoint
-from stagereg.checkpoint.lock import Owner, StoreLock
-from stagereg.checkpoint.manifest import LATEST, MANIFEST, FileMark, Manifest, file_mark, step_name, step_of
+from stagereg.checkpoint.format.damage import WHOLE, Condition
+from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, FileMark, Manifest, file_mark, step_name, step_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.lease import StoreLease, leaseholder
+from stagereg.checkpoint.store.lock import Owner, StoreLock
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.retry import within
 from stagereg.errors import CheckpointError

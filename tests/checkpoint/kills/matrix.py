@@ -44,7 +44,7 @@ import torch.distributed.tensor
 import torch.nn.parallel
 
 import stagereg
-import stagereg.checkpoint.failpoints as failpoints
+import stagereg.checkpoint.store.failpoints as failpoints
 from stagereg import output
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.open_store import open_store

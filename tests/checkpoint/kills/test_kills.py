@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stagereg.checkpoint.failpoints import POINTS
+from stagereg.checkpoint.store.failpoints import POINTS
 
 
 def kill(tmp_path: Path, limit_s: float, *asked: str) -> dict[str, list[str]]:

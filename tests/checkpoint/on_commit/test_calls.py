@@ -15,7 +15,7 @@ import pytest
 
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.on_commit.component import CommittedCheckpoint
+from stagereg.checkpoint.save.on_commit import CommittedCheckpoint
 from stagereg.errors import ConfigError
 from stagereg.testing.ranks import run_ranks
 

@@ -22,7 +22,7 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.config.instantiate import targets
 from stagereg.errors import ConfigError, InstallationError, TargetNotAllowedError
 
-COMMAND = "stagereg.checkpoint.on_commit.shell_command.ShellCommand"
+COMMAND = "stagereg.on_commit.shell_command.ShellCommand"
 
 
 def needs(package: str) -> Any:

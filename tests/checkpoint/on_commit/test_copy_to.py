@@ -17,23 +17,23 @@ import torch
 from hydra import compose, initialize_config_dir
 
 import stagereg
-import stagereg.checkpoint.failpoints as failpoints
-import stagereg.checkpoint.on_commit.copy_to as copy_to
+import stagereg.checkpoint.store.failpoints as failpoints
+import stagereg.on_commit.copy_to as copy_to
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.keep import Keep
-from stagereg.checkpoint.manifest import FileMark
-from stagereg.checkpoint.on_commit.component import CommittedCheckpoint
-from stagereg.checkpoint.on_commit.copy_to import CopyTo
+from stagereg.checkpoint.format.manifest import FileMark
+from stagereg.checkpoint.save.on_commit import CommittedCheckpoint
+from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, ConfigError
+from stagereg.on_commit.copy_to import CopyTo
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ROUTES = ["path path", "path url", "url path", "url url"]
 COPY = """
 import os, signal, sys
-import stagereg.checkpoint.failpoints as failpoints
-from stagereg.checkpoint.on_commit.component import CommittedCheckpoint
-from stagereg.checkpoint.on_commit.copy_to import CopyTo
+import stagereg.checkpoint.store.failpoints as failpoints
+from stagereg.checkpoint.save.on_commit import CommittedCheckpoint
+from stagereg.on_commit.copy_to import CopyTo
 from stagereg.checkpoint.store.open_store import open_store
 newest = open_store(sys.argv[1]).checkpoints()[0][0]
 failpoints.watch(lambda point: os.kill(os.getpid(), signal.SIGKILL) if point == sys.argv[3] else None)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._pytree import tree_flatten
 
 import stagereg
-import stagereg.checkpoint.manifest as manifest
+import stagereg.checkpoint.format.manifest as manifest
 import stagereg.checkpoint.store.checkpoint_store as local
 from stagereg import registry
 from stagereg.checkpoint.checkpointer import Checkpointer

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg
-from stagereg.checkpoint.index import TensorResult
+from stagereg.checkpoint.format.index import TensorResult
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.envelope import _asked

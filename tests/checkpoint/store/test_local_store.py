@@ -12,8 +12,8 @@ import pytest
 
 import stagereg.checkpoint.store.checkpoint_store as local
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.damage import WHOLE
-from stagereg.checkpoint.manifest import Checkpoint
+from stagereg.checkpoint.format.damage import WHOLE
+from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 

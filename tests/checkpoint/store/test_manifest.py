@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagereg.checkpoint.manifest import FileMark, Manifest, step_name, step_of
+from stagereg.checkpoint.format.manifest import FileMark, Manifest, step_name, step_of
 
 PLAIN = st.text(
     st.characters(categories=["L", "N", "P", "S"], exclude_characters="/\\"), min_size=1, max_size=20

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import stagereg
-import stagereg.checkpoint.failpoints as failpoints
+import stagereg.checkpoint.store.failpoints as failpoints
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.manifest import new_token
-from stagereg.checkpoint.on_commit.component import CommittedCheckpoint
+from stagereg.checkpoint.format.manifest import new_token
+from stagereg.checkpoint.save.on_commit import CommittedCheckpoint
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 
 PLAIN, BEFORE = "step-00000002", "step-00000001"

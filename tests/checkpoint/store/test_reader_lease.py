@@ -22,8 +22,8 @@ import pytest
 import torch
 
 import stagereg
-import stagereg.checkpoint.failpoints as failpoints
 import stagereg.checkpoint.store.checkpoint_store as checkpoint_store
+import stagereg.checkpoint.store.failpoints as failpoints
 import stagereg.checkpoint.store.lease as lease
 import stagereg.checkpoint.store.reader_lease as reader_lease
 from stagereg import cli

@@ -21,7 +21,7 @@ import stagereg.checkpoint.store.checkpoint_store as checkpoint_store
 import stagereg.checkpoint.store.object_store as objects
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.manifest import Checkpoint, FileMark
+from stagereg.checkpoint.format.manifest import Checkpoint, FileMark
 from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, Upload, make_buffers
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.object_store import ObjectStore

@@ -1,0 +1,143 @@
+"""What is wrong with a checkpoint, file by file, and what may have happened to it.
+
+A store (:mod:`stagereg.checkpoint.store`) reports what it has found under the names of a checkpoint: a size, or size
+and checksum where it has read the content, or nothing. This module compares that with the manifest and names each
+difference. It touches no disk.
+
+Found without reading content: a manifest that is missing, damaged, or of another step; a file that is missing, is no
+regular file, or has another size. Found by reading: any other content of the same size, down to a single bit.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from stagereg.checkpoint.format.checksum import combined
+from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest, step_within
+
+_SHOWN = 8
+"""Files that a message names, of one checkpoint."""
+_BROKEN = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, errno.EILSEQ})
+"""Errors of a file system for a file whose bytes it has lost, as against one that cannot be reached now."""
+
+
+class Unclear(str):
+    """Why nothing is known about a file: it is there or not, and good or not."""
+
+
+Found: TypeAlias = FileMark | int | str
+"""What was found under a name: its mark; its size in bytes, where the content was not read; what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What the directory of a checkpoint is like.
+
+    Attributes:
+        path: the directory, a path or a URL.
+        manifest: its manifest; ``None`` if that cannot be read.
+        damages: what is wrong with files, by their names, such as ``"truncated: 100 of 4096 bytes"``, or
+            :class:`Unclear` where one could not be looked at; nothing if it is complete.
+    """
+
+    path: str
+    manifest: Manifest | None
+    damages: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.path.rstrip("/").rpartition("/")[2]
+
+    @property
+    def step(self) -> int | None:
+        """The training step, by the name of the directory or else by the manifest."""
+        named = step_within(self.name)
+        return self.manifest.step if named is None and self.manifest is not None else named
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The checkpoint, if nothing is wrong with it."""
+        return Checkpoint(self.path, self.manifest) if self.manifest is not None and not self.damages else None
+
+    def lines(self) -> list[str]:
+        """Return what is wrong, a line a file, of many files for the first ones."""
+        every = [f"{name}: {what}" for name, what in self.damages.items()]
+        return [*every[:_SHOWN], f"and {len(every) - _SHOWN} more files"] if len(every) > _SHOWN else every
+
+    def __str__(self) -> str:
+        """What is wrong, on one line."""
+        return "; ".join(self.lines())
+
+
+def differences(manifest: Manifest, found: Mapping[str, Found]) -> dict[str, str]:
+    """Return what is wrong with the files of a manifest, by name; what is not in ``found`` is missing."""
+    compared = {name: _difference(mark, found.get(name, "missing")) for name, mark in manifest.files.items()}
+    return {name: what for name, what in compared.items() if what}
+
+
+def of_error(error: OSError) -> str:
+    """Return what an error on the way to a file means for the file."""
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return "missing"
+    text = f"cannot be read ({error.strerror or error})"
+    return text if error.errno in _BROKEN else Unclear(text)
+
+
+def _difference(expected: FileMark, found: Found) -> str:
+    if isinstance(found, str):
+        return found
+    size = found if isinstance(found, int) else found.bytes
+    if size != expected.bytes:
+        kind = "truncated" if size < expected.bytes else "too long"
+        return f"{kind}: {size} of {expected.bytes} bytes"
+    if isinstance(found, FileMark) and found != expected:
+        return f"flipped bits: its CRC-32 is {found.crc32:08x} and was {expected.crc32:08x}"
+    return ""
+
+
+# -- which bytes of its files each of several ranks reads, and the marks of parts put together
+
+WHOLE = range(sys.maxsize)
+"""All bytes of a file, however many there are."""
+
+
+def share(files: Mapping[str, FileMark], rank: int, size: int) -> dict[str, range]:
+    """Return which bytes of which files one of ``size`` ranks reads, as many as each other rank; in order of names.
+
+    A part with the last byte of a file goes to its end, however far away that is, so a longer file is noticed.
+    """
+    names = sorted(files)
+    total = sum(files[name].bytes + 1 for name in names)  # the end of each file counts, or else nobody had empty ones
+    begin, end = total * rank // size, total * (rank + 1) // size
+    found: dict[str, range] = {}
+    base = 0
+    for name in names:
+        length = files[name].bytes + 1
+        low, high = max(begin - base, 0), min(end - base, length)
+        if low < high:
+            found[name] = range(low, WHOLE.stop if high == length else high)
+        base += length
+    return found
+
+
+def joined(parts: Iterable[FileMark]) -> FileMark:
+    """Return the mark of a file, or of a part of it, from those of all its parts in their order."""
+    size = crc = 0
+    for part in parts:
+        crc, size = combined(crc, part.crc32, part.bytes), size + part.bytes
+    return FileMark(size, crc)
+
+
+def marks_of_shares(shares: Sequence[Mapping[str, Found]]) -> dict[str, Found]:
+    """Return what was found of each file, from what the ranks have found of their shares, in rank order."""
+    found: dict[str, Found] = {}
+    for name in sorted({name for each in shares for name in each}):
+        parts = [each[name] for each in shares if name in each]
+        other = [part for part in parts if not isinstance(part, FileMark)]
+        found[name] = other[0] if other else joined(part for part in parts if isinstance(part, FileMark))
+    return found

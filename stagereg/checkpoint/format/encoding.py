@@ -1,0 +1,262 @@
+"""The structure of a state as JSON: its containers and plain values, and a mark for each tensor and object.
+
+Each entry of a checkpoint has its structure in ``index.json`` (docs/format.md). Reading needs no template, so an
+optimizer that has not stepped yet, or a scheduler with integer keys, comes back whole. A *leaf*, written ``{}``, is a
+tensor, or an object that JSON cannot carry (:mod:`.pickled`); it lies in a file under its dotted
+name: ``optimizer.state.0.exp_avg``. Names and leaves are those of torch's ``traverse_state_dict``
+(torch/distributed/checkpoint/_traverse.py): mappings are always walked; a list is walked when a tensor or a walked
+container is in it.
+
+What could not be read back is refused when it is saved, with its name. Reading makes plain data and the containers of a
+state dict; it runs nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import gc
+import json
+import math
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any, NamedTuple
+
+import torch
+
+import stagereg.checkpoint.format.pickled as pickled
+from stagereg.errors import CheckpointError
+
+PER_RANK = "per_rank"
+"""The type of a value that ranks have each for itself (:mod:`.merging`)."""
+_DEEPEST = 200
+_LONGEST_INTEGER_BITS = 255 * 8 - 1  # what torch reads back
+_CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
+_COLLECTIONS: dict[str, Any] = {kind.__name__: kind for kind in (tuple, set, frozenset)}
+
+
+class Encoded(NamedTuple):
+    """The structure of one entry: JSON text, and the dotted names of the objects in it."""
+
+    text: str
+    objects: list[str]
+
+
+@dataclass(slots=True, eq=False)
+class Leaf:
+    """Stands for a tensor or an object in a structure that was read.
+
+    Attributes:
+        name: its dotted name in the checkpoint.
+        stored: where it lies, if that was looked up.
+        live: the tensor that the program has in its place, if that was looked up.
+        in_place: whether it is to be read into the memory of that.
+        dtype: that it is converted to while it is read, if any.
+        value: what was read.
+    """
+
+    name: str
+    stored: Any = None
+    live: torch.Tensor | None = None
+    in_place: bool = False
+    dtype: torch.dtype | None = None
+    value: Any = None
+
+
+@contextlib.contextmanager
+def without_gc() -> Generator[None, None, None]:
+    """Keep the garbage collector away while a million containers are made: it goes through them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def walk(value: Any, *path: str | int) -> list[tuple[tuple[str | int, ...], Any]]:
+    """Return each leaf of a state or structure, plain values included, with the keys and positions that lead to it."""
+    found: list[tuple[tuple[str | int, ...], Any]] = []
+    _collect(value, path, found)
+    return found
+
+
+def _collect(value: Any, path: tuple[str | int, ...], found: list[tuple[tuple[str | int, ...], Any]]) -> None:
+    if type(value) is torch.Tensor:
+        found.append((path, value))
+    elif isinstance(value, (dict, Mapping)):
+        for key, item in value.items():
+            _collect(item, (*path, str(key)), found)
+    elif _is_walked(value):
+        for i, item in enumerate(value):
+            _collect(item, (*path, i), found)
+    else:
+        found.append((path, value))
+
+
+def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield dotted name and value of each leaf of a state or structure called ``name``, plain values included."""
+    return ((".".join(map(str, path)), leaf) for path, leaf in walk(value, name))
+
+
+def marks(structure: Any) -> Iterator[Leaf]:
+    """Yield the leaves of a structure that stand for tensors and objects."""
+    return (leaf for _, leaf in walk(structure) if type(leaf) is Leaf)
+
+
+def _is_walked(value: object) -> bool:
+    if isinstance(value, list):
+        return any(isinstance(item, (torch.Tensor, Leaf, Mapping)) or _is_walked(item) for item in value)
+    return False
+
+
+# -- writing
+
+
+@without_gc()
+def encode(value: Any, name: str) -> Encoded:
+    """Return the structure of the entry called ``name``.
+
+    Raises:
+        CheckpointError: something in it could not be read back without running code, with its dotted name and what to
+            do.
+    """
+    found: list[str] = []
+    return Encoded(json.dumps(_encode(value, name, found, 0)), found)
+
+
+def _encode(value: Any, name: str, objects: list[str], depth: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        pickled.expect_loadable(name, value)
+        return {}
+    is_mapping = isinstance(value, Mapping)
+    if not is_mapping and not _is_walked(value):
+        try:
+            return _plain(value)
+        except TypeError:
+            objects.append(name)
+            pickled.expect_loadable(name, value)
+            return {}
+    if depth == _DEEPEST:
+        raise CheckpointError(f"{name[:200]!r} is nested more than {_DEEPEST} deep; flatten it.")
+    if not is_mapping:
+        return [_encode(item, f"{name}.{i}", objects, depth + 1) for i, item in enumerate(value)]
+    try:
+        return _mapping(value, lambda key, item: _encode(item, f"{name}.{key}", objects, depth + 1))
+    except TypeError as error:
+        raise CheckpointError(f"{name!r} would not load back: {error}.") from error
+
+
+def _plain(value: Any) -> Any:
+    """Return any value without tensors as JSON. Raises: ``TypeError`` if it has something else than plain data."""
+    kind = type(value)
+    if kind in (NoneType, bool, str) or (kind is float and math.isfinite(value)):
+        return value
+    if kind is int and value.bit_length() <= _LONGEST_INTEGER_BITS:
+        return value
+    if kind is list:
+        return [_plain(item) for item in value]
+    if kind is float:
+        return {"type": "float", "value": str(value)}
+    if kind is bytes:
+        return {"type": "bytes", "value": base64.b64encode(value).decode()}
+    if _COLLECTIONS.get(kind.__name__) is kind:
+        return {"type": kind.__name__, "value": [_plain(item) for item in value]}
+    if isinstance(value, dict):
+        return _mapping(value, lambda key, item: _plain(item))
+    numpy = sys.modules.get("numpy")
+    is_number = numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf"
+    if is_number and value.dtype.itemsize <= 8:  # a wider one is none of Python's
+        return _plain(value.item())
+    raise TypeError(f"a {kind.__name__} is no plain data")
+
+
+def _mapping(value: Mapping[Any, Any], encode: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    kind = type(value) if isinstance(value, dict) else dict
+    if _CONTAINERS.get(kind.__name__) is not kind:
+        raise TypeError(f"it is a {kind.__module__}.{kind.__qualname__}; save dict(x) of it")
+    items: Any = {key: encode(key, item) for key, item in value.items()}
+    if any(type(key) is not str for key in items):
+        items = [[_key(key), item] for key, item in items.items()]
+    made = {"type": kind.__name__, "value": items}
+    attributes = getattr(value, "__dict__", None) if kind is not dict else None
+    if attributes:  # those of torch's state dicts: the versions of modules
+        made["attributes"] = _plain(attributes)
+    return made
+
+
+def _key(key: Any) -> Any:
+    try:
+        return _plain(key)
+    except TypeError:
+        text = f"a {type(key).__name__} cannot be the key of an entry; use text or a number"
+        raise TypeError(text) from None
+
+
+# -- reading
+
+
+@without_gc()
+def decode(tree: Any, name: str, rank: int | None = None) -> Any:
+    """Return the structure of the entry called ``name``, with a :class:`Leaf` for each tensor and object.
+
+    Args:
+        tree: what JSON has of it.
+        name: of the entry.
+        rank: whose values it is to have, where ranks had different ones; else the lowest rank's.
+
+    Raises:
+        CheckpointError: it is none; nothing of it was run.
+    """
+    try:
+        return _decode(tree, name, str(rank))
+    except RecursionError:
+        raise CheckpointError(f"the structure of {name!r:.100} is nested too deeply to be one.") from None
+    except Exception as error:
+        raise CheckpointError(f"the structure of {name!r:.100} is not what one is: {str(error)[:200]}.") from error
+
+
+def _decode(tree: Any, name: str | None, rank: str) -> Any:
+    """``name`` is ``None`` inside of a value that has no leaves."""
+    if type(tree) is list:
+        return [_decode(item, None if name is None else f"{name}.{i}", rank) for i, item in enumerate(tree)]
+    if type(tree) is not dict:
+        return tree
+    if not tree and name is not None:
+        return Leaf(name)
+    kind, value = tree["type"], tree["value"]
+    if kind == PER_RANK:
+        return _decode(value[rank if rank in value else min(value, key=int)], None, rank)
+    if kind in _COLLECTIONS:
+        return _COLLECTIONS[kind](_decode(item, None, rank) for item in value)
+    if kind == "bytes":
+        return base64.b64decode(value, validate=True)
+    if kind == "float":
+        return float(value)
+    if kind not in _CONTAINERS:
+        raise ValueError(f"it has a {kind:.100}, which is not read")
+    made = _CONTAINERS[kind]()
+    pairs = value.items() if type(value) is dict else ((_decode(key, None, rank), item) for key, item in value)
+    for key, item in pairs:
+        made[key] = _decode(item, None if name is None else f"{name}.{key}", rank)
+    attributes = _decode(tree["attributes"], None, rank) if "attributes" in tree else {}
+    for attribute, item in attributes.items():
+        if hasattr(type(made), attribute):
+            raise ValueError(f"it gives a container a {attribute:.50} of its own")
+        setattr(made, attribute, item)
+    return made
+
+
+def fill(structure: Any) -> Any:
+    """Return a structure, filled in place, with the values of its leaves."""
+    if type(structure) is Leaf:
+        return structure.value
+    if isinstance(structure, Mapping) or type(structure) is list:
+        items: Any = structure.items() if isinstance(structure, Mapping) else enumerate(structure)
+        for key, item in list(items):
+            structure[key] = fill(item)  # type: ignore[index]
+    return structure

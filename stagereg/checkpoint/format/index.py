@@ -1,0 +1,325 @@
+"""The index of a checkpoint: where the bytes of every tensor lie, and the structure of the state, as one JSON file.
+
+``index.json`` is written at the commit, is listed in the manifest, and is all that is needed to read a checkpoint:
+docs/format.md specifies it, so that another program can read it too. :func:`make_index` makes it, on rank 0, of what
+the ranks have written. :meth:`Index.loads` reads it with every number in it checked: against the sizes of the files,
+against each other, and against what memory can hold. What has passed needs no further check; nothing is opened,
+allocated or loaded before.
+
+The structure of the state is text of :mod:`stagereg.checkpoint.format.encoding`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from stagereg.checkpoint.format.encoding import Encoded, without_gc
+from stagereg.errors import CheckpointError
+
+INDEX = "index.json"
+INDEX_BYTES = 1 << 30
+"""What is longer is not read: with less than a hundred bytes for each entry, that is far more than any run writes."""
+_NAMES = {value: str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
+DTYPES = {name: value for value, name in _NAMES.items() if not name.startswith("q")}  # quantized ones are not saved
+"""torch's dtypes by the names that the index has for them."""
+ARCHIVE = "archive"
+"""What a chunk says that lies in its file as ``torch.save`` has made it."""
+_FORMAT = 1
+_MOST = (1 << 63) - 1
+_MOST_DIMENSIONS = 64
+_Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its shape
+
+
+@dataclass(frozen=True)
+class TensorResult(WriteResult):
+    """What ``write_data`` may return of a tensor in place of torch's ``WriteResult``: where its own bytes are.
+
+    Attributes:
+        content: the byte of the file, ``storage_data.relative_path``, at which they begin; there are as many as the
+            elements of the written part have, with nothing between them.
+        stride: of the elements, as ``Tensor.stride`` has it; None where they are in row-major order.
+    """
+
+    content: int
+    stride: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ArchiveResult(WriteResult):
+    """What ``write_data`` may return of any item that lies in its file as ``torch.save`` has made it.
+
+    ``storage_data.relative_path``, ``offset`` and ``length`` say where.
+    """
+
+
+class Chunk(NamedTuple):
+    """A part of a tensor in a file.
+
+    Attributes:
+        file: its name in the checkpoint's directory.
+        offset: of the first byte.
+        length: how many bytes.
+        start: where the part begins in the whole tensor, in each dimension.
+        shape: of the part.
+        layout: ``None`` if the bytes are the elements in row-major order; the strides, in elements, if they lie in
+            another order, without holes; ``"archive"`` if they are what ``torch.save`` has made of the part.
+    """
+
+    file: str
+    offset: int
+    length: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    layout: tuple[int, ...] | str | None
+
+
+class Stored(NamedTuple):
+    """A tensor or an object of a checkpoint.
+
+    Attributes:
+        dtype: of the tensor; ``None`` if it is an object.
+        shape: of the whole tensor.
+        chunks: its parts, which cover it once, an object's single one; ``None`` if only the storage that wrote it can
+            read it.
+    """
+
+    dtype: torch.dtype | None
+    shape: torch.Size
+    chunks: tuple[Chunk, ...] | None
+
+
+class Index:
+    """What a checkpoint has, found to be right.
+
+    Args:
+        content: of ``index.json``.
+        sizes: of the files of the checkpoint, by name, as the manifest has them.
+
+    Attributes:
+        state: the structure of each entry, as :mod:`stagereg.checkpoint.format.encoding` decodes it.
+
+    Raises:
+        Exception: of any kind, if something in it does not fit.
+    """
+
+    def __init__(self, content: Any, sizes: Mapping[str, int]) -> None:
+        _check(content, sizes)
+        self._files: list[str] = content["files"]
+        self._tensors: dict[str, Any] = content["tensors"]
+        self._objects: dict[str, Any] = content["objects"]
+        self.state: dict[str, Any] = content["state"]
+
+    @classmethod
+    @without_gc()
+    def loads(cls, data: bytes | bytearray, sizes: Mapping[str, int]) -> Index:
+        """Read the content of ``index.json``.
+
+        Raises:
+            CheckpointError: it is none, or something in it does not fit.
+        """
+        try:
+            return cls(json.loads(data), sizes)
+        except RecursionError:
+            raise CheckpointError(f"{INDEX} is nested too deeply to be one.") from None
+        except Exception as error:
+            raise CheckpointError(f"{INDEX} is not what an index is: {str(error)[:300]}.") from error
+
+    def find(self, name: str) -> Stored | None:
+        """Return the tensor or object of that name; ``None`` if there is none."""
+        if name in self._tensors:
+            dtype, shape, chunks = self._tensors[name]
+            if chunks is not None:
+                chunks = tuple(self._chunk(chunk, shape) for chunk in chunks)
+            return Stored(DTYPES[dtype], torch.Size(shape), chunks)
+        if name not in self._objects:
+            return None
+        place = self._objects[name]
+        return Stored(None, torch.Size(), None if place is None else (self._chunk([*place, [], [], ARCHIVE], []),))
+
+    def _chunk(self, chunk: list[Any], whole: list[int]) -> Chunk:
+        file, offset, length, *part = chunk
+        return Chunk(self._files[file], offset, length, *_part(whole, part))
+
+
+def _part(whole: list[int], part: list[Any]) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
+    """Return start, shape and layout of a chunk; what the index leaves out is that of the whole tensor."""
+    start, shape, layout = (*part, None)[:3] if part else ([0] * len(whole), whole, None)
+    return tuple(start), tuple(shape), tuple(layout) if type(layout) is list else layout
+
+
+# -- writing
+
+
+@without_gc()
+def describe_tensors(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects: Container[str]) -> str:
+    """Return what ``index.json`` has of tensors and objects.
+
+    Args:
+        metadata: of the checkpoint, as torch has planned it.
+        results: of each rank's ``write_data``.
+        objects: their names; all else that is no tensor stands in the structure, and torch alone reads it.
+    """
+    return json.dumps(tables(metadata, results, objects))[:-1]
+
+
+def make_index(tensors: str, state: Mapping[str, Encoded]) -> bytes:
+    """Return the content of ``index.json``.
+
+    Args:
+        tensors: as :func:`describe_tensors` returns it.
+        state: the structures of the entries, by name.
+
+    Raises:
+        CheckpointError: it would be longer than what is read back.
+    """
+    texts = ",\n".join(f"{json.dumps(name)}: {encoded.text}" for name, encoded in state.items())
+    data = f'{tensors},\n"state": {{\n{texts}\n}}}}\n'.encode()
+    if len(data) > INDEX_BYTES:
+        largest = max(state, key=lambda name: len(state[name].text))
+        raise CheckpointError(
+            f"{INDEX} would have {len(data):,} bytes, and no more than {INDEX_BYTES:,} are read back; the largest "
+            f"entry in it is {largest!r:.100}, with {len(state[largest].text):,} bytes. Save large values as tensors."
+        )
+    return data
+
+
+def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects: Container[str]) -> dict[str, Any]:
+    """Return the content of ``index.json`` without the structures, of ``objects`` and of all tensors."""
+    files: dict[str, int] = {}
+
+    def place(result: WriteResult, offset: int, length: int) -> list[Any]:
+        return [files.setdefault(result.storage_data.relative_path, len(files)), offset, length]
+
+    def archive(result: WriteResult) -> list[Any] | None:
+        info = result.storage_data
+        return place(result, info.offset, info.length) if isinstance(result, ArchiveResult) else None
+
+    def chunk(entry: TensorStorageMetadata, part: ChunkStorageMetadata, result: WriteResult) -> list[Any] | None:
+        box = [[*part.offsets], [*part.sizes]]
+        if not isinstance(result, TensorResult):
+            found = archive(result)
+            return None if found is None else [*found, *box, ARCHIVE]
+        found = place(result, result.content, part.sizes.numel() * entry.properties.dtype.itemsize)
+        if result.stride is not None:
+            return [*found, *box, [*result.stride]]
+        return found if part.sizes == entry.size else [*found, *box]
+
+    written = {(result.index.fqn, result.index.offset): result for rank in results for result in rank}
+    tensors: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            chunks = [chunk(entry, part, written[name, part.offsets]) for part in entry.chunks if part.sizes.numel()]
+            tensors[name] = [_NAMES[entry.properties.dtype], [*entry.size], None if None in chunks else chunks]
+        elif name in objects:
+            found[name] = archive(written[name, None])
+    return {"format": _FORMAT, "files": [*files], "tensors": tensors, "objects": found}
+
+
+# -- checking
+
+
+def _check(data: Any, sizes: Mapping[str, int]) -> None:
+    if type(data) is not dict or data.get("format") != _FORMAT:
+        raise ValueError("it is of another format")
+    files, tensors, objects = data["files"], data["tensors"], data["objects"]
+    if type(files) is not list or any(type(kind) is not dict for kind in (tensors, objects, data["state"])):
+        raise TypeError("a part of it is of the wrong kind")
+    for name in files:
+        if name not in sizes:
+            raise ValueError(f"it names {name!r:.100}, which is no file of it")
+    extents: list[Any] = []
+    for name, (dtype, shape, chunks) in tensors.items():
+        itemsize = DTYPES[dtype].itemsize
+        elements = _elements(shape)
+        if chunks is None:
+            continue
+        if len(chunks) == 1 and len(chunks[0]) == 3:
+            if chunks[0][2] != elements * itemsize:
+                raise ValueError(f"{name!r:.100} has another size than what is stored of it")
+        else:
+            _check_chunks(name, shape, elements, chunks, itemsize)
+        extents += [tuple(chunk[:3]) for chunk in chunks]
+    extents += [tuple(place) for place in objects.values() if place is not None]
+    _check_extents(extents, [sizes[name] for name in files])
+
+
+def _elements(shape: Any) -> int:
+    if type(shape) is not list or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError("there is no shape where one belongs")
+    elements = 1
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise ValueError(f"{size!r:.50} is no size")
+        elements *= size
+    if elements > _MOST:
+        raise ValueError("a tensor has more elements than memory has addresses")
+    return elements
+
+
+def _check_chunks(name: str, whole: list[int], elements: int, chunks: list[Any], itemsize: int) -> None:
+    """Make sure that chunks lie within their tensor and cover each element of it once."""
+    boxes: list[_Box] = []
+    for _, _, length, *part in chunks:
+        start, shape, layout = _part(whole, part)
+        nbytes = _elements([*shape]) * itemsize
+        if nbytes != length and not (layout == ARCHIVE and 0 < nbytes < length):
+            raise ValueError(f"a chunk of {name!r:.100} has another size than what is stored of it")
+        for begin, size, limit in zip(start, shape, whole, strict=True):
+            if type(begin) is not int or not 0 <= begin <= limit - size:
+                raise ValueError(f"a chunk of {name!r:.100} lies outside of the tensor")
+        if layout not in (None, ARCHIVE):
+            _check_strides(shape, layout)
+        boxes.append((start, shape))
+    if sum(math.prod(shape) for _, shape in boxes) != elements or (len(boxes) > 1 and overlap(boxes)):
+        raise ValueError(f"the chunks of {name!r:.100} do not cover it once")
+
+
+def _check_strides(shape: Sequence[int], strides: Any) -> None:
+    expected = 1
+    if any(type(stride) is not int for stride in strides):
+        raise ValueError("there are no strides where some belong")
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if stride != expected:
+            raise ValueError("the elements of a chunk overlap, or leave holes")
+        expected *= size
+
+
+def overlap(boxes: list[_Box]) -> bool:
+    """Whether two boxes, of the same dimensions, have an element in common.
+
+    Goes through them along the dimension that is cut most often.
+    """
+    along = max(range(len(boxes[0][0])), key=lambda i: len({start[i] for start, _ in boxes}), default=None)
+    if along is None:
+        return True
+    active: list[_Box] = []
+    for start, shape in sorted(boxes, key=lambda box: box[0][along]):
+        active = [other for other in active if other[0][along] + other[1][along] > start[along]]
+        for begin, sizes in active:
+            if all(a < b + m and b < a + n for a, n, b, m in zip(start, shape, begin, sizes, strict=True)):
+                return True
+        active.append((start, shape))
+    return False
+
+
+def _check_extents(extents: list[Any], ends: list[int]) -> None:
+    """Make sure that all lie within their files, and that none overlaps another one; tied tensors may share one."""
+    for file, offset, length in extents:
+        if type(file) is not int or type(offset) is not int or type(length) is not int:
+            raise TypeError("there is something else where a number belongs")
+        if file < 0 or offset < 0 or length < 0 or offset + length > ends[file]:
+            raise ValueError(f"bytes {offset} to {offset + length} lie outside of their file")
+    extents.sort()
+    for one, other in itertools.pairwise(extents):
+        if one != other and one[0] == other[0] and one[1] + one[2] > other[1]:
+            raise ValueError(f"what lies at byte {one[1]} of a file overlaps what lies at byte {other[1]}")

@@ -1,0 +1,204 @@
+"""What a checkpoint is made of, wherever it lies: the names, the manifest, and the marks of its files.
+
+``step-00000100/manifest.json`` has size and CRC-32 of each other file in that directory, step, world size, serial,
+storage, time and metrics. ``latest`` names the directory committed last, and ``metrics.json`` beside it has what was
+logged about a step after its manifest was written.
+
+A directory without a readable manifest, or with a file missing or of another size, is not a checkpoint. Serials count
+commits, so "newest" means committed last, also after a run was resumed from an older step. A manifest has a CRC-32 of
+itself, and nothing in it is believed that could lead out of its directory. This module touches no disk: how a
+checkpoint is found, read and committed is described in :mod:`stagereg.checkpoint.store`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import IO, Any
+
+from stagereg.checkpoint.format.checksum import crc32
+
+RESTORED = ".restored.json"
+SWEEP_JOB = ".sweep-job.json"
+KEPT = "kept.json"
+LATEST = "latest"
+MANIFEST = "manifest.json"
+METRICS = "metrics.json"
+_FORMAT = 2
+_STEP_NAME = re.compile(r"step-(?P<step>\d+)(\.[0-9a-f]+)?", re.ASCII)  # a token, where a step has several
+_BLOCK_BYTES = 1 << 20
+_LONGEST_NAME = 255  # bytes, as file systems have it
+MOST = (1 << 63) - 1
+"""The greatest number that a manifest may have, of a step as of bytes."""
+_LATEST_TIME = 1 << 37  # in the year 6325; a date can be made of it everywhere
+
+
+@dataclass(frozen=True)
+class FileMark:
+    """The size of one file in bytes and the CRC-32 of its content (:mod:`.checksum`)."""
+
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The manifest of a complete checkpoint.
+
+    Attributes:
+        step: the training step.
+        world_size: how many ranks wrote it.
+        serial: how many checkpoints were committed before it, and one.
+        files: their marks, by the name inside the directory.
+        storage: the name of the storage that reads it.
+        time: when it was committed, whole seconds since the epoch.
+        metrics: what rank 0 had logged about the step by then; may have NaN, so two manifests are compared without.
+    """
+
+    step: int
+    world_size: int
+    serial: int
+    files: dict[str, FileMark]
+    storage: str = "dcp"
+    time: int = 0
+    metrics: dict[str, float] = field(default_factory=dict, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its files."""
+        return sum(mark.bytes for mark in self.files.values())
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The greater, the later it was committed; by the step where two have one serial."""
+        return self.serial, self.step
+
+    def dumps(self) -> str:
+        """Return the text of ``manifest.json``; its checksum is that of the JSON with sorted keys and no spaces."""
+        data = {"format": _FORMAT, **asdict(self), "metrics": metrics_to_json(self.metrics)}
+        if not self.metrics:
+            del data["metrics"]
+        checked = json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
+        return json.dumps({**data, "crc32": crc32(checked)}, indent=1) + "\n"
+
+    @classmethod
+    def loads(cls, text: str | bytes) -> Manifest:
+        """Read the text of ``manifest.json``.
+
+        Raises:
+            ValueError: it is none, or damaged, or has a name that is no plain name of a file; the message has the
+                reason.
+        """
+        try:
+            data = json.loads(text)
+        except RecursionError:
+            raise ValueError("it is nested too deeply to be one") from None
+        if type(data) is not dict or data.get("format") != _FORMAT:
+            raise ValueError(f"it is no manifest of format {_FORMAT}")
+        storage, files = data.get("storage"), data.get("files")
+        if not isinstance(storage, str) or not is_name(storage):
+            raise ValueError(f"storage is {storage!r:.100}, which is no name")
+        if not isinstance(files, dict) or not all(isinstance(mark, dict) for mark in files.values()):
+            raise ValueError("it lists no files")
+        for name in files:
+            if not is_name(name) or name in (".", "..", MANIFEST) or set(name) & set("/\\"):
+                raise ValueError(f"{name!r:.100} is no plain name of a file")
+        manifest = cls(
+            step=_whole(data, "step"),
+            world_size=_whole(data, "world_size", least=1),
+            serial=_whole(data, "serial"),
+            files={name: FileMark(_whole(mark, "bytes"), _whole(mark, "crc32")) for name, mark in files.items()},
+            storage=storage,
+            time=_whole(data, "time", most=_LATEST_TIME),
+            metrics=metrics_from_json(data.get("metrics", {})),
+        )
+        if (text.decode() if isinstance(text, bytes) else text) != manifest.dumps():
+            raise ValueError("it is not what was written: its own CRC-32 differs, or the text")
+        return manifest
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: where it is, a path or a URL, and its manifest."""
+
+    path: str
+    manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.path.rstrip("/").rpartition("/")[2]
+
+    @property
+    def key(self) -> str:
+        """What it alone is known by, with a token in its name or without.
+
+        The name may come again, and the serial where one was deleted by hand.
+        """
+        return f"{plain_name(self.name)} {self.manifest.serial} {self.manifest.time}"
+
+
+def step_name(step: int) -> str:
+    """Return the directory name of a step, so that names sort as steps do."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step that a directory name stands for; ``None`` for a name that is of no step."""
+    return step_within(name) if _STEP_NAME.fullmatch(name) else None
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a step's directory without the token that it may have; any other name as it is."""
+    return name if step_of(name) is None else name.partition(".")[0]
+
+
+def step_within(name: str) -> int | None:
+    """Return the step that a name is about which has one somewhere in it, as temporary names and such with a token."""
+    found = _STEP_NAME.search(name)
+    return None if found is None else int(found["step"])
+
+
+def new_token() -> str:
+    """Return what makes the temporary names of one save unique; draws from the system, not from ``random``."""
+    return uuid.uuid4().hex[:12]
+
+
+def file_mark(stream: IO[bytes], most: int = MOST) -> FileMark:
+    """Read a stream to its end, or ``most`` bytes of it, in blocks, and return size and checksum of that."""
+    size = crc = 0
+    while block := stream.read(min(_BLOCK_BYTES, most - size)):
+        size += len(block)
+        crc = crc32(block, crc)
+    return FileMark(size, crc)
+
+
+def metrics_to_json(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """Return metrics as JSON can have them: NaN and infinity as texts."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+
+
+def metrics_from_json(data: Any) -> dict[str, float]:
+    """Return the metrics that :func:`metrics_to_json` made this of. Raises: ``ValueError`` if they are none."""
+    if not isinstance(data, dict) or not all(is_name(name) for name in data):
+        raise ValueError("its metrics are no mapping of names")
+    for name, value in data.items():
+        if value not in ("nan", "inf", "-inf") and not (type(value) is float and math.isfinite(value)):
+            raise ValueError(f"the metric {name} is {value!r:.100}, which is no number")
+    return {name: float(value) for name, value in data.items()}
+
+
+def is_name(text: str) -> bool:
+    """Whether it can be printed: no control characters, and no longer than file systems have it."""
+    return text.isprintable() and 0 < len(text.encode()) <= _LONGEST_NAME
+
+
+def _whole(data: dict[str, Any], key: str, least: int = 0, most: int = MOST) -> int:
+    value = data.get(key)
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{key} is {value!r:.100}, which is no whole number from {least} to {most}")
+    return value

@@ -1,0 +1,265 @@
+"""A checkpoint as files that need no checkpointer: for ``torch.load``, or for whatever reads safetensors.
+
+Read by one process without a process group, whatever number of ranks wrote it: sharded tensors become whole, the
+shards of a ``ZeroRedundancyOptimizer`` the state dict of the optimizer inside. Each file is written beside its final
+name and flushed first, so it is complete or absent.
+
+A ``.pt`` holds everything, and so does the memory of the process for a while. A ``.safetensors`` holds tensors only; it
+is written tensor by tensor, since its layout (huggingface.co/docs/safetensors, "Format") is known before the first one
+is read. It may be several files, with an index that says which has what: those that ``save_pretrained`` of
+transformers makes and ``from_pretrained`` reads. The index is written last. Tied tensors are in them once a name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeAlias
+
+import torch
+
+import stagereg.checkpoint.format.encoding as encoding
+from stagereg.checkpoint.format.encoding import Leaf
+from stagereg.checkpoint.format.manifest import new_token
+from stagereg.checkpoint.load.opened import OpenCheckpoint, tensors_of
+from stagereg.checkpoint.load.reading import CheckpointFiles
+from stagereg.checkpoint.storage.safetensors import DTYPES, METADATA, head
+from stagereg.checkpoint.store.advice import causes
+from stagereg.errors import CheckpointError, reason
+from stagereg.kernel.memory import view_of
+
+SAFETENSORS = ".safetensors"
+SUFFIXES = (".pt", ".pth", SAFETENSORS)
+"""What a file may be called."""
+_INDEX = ".index.json"
+_CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # an eight-bit one has scales beside it
+_SHOWN = 5
+_Kinds: TypeAlias = dict[str, tuple[torch.dtype, torch.Size]]
+_Contents: TypeAlias = dict[Path, Callable[[IO[bytes]], object]]
+
+
+class TensorOptions(NamedTuple):
+    """How tensors get into a ``.safetensors``.
+
+    Attributes:
+        dtype: of floating-point tensors of 16 bits or more; ``None`` for what they have.
+        renames: patterns and what ``re.sub`` puts in their place in each name, one after the other. A tensor whose name
+            becomes empty is left out.
+        file_bytes: how many bytes of tensors a file may have, if there may be several; a tensor is not divided.
+    """
+
+    dtype: torch.dtype | None = None
+    renames: Sequence[tuple[re.Pattern[str], str]] = ()
+    file_bytes: int | None = None
+
+
+class Exported(NamedTuple):
+    """What was written.
+
+    Attributes:
+        names: of the state, those of which something is in the files.
+        left_out: dotted names of what such a file cannot hold.
+        files: what was written; the last one is what to open.
+    """
+
+    names: list[str]
+    left_out: list[str]
+    files: list[Path]
+
+
+def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: bool, options: TensorOptions) -> Exported:
+    """Write what is in a checkpoint to a file, or to several.
+
+    Args:
+        checkpoint: whose content has been looked at; not to be used otherwise afterwards.
+        only: one of its entries; that one's own names are then the names in the file. ``None`` for all.
+        out: the path of the file; the suffix, one of :data:`SUFFIXES`, is its format. Of several the name begins with
+            its stem.
+        replace: whether files that are there may be replaced.
+        options: for a ``.safetensors``.
+
+    Raises:
+        CheckpointError: there is no such name, the file cannot hold a tensor, or it is there already. ``OSError``.
+    """
+    parts = checkpoint.structures if only is None else {only: checkpoint.structure(only)}
+    if out.suffix != SAFETENSORS:
+        checkpoint.files.read([leaf for structure in parts.values() for leaf in encoding.marks(structure)])
+        state = {name: encoding.fill(structure) for name, structure in parts.items()}
+        _write({out: partial(_write_pt, state if only is None else state[only])}, [out], replace)
+        return Exported(sorted(state), [], [out])
+    prefix = "" if only is None else f"{only}."
+    part_of = {name: part for part, structure in parts.items() for name, _ in encoding.leaves(structure, part)}
+    tensors = tensors_of(parts)
+    others = sorted(name.removeprefix(prefix) for name in part_of.keys() - tensors.keys())
+    full = {name.removeprefix(prefix): name for name in tensors}
+    sources = {new: full[old] for new, old in _renamed(full, options.renames).items()}
+    leaves = {new: tensors[name] for new, name in sources.items()}
+    if not leaves:
+        raise CheckpointError(
+            f"There is no tensor {'in it' if only is None else f'in {only!r}'}; a .pt has other values."
+        )
+    contents = _tensor_files(checkpoint, leaves, out, options)
+    _write(contents, _family(out), replace)
+    return Exported(sorted({part_of[name] for name in sources.values()}), others, [*contents])
+
+
+def _write(contents: _Contents, former: Sequence[Path], replace: bool) -> None:
+    """Fill files beside their paths and flush them; when all are on the disk, rename them one after the other.
+
+    Args:
+        contents: what writes each of them.
+        former: what may be there already. If it is, it goes before the first is renamed, so that no new file ever
+            stands beside an old one that it does not belong to; but a single file is replaced in one step.
+        replace: whether it may.
+
+    Raises:
+        CheckpointError: something of ``former`` is there, and ``replace`` is not set. ``OSError``.
+    """
+    _expect_free(former, replace)
+    beside = {out: out.with_name(f".{out.name}.{new_token()}.tmp") for out in contents}
+    try:
+        for out, write in contents.items():
+            with beside[out].open("xb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+        _expect_free(former, replace)
+        for path in former:
+            if [path] != [*contents]:
+                path.unlink(missing_ok=True)
+        for out, path in beside.items():
+            path.replace(out)
+    finally:
+        for path in beside.values():
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _expect_free(paths: Iterable[Path], replace: bool) -> None:
+    there = next((path for path in paths if os.path.lexists(path)), None)
+    if there is not None and not replace:
+        raise CheckpointError(f"{there} is there already; --force replaces it.")
+
+
+# -- safetensors
+
+
+def _tensor_files(
+    checkpoint: OpenCheckpoint, leaves: Mapping[str, Leaf], out: Path, options: TensorOptions
+) -> _Contents:
+    kinds = {name: (_dtype(leaf, options.dtype), leaf.stored.shape) for name, leaf in leaves.items()}
+    for name, (dtype, _) in kinds.items():
+        if dtype not in DTYPES or name == METADATA:
+            raise CheckpointError(f"safetensors cannot hold {name!r}, which is {dtype}; write a .pt")
+    about = {"format": "pt"} if checkpoint.step is None else {"format": "pt", "step": str(checkpoint.step)}
+    divided = _divided(kinds, options.file_bytes)
+    paths = [out] if len(divided) == 1 else [_numbered(out, i, len(divided)) for i in range(1, len(divided) + 1)]
+    by_path = dict(zip(paths, divided, strict=True))
+    contents: _Contents = {
+        path: partial(_write_tensors, checkpoint.files, leaves, each, about) for path, each in by_path.items()
+    }
+    if len(divided) > 1:
+        contents[out.with_name(out.name + _INDEX)] = partial(_write_index, by_path)
+    return contents
+
+
+def _renamed(names: Iterable[str], renames: Sequence[tuple[re.Pattern[str], str]]) -> dict[str, str]:
+    """Return for each name in the file the name that it was made of.
+
+    Raises:
+        CheckpointError: two become one, or a pattern is in no name.
+    """
+    made: dict[str, str] = {}
+    idle = {pattern for pattern, _ in renames}
+    for name in names:
+        new = name
+        for pattern, replacement in renames:
+            new, count = pattern.subn(replacement, new)
+            idle -= {pattern} if count else set()
+        if new in made:
+            raise CheckpointError(f"{made[new]!r:.100} and {name!r:.100} would both be {new!r:.100}.")
+        if new:
+            made[new] = name
+    if idle:
+        shown = ", ".join(repr(name)[:100] for name, _ in zip(names, range(_SHOWN), strict=False)) or "none"
+        raise CheckpointError(f"No name of a tensor has {idle.pop().pattern!r:.100} in it; the first ones are {shown}.")
+    return made
+
+
+def _dtype(leaf: Leaf, wanted: torch.dtype | None) -> torch.dtype:
+    own: torch.dtype = leaf.stored.dtype
+    return wanted if wanted is not None and own in _CAST else own
+
+
+def _divided(kinds: _Kinds, most: int | None) -> list[_Kinds]:
+    """Divide tensors, in their order, among files of at most ``most`` bytes; a larger tensor has one of its own."""
+    divided: list[_Kinds] = [{}]
+    size = 0
+    for name, (dtype, shape) in kinds.items():
+        nbytes = shape.numel() * dtype.itemsize
+        if most is not None and divided[-1] and size + nbytes > most:
+            divided.append({})
+            size = 0
+        divided[-1][name] = dtype, shape
+        size += nbytes
+    return divided
+
+
+def _numbered(out: Path, number: int, count: int) -> Path:
+    """Return the path of one of several files, named as transformers and huggingface_hub name them."""
+    return out.with_name(f"{out.stem}-{number:05}-of-{count:05}{SAFETENSORS}")
+
+
+def _family(out: Path) -> list[Path]:
+    """Return the paths of what stands for ``out``: the index, the file itself, and those of several that are there."""
+    pattern = re.escape(out.stem) + r"-\d{5}-of-\d{5}" + re.escape(SAFETENSORS)
+    several = sorted(path for path in out.parent.iterdir() if re.fullmatch(pattern, path.name))
+    return [out.with_name(out.name + _INDEX), out, *several]
+
+
+def _write_tensors(
+    files: CheckpointFiles, leaves: Mapping[str, Leaf], kinds: _Kinds, about: Mapping[str, str], file: IO[bytes]
+) -> None:
+    # As the library does it: by size of the elements, so that every tensor is aligned, and then by name.
+    order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
+    file.write(head({name: kinds[name] for name in order}, about))
+    for name in order:
+        leaf = leaves[name]
+        files.read([leaf])
+        if leaf.value.numel():
+            file.write(view_of(_cast(name, leaf.value, kinds[name][0]).contiguous()))
+        leaf.value = None
+
+
+def _cast(name: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cast = x.to(dtype)
+    # In two steps: isinf takes memory.
+    if cast is not x and bool(cast.isinf().any()) and bool((cast.isinf() & ~x.isinf()).any()):
+        raise CheckpointError(f"{name!r:.100} has values that are too large for {dtype}; use another dtype.")
+    return cast
+
+
+def _write_index(divided: Mapping[Path, _Kinds], file: IO[bytes]) -> None:
+    total = sum(shape.numel() * dtype.itemsize for kinds in divided.values() for dtype, shape in kinds.values())
+    names = {name: path.name for path, kinds in divided.items() for name in kinds}
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2)
+    file.write(f"{text}\n".encode())
+
+
+def _write_pt(state: Any, file: IO[bytes]) -> None:
+    """Write what ``torch.load(weights_only=True)`` takes, which is tried. Raises: ``CheckpointError``, ``OSError``."""
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:  # of torch's archive, which could not be ended after what the file has raised
+        raise next((each for each in causes(error) if isinstance(each, OSError)), error) from None
+    file.flush()
+    try:
+        torch.load(str(file.name), map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        text = f"torch.load(weights_only=True) would refuse it ({reason(error)}); a .safetensors has the tensors alone."
+        raise CheckpointError(text) from error

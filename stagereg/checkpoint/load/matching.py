@@ -1,0 +1,164 @@
+"""Restores what others have saved with ``torch.distributed.checkpoint``, each under names of its own.
+
+torch's recipes call a model ``model`` and its optimizer ``optim``, torchtitan gives the names of parameters none before
+them, Lightning says ``state_dict`` and ``optimizer_0``. So a module takes what has most of its names, with whatever
+before them, and an optimizer the one that has most of its parameters; where several have as many, the one with the name
+of the entry. All else goes by its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import stagereg.checkpoint.state.module_state as module_state
+import stagereg.checkpoint.state.optimizer_state as optimizer_state
+from stagereg.checkpoint.format.encoding import Leaf
+from stagereg.checkpoint.format.manifest import MOST, Checkpoint, Manifest
+from stagereg.checkpoint.load.placing import from_scratch
+from stagereg.checkpoint.load.plain_dcp import by_name, open_plain_dcp
+from stagereg.checkpoint.load.reading import CheckpointFiles
+from stagereg.checkpoint.state.entries import PerRank
+from stagereg.checkpoint.state.optimizer_state import ParameterNames
+from stagereg.errors import CheckpointError, NothingSavedError, listed, nearest
+
+_STEP_NAME = re.compile(r"\bstep[-=_](\d{1,18})\b")
+
+
+class MatchedFiles(CheckpointFiles):
+    """The files of such a directory, with structures under the names of a state.
+
+    Args:
+        path: the directory.
+        state: as given to ``Checkpointer.restore``.
+        names: of the parameters of ``state``.
+        fresh: the entries that need not be in it.
+
+    Raises:
+        CheckpointError: it is damaged, or has something else than data; several things fit an entry.
+    """
+
+    def __init__(self, path: str, state: Mapping[str, Any], names: ParameterNames, fresh: Collection[str] = ()) -> None:
+        files, tree = open_plain_dcp(path)
+        super().__init__(path, files.index)
+        if any(map(optimizer_state.optimizers_of, state.values())):
+            tree = by_name(self, tree)
+        leaves: dict[str, Leaf] = {}
+        optimizers: dict[str, Any] = {}
+        _collect(tree, "", leaves, optimizers)
+        found = {}
+        for name, value in state.items():
+            each = optimizer_state.optimizers_of(value)
+            if modules := module_state.modules_of(value):
+                structure = _module(name, tree, leaves, module_state.state_of(modules).keys(), state)
+            elif each:
+                own = {of for one in each for of in names.of(one, state).of.values()}
+                structure = _optimizer(name, optimizers, own)
+            else:
+                structure = tree.get(name, {} if _is_empty(value) else None)
+            if structure is None and name not in tree and not isinstance(value, PerRank):
+                if name in fresh:
+                    continue
+                known = f"only {listed(sorted(tree))}.{nearest(name, tree)} {from_scratch(name)}."
+                raise NothingSavedError(f"There is no {name!r} in it, and nothing with the same parameters, {known}")
+            found[name] = tree.get(name) if structure is None else structure
+        self.index.state = found
+
+    def structure(self, name: str, rank: int | None = None) -> Any:
+        """Return the structure of one entry."""
+        return self.index.state[name]
+
+
+def describe(path: str) -> Checkpoint:
+    """Return the directory as a checkpoint of no files that could be compared, and of no rank.
+
+    Its step is what it has as ``train_state.step`` or ``step``, or what its name says, as ``step-100``; else 0.
+
+    Raises:
+        CheckpointError: as :func:`.open_plain_dcp`.
+    """
+    files, tree = open_plain_dcp(path)
+    with files:
+        train_state = tree.get("train_state")
+        of_name = _STEP_NAME.search(Path(path).absolute().name)
+        step: Any = int(of_name[1]) if of_name else 0
+        for leaf in (train_state.get("step") if isinstance(train_state, dict) else None, tree.get("step")):
+            if isinstance(leaf, Leaf):
+                files.read([leaf])
+                step = leaf.value.item() if isinstance(leaf.value, torch.Tensor) else leaf.value
+                break
+    is_step = type(step) is int and 0 <= step <= MOST
+    return Checkpoint(path, Manifest(step if is_step else 0, world_size=0, serial=0, files={}))
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether it has no state, of which torch saves nothing."""
+    state = getattr(value, "state_dict", lambda: value)()
+    return isinstance(state, Mapping) and not state
+
+
+def _collect(tree: Mapping[str, Any], prefix: str, leaves: dict[str, Leaf], optimizers: dict[str, Any]) -> None:
+    """Find all optimizers, and all leaves that are of none, by their dotted names."""
+    for key, value in tree.items():
+        if isinstance(value, Leaf):
+            leaves[f"{prefix}{key}"] = value
+        elif (saved := optimizer_state.as_by_name(value)) is not None:
+            optimizers[f"{prefix}{key}"] = saved
+        elif isinstance(value, dict):
+            _collect(value, f"{prefix}{key}.", leaves, optimizers)
+
+
+def _most_alike(entry: str, there: Iterable[str], wanted: Collection[str]) -> str | None:
+    """Return what stands before most of the wanted names; ``None`` if none of them is there."""
+    counts: Counter[str] = Counter()
+    for name in there:
+        parts = name.split(".")
+        ends = (i for i in range(len(parts)) if ".".join(parts[i:]) in wanted)
+        counts.update(".".join(parts[:i]) for i in ends)
+    best = [prefix for prefix, count in counts.items() if count == max(counts.values())]
+    if len(best) < 2 or entry in best:
+        return entry if entry in best else next(iter(best), None)
+    raise CheckpointError(f"{entry!r} may be any of {listed(best)} in it: call it by one of these names.")
+
+
+def _after(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    before = f"{prefix}." if prefix else ""
+    return {name.removeprefix(before): value for name, value in values.items() if name.startswith(before)}
+
+
+def _module(
+    entry: str, tree: Mapping[str, Any], leaves: Mapping[str, Leaf], own: Collection[str], state: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    prefix = _most_alike(entry, leaves, own)
+    if prefix != "":
+        return None if prefix is None else _after(prefix, leaves)
+    at_top = {name: leaf for name, leaf in tree.items() if isinstance(leaf, Leaf)}
+    others = {name for name, leaf in at_top.items() if leaf.stored.dtype is None or name in state}
+    return {name: leaf for name, leaf in at_top.items() if name in own or name not in others}
+
+
+def _optimizer(entry: str, optimizers: Mapping[str, Any], own: Collection[str]) -> dict[str, Any] | None:
+    params = {f"{path}.{name}": path for path, saved in optimizers.items() for name in _params(saved)}
+    prefix = _most_alike(entry, params, own)
+    if prefix is None:  # they have numbers, or this has no parameters
+        return optimizers.get(entry, next(iter(optimizers.values())) if len(optimizers) == 1 else None)
+    path = next(path for path in optimizers if f"{prefix}.".startswith(f"{path}."))
+    saved, inside = optimizers[path], prefix[len(path) + 1 :]
+    groups = ({**group, "params": [*_after(inside, dict.fromkeys(group["params"]))]} for group in _groups(saved))
+    return {
+        "state": _after(inside, saved["state"]),
+        "param_groups": {one["params"][0]: one for one in groups if one["params"]},
+    }
+
+
+def _groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [*saved["param_groups"].values()]
+
+
+def _params(saved: Mapping[str, Any]) -> list[str]:
+    return [name for group in _groups(saved) for name in group["params"]]

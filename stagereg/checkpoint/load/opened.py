@@ -1,0 +1,198 @@
+"""A checkpoint as a mapping of names to tensors, for evaluation and surgery: :func:`open_checkpoint`.
+
+One process, without a process group, whatever number of ranks wrote it. Opening reads the manifest and the index; a
+tensor is read when it is asked for. One that lies in a local file as a whole is not even read: its memory is that of
+the file, mapped, and the system reads the parts that are used. One that is in several parts, in an archive of
+``torch.save``, at a URL, or at an offset that its dtype does not allow, is read into memory of its own. The names are
+those that ``stagereg convert`` writes.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+import stagereg.checkpoint.format.encoding as encoding
+import stagereg.checkpoint.load.placing as placing
+import stagereg.checkpoint.state.entries as entries
+from stagereg.checkpoint.format.damage import Condition
+from stagereg.checkpoint.format.encoding import Leaf
+from stagereg.checkpoint.format.manifest import Manifest
+from stagereg.checkpoint.load.plain_dcp import by_name, is_plain_dcp, open_plain_dcp
+from stagereg.checkpoint.load.reading import CheckpointFiles
+from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.store.located import newest
+from stagereg.errors import CheckpointError, listed, nearest
+
+_log = logging.getLogger(__name__)
+
+
+class OpenCheckpoint(Mapping[str, torch.Tensor]):
+    """What is in a checkpoint, read when it is asked for; a context manager. One thread at a time.
+
+    ``checkpoint["model.0.weight"]`` is the tensor with that dotted name, whole and on the CPU, whatever ranks had of
+    it. Writing to it never changes the checkpoint. A mapped one shares its memory with what the same name gives again,
+    so there the change is seen, in this process alone; one that is put together is read anew each time. Tensors stay
+    after :meth:`close`.
+
+    Attributes:
+        path: the directory of the checkpoint, a path or a URL.
+        manifest: its manifest; ``None`` of a directory that plain torch wrote.
+        verified: whether the content of every file was compared with its checksum.
+        entries: the names that the state had.
+        files: what its tensors are read from.
+        structures: of the entries, by name, with a :class:`.Leaf` for each tensor and object, which are not read.
+    """
+
+    def __init__(
+        self,
+        files: CheckpointFiles,
+        structures: Mapping[str, Any],
+        manifest: Manifest | None,
+        verified: bool,
+        reading: ExitStack,
+    ) -> None:
+        self.path, self.manifest, self.verified = files.path, manifest, verified
+        self.entries = tuple(structures)
+        self.files, self.structures = files, structures
+        self._tensors, self._reading = tensors_of(structures), reading
+        self._closed = False
+
+    @property
+    def step(self) -> int | None:
+        """The training step, by the manifest."""
+        return None if self.manifest is None else self.manifest.step
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._tensors:
+            more = f" entry({name!r}) returns it." if name in self.structures else nearest(name, self._tensors)
+            raise KeyError(f"{self.path} has no tensor {name!r:.100}.{more}")
+        found: torch.Tensor = self._read(self._tensors[name])
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def entry(self, name: str, rank: int | None = None) -> Any:
+        """Return what was saved under a name of the state: a plain value, or a state dict, its tensors as in ``self``.
+
+        Args:
+            name: one of ``entries``; with ``rank`` also what :func:`stagereg.per_rank` has marked.
+            rank: whose values it is to have, where ranks had different ones; else the lowest rank's.
+
+        Raises:
+            CheckpointError: there is no such name, or it cannot be read.
+        """
+        structure = copy.deepcopy(self.structure(name, rank))
+        for leaf in encoding.marks(structure):
+            leaf.value = self._read(leaf)
+        return encoding.fill(structure)
+
+    def structure(self, name: str, rank: int | None = None) -> Any:
+        """Return the structure of an entry, as :meth:`entry`. Raises: ``CheckpointError`` if there is no such name."""
+        own = name if rank is None else entries.rank_name(name, rank)
+        if own in self.structures:
+            return self.structures[own]
+        if name not in self.structures:
+            known = f"only {listed(self.entries)}.{nearest(name, self.entries)}"
+            raise CheckpointError(f"There is no {own!r} in {self.path}, {known}")
+        return self.structures[name] if self.manifest is None else placing.part(self.files, name, rank)
+
+    def close(self) -> None:
+        """Close the files. Nothing can be read any more."""
+        self._closed = True
+        self.files.close()
+        self._reading.close()
+
+    def __enter__(self) -> OpenCheckpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        return f"<checkpoint {self.path}{step}: {listed(self.entries)}>"
+
+    def _read(self, leaf: Leaf) -> Any:
+        if self._closed:
+            raise CheckpointError(f"{self.path} was closed; open it again.")
+        try:
+            if (found := self.files.mapped(leaf.stored)) is not None:
+                return found
+            wanted = Leaf(leaf.name, leaf.stored)
+            self.files.read([wanted])
+        except (OSError, ValueError) as error:  # ValueError: an empty file
+            raise CheckpointError(f"{leaf.name!r:.100} of {self.path} was not read: {error}") from error
+        return wanted.value
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> OpenCheckpoint:
+    """Open a checkpoint to read tensors of it by name.
+
+    Args:
+        path: of a checkpoint, or of the directory that has them: then the newest complete one, past newer ones that are
+            damaged, with a warning. A path or a URL; also a directory that ``torch.distributed.checkpoint.save`` wrote.
+        verify: whether to read every file first and compare its checksum. Otherwise the index is compared with its
+            checksum, and the sizes of the files with the manifest.
+
+    Raises:
+        CheckpointError: there is none, it is incomplete or damaged, or its index is refused; ``verify`` is set, and it
+            is of plain torch, which writes no checksums.
+        ConfigError: it is a URL that cannot be read here.
+
+    Example::
+
+        with stagereg.open_checkpoint("runs/gpt") as checkpoint:
+            print(checkpoint.step, checkpoint.entries)
+            weight = checkpoint["model.0.weight"]
+            model.load_state_dict(checkpoint.entry("model"))
+    """
+    path = os.fspath(path)
+    if verify and is_plain_dcp(path):
+        raise CheckpointError(f"{path} was written by plain torch, without checksums: nothing can be verified.")
+    return first_good(path, verify, lambda each: _log.warning("%s is damaged and passed over: %s", each.path, each))
+
+
+def first_good(path: str, verify: bool, passing_over: Callable[[Condition], object]) -> OpenCheckpoint:
+    """Open a checkpoint as :func:`open_checkpoint`; of plain torch also where it was to be verified.
+
+    Args:
+        path: see there.
+        verify: see there.
+        passing_over: is told of each newer one that is not good.
+
+    Raises:
+        CheckpointError: as there; or it was deleted meanwhile. ``ConfigError`` as there.
+    """
+    if is_plain_dcp(path):
+        files, structures = open_plain_dcp(path)
+        return OpenCheckpoint(files, by_name(files, structures), None, False, ExitStack())
+    with ExitStack() as reading:
+        chosen, passed = newest(path, verify, reading)
+        for each in passed:
+            passing_over(each)
+        try:
+            files = CheckpointFiles.of(chosen, DcpStorage())
+        except OSError as error:
+            more = "If a run has just deleted it, there is a newer one: try again."
+            raise CheckpointError(f"{chosen.path} was not read: {error}. {more}") from error
+        return OpenCheckpoint(files, placing.parts(files), chosen.manifest, verify, reading.pop_all())
+
+
+def tensors_of(structures: Mapping[str, Any]) -> dict[str, Leaf]:
+    """Return the tensors of structures by their dotted names."""
+    every = (each for name, structure in structures.items() for each in encoding.leaves(structure, name))
+    return {name: leaf for name, leaf in every if type(leaf) is Leaf and leaf.stored.dtype is not None}

@@ -1,0 +1,352 @@
+"""Where what was saved goes: the entries of a checkpoint put back into the caller's objects and values.
+
+:func:`find` says what of a checkpoint each object takes, with leaves that are yet to be read; :func:`pair` gives these
+the tensors that they may be read into; :func:`assign` loads what was read. What does not fit is refused before
+anything is read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+import stagereg.checkpoint.state.module_state as module_state
+import stagereg.checkpoint.state.optimizer_state as optimizer_state
+from stagereg.checkpoint.format.encoding import Leaf, leaves, marks
+from stagereg.checkpoint.load.reading import CheckpointFiles
+from stagereg.checkpoint.state.entries import (
+    RESERVED,
+    Kind,
+    PerRank,
+    current_value,
+    local_part,
+    memory_of,
+    rank_name,
+    rng_name,
+    value_of,
+)
+from stagereg.checkpoint.state.optimizer_state import ParameterNames
+from stagereg.data import LoadsEveryRank, is_position, is_stateful
+from stagereg.errors import CheckpointError, NothingSavedError, listed, nearest
+
+_FSDP2 = "torch.distributed.fsdp._fully_shard."  # its hooks make sure that parameters are shards, and own their memory
+_OTHERS = (
+    "If the checkpoint is another model's, give this one a directory of its own, checkpoint.dir=PATH, or start from "
+    "scratch with checkpoint.resume=never"
+)
+
+
+def refusal(name: str, why: str) -> str:
+    """Return the message about an entry that does not fit, and what to do."""
+    return f"{name!r} does not take what was saved under its name: {why.rstrip('.')}. {_OTHERS}"
+
+
+def from_scratch(name: str) -> str:
+    """Return the way out where nothing was saved for an entry."""
+    return f"To begin {name!r} alone from scratch, add checkpoint.fresh=[{name}]"
+
+
+def find(
+    files: CheckpointFiles,
+    state: Mapping[str, Any],
+    saved_size: int,
+    rank: int,
+    size: int,
+    names: ParameterNames,
+    cast: bool,
+    fresh: Collection[str] = (),
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return the structures of what the objects and values of ``state`` take. Each rank on its own.
+
+    Args:
+        files: of the checkpoint.
+        state: as given to ``Checkpointer.restore``.
+        saved_size: how many ranks wrote it.
+        rank: this rank.
+        size: how many ranks there are now.
+        names: of the parameters of ``state``.
+        cast: whether another dtype is no reason to refuse it, where both are of floating point.
+        fresh: what is left out where nothing was saved for it.
+
+    Returns:
+        For each name what :func:`assign` takes, with leaves that are yet to be read; under :func:`rng_name` this
+        rank's random number generators, if as many ranks wrote it. And for each name what there is of it that this
+        rank does not take, by the names of parameters.
+
+    Raises:
+        CheckpointError: there is nothing for a name, or it is of another kind; modules and optimizers do not take it;
+            a position in data was saved by another number of ranks.
+    """
+    found: dict[str, Any] = {}
+    left: dict[str, dict[str, Any]] = {}
+    for name in fresh:
+        if name not in state:
+            raise CheckpointError(f"checkpoint.fresh has {name!r}, which the state has not.{nearest(name, state)}")
+    for name, value in state.items():
+        try:
+            if isinstance(value, PerRank) or (saved_size and is_position(value)):
+                if (own := _own(files, state, name, saved_size, rank, size)) is not None:
+                    found[name] = own
+                continue
+            structure = _structure(files, name, rank if saved_size == size else None)
+            if structure == {} and name in fresh:
+                continue  # as of a GradScaler that was off
+            found[name], left[name] = _select(state, name, structure, names, cast)
+        except NothingSavedError:
+            if name not in fresh:
+                raise
+    own = rng_name(rank)
+    return {**found, own: files.structure(own)} if saved_size == size else found, left
+
+
+def _own(
+    files: CheckpointFiles, state: Mapping[str, Any], name: str, saved_size: int, rank: int, size: int
+) -> Any | None:
+    """Return what this rank takes of what each rank has for itself; ``None`` if nothing."""
+
+    def of(rank: int) -> Any:
+        own = rank_name(name, rank)
+        return files.structure(own) if own in files.index.state else _structure(files, name, rank)
+
+    value = value_of(state, name)
+    if isinstance(value, LoadsEveryRank):
+        return [of(each) for each in range(saved_size)]
+    if saved_size == size:
+        return of(rank)
+    if isinstance(state[name], PerRank):
+        return None
+    raise CheckpointError(
+        f"{name!r} is a position in data that each of {saved_size} ranks had for itself, and there are {size} now: a "
+        f"{type(value).__name__} goes on with as many ranks only. Start {saved_size}; or leave it where it is, at the "
+        f"beginning of its data, by stagereg.per_rank({name}). A stagereg.data.ResumableSampler goes on with any "
+        "number of ranks."
+    )
+
+
+def _structure(files: CheckpointFiles, name: str, rank: int | None = None) -> Any:
+    there = files.index.state
+    if name in there:
+        return files.structure(name, rank)
+    if rank_name(name, 0) in there:
+        raise CheckpointError(f"{name!r} was saved by each rank for itself: restore it into per_rank({name}).")
+    others = sorted(other for other in there if not other.startswith(f"{RESERVED}."))
+    only = f"only {listed(others)}.{nearest(name, others)} {from_scratch(name)}"
+    raise NothingSavedError(f"There is no {name!r} in it, {only}.")
+
+
+def _select(
+    state: Mapping[str, Any], name: str, structure: Any, names: ParameterNames, cast: bool
+) -> tuple[Any, dict[str, Any]]:
+    """Return what this rank takes of an entry, and the rest of it."""
+    try:
+        return _taken(state, name, structure, names, cast)
+    except NothingSavedError as error:
+        raise NothingSavedError(f"{refusal(name, str(error))}. {from_scratch(name)}") from None
+    except CheckpointError as error:
+        raise CheckpointError(refusal(name, str(error))) from None
+
+
+def _taken(
+    state: Mapping[str, Any], name: str, structure: Any, names: ParameterNames, cast: bool
+) -> tuple[Any, dict[str, Any]]:
+    value = state[name]
+    if modules := module_state.modules_of(value):
+        return _of_modules(modules, structure, cast)
+    saved = optimizer_state.as_by_name(structure)
+    optimizers = optimizer_state.optimizers_of(value)
+    if saved is None or not optimizers:
+        return structure, {}
+    each = [optimizer_state.select(one, names.of(one, state), saved) for one in optimizers]
+    known = set().union(*(names for _, names in each))
+    rest = {of: None for group in saved["param_groups"].values() for of in group["params"] if of not in known}
+    return optimizer_state.joined([one for one, _ in each]), rest
+
+
+def _of_modules(modules: Sequence[torch.nn.Module], structure: Any, cast: bool) -> tuple[Any, dict[str, Any]]:
+    if not isinstance(structure, Mapping):
+        raise CheckpointError("it is no state of a module")
+    live = module_state.state_of(modules)
+    own = OrderedDict((key, structure[key]) for key in live if key in structure)
+    own.__dict__.update(getattr(structure, "__dict__", {}))
+    if all(map(_is_torchs_own, modules)) or module_state.has_flat_parameters(modules):
+        _expect_all_fits(live, own, cast)
+    return own, {key: item for key, item in structure.items() if key not in live}
+
+
+def _expect_all_fits(live: Mapping[str, Any], saved: Mapping[str, Any], cast: bool) -> None:
+    """Raise ``CheckpointError`` with all that is not saved, or otherwise than it is here."""
+    missing = [key for key in live if key not in saved]
+    other, converts = [], True
+    for key, leaf in saved.items():
+        if not isinstance(leaf, Leaf) or leaf.stored.dtype is None or not isinstance(live[key], torch.Tensor):
+            continue
+        there, here = Kind.of(leaf.stored), Kind.of(live[key])
+        if not there.fits(here, cast):
+            converts &= there.fits(here, True)
+            other.append(f"{key} ({there} in it, {here} here)")
+    wrong = [f"{len(missing)} missing in it: {listed(missing)}"] if missing else []
+    wrong += [f"{len(other)} of another shape or dtype: {listed(other)}"] if other else []
+    if wrong:
+        more = "" if missing or not converts else ". If that was meant, checkpoint.cast=true converts them"
+        raise CheckpointError("; ".join(wrong) + more)
+
+
+def take_rest(state: Mapping[str, Any], name: str, structure: Any, rest: Mapping[str, Any]) -> None:
+    """Decide on what no rank takes of an entry: a module with ways of its own to load gets it.
+
+    Raises:
+        CheckpointError: nothing here takes it.
+    """
+    modules = module_state.modules_of(state[name])
+    if modules and not all(map(_is_torchs_own, modules)):
+        structure.update(rest)
+    elif rest:
+        raise CheckpointError(refusal(name, f"{len(rest)} in it that nothing here takes: {listed(sorted(rest))}"))
+
+
+def parts(files: CheckpointFiles) -> dict[str, Any]:
+    """Return the structures of all there is, by the names that the caller's state had; optimizers' as torch has it."""
+    return {name: part(files, name) for name in sorted(files.index.state) if name.split(".")[0] != RESERVED}
+
+
+def part(files: CheckpointFiles, name: str, rank: int | None = None) -> Any:
+    """Return one of them, with the values of ``rank`` where ranks had different ones, else of the lowest."""
+    structure = files.structure(name, rank)
+    return optimizer_state.as_torchs(structure) if optimizer_state.is_by_name(structure) else structure
+
+
+def pair(structure: Any, name: str, state: Mapping[str, Any], names: ParameterNames, cast: bool) -> list[Leaf]:
+    """Give the leaves of a structure the tensors of the object or value that is to take it, and return them.
+
+    A parameter of an optimizer stands for the state that there is not of it yet. Tensors may be written to in place
+    only where taking the state is what torch does, and where no other tensor of the object shares their memory. With
+    ``cast`` leaves get the dtype of these, where both are of floating point.
+    """
+    found = list(marks(structure))
+    if name not in state or is_position(value_of(state, name)):
+        return found
+    value = value_of(state, name)
+    modules, optimizers = module_state.modules_of(value), optimizer_state.optimizers_of(value)
+    each = [*modules, *optimizers] or [value]
+    _pair(structure, current_value(state, name, names), all(map(_is_torchs_own, each)), cast)
+    for optimizer in optimizers if optimizer_state.is_by_name(structure) else ():
+        for param, of in names.of(optimizer, state).of.items():
+            for leaf in marks(structure["state"].get(of)) if isinstance(param, DTensor) else ():
+                leaf.live = param if leaf.live is None else leaf.live
+    users = Counter(memory_of(leaf.live) for leaf in found if leaf.in_place)
+    for leaf in found:
+        leaf.in_place = leaf.in_place and users[memory_of(leaf.live)] == 1
+    return found
+
+
+def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
+    if isinstance(structure, Leaf):
+        if isinstance(live, torch.Tensor):
+            structure.live = live
+            fits = structure.stored.dtype is not None and Kind.of(structure.stored).fits(Kind.of(live), cast)
+            structure.dtype = live.dtype if fits else None
+            in_place = in_place and fits and structure.stored.chunks is not None and _is_plain(live)
+            structure.in_place = in_place or isinstance(live, ShardedTensor)
+    elif isinstance(structure, Mapping) and isinstance(live, Mapping):
+        for key, item in structure.items():
+            if key in live:
+                _pair(item, live[key], in_place, cast)
+    elif isinstance(structure, list) and isinstance(live, list):
+        for item, other in zip(structure, live, strict=False):
+            _pair(item, other, in_place, cast)
+
+
+def _is_plain(live: torch.Tensor) -> bool:
+    """Whether bytes can go straight into the memory of a tensor."""
+    x = local_part(live)
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.is_contiguous() and not x.is_inference()
+
+
+def _is_torchs_own(value: Any) -> bool:
+    """Whether the state of an object is its tensors themselves, and taking it only copies into them."""
+    if isinstance(value, Optimizer):
+        return type(value).__module__.startswith("torch.optim.") and not value._optimizer_load_state_dict_pre_hooks
+    if isinstance(value, torch.nn.Module):
+        return all(map(_loads_as_torch, value.modules()))
+    return not is_stateful(value)
+
+
+def _loads_as_torch(module: torch.nn.Module) -> bool:
+    kind, plain = type(module), torch.nn.Module
+    hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
+    return (
+        kind.load_state_dict is plain.load_state_dict
+        and kind.state_dict is plain.state_dict
+        and kind._load_from_state_dict.__module__.startswith("torch.nn.")
+        and not module._state_dict_hooks
+        and all(getattr(hook, "hook", hook).__module__.startswith(_FSDP2) for hook in hooks)
+    )
+
+
+def assign(
+    state: MutableMapping[str, Any], name: str, loaded: Any, names: ParameterNames, rank: int | None = None
+) -> None:
+    """Load one entry into ``state[name]``: into the object in place, or in place of the plain value.
+
+    Args:
+        state: as given to ``Checkpointer.restore``.
+        name: of the entry.
+        loaded: what was read.
+        names: of the parameters of ``state``.
+        rank: this rank, if as many ranks saved it.
+
+    Raises:
+        CheckpointError: a tensor of it is on the meta device still, where torch loads nothing and raises nothing. And
+            what the object raises.
+    """
+    value = value_of(state, name)
+    if is_position(value):  # whose state would start a loader's workers
+        if isinstance(value, LoadsEveryRank) and isinstance(loaded, list):  # of plain torch there is one
+            value.load_state_dicts(loaded, rank)
+        else:
+            value.load_state_dict(loaded)
+        return
+    if modules := module_state.modules_of(value):
+        module_state.load(modules, loaded)
+    elif optimizers := optimizer_state.optimizers_of(value):
+        for optimizer in optimizers:
+            optimizer_state.load(optimizer, names.of(optimizer, state), loaded)
+    elif is_stateful(value):
+        value.load_state_dict(loaded)
+    elif isinstance(state[name], PerRank):
+        state[name].value = _merged(value, loaded)
+    else:
+        state[name] = _merged(value, loaded)
+    for path, x in leaves(current_value(state, name, names), name):
+        shards = [each.tensor for each in x.local_shards()] if isinstance(x, ShardedTensor) else [x]
+        if any(isinstance(each, torch.Tensor) and each.is_meta for each in shards):
+            raise CheckpointError(
+                f"{path!r} is on the meta device, which holds nothing; give it memory first, as by to_empty()"
+            )
+
+
+def _merged(value: Any, loaded: Any) -> Any:
+    """Return ``loaded``, in the tensors and containers of ``value`` wherever they fit it."""
+    if value is loaded:
+        return value
+    if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        if value.shape == loaded.shape and value.dtype == loaded.dtype:
+            with torch.no_grad():
+                return value.copy_(loaded)
+        return loaded.to(value.device)
+    if isinstance(value, dict) and isinstance(loaded, dict):
+        merged = {key: _merged(value.get(key), item) for key, item in loaded.items()}
+        value.clear()
+        value.update(merged)
+        return value
+    if isinstance(value, list) and isinstance(loaded, list):
+        padded = value + [None] * (len(loaded) - len(value))
+        value[:] = [_merged(old, item) for old, item in zip(padded, loaded, strict=False)]
+        return value
+    return loaded

@@ -1,0 +1,132 @@
+"""Directories that plain ``torch.distributed.checkpoint.save`` wrote, as torchtitan, Lightning and accelerate call it.
+
+torch reads ``.metadata`` and all values with ``pickle``, which runs whatever they name. Here ``.metadata`` may name the
+types of torch's metadata and nothing else, and values are read as in checkpoints of this project
+(:mod:`~stagereg.checkpoint.format.pickled`). As torch reads them, integer keys have become text, and empty containers
+are gone.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path, PosixPath
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint.filesystem as filesystem
+import torch.distributed.checkpoint.metadata as torch_metadata
+from torch.distributed.checkpoint._traverse import set_element
+
+import stagereg.checkpoint.state.optimizer_state as optimizer_state
+from stagereg.checkpoint.format.encoding import Leaf, walk
+from stagereg.checkpoint.format.index import INDEX, ArchiveResult, Index, tables
+from stagereg.checkpoint.format.manifest import MANIFEST
+from stagereg.checkpoint.load.reading import CheckpointFiles
+from stagereg.errors import CheckpointError
+
+_METADATA = ".metadata"
+_EMPTY = 10_000  # items of a list of which nothing is saved
+_ENCODING = torch_metadata._MEM_FORMAT_ENCODING
+_TYPES = (
+    torch_metadata.Metadata,
+    torch_metadata.MetadataIndex,
+    torch_metadata.StorageMeta,
+    torch_metadata.TensorProperties,
+    torch_metadata.BytesStorageMetadata,
+    torch_metadata.ChunkStorageMetadata,
+    torch_metadata.TensorStorageMetadata,
+    _ENCODING,
+    filesystem._StorageInfo,
+    torch.Size,
+)
+_KNOWN: dict[str, Any] = {
+    **{f"{kind.__module__}.{kind.__name__}": kind for kind in _TYPES},
+    **{f"torch.{each}": dtype for each, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
+    "torch.serialization._get_layout": lambda name: torch.strided,
+    # Some Pythons pickle the member of an enumeration as getattr(kind, name).
+    "builtins.getattr": lambda kind, name: _ENCODING.__members__[name],
+    "pathlib.PosixPath": PosixPath,
+    "pathlib._local.PosixPath": PosixPath,
+}
+
+
+def is_plain_dcp(path: str) -> bool:
+    """Whether it is a local directory that plain torch wrote, and not a checkpoint of this project."""
+    folder = Path(path).expanduser()
+    return (folder / _METADATA).is_file() and not any((folder / name).exists() for name in (INDEX, MANIFEST))
+
+
+def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
+    """Return the files of a directory, and the structure of the state dict in it, of which nothing is read yet.
+
+    Raises:
+        CheckpointError: it is damaged, or names something else than data; nothing of it was run.
+    """
+    folder = Path(path).expanduser()
+    try:
+        with (folder / _METADATA).open("rb") as file:
+            metadata: torch_metadata.Metadata = _Unpickler(file).load()
+        places = metadata.storage_data.items()
+        results = [ArchiveResult(each, info.length, _located(folder, info)) for each, info in places]
+        content = tables(metadata, [results], metadata.state_dict_metadata)
+        sizes = {name: os.stat(name).st_size for name in content["files"]}
+        files = CheckpointFiles(path, Index({**content, "state": {}}, sizes))
+        state: dict[str, Any] = {}
+        for name in metadata.state_dict_metadata:
+            way = (metadata.planner_data or {}).get(name, (name,))
+            if any(type(key) is int and key > len(content["tensors"]) + _EMPTY for key in way):
+                raise ValueError(f"{name!r:.100} is said to be in a list with more items than there are")
+            set_element(state, way, Leaf(name, files.index.find(name)))
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} was not read: {type(error).__name__}: {str(error)[:300]}") from error
+    return files, state
+
+
+def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return structures with the states of optimizers in them as torch has them, with the names of parameters.
+
+    Reads the options of groups, since flattened ones are a group where they are the same. Raises: as ``files.read``.
+    """
+    found = {}
+    for name, value in structures.items():
+        if not isinstance(value, dict):
+            found[name] = value
+        elif any(key.split(".")[0] == "param_groups" for key in value):
+            dotted = {".".join(map(str, path)): leaf for path, leaf in walk(value)}
+            options = {key: leaf for key, leaf in dotted.items() if key.startswith("param_groups.")}
+            files.read([*options.values()])
+            plain = {key: leaf.value for key, leaf in options.items() if leaf.stored.dtype is None}
+            saved = optimizer_state.of_dotted({**dotted, **plain})
+            found[name] = optimizer_state.as_torchs(saved)
+        else:
+            found[name] = by_name(files, value)
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _KNOWN[f"{module}.{name}"]
+        except KeyError:
+            text = f"its {_METADATA} names {module[:100]}.{name[:100]}, which is no metadata; nothing was imported."
+            raise CheckpointError(text) from None
+
+
+def _located(folder: Path, info: Any) -> Any:
+    """Return where something lies, with the real path of the file, which the one in the directory may be a link to."""
+    if getattr(info, "transform_descriptors", None):
+        raise CheckpointError("it is stored through an extension of torch's format, which is not read here.")
+    return replace(info, relative_path=_real_path(folder, info.relative_path))
+
+
+@cache
+def _real_path(folder: Path, name: str) -> str:
+    if Path(name).name != name:
+        raise CheckpointError(f"it names {name[:100]!r}, which is no file of the directory.")
+    return str((folder / name).resolve())

@@ -1,0 +1,413 @@
+"""Reading a checkpoint: bytes go from its files straight into their tensors, in one copy.
+
+:class:`CheckpointFiles` has the index of one checkpoint, which was found to be right (:mod:`.index`), and its files.
+Bytes are read in the order of the files, on a few threads. Of a sharded tensor each part that is stored is cut with the
+part that is wanted, so any number of ranks reads what any other number has written.
+
+A checkpoint of a storage that does not report where it has written what, of another package, is read through that
+storage's own reader and torch's planner.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import stat
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import cached_property, partial
+from mmap import MAP_PRIVATE, PROT_READ, PROT_WRITE, mmap
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor, Replicate
+
+import stagereg.checkpoint.format.encoding as encoding
+import stagereg.checkpoint.format.pickled as pickled
+from stagereg.checkpoint.format.checksum import crc32
+from stagereg.checkpoint.format.encoding import Leaf, without_gc
+from stagereg.checkpoint.format.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, Stored
+from stagereg.checkpoint.format.manifest import Checkpoint
+from stagereg.checkpoint.storage.dcp import TorchDcpStorage
+from stagereg.checkpoint.storage.envelope import MAP_NORESERVE
+from stagereg.checkpoint.storage.files import FileStorage
+from stagereg.checkpoint.storage.protocol import Storage, named
+from stagereg.checkpoint.store.object_store import ObjectStore
+from stagereg.checkpoint.store.open_store import is_url
+from stagereg.errors import CheckpointError, reason
+
+_THREADS = min(4, os.cpu_count() or 1)
+_SMALL_BYTES = 1 << 16  # less is read together with what lies beside it
+_RUN_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 23
+
+
+class CheckpointFiles(ExitStack):
+    """The index and the files of one checkpoint; a context manager, which closes them. One thread at a time.
+
+    Args:
+        path: its directory, a path or a URL.
+        index: what is in it.
+        storage: what wrote it, where that alone can read some of it.
+    """
+
+    def __init__(self, path: str, index: Index, storage: Storage | None = None) -> None:
+        super().__init__()
+        self.path, self.index, self._storage = path, index, storage
+        self._files: dict[str, File] = {}
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, own: Storage, index: bytes | None = None) -> CheckpointFiles:
+        """Return those of a complete checkpoint.
+
+        Args:
+            checkpoint: which.
+            own: the storage of the program; another one that wrote the checkpoint is built by its name.
+            index: the content of its index, if that is read already.
+
+        Raises:
+            CheckpointError: it has no index, or one that is refused; it was written by a storage that is not there.
+                ``OSError``.
+        """
+        path, marks = checkpoint.path, checkpoint.manifest.files
+        storage = named(checkpoint.manifest.storage, own)
+        data = read_index(checkpoint) if index is None else index
+        try:
+            return cls(path, Index.loads(data, {name: mark.bytes for name, mark in marks.items()}), storage)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} was refused: {error}") from error
+
+    @without_gc()
+    def structure(self, name: str, rank: int | None = None) -> Any:
+        """Return the structure of one entry, with a :class:`.Leaf` for each tensor and object.
+
+        Where ranks had different values, it has those of ``rank``, else of the lowest.
+
+        Raises:
+            CheckpointError: it is none, or something in it is not stored.
+        """
+        found = encoding.decode(self.index.state[name], name, rank)
+        for leaf in encoding.marks(found):
+            leaf.stored = self.index.find(leaf.name)
+            if leaf.stored is None:
+                raise CheckpointError(f"{name!r:.100} has {leaf.name!r:.100} by its structure, and it is not stored.")
+        return found
+
+    def open(self, leaves: Iterable[Leaf]) -> None:
+        """Open what leaves lie in. Raises: ``CheckpointError`` if a file is no regular one; ``OSError``."""
+        for leaf in leaves:
+            for chunk in leaf.stored.chunks or ():
+                self.file(chunk.file)
+
+    def read(self, leaves: Sequence[Leaf]) -> None:
+        """Read leaves, each into its ``value``.
+
+        A tensor is read into ``live`` where it is to be read ``in_place``; else into fresh host memory, or, where
+        ``live`` is a ``DTensor``, into one: of the same shape sharded alike, else, of as many dimensions, replicated.
+        What has another dtype there than in the file is converted as ``copy_`` does it.
+
+        Raises:
+            CheckpointError: a file is no regular one, or an object is refused. ``OSError``.
+        """
+        self.plan(leaves).run()
+
+    @without_gc()
+    def plan(self, leaves: Sequence[Leaf]) -> Transfer:
+        """Return what is to be read for :meth:`read`. What only the storage that wrote it can read is read already."""
+        transfer = Transfer(self.file)
+        elsewhere: dict[str, Any] = {}
+        for leaf in leaves:
+            if leaf.stored.dtype is not None:
+                leaf.value = _memory_for(leaf)
+            if leaf.stored.chunks is None:
+                elsewhere[leaf.name] = leaf.value
+            elif leaf.stored.dtype is None:
+                transfer.add_object(leaf)
+            else:
+                for start, part in _parts(leaf.value):
+                    transfer.add(part, start, leaf.stored, leaf.name)
+        if elsewhere:
+            self._read_elsewhere(elsewhere)
+            for leaf in leaves:
+                leaf.value = elsewhere.get(leaf.name, leaf.value)
+        return transfer
+
+    def mapped(self, stored: Stored) -> torch.Tensor | None:
+        """Return a tensor in the memory of its file, if it lies in a local one as a whole.
+
+        What is written to it stays in this process, and never gets into the file. It outlives :meth:`close`.
+
+        Raises:
+            CheckpointError: the file is no regular one. ``OSError``.
+        """
+        if stored.dtype is None or stored.chunks is None or len(stored.chunks) != 1:
+            return None
+        [chunk] = stored.chunks
+        file = self.file(chunk.file)
+        unaligned = chunk.offset % stored.dtype.itemsize != 0
+        if not file.local or not chunk.length or chunk.layout == ARCHIVE or unaligned:
+            return None
+        if chunk.offset + chunk.length > len(file.mapping):
+            raise OSError(f"{chunk.file} ends at byte {len(file.mapping)}")
+        data = torch.frombuffer(file.mapping, dtype=torch.uint8, count=chunk.length, offset=chunk.offset)
+        return _elements_of(data, chunk, stored.dtype)
+
+    def _read_elsewhere(self, wanted: dict[str, Any]) -> None:
+        """Through the reader of a storage that alone knows where things lie, which is none of the project."""
+        storage = self._storage
+        if storage is None or isinstance(storage, (FileStorage, TorchDcpStorage)):  # torch's would unpickle metadata
+            name = next(iter(wanted))
+            raise CheckpointError(f"{INDEX} of {self.path} does not say where {name!r:.100} lies.")
+        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            load(wanted, storage_reader=storage.reader(self.path), planner=planner, no_dist=True)
+        except CheckpointException as failed:
+            error = next(error for error, _ in failed.failures.values())
+            if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+                raise error from None
+            raise CheckpointError(reason(error)) from error
+
+    def file(self, name: str) -> File:
+        """Return one of them, open. Raises as :meth:`open`."""
+        if name not in self._files:
+            self._files[name] = File(os.path.join(self.path, name))
+            self.callback(self._files[name].stream.close)
+        return self._files[name]
+
+
+def read_index(checkpoint: Checkpoint) -> bytes:
+    """Return the content of the index of a checkpoint. Raises: ``CheckpointError``, ``OSError``."""
+    path, mark = checkpoint.path, checkpoint.manifest.files.get(INDEX)
+    if mark is None or mark.bytes > INDEX_BYTES:
+        what = f"no {INDEX}" if mark is None else f"an {INDEX} of {mark.bytes:,} bytes, which none has"
+        raise CheckpointError(f"{path} has {what}.")
+    file = File(f"{path}/{INDEX}")
+    with file.stream:
+        data = bytes(file.read(0, mark.bytes))
+    if crc32(data) != mark.crc32:
+        raise CheckpointError(f"{INDEX} of {path} is not what was written.") from ValueError("CRC-32")
+    return data
+
+
+class File:
+    """A file of a checkpoint, open for reading; several threads may read a local one."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self.local = path, not is_url(path)
+        self.stream: io.RawIOBase | io.BufferedReader
+        if not self.local:
+            self.stream = ObjectStore(path).open(path)
+            return
+        # What is no regular file is never waited for, and no link is followed.
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise CheckpointError(f"{path} is no regular file")
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        self.stream = io.FileIO(path, opener=lambda path, _: os.open(path, flags))
+
+    @cached_property
+    def mapping(self) -> mmap:
+        """The content of a local file as private memory. It is never closed: tensors may be in it."""
+        flags = MAP_PRIVATE | MAP_NORESERVE
+        return mmap(self.stream.fileno(), 0, flags=flags, prot=PROT_READ | PROT_WRITE)
+
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        """Fill ``memory``. Raises: ``OSError``, also if the file ends before."""
+        while memory:
+            if self.local:
+                count = os.preadv(self.stream.fileno(), [memory], offset)
+            else:
+                self.stream.seek(offset)
+                count = self.stream.readinto(memory) or 0
+            if count == 0:
+                raise OSError(f"{self._path} ends at byte {offset}")
+            memory, offset = memory[count:], offset + count
+
+    def fetch_into(self, offset: int, memory: memoryview) -> None:
+        """As :meth:`read_into`, with one request where it is remote; any thread."""
+        if self.local:
+            self.read_into(offset, memory)
+            return
+        data = ObjectStore(self._path).get(self._path, offset, offset + len(memory))
+        if len(data) != len(memory):
+            raise OSError(f"{self._path} ends at byte {offset + len(data)}")
+        memory[:] = data
+
+    def read(self, offset: int, length: int) -> bytearray:
+        """Return bytes of it."""
+        data = bytearray(length)
+        self.read_into(offset, memoryview(data))
+        return data
+
+
+def _memory_for(leaf: Leaf) -> torch.Tensor:
+    """Return what a tensor is read into."""
+    if leaf.in_place and leaf.live is not None:
+        if not isinstance(leaf.live, ShardedTensor):
+            torch.autograd.graph.increment_version(leaf.live)
+        return leaf.live
+    dtype = leaf.dtype or leaf.stored.dtype
+    if isinstance(leaf.live, DTensor) and leaf.live.shape == leaf.stored.shape:
+        return torch.empty_like(leaf.live, dtype=dtype)
+    if isinstance(leaf.live, DTensor) and len(leaf.stored.shape) == leaf.live.ndim > 1:  # Adafactor's rows and columns
+        whole, mesh = torch.empty(leaf.stored.shape, dtype=dtype), leaf.live.device_mesh
+        return DTensor.from_local(whole.to(leaf.live.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return torch.empty(leaf.stored.shape, dtype=dtype)
+
+
+def _parts(x: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Yield what this process has of a tensor, each part with the place in the whole at which it begins."""
+    if isinstance(x, ShardedTensor):
+        for shard in x.local_shards():
+            yield tuple(shard.metadata.shard_offsets), shard.tensor.detach()
+        return
+    if not isinstance(x, DTensor):
+        if x.numel():
+            yield (0,) * x.ndim, x.detach()
+        return
+    for chunk in x.__create_chunk_list__():
+        shard = x.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
+        if shard.numel():
+            yield tuple(chunk.offsets), shard.detach()
+
+
+class _Move(NamedTuple):
+    """Bytes of a file that go to an address."""
+
+    offset: int
+    length: int
+    address: int
+
+
+class Whole(NamedTuple):
+    """Bytes of a file that are needed together, and what takes them."""
+
+    file: str
+    offset: int
+    length: int
+    take: Callable[[bytearray], None]
+
+
+class Transfer:
+    """What is to be read, and where to.
+
+    Attributes:
+        moves: by file.
+        wholes: objects, and chunks that do not lie as the tensor has its elements, or have another dtype.
+    """
+
+    def __init__(self, file: Callable[[str], File]) -> None:
+        self._file = file
+        self.moves: dict[str, list[_Move]] = defaultdict(list)
+        self.wholes: list[Whole] = []
+        self._kept: list[torch.Tensor] = []  # so that no address is of freed memory
+
+    def add(self, part: torch.Tensor, start: tuple[int, ...], stored: Stored, name: str) -> None:
+        """Have ``part``, which begins at ``start``, filled from the chunks of a tensor."""
+        plain = part.is_cpu and part.is_contiguous() and part.dtype == stored.dtype
+        for chunk in stored.chunks or ():
+            if plain and chunk.layout is None and chunk.start == start and chunk.shape == part.shape:
+                self._move(chunk.file, chunk.offset, part)
+                continue
+            low = [max(a, b) for a, b in zip(chunk.start, start, strict=True)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(chunk.start, chunk.shape, start, part.shape, strict=True)]
+            if any(begin >= end for begin, end in zip(low, high, strict=True)):
+                continue
+            to, box = part[_slices(low, high, start)], _slices(low, high, chunk.start)
+            there = torch.empty(chunk.shape, dtype=stored.dtype, device="meta")[box]
+            if plain and chunk.layout is None and to.is_contiguous() and there.is_contiguous():
+                self._move(chunk.file, chunk.offset + int(there.storage_offset()) * there.itemsize, to)
+            else:
+                take = partial(_copy, chunk, cast("torch.dtype", stored.dtype), box, to, name)
+                self.wholes.append(Whole(chunk.file, chunk.offset, chunk.length, take))
+
+    def _move(self, file: str, offset: int, to: torch.Tensor) -> None:
+        self._kept.append(to)
+        for at in range(0, to.nbytes, _PIECE_BYTES):
+            length = min(_PIECE_BYTES, to.nbytes - at)
+            self.moves[file].append(_Move(offset + at, length, to.data_ptr() + at))
+
+    def add_object(self, leaf: Leaf) -> None:
+        """Have an object loaded."""
+        [chunk] = leaf.stored.chunks
+
+        def take(data: bytearray) -> None:
+            leaf.value = pickled.load(leaf.name, data)
+
+        self.wholes.append(Whole(chunk.file, chunk.offset, chunk.length, take))
+
+    def run(self) -> None:
+        """Read all of it."""
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="stagereg-read") as threads:
+            for name, moves in self.moves.items():
+                file = self._file(name)
+                fetch = threads.map if file.local else map
+                list(fetch(partial(_fetch, file), _jobs(sorted(moves))))
+        for name, offset, length, take in self.wholes:
+            take(self._file(name).read(offset, length))
+
+
+def _copy(
+    chunk: Chunk, dtype: torch.dtype, box: tuple[slice, ...], to: torch.Tensor, name: str, data: bytearray
+) -> None:
+    """Copy what is wanted of the bytes of a chunk."""
+    if chunk.layout == ARCHIVE:
+        stored = pickled.load(name, data)
+        if not isinstance(stored, torch.Tensor) or stored.shape != chunk.shape or stored.dtype != dtype:
+            raise CheckpointError(f"{name!r:.100} has another shape or dtype in its file than was said.")
+    else:
+        stored = _elements_of(torch.frombuffer(data, dtype=torch.uint8), chunk, dtype)
+    with torch.no_grad():
+        to.copy_(stored[box])
+
+
+def _elements_of(data: torch.Tensor, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+    """Return the bytes of a chunk as the part of the tensor that they are."""
+    flat = data.view(dtype)
+    return flat.as_strided(chunk.shape, chunk.layout) if isinstance(chunk.layout, tuple) else flat.view(chunk.shape)
+
+
+def _slices(low: list[int], high: list[int], start: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(begin - at, end - at) for begin, end, at in zip(low, high, start, strict=True))
+
+
+def _jobs(moves: list[_Move]) -> Iterator[list[_Move]]:
+    """Group moves, in the order of the file, into what is read at once: a long one, or short ones close together."""
+    run: list[_Move] = []
+    for move in moves:
+        if run:
+            is_long = max(move.length, run[-1].length) > _SMALL_BYTES
+            if is_long or move.offset + move.length - run[0].offset > _RUN_BYTES:
+                yield run
+                run = []
+        run.append(move)
+    if run:
+        yield run
+
+
+def _fetch(file: File, moves: list[_Move]) -> None:
+    """Read bytes of a file once, and leave them at the addresses of ``moves``."""
+    begin, length, address = moves[0]
+    if len(moves) == 1:
+        file.read_into(begin, memoryview((ctypes.c_char * length).from_address(address)).cast("B"))
+        return
+    data = file.read(begin, max(move.offset + move.length for move in moves) - begin)
+    source = ctypes.addressof(ctypes.c_char.from_buffer(data))
+    for move in moves:
+        ctypes.memmove(move.address, source + move.offset - begin, move.length)
+
+
+class _Planner(DefaultLoadPlanner):
+    """Reads what is no tensor without running it, where torch's own planner unpickles."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        self.state_dict[name] = pickled.load(name, value.getvalue())

@@ -1,0 +1,299 @@
+"""Puts together what ranks have of one entry: pipeline stages its parts, all of them what differs between ranks.
+
+Each rank has encoded the structure of its own (:mod:`.encoding`), and sends a digest of it; of alike ones rank 0 asks
+for one, and for none that it has from the save before. One that it does not have is sent as a whole, or by its
+:class:`Changes` to one that it has: a learning rate that a schedule sets is a few bytes between the names of all
+parameters. Mappings are joined, key by key. A plain value that differs between ranks, such as a loss or a position in
+the data, is kept for each of them::
+
+    {"type": "per_rank", "value": {"0": 0.25, "1": 0.5}}
+
+In the state of an optimizer that is refused: there it means that the ranks train different models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import stagereg.checkpoint.ranks.comparing as comparing
+import stagereg.checkpoint.ranks.shares as shares
+from stagereg.checkpoint.format.encoding import PER_RANK, Encoded, encode
+from stagereg.checkpoint.ranks.comparing import alike, digest
+from stagereg.checkpoint.state.optimizer_state import groups_of
+from stagereg.errors import CheckpointError, name_ranks
+
+Structures: TypeAlias = dict[tuple[str, bytes], Encoded]
+"""Those that ranks have, each by the name of its entry and its digest."""
+_BETWEEN = ", "  # the parts of a text; JSON has it between the items of containers
+
+
+class EntryDigests(NamedTuple):
+    """What a rank sends of its entries first: digests of their structures.
+
+    Attributes:
+        structures: by name.
+        before: of those that have changed, their digests in the save before.
+        samples: of what ranks share.
+    """
+
+    structures: dict[str, bytes]
+    before: dict[str, bytes]
+    samples: dict[str, int]
+
+
+Asked: TypeAlias = dict[str, bytes]
+"""The entries of which rank 0 asks a rank for the structure, each with the digest of what it may send :class:`Changes`
+to; else empty."""
+
+
+class Changes(NamedTuple):
+    """The difference between two structures: the parts of the JSON text that differ, by position."""
+
+    base: bytes  # the digest of the other one
+    parts: dict[int, str]
+
+    @classmethod
+    def between(cls, before: Encoded, encoded: Encoded) -> Changes | None:
+        """Return them; ``None`` if other things have changed than a few values."""
+        old, new = before.text.split(_BETWEEN), encoded.text.split(_BETWEEN)
+        if len(old) != len(new) or before.objects != encoded.objects:
+            return None
+        return cls(digest(before), {i: part for i, part in enumerate(new) if part != old[i]})
+
+    def made_to(self, before: Encoded) -> Encoded:
+        """Return the structure."""
+        parts = before.text.split(_BETWEEN)
+        for i, part in self.parts.items():
+            parts[i] = part
+        return before._replace(text=_BETWEEN.join(parts))
+
+
+Sent: TypeAlias = dict[str, Encoded | Changes]
+"""The structures that a rank was asked for."""
+
+
+class RankEntries:
+    """What one rank has of the entries of a save.
+
+    Args:
+        copied: the staged copy.
+        buffers: names of tensors in which ranks may differ; ``None`` in a save in which they do not compare.
+
+    Attributes:
+        structures: of each entry.
+        contents: of each entry's tensors, in a save in which ranks compare.
+        kinds: a digest of the objects in them, and the groups of optimizers.
+
+    Raises:
+        CheckpointError: something in them could not be read back.
+    """
+
+    def __init__(self, copied: Mapping[str, Any], buffers: Collection[str] | None) -> None:
+        self._samples = shares.sampled(copied)
+        self.structures = {name: encode(value, name) for name, value in copied.items() if name != shares.SAMPLES}
+        objects = {name for each in self.structures.values() for name in each.objects}
+        self.contents = {} if buffers is None else comparing.contents(copied, buffers, objects)
+        self.kinds = digest(([each.objects for each in self.structures.values()], groups_of(copied)))
+
+    def digests(self, before: Mapping[str, Encoded]) -> EntryDigests:
+        """Return what the other ranks have to know of them, given what they were in the save ``before``."""
+        changed = {name: before[name] for name, each in self.structures.items() if before.get(name, each) != each}
+        return EntryDigests(
+            {name: digest(each) for name, each in self.structures.items()},
+            {name: digest(each) for name, each in changed.items()},
+            self._samples,
+        )
+
+    def answer(self, asked: Asked, before: Mapping[str, Encoded]) -> Sent:
+        """Return what rank 0 asks for."""
+        sent: Sent = {}
+        for name, base in asked.items():
+            own = self.structures[name]
+            sent[name] = (Changes.between(before[name], own) if base else None) or own
+        return sent
+
+
+class Merging:
+    """On rank 0: puts together what the ranks have in one save.
+
+    Args:
+        digests: what each rank has sent first.
+        order: the ranks, those first whose values go before others'.
+        stale: the ranks that have left their loop.
+        before: what ranks had in the save before.
+
+    Attributes:
+        entries: what they have in this one, once it is put together.
+    """
+
+    def __init__(
+        self, digests: Sequence[EntryDigests], order: Sequence[int], stale: Collection[int], before: Structures
+    ) -> None:
+        self.entries: Structures = {}
+        self._digests, self._order, self._stale, self._before = digests, order, stale, before
+        self._alike = alike([each.structures for each in digests], order)
+
+    def ask(self) -> list[Asked]:
+        """Return what to ask each rank for; of what several ranks have alike, the first one.
+
+        Raises:
+            CheckpointError: ranks that share an entry have drifted apart.
+        """
+        shares.expect_samples_alike([each.samples for each in self._digests])
+        asked: list[Asked] = [{} for _ in self._digests]
+        for (name, own), (rank, *_) in self._alike.items():
+            if (name, own) not in self._before:
+                base = self._digests[rank].before.get(name, b"")
+                asked[rank][name] = base if (name, base) in self._before else b""
+        return asked
+
+    def put_together(self, sent: Sequence[Sent]) -> dict[str, Encoded]:
+        """Return one structure of each entry.
+
+        Raises:
+            CheckpointError: as :func:`merge`; or what a rank has sent is not what it has.
+        """
+        parts: dict[str, list[tuple[Encoded, list[int]]]] = {}
+        for (name, own), ranks in self._alike.items():
+            found = self._before.get((name, own))
+            if found is None:
+                found = self._completed(name, sent[ranks[0]][name])
+                if found is None or digest(found) != own:
+                    raise CheckpointError(
+                        f"What {name_ranks(ranks[:1])} sent of {name!r} does not match the digest it sent first. "
+                        "Nothing was committed; the next save sends all of it."
+                    )
+            self.entries[name, own] = found
+            parts.setdefault(name, []).append((found, [rank for rank in ranks if rank not in self._stale]))
+        return {name: merge(name, each) for name, each in parts.items()}
+
+    def _completed(self, name: str, sent: Encoded | Changes) -> Encoded | None:
+        if isinstance(sent, Encoded):
+            return sent
+        before = self._before.get((name, sent.base))
+        return None if before is None else sent.made_to(before)
+
+
+def groups_in(state: Mapping[str, Encoded]) -> dict[str, dict[str, list[str]]]:
+    """Return the groups of each optimizer in the structures of a state: their parameters, by the first one's name."""
+    trees = {name: json.loads(encoded.text) for name, encoded in state.items()}
+    groups = {name: _groups(tree) for name, tree in trees.items() if _is_optimizer(tree)}
+    return {name: {first: group["value"]["params"] for first, group in each.items()} for name, each in groups.items()}
+
+
+def merge(name: str, parts: Sequence[tuple[Encoded, Sequence[int]]]) -> Encoded:
+    """Return one structure of those that ranks have of the entry ``name``.
+
+    Args:
+        name: of the entry.
+        parts: each structure with the ranks that have it; none, if nothing of it goes for them where others have
+            something else, as on ranks that have left their loop.
+
+    Raises:
+        CheckpointError: ranks have different kinds of values at one place, or different states of one optimizer.
+    """
+    if len(parts) == 1:
+        return parts[0][0]
+    differing: list[str] = []
+    (first, ranks), *others = ((json.loads(encoded.text), list(ranks)) for encoded, ranks in parts)
+    tree = first
+    for other, of_other in others:
+        if _is_optimizer(tree) and _is_optimizer(other):
+            _join_parameters(_groups(tree), _groups(other))
+        tree = _merge(name, tree, ranks, other, of_other, differing)
+        ranks = ranks + of_other
+    if _is_optimizer(tree):
+        _expect_one_optimizer(name, tree, differing)
+    objects = dict.fromkeys(of for encoded, _ in parts for of in encoded.objects)
+    return Encoded(json.dumps(tree), [*objects])
+
+
+def _merge(path: str, one: Any, ranks: Sequence[int], other: Any, of_other: Sequence[int], differing: list[str]) -> Any:
+    if one == other:
+        return one
+    items, more = _items(one), _items(other)
+    if items is not None and more is not None and one["type"] == other["type"]:
+        joined = dict(items)
+        for key, (shown, item) in more.items():
+            if key in items:
+                item = _merge(f"{path}.{shown}", items[key][1], ranks, item, of_other, differing)
+            joined[key] = shown, item
+        pairs = joined.values()
+        texts = all(type(key) is str for key, _ in pairs)
+        tree = {**one, "value": dict(pairs) if texts else [list(pair) for pair in pairs]}
+        if "attributes" in one and "attributes" in other:
+            tree["attributes"] = _merge(path, one["attributes"], ranks, other["attributes"], [], differing)
+        return tree
+    if _has_leaf(one) or _has_leaf(other):
+        raise CheckpointError(
+            f"Ranks have different kinds of values under the name {path!r}. What belongs to one rank is marked so: "
+            "stagereg.per_rank(value)."
+        )
+    if not of_other:
+        return one
+    differing.append(path)
+    values = one["value"] if type(one) is dict and one["type"] == PER_RANK else {str(rank): one for rank in ranks}
+    return {"type": PER_RANK, "value": {**values, **{str(rank): other for rank in of_other}}}
+
+
+def _items(tree: Any) -> dict[str, tuple[Any, Any]] | None:
+    """Return keys and items of a mapping by the keys' text; ``None`` if it is none."""
+    if type(tree) is not dict or not tree or tree["type"] == PER_RANK:
+        return None
+    value = tree["value"]
+    if type(value) is dict:
+        return {json.dumps(key): (key, item) for key, item in value.items()}
+    is_mapping = tree["type"] in ("dict", "OrderedDict", "Counter")
+    return {json.dumps(key): (key, item) for key, item in value} if is_mapping else None
+
+
+def _has_leaf(tree: Any) -> bool:
+    if type(tree) is list:
+        return any(map(_has_leaf, tree))
+    return type(tree) is dict and (not tree or _has_leaf(_children(tree)))
+
+
+def _children(tree: Mapping[str, Any]) -> list[Any]:
+    value = tree["value"]
+    return list(value.values()) if type(value) is dict else value if type(value) is list else []
+
+
+def _is_optimizer(tree: Any) -> bool:
+    value = tree.get("value") if type(tree) is dict else None
+    return type(value) is dict and {"state", "param_groups"} <= value.keys()
+
+
+def _groups(tree: Any) -> dict[str, Any]:
+    groups = tree["value"]["param_groups"]
+    items = groups.get("value") if type(groups) is dict else None  # none of a leaf
+    is_by_name = type(items) is dict and all(
+        type(group) is dict and type(group.get("value")) is dict and type(group["value"].get("params")) is list
+        for group in items.values()
+    )
+    return cast("dict[str, Any]", items) if is_by_name else {}
+
+
+def _join_parameters(ones: dict[str, Any], others: dict[str, Any]) -> None:
+    """Have what both ranks call a group have the parameters of both: each may have some, as of experts, alone."""
+    for first in ones.keys() & others.keys():
+        one, other = ones[first]["value"], others[first]["value"]
+        one["params"] = other["params"] = list(dict.fromkeys([*one["params"], *other["params"]]))
+
+
+def _expect_one_optimizer(name: str, tree: Any, differing: Sequence[str]) -> None:
+    if differing:
+        raise CheckpointError(
+            f"{differing[0]!r} is not the same on all ranks, so they do not train one model: give all ranks the same "
+            "groups of parameters and options; or, if each rank trains a model of its own, save them under different "
+            "names."
+        )
+    group_of: dict[str, str] = {}
+    for first, group in _groups(tree).items():
+        for param in group["value"]["params"]:
+            if group_of.setdefault(param, first) != first:
+                raise CheckpointError(
+                    f"Ranks have {param!r} of {name!r} in different groups of parameters, those of "
+                    f"{group_of[param]!r} and of {first!r}: make the same groups on all ranks."
+                )

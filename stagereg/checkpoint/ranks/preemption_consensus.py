@@ -1,0 +1,171 @@
+"""All ranks exit at the same step when any of them was signalled: :class:`PreemptionConsensus` agrees on that step.
+
+About once a second the training threads exchange whether one of them has been signalled: an all-reduce that is begun in
+one call and read in the next, so no rank waits for it while the ranks go in step. How many calls lie between two
+exchanges follows from the slowest rank's time of a step, which is exchanged along; all ranks begin and read in the same
+calls, and so learn of a signal at the same step. That is the step to save and exit at.
+
+This needs all ranks to call at the same steps. A rank that has left its loop, in a join, learns of each exchange by
+:class:`.Requests` and takes part; with the ``checkpoint`` joinable the join carries the flags (``exchanged_by_join``).
+Where nothing does, the first exchange that a rank is missing from is the last, after a bounded wait.
+
+Signals are received by :mod:`stagereg.launch.preemption`; saving is left to the checkpointer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import stagereg.record as record
+import stagereg.shutdown as shutdown
+from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.ranks.requests import Requests
+from stagereg.errors import RESUME_CODE, CheckpointError, Preempted, Stopped, reason
+from stagereg.launch.preemption import SIGNALS, PreemptionHandler
+from stagereg.launch.rank import torchrun_note
+
+_log = logging.getLogger(__name__)
+
+_EVERY_S = 1.0  # from one exchange to the next
+_MOST_CALLS = 64  # from one exchange to the next: steps may become slower than those that were measured
+_PATIENCE_S = 60.0  # for the ranks that have not come: far more than they are apart where they train in step
+
+
+class PreemptionConsensus:
+    """Whether the ranks are to save and exit; for the training thread. Signals are handled until ``close``.
+
+    ``grace_s`` and ``describe_newest`` are for the :class:`.PreemptionHandler`.
+
+    Attributes:
+        agreed: the signal to exit for, on all ranks from the same step on; ``None`` until there is one.
+        exchanged_by_join: whether a join exchanges the flags, and calls here exchange nothing. The same on all ranks.
+    """
+
+    def __init__(
+        self, ranks: RankGroup, grace_s: float, describe_newest: Callable[[], str], requests: Requests
+    ) -> None:
+        self.agreed: signal.Signals | None = None
+        self.exchanged_by_join = False
+        self._ranks = ranks  # on whose group nothing else is exchanged
+        self._requests = requests
+        self._handler = PreemptionHandler(grace_s, describe_newest)
+        self._handler.listen()
+        weakref.finalize(self, self._handler.close)
+        self._exchanging = True
+        self._asked: int | None = None
+        self._calls = 0  # since the last exchange began
+        self._next = 1
+        self._since = record.now()
+        self._pending: Callable[[float], list[float]] | None = None
+
+    def signal_flags(self) -> list[float]:
+        """The flags of this rank: for each of ``SIGNALS``, above 0 if it has come."""
+        return [float(self._handler.received == each) for each in SIGNALS]
+
+    def update(self, flags: Sequence[float]) -> None:
+        """Take up the flags of all ranks, added up or the greatest of each; the same on all ranks, at the same step."""
+        for number, signalled in zip(SIGNALS, flags, strict=True):
+            if signalled > 0 and self.agreed is None:
+                self.agreed = number
+                self._handler.reports = self._ranks.rank == 0
+                self._handler.start_grace(number)
+
+    def agreed_at(self, step: int) -> bool:
+        """Whether to exit after ``step``; on all ranks, once a step. Never raises, and waits for a bounded time."""
+        self._asked = step
+        if self.agreed is None and self._exchanging and not self.exchanged_by_join:
+            if self._ranks.size == 1:
+                self.update(self.signal_flags())
+            else:
+                self._exchange()
+        return self.agreed is not None
+
+    def agreed_before_save(self, step: int) -> bool:
+        """Likewise, of a step that is about to be saved: there are programs that never ask whether a save is due."""
+        return self.agreed is not None if step == self._asked else self.agreed_at(step)
+
+    def exit(self, step: int, directory: str, failure: Exception | None) -> NoReturn:
+        """Exit with the other ranks, for which this waits as long as the handler lets it.
+
+        Raises ``Preempted`` where it is saved, and ``Stopped`` where it is not.
+        """
+        assert self.agreed is not None
+        if failure is None:
+            self._handler.set_saved()
+        if self._ranks.size > 1:
+            # A peer that leaves seconds later would take the end of this one for a failure.
+            with contextlib.suppress(CheckpointError, RuntimeError):
+                # Like an exchange in size: gloo ends a process in which two of different sizes meet.
+                self._ranks.max_async([*self.signal_flags(), 0.0])()
+        if failure is None:
+            exception: SystemExit = Preempted(step, directory, self.agreed)
+        else:
+            exception = Stopped(self.agreed, reason(failure))
+        shutdown.set_exit_code(128 + self.agreed if failure is not None else RESUME_CODE)
+        if self._ranks.rank == 0:
+            _log.warning("stagereg: %s%s", exception, torchrun_note() if failure is None else "")
+        raise exception from failure
+
+    def follow(self) -> None:
+        """Take part in the exchanges that ranks in the loop have begun; on a rank that has left it."""
+        if self.agreed is not None or not self._exchanging:
+            return
+        try:
+            self._take_up()
+            while self._requests.take() is not None:
+                self._begin()
+                self._take_up()
+        except (CheckpointError, RuntimeError) as error:
+            self._give_up(error)
+
+    def loop_ended(self) -> None:
+        """Count the calls anew, which only ranks in the loop have made. On all ranks."""
+        self.follow()
+        self._calls, self._since = 0, record.now()
+
+    def look_for_missed(self) -> None:
+        """Take part in an exchange that this rank has passed over, or others would wait. On the background thread."""
+        if self._requests.missed() is not None:
+            self._begin()
+
+    def close(self) -> None:
+        """This rank calls no more, and handles no signals. Twice is harmless."""
+        self._exchanging = False
+        self._handler.close()
+
+    def _exchange(self) -> None:
+        self._calls += 1
+        try:
+            self._take_up()
+            if self.agreed is None and self._calls >= self._next:
+                self._requests.post()
+                self._begin()
+        except (CheckpointError, RuntimeError) as error:
+            self._give_up(error)
+
+    def _begin(self) -> None:
+        now = record.now()
+        step_s = (now - self._since) / self._calls if self._calls else 0.0
+        self._since, self._calls = now, 0
+        self._pending = self._ranks.max_async([*self.signal_flags(), step_s])
+
+    def _take_up(self) -> None:
+        """Wait for what was exchanged last, if that is still to be read."""
+        if self._pending is not None:
+            *signalled, step_s = self._pending(_PATIENCE_S)
+            self._pending = None
+            self.update(signalled)
+            self._next = max(1, min(_MOST_CALLS, round(_EVERY_S / step_s))) if step_s > 0 else 1
+
+    def _give_up(self, error: Exception) -> None:
+        self.close()
+        _log.warning(
+            "stagereg: the ranks could not exchange whether one of them has been signalled (%s). From now on SIGTERM "
+            "and SIGUSR1 end a rank at once, without a save. Call maybe_save, or due, on all ranks in each step.",
+            str(error).partition("\n")[0],
+        )

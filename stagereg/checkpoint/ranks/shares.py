@@ -1,0 +1,243 @@
+"""What ranks have alike each writes a share of, and stages no more than that.
+
+In the first save and every ``verify_replicas``-th one ranks stage all that they have, and compare
+(:mod:`.comparing`). Of what a group of replicas has alike each writes a share: the bytes in order, cut at rows into as
+many parts as there are ranks. Large tensors are cut, small ones stay whole. From the next save on a rank stages its
+share alone. Every save carries which comparison its shares are of, so ranks never put together shares of different
+ones; and a few elements of what is shared from each rank, which find out at once where ranks have begun to train apart.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from stagereg.checkpoint.format.checksum import crc32
+from stagereg.checkpoint.ranks.comparing import EntryContents, HeldTensor, Kind, Part, Place
+from stagereg.errors import CheckpointError, name_ranks
+from stagereg.kernel.memory import view_of
+
+_LEAST_BYTES = 1 << 16  # a tensor of fewer is not cut
+_SAMPLED = 16  # tensors, and elements of each
+_NOTHING = torch.empty(0)
+SAMPLES = "stagereg.samples"
+"""The entry of a staged copy that goes into no checkpoint: elements of what ranks share, to be compared each time."""
+
+
+class Cut(NamedTuple):
+    """What one rank stages of a tensor that its replicas have as well.
+
+    Attributes:
+        holder: the keys that lead to the mapping or list with the tensor, in its entry.
+        key: of the tensor, there.
+        shape: of the whole tensor.
+        dtype: of the tensor.
+        rows: the dimension, the first row and how many; ``None`` if it stages all of it, or nothing.
+        part: where that lies in the whole; ``None`` if it stages nothing.
+    """
+
+    holder: tuple[str | int, ...]
+    key: str | int
+    shape: torch.Size
+    dtype: torch.dtype
+    rows: tuple[int, int, int] | None
+    part: Part | None
+
+
+class Shares(NamedTuple):
+    """What one rank stages and writes of what others have as well.
+
+    Attributes:
+        of: the number of the save in which that was found.
+        cuts: by kind.
+        parts: where it lies in the whole by dotted name; ``None`` for what others write.
+        first: of the ranks that share a kind, the lowest.
+    """
+
+    of: int
+    cuts: dict[Kind, list[Cut]]
+    parts: dict[str, Part | None]
+    first: dict[Kind, int]
+
+
+class Replicas:
+    """Decides in which saves ranks compare, and which shares of theirs they write in the others.
+
+    That follows from how the two saves before have ended, which each rank knows when it writes, so all decide alike.
+    The training thread may not know it yet when it stages: then it stages everything, and the copy is cut when it is
+    written. One that knows stages its share.
+
+    Args:
+        every: they compare in every that many saves; 0 for the first alone.
+        share: whether what is alike is shared.
+    """
+
+    def __init__(self, every: int, share: bool) -> None:
+        self.share = share
+        self._every = every
+        self._numbers = itertools.count()
+        self._known: dict[int, Shares | None] = {-2: None, -1: None}  # what goes after the last saves that have ended
+
+    def begin(self) -> int:
+        """Return the number of the save that begins. On any thread."""
+        return next(self._numbers)
+
+    def end(self, number: int, found: Shares | None = None, failed: bool = False) -> None:
+        """Note how a save has ended, once all ranks know it, and the shares found in it. On the background thread.
+
+        After one that has failed nothing is shared that was found before.
+        """
+        after = None if failed else found or self._known.get(number - 1)
+        self._known = {number - 1: self._known.get(number - 1), number: after}
+
+    def cut(self, number: int, entries: Mapping[str, Any]) -> tuple[dict[str, Any], Shares] | None:
+        """Return what this rank writes of entries in a save, and its shares in that.
+
+        Returns ``None`` if it is all of it: ranks compare in this save, or, on the training thread, that is not known.
+        """
+        known = self._known
+        if self._every > 0 and number % self._every == 0:
+            return None
+        # What went before the save before this one goes first: a rank may have staged when it knew no more.
+        for before in (number - 2, number - 1):
+            if before not in known:
+                return None
+            shares = known[before]
+            if shares is not None and (found := cut(entries, shares)) is not None:
+                return found, shares
+        return None
+
+
+def cut(entries: Mapping[str, Any], shares: Shares) -> dict[str, Any] | None:
+    """Return entries with shares in place of what others have as well, and samples of these.
+
+    Returns ``None`` if a tensor is not there any more, or is another one.
+    """
+    found = dict(entries)
+    for (name, _), cuts in shares.cuts.items():
+        if (staged := _staged(found.get(name), cuts)) is None:
+            return None
+        found[name] = staged
+    if shares.cuts:
+        found[SAMPLES] = {
+            f"{first}.{kind[1]:d}.{kind[0]}": _sample(entries[kind[0]], shares.cuts[kind])
+            for kind, first in shares.first.items()
+        }
+    return found
+
+
+def _sample(value: Any, cuts: Sequence[Cut]) -> list[torch.Tensor]:
+    """Return some elements of some tensors, the same on all ranks and in each save."""
+    found = []
+    for holder, key, *_ in cuts[:: max(1, len(cuts) // _SAMPLED)]:
+        x = functools.reduce(lambda at, step: at[step], (*holder, key), value)
+        x = (x.to_local() if isinstance(x, DTensor) else x).detach()
+        if x.is_contiguous():
+            found.append(x.view(-1)[x.numel() // 2 :][:_SAMPLED])
+    return found
+
+
+def _staged(value: Any, cuts: Sequence[Cut]) -> Any:
+    """Return an entry with shares in it; ``None`` if a tensor is not there, or is another one."""
+    copies: dict[tuple[str | int, ...], Any] = {(): copy.copy(value)}
+    try:
+        for holder, key, shape, dtype, rows, part in cuts:
+            there = copies.get(holder) or _copied(copies, holder)
+            x = there[key]
+            if x.shape != shape or x.dtype is not dtype:
+                return None
+            if part is None:
+                there[key] = _NOTHING
+            elif rows is not None:
+                there[key] = (x.to_local() if isinstance(x, DTensor) else x).detach().narrow(*rows)
+            elif isinstance(x, DTensor):
+                there[key] = x.to_local()
+    except (AttributeError, LookupError, TypeError):
+        return None
+    return copies[()]
+
+
+def _copied(copies: dict[tuple[str | int, ...], Any], path: tuple[str | int, ...]) -> Any:
+    if path not in copies:
+        parent = _copied(copies, path[:-1])
+        copies[path] = parent[path[-1]] = copy.copy(parent[path[-1]])
+    return copies[path]
+
+
+def sampled(copied: Mapping[str, Any]) -> dict[str, int]:
+    """Return a checksum of what was sampled of each entry, by a name that only ranks that share it have."""
+    return {
+        name: functools.reduce(lambda crc, x: crc32(view_of(x.cpu().contiguous()), crc), each, 0)
+        for name, each in copied.get(SAMPLES, {}).items()
+    }
+
+
+def expect_samples_alike(ranks: Sequence[Mapping[str, int]]) -> None:
+    """Raise ``CheckpointError`` if ranks that share an entry do not have the same of it any more."""
+    seen: dict[str, tuple[int, int]] = {}
+    for rank, each in enumerate(ranks):
+        for name, crc in each.items():
+            other, expected = seen.setdefault(name, (rank, crc))
+            if crc != expected:
+                raise CheckpointError(
+                    f"{name.split('.', 2)[2]!r} was the same on {name_ranks([other, rank])}, so each staged a share, "
+                    "and is not any more. Replicas of one model have drifted apart; or, if each rank trains a model of "
+                    "its own, mark it so: stagereg.per_rank(value)."
+                )
+
+
+def shares(
+    number: int, own: Mapping[Kind, EntryContents], places: Mapping[Kind, Place], mixed: Collection[str] = ()
+) -> Shares:
+    """Return this rank's shares of what others have as well, as found in the save ``number``."""
+    found = Shares(number, {}, {}, {})
+    for kind, (first, ranks, at) in places.items():
+        pieces = [piece._replace(nbytes=0) if piece.name in mixed else piece for piece in own[kind].pieces]
+        cuts = {piece.name: each for piece, each in zip(pieces, _cuts(pieces, ranks, at), strict=True)}
+        kept = {name: each for name, each in cuts.items() if name not in mixed}
+        if ranks > 1 and kept:
+            found.cuts[kind], found.first[kind] = [*kept.values()], first
+            found.parts.update({name: each.part for name, each in kept.items()})
+    return found
+
+
+def _cuts(pieces: Sequence[HeldTensor], count: int, index: int) -> list[Cut]:
+    """Return the share of one of ``count`` ranks.
+
+    It depends on the averages of sizes, so ranks that have other parts of some tensors cut the rest at the same rows.
+    """
+    sizes = [piece.nbytes if piece.tied == i else 0 for i, piece in enumerate(pieces)]
+    # The last rank has what is at the end, also if that is empty.
+    begin, end = (sum(sizes) * each // count + (each == count) for each in (index, index + 1))
+    rows: list[tuple[int, int, int] | None] = []
+    cuts: list[Cut] = []
+    at = 0
+    for i, piece in enumerate(pieces):
+        rows.append(rows[piece.tied] if piece.tied != i else _rows(piece.shape, piece.nbytes, begin - at, end - at))
+        at += sizes[i]
+        kind = (piece.path[1:-1], piece.path[-1], piece.part.whole, piece.dtype)
+        if (mine := rows[i]) is None:
+            cuts.append(Cut(*kind, None, None))
+            continue
+        offset = list(piece.part.offset)
+        if offset:
+            offset[mine[0]] += mine[1]
+        is_all = not piece.shape or mine[2] == piece.shape[mine[0]]
+        cuts.append(Cut(*kind, None if is_all else mine, Part(torch.Size(offset), piece.part.whole)))
+    return cuts
+
+
+def _rows(shape: torch.Size, nbytes: int, begin: int, end: int) -> tuple[int, int, int] | None:
+    """Return the rows of a tensor between two bytes of it, the nearest ones; of a small one all, if it begins there."""
+    dim = next((i for i, size in enumerate(shape) if size > 1), None)
+    if dim is None or nbytes < _LEAST_BYTES or not shape.numel():
+        return (0, 0, shape[0] if shape else 1) if begin <= 0 < end else None
+    rows = shape[dim]
+    first, last = (min(max(0, round(byte * rows / nbytes)), rows) for byte in (begin, end))
+    return (dim, first, last - first) if first < last else None

@@ -1,0 +1,380 @@
+"""How all ranks together write and commit a save, in two exchanges, or three. Each is needed:
+
+0. In a save in which ranks compare: every rank sends checksums of all that it has; rank 0 answers who has the same.
+   Without it a rank would write a share of what another one has not.
+
+1. Before any file: every rank sends that it has staged and what it would write; rank 0 answers which rank writes what.
+   Without it a rank would write for nothing, or two ranks the same.
+2. After the files: every rank sends what it has written, with sizes and checksums; rank 0 writes the metadata, commits
+   and answers that it has. Without it a checkpoint would be committed with files missing, or a rank would not know how
+   its save has ended.
+
+A failure on any rank fails the save on all of them and deletes the hidden directory. Each rank lets go of its copy as
+soon as its files are written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+import stagereg.checkpoint.state.rng as rng
+import stagereg.record as record
+from stagereg.checkpoint.format.encoding import walk
+from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult, describe_tensors, make_index
+from stagereg.checkpoint.format.manifest import FileMark
+from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, compare, content_digests, expect_alike
+from stagereg.checkpoint.ranks.merging import Asked, EntryDigests, Merging, RankEntries, Sent, groups_in
+from stagereg.checkpoint.ranks.rank_group import DisagreementError
+from stagereg.checkpoint.ranks.shares import SAMPLES, Replicas, Shares, cut, shares
+from stagereg.checkpoint.save.backward import short_turns, wait_for_backward
+from stagereg.checkpoint.save.pending_save import PendingSave
+from stagereg.checkpoint.save.state_planner import by_number, from_numbers, joined, name_for_each, split
+from stagereg.checkpoint.state.entries import rng_name
+from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.store.failpoints import failpoint
+from stagereg.checkpoint.store.retry import within
+from stagereg.errors import CheckpointError, name_ranks
+
+WAITING = "waiting for the others"
+"""What a rank that has done its part is doing."""
+
+_COMPARING = -1  # in place of the number of the save in which ranks have compared
+_TRYING = 0.5  # of the time-out; the rest is for clearing away and reporting
+_CALM_S = 2.0  # how long one waits for a moment at which training hardly notices
+
+
+class _Prepared(NamedTuple):
+    """What a rank sends with its plan when it has staged."""
+
+    step: int
+    called: bool = True
+    follows: bool = False
+    taken: Mapping[str, int] = {}
+    shares_of: int | None = None
+    contents: Mapping[tuple[str, bytes], bytes] = {}
+    digests: EntryDigests = EntryDigests({}, {}, {})
+    differing: Sequence[EntryContents] = ()
+
+
+_Written: TypeAlias = tuple[dict[str, FileMark], Sent]
+
+
+def write_and_commit(save: PendingSave) -> tuple[float, int]:
+    """Write a save and commit it, keeping the newest. Collective; on the background thread.
+
+    Returns:
+        When all ranks had staged (``record.now``), and the bytes of this rank's files.
+
+    Raises:
+        CheckpointError: on all ranks, if it failed on any.
+    """
+    to, ranks, work = save.to, save.to.ranks, _Work(save)
+    failing = f"Step {save.step} was not saved"
+    try:
+        with within(_TRYING * (save.until - time.monotonic())), short_turns():
+            answer = to.plans.round_trip(ranks, failing, work.prepare, work.share_out)
+            if save.compares:
+                answer = to.plans.round_trip(ranks, failing, partial(work.prepare_shares, answer), work.share_out)
+            work.take(answer)
+            began = record.now()
+            nbytes = to.results.round_trip(ranks, failing, work.write, work.commit)
+            to.store.appeared()
+            failpoint("ended")
+        to.before = work.entries.structures
+        if save.replicas is not None:
+            save.replicas.end(save.number, save.shares if save.compares else None)
+    except BaseException:
+        to.forget()
+        if save.replicas is not None:
+            save.replicas.end(save.number, failed=True)
+        if ranks.rank == 0:
+            with within(save.until - time.monotonic()):
+                to.store.discard(work.path)
+        raise
+    finally:
+        save.staged, work.planner.state_dict = {}, {}
+    return began, nbytes
+
+
+class _Work:
+    """One save on the background thread: all ranks :meth:`prepare` and :meth:`write`, and rank 0 answers them.
+
+    Attributes:
+        path: the hidden directory.
+        planner: has the tensors until they are written.
+        entries: what this rank has of each entry.
+        asked: what rank 0 asks it for.
+    """
+
+    entries: RankEntries
+    asked: Asked
+    _copy: dict[str, Any]  # what this rank writes of what it has staged
+    _plans: list[SavePlan]  # what this rank would write
+    _more: list[SavePlan]  # that again, if it was not sent before the files
+    _results: list[WriteResult]
+    _order: list[int]  # on rank 0: ranks that have left their loop come last
+    _follows: list[int]  # these
+    _merging: Merging
+
+    def __init__(self, save: PendingSave) -> None:
+        self._save, self._to, self._ranks = save, save.to, save.to.ranks
+        self._token = save.to.next_token()
+        self.path = save.to.store.temporary(save.step, self._token)
+        self.planner = save.to.planner
+        self._metadata: Metadata | None = None
+
+    def prepare(self) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
+        """Return that this rank has staged, and what it would write, or what it compares before."""
+        save = self._save
+        if save.missed:
+            return _Prepared(save.step, False), (), ()
+        save.at = "waiting for its copy"
+        if save.failure is None:
+            wait_for_backward(save.caller, save.hurried, _CALM_S)
+        copy = dict(_expect_whole(save, save.copy()))
+        save.look(copy)
+        if (own := rng_name(self._ranks.rank)) in copy:
+            copy[own] = rng.as_tensors(copy[own])
+        self._copy = self._cut(copy) if save.shares is None and save.replicas is not None else copy
+        self.entries = RankEntries(self._copy, save.buffers if save.compares else None)  # refuses what cannot be saved
+        failpoint("staged")
+        if not save.compares:
+            return self._plan(save.shares)
+        save.at = WAITING
+        contents = self.entries.contents
+        sent = _Prepared(save.step, True, save.follows, save.taken, _COMPARING, content_digests(contents))
+        return sent, [{kind: [piece.name for piece in each.pieces] for kind, each in contents.items()}], ()
+
+    def _cut(self, copy: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's shares of a copy that was not cut when it was staged; all of it, if ranks compare."""
+        save = self._save
+        save.nbytes = self._nbytes(copy, (x for _, x in walk(copy)))
+        found = cast("Replicas", save.replicas).cut(save.number, copy)
+        save.compares = found is None
+        copy, save.shares = found or (copy, None)
+        return copy
+
+    def prepare_shares(self, compared: Compared) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
+        """Return what this rank would write, once it knows what others have as well."""
+        save, contents = self._save, self.entries.contents
+        places = {kind: place for kind, place in compared.places.items() if kind[0] in save.replicated}
+        save.shares = shares(save.number, contents, places, compared.mixed)
+        if (found := cut(self._copy, save.shares)) is None:  # a holder that is no mapping by text
+            save.shares, found = Shares(save.number, {}, {}, {}), self._copy
+        self._copy = found
+        return self._plan(save.shares, [contents[kind] for kind in compared.differing])
+
+    def _plan(
+        self, own: Shares | None, differing: Sequence[EntryContents] = ()
+    ) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
+        save, storage, copy = self._save, self._to.storage, self._copy
+        del self._copy
+        save.at = "preparing its files"
+        storage.reset(self.path)
+        is_first = self._ranks.rank == 0
+        self.planner.parts = {} if own is None else own.parts
+        self.planner.set_up_planner(
+            {name: copy[name] for name in copy if name != SAMPLES}, storage.storage_meta(), is_first
+        )
+        takes_more = "kwargs" in inspect.signature(storage.set_up_storage_writer).parameters  # as torch asks
+        more = {"rank": self._ranks.rank, "use_collectives": True} if takes_more else {}
+        storage.set_up_storage_writer(is_first, **more)
+        plan = storage.prepare_local_plan(self.planner.create_local_plan())
+        if plan is not self._to.plan:
+            self._to.nbytes = self._nbytes(copy, self.planner.state_dict.values())
+            self._to.plan, self._to.sent = plan, [plan] if self._ranks.size == 1 else split(plan, self._ranks.rank)
+        self._plans = self._to.sent
+        save.nbytes = self._to.nbytes if save.nbytes is None else save.nbytes
+        save.at = WAITING
+        digests = self.entries.digests(self._to.before)
+        of = None if own is None else own.of
+        sent = _Prepared(save.step, True, save.follows, save.taken, of, {}, digests, differing)
+        return sent, (*self._plans, (save.follows, self.entries.kinds)), ()
+
+    def _nbytes(self, copy: Mapping[str, Any], leaves: Iterable[Any]) -> int:
+        """Return the bytes of tensor data in a copy, without this rank's random number generators."""
+        own: Mapping[str, torch.Tensor] = copy.get(rng_name(self._ranks.rank), {})
+        return sum(part.nbytes for x in leaves for part in _parts(x)) - sum(x.nbytes for x in own.values())
+
+    def share_out(self, prepared: Sequence[_Prepared], lasting: Sequence[Sequence[Any]] | None) -> Sequence[Any]:
+        """Return what each rank writes, ``None`` for the same as in the save before, and what it is asked for.
+
+        If they compare before that, return the :class:`.Compared` of each.
+        """
+        steps = [each.step for each in prepared]
+        _expect_all_called(self._save.step, prepared)
+        if len(set(steps)) > 1:
+            for step in steps:
+                self._to.store.discard(self._to.store.temporary(step, self._token))
+            raise CheckpointError(f"The ranks saved different steps at the same time: {steps}.")
+        _expect_all_up_to_date(self._save.step, prepared)
+        if len({each.shares_of for each in prepared}) > 1:
+            raise CheckpointError(
+                "The ranks disagree on which of them writes which part of the shared state. Nothing was written; the "
+                "next save compares it anew."
+            )
+        if prepared[0].shares_of == _COMPARING:
+            return compare([each.contents for each in prepared], [names for [names] in lasting or ()])
+        # Of what several ranks have alike the first one's is stored: numbers are stale on one that has left its loop.
+        self._follows = [rank for rank, each in enumerate(prepared) if each.follows]
+        self._order = sorted(range(len(prepared)), key=lambda rank: prepared[rank].follows)
+        expect_alike({rank: prepared[rank].differing for rank in self._order})
+        self._merging = Merging([each.digests for each in prepared], self._order, self._follows, self._to.entries)
+        asked = self._merging.ask()
+        if lasting is None:
+            return [(None, each) for each in asked]
+        given = [each[:-1] for each in lasting]
+        plans = self._plan_all(given)
+        dealt = self._to.storage.prepare_global_plan([plans[rank] for rank in range(len(given))])
+        return list(zip(map(by_number, dealt, map(joined, given)), asked, strict=True))
+
+    def _plan_all(self, given: Sequence[Sequence[SavePlan]]) -> dict[int, SavePlan]:
+        given = _without_shared(given, self._follows)
+        plans, self._metadata = self.planner.create_global_plan([x for rank in self._order for x in given[rank]])
+        parts = iter(plans)
+        return {rank: joined([next(parts) for _ in given[rank]]) for rank in self._order}
+
+    def take(self, answer: tuple[SavePlan | None, Asked]) -> None:
+        """Note what rank 0 has answered."""
+        dealt, self.asked = answer
+        self._more = self._plans if dealt is None else []
+        if dealt is not None:
+            self._to.dealt = from_numbers(dealt, joined(self._plans))
+            self._to.results.forget()  # what lies where may be as before, and yet be something else: of another dtype
+
+    def write(self) -> tuple[_Written, Sequence[Any], Sequence[Any]]:
+        """Write this rank's files, and let go of its copy."""
+        save = self._save
+        failpoint("agreed")
+        save.at = "writing its files"
+        own = self.planner.finish_plan(cast("SavePlan", self._to.dealt))
+        self._results = self._to.storage.write_data(own, self.planner).wait()
+        self.planner.state_dict = {}
+        copy, save.staged = save.copy(), {}
+        save.release(copy)
+        del copy
+        save.settled.wait()
+        save.copy()  # which may have proved bad since
+        save.record_copied()
+        marks = self._marks() if self._ranks.rank > 0 else {}  # those of rank 0 come with the metadata's
+        failpoint("written")
+        save.at = WAITING
+        return (marks, self.entries.answer(self.asked, self._to.before)), [self._results], self._more
+
+    def commit(self, written: Sequence[_Written], lasting: Sequence[Sequence[Any]] | None) -> list[int]:
+        """Commit what all have written, and return the bytes of each rank's files."""
+        save, to = self._save, self._to
+        save.at = "committing"
+        if save.abandoned:
+            raise CheckpointError("it took too long and was given up")
+        state = self._merging.put_together([sent for _, sent in written])
+        if lasting is None:
+            to.storage.finish_again(to.finished)
+        else:
+            if self._metadata is None:
+                self._plan_all([plans for _, *plans in lasting])
+            metadata, results = cast("Metadata", self._metadata), [[*each[0]] for each in lasting]
+            objects = {name for encoded in state.values() for name in encoded.objects}
+            to.described = describe_tensors(metadata, results, objects)
+            name_for_each(metadata, results, groups_in(state))
+            to.storage.finish(metadata, results)
+            if to.repeats:
+                to.finished = to.storage.finished
+        own = self._marks()
+        files = {name: mark for marks, _ in written for name, mark in marks.items()} | own
+        files[INDEX] = to.store.put(self.path, INDEX, make_index(to.described, state))
+        there = to.store.files(self.path)
+        if lost := sorted(files.keys() - there):
+            raise CheckpointError(f"{self.path} has lost what was just written there: {', '.join(lost)}")
+        files |= {name: to.store.mark(self.path, name) for name in there if name not in files}
+        failpoint("marked")
+        to.entries = self._merging.entries
+        to.store.note_metrics(to.metrics.late())
+        made = self._ranks.size, to.storage_name, files
+        done = to.store.publish(self.path, save.step, *made, to.keep, to.metrics.of(save.step))
+        to.metrics.committed(done.manifest, to.store.serials)
+        to.committed = done
+        return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each for each, _ in written[1:])]]
+
+    def _marks(self) -> dict[str, FileMark]:
+        """Return the marks of what this rank wrote; what its storage has not marked is flushed and read.
+
+        What no rank has named, such as metadata, is rank 0's to mark.
+        """
+        storage, store = self._to.storage, self._to.store
+        known: Mapping[str, FileMark] = storage.marks if isinstance(storage, Storage) else {}
+        if all(isinstance(each, (ArchiveResult, TensorResult)) for each in self._results):
+            names = {each.storage_data.relative_path for each in self._results}
+        else:  # a storage that does not say where it has put something: by the rank that torch has named a file after
+            names = {name for name in store.files(self.path) if name.startswith(f"__{self._ranks.rank}_")}
+        return {**known, **{name: store.mark(self.path, name) for name in sorted(names - known.keys())}}
+
+
+def _expect_whole(save: PendingSave, copy: object) -> dict[str, Any]:
+    if not isinstance(copy, dict):
+        raise CheckpointError(f"stage() of {save.stager} returned {copy!r:.80}, and has to return a copy of its dict")
+    if lost := [name for name in save.names if name not in copy]:
+        raise CheckpointError(f"stage() of {save.stager} returned a copy without {', '.join(map(repr, lost))}")
+    return copy
+
+
+def _expect_all_called(step: int, prepared: Sequence[_Prepared]) -> None:
+    missed = [rank for rank, each in enumerate(prepared) if not each.called]
+    if missed:
+        others = [rank for rank in range(len(prepared)) if rank not in missed]
+        raise DisagreementError(
+            f"{name_ranks(others)} called save(step {step}), {name_ranks(missed)} did not: call save and maybe_save on "
+            "all ranks, with an empty batch too, and not under `if rank == 0`."
+        )
+
+
+def _expect_all_up_to_date(step: int, prepared: Sequence[_Prepared]) -> None:
+    """Refuse what a rank holds from long ago that has left its loop, and steps only what the join knows."""
+    if not any(each.follows for each in prepared):
+        return
+    for name in sorted({name for each in prepared for name in each.taken}):
+        taken = [each.taken.get(name, 0) for each in prepared]
+        if len(set(taken)) > 1:
+            counts = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(taken))
+            raise DisagreementError(
+                f"{name!r} is not the same on all ranks: it has taken {counts} steps. Ranks that have left the loop "
+                "step only what the join knows: list the optimizer, the schedule or the function that steps them, as "
+                "in Join([model, optimizer])."
+            )
+
+
+def _without_shared(given: Sequence[Sequence[SavePlan]], follows: Collection[int]) -> Sequence[Sequence[SavePlan]]:
+    """Return plans in which a rank that has left its loop leaves to the others what they have shares of."""
+    if not follows:
+        return given
+    active = (plan for rank, plans in enumerate(given) if rank not in follows for plan in plans)
+    shared = {item.index.fqn for plan in active for item in plan.items if _is_shard(item)}
+
+    def own(plan: SavePlan) -> SavePlan:
+        items = [each for each in plan.items if _is_shard(each) or each.index.fqn not in shared]
+        return dataclasses.replace(plan, items=items)
+
+    return [[*map(own, plans)] if rank in follows else plans for rank, plans in enumerate(given)]
+
+
+def _is_shard(item: WriteItem) -> bool:
+    return item.type is WriteItemType.SHARD
+
+
+def _parts(x: Any) -> list[torch.Tensor]:
+    """Return what this rank has of a tensor."""
+    if isinstance(x, ShardedTensor):
+        return [shard.tensor for shard in x.local_shards()]
+    return [x.to_local() if isinstance(x, DTensor) else x] if isinstance(x, torch.Tensor) else []

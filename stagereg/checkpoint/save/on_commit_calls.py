@@ -1,0 +1,231 @@
+"""Calls the ``on_commit`` components of a checkpointer for each checkpoint that is complete; on rank 0.
+
+Each component has a thread of its own, which takes one checkpoint after the other, so nothing waits for it: neither
+training, nor the next save, nor another component. A call begins when the training step is over too (the next ``due``
+or ``maybe_save``), so that what an evaluation after ``maybe_save`` logs is in its metrics. While it runs, it reads its
+checkpoint, which is not deleted then; one that is still waiting when that is deleted is left out, loudly.
+
+What a call raises, ``SystemExit`` included, is logged and counted. So are a call that has not returned in time and a
+checkpoint that is not complete any more after a call. A call is made on a further thread, since a thread that hangs
+cannot be ended: until it returns, further calls of that component are left out, loudly.
+
+The end of a run waits for the calls, at most as long as one may take. A run that is preempted waits for none and begins
+none: its time is for the last save.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import stagereg.record as record
+import stagereg.shutdown as shutdown
+from stagereg.checkpoint.format.manifest import Checkpoint
+from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
+from stagereg.checkpoint.save.background import Background
+from stagereg.checkpoint.save.logged_metrics import LoggedMetrics
+from stagereg.checkpoint.save.on_commit import CommittedCheckpoint, OnCommit
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.open_store import path_or_url
+from stagereg.crash_report import summarize_exception
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S = 0.05
+_DELETED = (
+    "is not called, since the checkpoint is deleted already: it is too slow for so many checkpoints; keep more of them "
+    "(checkpoint.keep), or save less often"
+)
+
+
+class _DeletedError(Exception):
+    """There is no checkpoint any more to call a component for."""
+
+
+@dataclass
+class _Commit:
+    """A checkpoint that is complete, and whether its training step is over."""
+
+    checkpoint: Checkpoint
+    store: CheckpointStore
+    step_over: threading.Event = field(default_factory=threading.Event)
+
+
+class CommitCalls:
+    """The calls of all components.
+
+    Args:
+        components: by the names that messages have for them.
+        background: whose saves they follow.
+        metrics: what was logged.
+        preemption: whether the process was signalled to exit.
+    """
+
+    def __init__(
+        self,
+        components: Mapping[str, OnCommit],
+        background: Background,
+        metrics: LoggedMetrics,
+        preemption: PreemptionConsensus | None,
+    ) -> None:
+        self._background, self._preemption = background, preemption
+        self._callers = [_Caller(name, each, background, metrics) for name, each in components.items()]
+        self._step: int | None = None  # that training is in
+        self._waiting: deque[_Commit] = deque()  # for their steps to be over
+        self._process, self._leaving = os.getpid(), False
+        if components:
+            background.calls = self.committed
+            shutdown.wait_for(self)
+
+    def committed(self, checkpoint: Checkpoint, store: CheckpointStore) -> None:
+        """Have every component called for a checkpoint; on the thread that saves."""
+        commit = _Commit(checkpoint, store)
+        if self._leaving:
+            _log.warning(
+                "stagereg: on_commit is not called for step %d: the run is preempted", checkpoint.manifest.step
+            )
+            return
+        if checkpoint.manifest.step == self._step:
+            self._waiting.append(commit)
+        else:
+            commit.step_over.set()
+        for caller in self._callers:
+            caller.add(commit)
+
+    def at_step(self, step: int | None) -> None:
+        """Training has come to the end of ``step``, so those before it are over; ``None``: all are."""
+        self._step = step
+        while self._waiting and self._waiting[0].checkpoint.manifest.step != step:
+            self._waiting.popleft().step_over.set()
+
+    def leave(self) -> None:
+        """Begin no more calls, and wait for none: the run is preempted."""
+        self._leaving = True
+        for caller in self._callers:
+            caller.give_up("the run is preempted")
+
+    def finish(self) -> bool:
+        """Wait for the last save and all calls, as long as one may take; False if a preempted run leaves a thread."""
+        if os.getpid() != self._process or not self._callers:
+            return True
+        self._background.finish()
+        self.at_step(None)
+        until = time.monotonic() + self._background.timeout_s
+        while any(caller.busy for caller in self._callers):
+            if time.monotonic() > until or self._is_signalled():
+                for caller in self._callers:
+                    caller.give_up("the run ends")
+            time.sleep(_LOOK_S)
+        return not (self._leaving and any(caller.calling for caller in self._callers))
+
+    def _is_signalled(self) -> bool:
+        return self._preemption is not None and any(self._preemption.signal_flags())
+
+    def close(self) -> None:
+        """As :meth:`finish`, and end the threads."""
+        self.finish()
+        for caller in self._callers:
+            caller.add(None)
+
+
+class _Caller:
+    """The thread of one component."""
+
+    def __init__(self, name: str, component: OnCommit, background: Background, metrics: LoggedMetrics) -> None:
+        self.limit_s = background.timeout_s  # of a call
+        self._stopped = ""  # why no further call begins
+        self._name, self._component, self._metrics = name, component, metrics
+        self._background, self._stats = background, background.stats
+        self._queue: queue.SimpleQueue[_Commit | None] = queue.SimpleQueue()
+        self._added = self._done = 0
+        self._thread = threading.Thread(target=self._work, name=f"stagereg-on-commit-{name}", daemon=True)
+        self._thread.start()  # now, since a process that ends starts none any more
+        self._call: threading.Thread | None = None
+        self._called_for = -1  # the step
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a checkpoint for which its call has not ended, and is still waited for."""
+        return self._done < self._added and not self._stopped
+
+    @property
+    def calling(self) -> bool:
+        """Whether a call has not returned, given up or not."""
+        return self._call is not None and self._call.is_alive()
+
+    def add(self, commit: _Commit | None) -> None:
+        """Call the component for a checkpoint after those before it; ``None`` ends the thread."""
+        if commit is not None:
+            self._added += 1
+        self._queue.put(commit)
+
+    def give_up(self, why: str) -> None:
+        """Begin no further call, and wait for none."""
+        if self.busy:
+            self._fail(self._called_for, f"is given up, since {why}: it has not returned, or not begun")
+        self._stopped = why
+
+    # -- on the thread
+
+    def _work(self) -> None:
+        while (commit := self._queue.get()) is not None:
+            commit.step_over.wait(self.limit_s)
+            try:
+                self._take(commit.checkpoint, commit.store)
+            except Exception as error:  # of the store, for one
+                self._fail(commit.checkpoint.manifest.step, f"was not called: {error}")
+            self._done += 1
+
+    def _take(self, checkpoint: Checkpoint, store: CheckpointStore) -> None:
+        step = checkpoint.manifest.step
+        if self._stopped:
+            return
+        if self.calling:
+            self._fail(step, f"is not called: its call for step {self._called_for} has still not returned")
+            return
+        failures: list[BaseException] = []
+        self._called_for, began = step, record.now()
+        self._call = threading.Thread(target=self._run, args=(checkpoint, store, failures), daemon=True)
+        try:
+            self._call.start()
+            self._call.join(self.limit_s)
+        except RuntimeError:  # while a process ends, Python 3.12 starts no thread any more; the end waits no longer
+            self._run(checkpoint, store, failures)
+        if failures and isinstance(failures[0], _DeletedError):
+            self._fail(step, str(failures[0]))
+            return
+        self._stats.on_commit_calls += 1
+        record.emit("on_commit", step=step, name=self._name, start=began, seconds=record.now() - began)
+        if self.calling:
+            limit = f"{self.limit_s:g} s (checkpoint.timeout)"
+            self._fail(step, f"has not returned for {limit} and is given up; until it does, it is not called again")
+        elif failures:
+            self._fail(step, f"has failed: {summarize_exception(failures[0], __file__)}", failures[0])
+        if store.path_of(checkpoint) is None:
+            newest = self._background.lost(step, store)
+            self._fail(step, f"has deleted or changed the checkpoint {checkpoint.path}, which it must not. {newest}")
+
+    def _run(self, checkpoint: Checkpoint, store: CheckpointStore, failures: list[BaseException]) -> None:
+        manifest = checkpoint.manifest
+        metrics = manifest.metrics | self._metrics.late().get(manifest.serial, {})
+        try:
+            while (path := store.path_of(checkpoint)) is not None:
+                with store.reading(path):
+                    if store.path_of(checkpoint) == path:  # else it has got its plain name just before
+                        given = CommittedCheckpoint(manifest.step, path_or_url(path), manifest, metrics)
+                        self._component.committed(given)
+                        return
+            raise _DeletedError(_DELETED)
+        except BaseException as error:  # SystemExit too: in a thread it would end that alone, and in silence
+            failures.append(error)
+
+    def _fail(self, step: int, what: str, error: BaseException | None = None) -> None:
+        self._stats.on_commit_failures += 1
+        _log.error("stagereg: on_commit %s %s (step %d). Training goes on.", self._name, what, step)
+        _log.debug("A call of on_commit failed.", exc_info=error)

@@ -1,0 +1,288 @@
+"""The training thread's part of saves: a state is admitted, staged, and handed to the thread that writes.
+
+It keeps the state that it was given last, so that a rank that has left its loop can save with those in it, and counts
+the steps of the optimizers in it, so that a rank whose values are stale is found.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Mapping, MutableMapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NoReturn
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+import stagereg.checkpoint.state.entries as entries
+import stagereg.checkpoint.state.first_save as first_save
+import stagereg.record as record
+import stagereg.shutdown as shutdown
+from stagereg.checkpoint.format.manifest import MOST
+from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
+from stagereg.checkpoint.ranks.shares import Replicas
+from stagereg.checkpoint.save.background import Background
+from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget
+from stagereg.checkpoint.save.schedule import Schedule
+from stagereg.checkpoint.state.optimizer_state import ParameterNames
+from stagereg.checkpoint.state.stale_numbers import StaleNumbers
+from stagereg.crash_report import summarize_exception
+from stagereg.data import LoadsEveryRank
+from stagereg.errors import CheckpointError, StageregError, reason
+from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies
+
+_log = logging.getLogger(__name__)
+
+_OPTIMIZER = {"state", "param_groups"}
+_BACKWARDS = (
+    "stagereg: step %d is saved after step %d. A resume goes on from the checkpoint that was made last, and what is "
+    "saved again replaces the checkpoint of that step. Count steps through the whole run, not anew in each epoch; to "
+    "go back on purpose, call restore(state, source=CHECKPOINT) first."
+)
+_A_COPY = (
+    "stagereg: the entry %r of the state is the state dict of an optimizer, and restore() changes that dict alone. Put "
+    "the optimizer itself in its place, as in {'model': model, 'optimizer': optimizer}; or give the dict to its "
+    "load_state_dict after restore()."
+)
+
+
+class Saver:
+    """For the training thread, but for :meth:`miss` and :meth:`look_for_hang`.
+
+    Attributes:
+        state: as it was given last; ``None`` before.
+        saved: the step that was saved last, well or not.
+        reached: the step that was saved last; -1 before, and after a restore.
+        leaving: whether the ranks are about to exit.
+        names: of the parameters in it.
+    """
+
+    def __init__(
+        self,
+        target: SaveTarget,
+        stager: AsyncStager,
+        background: Background,
+        schedule: Schedule,
+        replicas: Replicas,
+        cast: bool,
+    ) -> None:
+        self.state: MutableMapping[str, Any] | None = None
+        self.saved: int | None = None
+        self.reached = -1
+        self.leaving = False
+        self.names = ParameterNames()
+        self._target, self._stager = target, stager
+        self._background, self._schedule, self._replicas = background, schedule, replicas
+        self._copying: PendingSave | None = None  # what the stager is at
+        self._stager_name = f"{type(stager).__module__}.{type(stager).__qualname__}"
+        self._taken: Counter[str] = Counter()  # steps of each optimizer in the state
+        self._continued: list[str] = []  # the positions in data that any number of ranks continue
+        self._positions: tuple[int | None, dict[str, Any]] = None, {}  # those at a step
+        self._cast = cast
+        self._warned = target.ranks.rank > 0  # of a state dict in the place of its optimizer
+        self._looked = target.ranks.rank > 0  # at what is looked at in a first save
+        self._went_back = target.ranks.rank > 0  # which was said
+        self._stale = StaleNumbers()
+
+    def remember(self, state: MutableMapping[str, Any]) -> None:
+        """Keep what is to be saved, also after this rank has left a loop, and count the steps of its optimizers."""
+        if state is self.state:
+            return
+        self.state, before = state, self.state or {}
+        self._continued = [name for name in entries.positions(state) if isinstance(state[name], LoadsEveryRank)]
+        copies = [name for name, value in state.items() if isinstance(value, Mapping) and value.keys() >= _OPTIMIZER]
+        if copies and not self._warned:
+            self._warned = True
+            _log.warning(_A_COPY, copies[0])
+        for name, value in state.items() if self._target.ranks.group is not None else ():
+            if isinstance(value, Optimizer) and before.get(name) is not value:
+                value.register_step_post_hook(lambda *_, taken=self._taken, name=name: taken.update([name]))
+
+    def end_step(self, step: int) -> None:
+        """Note the positions in data of a step that may be saved later, when the loop has taken another batch."""
+        if self._continued and self.state is not None:
+            self._positions = step, {name: self.state[name].state_dict() for name in self._continued}
+
+    def save(self, step: int, follows: bool = False) -> None:
+        """Stage and submit; ``follows`` if this rank has left its loop, and saves since others do."""
+        schedules = {name: x.last_epoch for name, x in (self.state or {}).items() if isinstance(x, LRScheduler)}
+        save = PendingSave(a_step(step), self._target, follows=follows, taken={**schedules, **self._taken})
+        if step < self.reached and not self._went_back:
+            self._went_back = True
+            _log.warning(_BACKWARDS, step, self.reached)
+        if self.state is not None and self._target.ranks.rank == 0:
+            self._stale.look(self.state)
+        self.saved = self.reached = step
+        self._target.metrics.begin(step)
+        self._number(save)
+        try:
+            self._background.admit(save)
+            self._stage(save)
+        except BaseException as error:
+            save.failure = reason(error)
+            self._background.raise_or_warn(error)
+        finally:
+            # Also when this rank gives up, so that the saves of the ranks stay paired and the others raise too.
+            self._background.submit(save)
+            try:
+                self._settle(save)
+            finally:
+                stall = record.now() - save.called
+                self._schedule.held(step, stall)
+        if save.failure is None:
+            self._background.stats.stall_seconds.append(stall)
+            record.emit("stall", step=step, start=save.called, seconds=stall)
+
+    def save_last(self, seen: int | None) -> None:
+        """Save the last step that some rank has ``seen``, unless that is done; on all ranks.
+
+        Raises:
+            CheckpointError: on all ranks, if a save has failed, and some rank has not raised that yet.
+        """
+        if not self._background.wait():
+            return
+        own = [-1 if step is None else step for step in (seen, self.saved)]
+        own_too = [*own, self.state is None, self._background.failing]
+        last, done, unknown, failed = self._target.ranks.max_async(own_too)()
+        if failed:
+            self._background.raise_failure()
+            raise CheckpointError("The last step was not saved, since a save before it has failed on another rank.")
+        if last > done and not unknown:
+            self.save(int(last), follows=own[0] < last)
+
+    def leave(self, step: int, preemption: PreemptionConsensus, directory: str, follows: bool = False) -> NoReturn:
+        """Save ``step``, unless that is done, and exit; on all ranks, which have agreed to."""
+        self.leaving = True
+        failure: CheckpointError | None = None
+        self._background.wait()
+        if self._background.newest != step:
+            try:
+                self._background.raise_failure()
+            except CheckpointError as earlier:
+                _log.error("%s", earlier)
+            try:
+                self.save(step, follows)
+                self._background.wait()
+                self._background.raise_failure()
+                if self._background.newest != step:
+                    raise self._background.last or CheckpointError(f"Step {step} was not saved.")
+            except CheckpointError as error:
+                failure, newest = error, self._background.describe_newest()
+                if newest not in str(error):
+                    failure = CheckpointError(f"{str(error).rstrip('.')}. {newest}")
+                self._background.set_status(None)  # the exception below reports it
+        preemption.exit(step, directory, failure)
+
+    def miss(self, step: int) -> None:
+        """Have the other ranks know that this one does not save ``step``; on any thread."""
+        save = PendingSave(step, self._target, missed=True)
+        self._number(save)
+        self._background.submit(save)
+        self._schedule.held(step, 0.0)
+
+    def _number(self, save: PendingSave) -> None:
+        if self._target.ranks.size > 1:
+            save.replicas, save.number = self._replicas, self._replicas.begin()
+
+    def _share(self, save: PendingSave, captured: dict[str, Any]) -> dict[str, Any]:
+        """Return what this rank stages of what it has, and note what the save has to know of it."""
+        if (found := self._replicas.cut(save.number, captured)) is not None:
+            captured, save.shares = found
+        elif not save.follows:
+            state = self.state or {}
+            save.buffers = entries.buffers(state)
+            save.replicated = entries.replicated(state) if self._replicas.share else ()
+        return captured
+
+    def look_for_hang(self) -> None:
+        """End the process, whose training thread can raise nothing, if ``stage`` takes longer than a save may."""
+        save, limit_s = self._copying, self._background.timeout_s
+        if save is None or record.now() < save.began + limit_s:
+            return
+        self._copying = None
+        who = f"stage() of {self._stager_name} has not returned for {limit_s:g} s (checkpoint.timeout)"
+        text = f"rank {self._target.ranks.rank}: Step {save.step} was not saved: {who}. "
+        print(f"stagereg: {text}{self._background.describe_newest()}", file=sys.stderr, flush=True)
+        if not self._background.warns:
+            shutdown.exit_now(1)
+
+    def _stage(self, save: PendingSave) -> None:
+        if self.state is None:
+            raise CheckpointError(
+                f"Step {save.step} was not saved: this rank never had data, and knows no state to save. Call "
+                "restore(state) before the loop, or loop over join.iterate(loader)."
+            )
+        try:
+            ranks = self._target.ranks
+            ranks.check_still_all()
+            captured = entries.capture(self.state, save.step, ranks.rank, ranks.size, self.names)
+            at, positions = self._positions
+            for name, position in positions.items() if at == save.step else ():
+                captured[entries.rank_name(name, ranks.rank)] = position
+            if not self._looked:
+                self._looked = True
+                first_save.warn_of_foreign_parameters(self.state, captured)
+                kinds = first_save.kinds_of(self.state, captured, self._cast)
+                save.look = partial(first_save.warn_of_other_kinds, kinds, self._stager_name)
+            if ranks.size > 1:
+                captured = self._share(save, captured)
+            save.began = record.now()
+            if isinstance(self._stager, ReleasesCopies):
+                save.release = self._stager.release
+            save.names, save.stager = captured.keys(), self._stager_name
+            self._copy(save, captured)
+        except Exception as error:
+            raise CheckpointError(f"Step {save.step} was not saved: {reason(error)}") from error
+
+    def _copy(self, save: PendingSave, captured: dict[str, Any]) -> None:
+        self._copying = save
+        try:
+            save.staged = self._stager.stage(captured)
+            if not isinstance(save.staged, Future):
+                if not self._stager.should_synchronize_after_execute:
+                    save.complete()
+            elif self._stager.should_synchronize_after_execute:
+                save.staged.result()
+            else:
+                save.staged.add_done_callback(lambda _: save.complete())
+        except StageregError:
+            raise
+        except Exception as error:
+            what = summarize_exception(error, __file__)
+            raise CheckpointError(f"{what}, raised in stage() of {self._stager_name}") from error
+        finally:
+            self._copying = None
+
+    def _settle(self, save: PendingSave) -> None:
+        """Let the stager wait for what it has to wait for while the writer is at work, in torch's order of calls."""
+        try:
+            if save.failure is None and self._stager.should_synchronize_after_execute:
+                self._stager.synchronize_staging()
+                save.complete()
+        except Exception as error:
+            save.failure = reason(error)
+            failure = CheckpointError(f"Step {save.step} was not saved: {save.failure}")
+            failure.__cause__ = error
+            self._background.raise_or_warn(failure)
+        finally:
+            save.settled.set()
+
+
+def a_step(step: int) -> int:
+    """Return a step. Raises: ``CheckpointError`` if it is none."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MOST:
+        raise CheckpointError(f"A step is a whole number from 0 on, below 2**63, not {step!r:.100}.")
+    return step
+
+
+def a_state(state: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Return a state. Raises: ``CheckpointError`` if it is none."""
+    if not isinstance(state, MutableMapping):
+        raise CheckpointError(
+            "A state is a dict of names to objects, as in save(step, {'model': model, 'optimizer': optimizer}), not a "
+            f"{type(state).__name__}."
+        )
+    return state

@@ -1,0 +1,158 @@
+"""When to save: at fixed steps, or as often as is best for what checkpoints turn out to cost.
+
+:class:`Schedule` saves at the multiples of a number. :class:`Automatic` measures and plans with
+:mod:`stagereg.checkpoint.save.interval`:
+
+1. The first save comes after ten steps, of a fresh run and of a resumed one: the first few steps compile, allocate and
+   warm up, and their median over ten is that of a usual step; and ten steps are little to do once more.
+2. After each save the plan is made anew from the last few: what they held the loop for, by how much the steps beside
+   them were slower, how old each was when it was complete, and the time of an undisturbed step. The next save is at
+   most ten times as many steps away as were measured, since the first steps of a run may be unlike the later ones: on
+   an accelerator they may be no more than queued.
+
+Each rank makes its own plan, and the greatest holds for all: that of the rank that loses most, for which all others
+wait. The ranks exchange these numbers in every save, on a group of their own and without waiting: the result is taken
+up at the next call, so all ranks always know the same next step.
+
+:class:`.Checkpointer` calls all this; nothing here saves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+import stagereg.checkpoint.save.interval as interval
+import stagereg.record as record
+from stagereg.checkpoint.ranks.rank_group import RankGroup
+
+_log = logging.getLogger(__name__)
+
+_FIRST_STEPS = 10  # until the first save
+_STEPS = 200  # undisturbed ones whose median counts, the newest
+_FORESIGHT = 10  # how many times the steps that were measured a plan goes ahead at most
+_SAVES = 5  # that count, the newest: a disk that becomes slow is noticed within so many
+
+
+class Schedule:
+    """Saves at the positive multiples of ``every``, whatever saves cost.
+
+    For the training thread, but :meth:`ended`, which may be called on any.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    @property
+    def every(self) -> int:
+        """The present interval in steps."""
+        return self._every
+
+    def due(self, step: int) -> bool:
+        """Whether to save after ``step``. Called once a step; the same on all ranks; not collective."""
+        return step > 0 and step % self._every == 0
+
+    def held(self, step: int, seconds: float) -> None:
+        """Take notice of what a save has held the training loop for. Collective: all ranks, also those that failed."""
+
+    def ended(self, age: float | None) -> None:
+        """Take notice of how old a state was when its checkpoint was complete, ``None`` for lost."""
+
+    def restored(self, step: int) -> None:
+        """Go on from ``step``. On all ranks."""
+
+
+class Automatic(Schedule):
+    """Saves as often as loses least; see the module, and :class:`Schedule` for the methods."""
+
+    def __init__(self, mtbf_s: float, ranks: RankGroup, clock: Callable[[], float] = record.now) -> None:
+        super().__init__(_FIRST_STEPS)
+        self._mtbf_s = mtbf_s
+        self._ranks = ranks
+        self._clock = clock
+        self._next: int | None = None
+        self._asked: tuple[int, Callable[[], list[float]]] | None = None  # after which step, and the ranks' answer
+        self._saves = 0
+        self._ended = 0  # on other threads, ``_saves`` on this one, so that neither needs a lock
+        self._last: tuple[int, float] | None = None  # the last step seen, and when it ended
+        self._quiet = True  # whether no save was under way then
+        self._measured = 0  # steps
+        self._undisturbed: deque[float] = deque(maxlen=_STEPS)
+        self._beside: list[float] = []
+        self._costs: deque[float] = deque(maxlen=_SAVES)
+        self._ages: deque[float] = deque(maxlen=_SAVES)
+        self._logged = 0
+
+    @property
+    def every(self) -> int:
+        self._take_answer()
+        return self._every
+
+    def due(self, step: int) -> bool:
+        self._take_answer()
+        if self._last is not None and step > self._last[0]:
+            steps = step - self._last[0]
+            self._measured += steps
+            times = [(self._clock() - self._last[1]) / steps] * steps
+            (self._undisturbed if self._quiet else self._beside).extend(times)
+        self._look(step)
+        if self._next is None:
+            self._next = max(step - 1, 0) + _FIRST_STEPS
+        return step >= self._next
+
+    def held(self, step: int, seconds: float) -> None:
+        self._take_answer()
+        if self._saves == 1:
+            self._costs.clear()  # of the first save, which took new memory and planned its files
+        usual = median(self._undisturbed) if self._undisturbed else 0.0
+        slower = sum(self._beside) - usual * len(self._beside) if usual else 0.0
+        self._costs.append(seconds + max(0.0, slower))
+        self._beside.clear()
+        self._saves += 1
+        self._next = step + self._every
+        self._asked = step, self._ranks.max_async(self._plan(usual))
+        self._look(step)
+
+    def ended(self, age: float | None) -> None:
+        if age is not None:
+            self._ages.append(age)
+        self._ended += 1
+
+    def restored(self, step: int) -> None:
+        self._take_answer()
+        self._next = step + self._every
+        self._last = None
+
+    def _look(self, step: int) -> None:
+        """Have the next step begin now."""
+        self._last = step, self._clock()
+        self._quiet = self._saves == self._ended
+
+    def _plan(self, step_s: float) -> list[float]:
+        """This rank's interval in steps, 0 if unknown, what it comes from, and how many steps it has seen."""
+        cost = median(self._costs)
+        write = max(self._ages, default=cost)
+        steps = 0
+        if step_s > 0:
+            best = interval.best(cost, self._mtbf_s, write)
+            steps = interval.in_steps(best, step_s, interval.least(cost, write))
+        return [float(steps), cost, write, step_s, float(self._measured)]
+
+    def _take_answer(self) -> None:
+        """Take up what the ranks have agreed upon, if they were asked."""
+        if self._asked is None:
+            return
+        (saved, answer), self._asked = self._asked, None
+        steps, cost, write, step_s, measured = answer()
+        self._every = int(min(steps, _FORESIGHT * max(measured, 1))) or self._every
+        self._next = saved + self._every
+        record.emit("plan", step=saved, every=self._every, cost=cost, write=write, step_seconds=step_s)
+        if self._ranks.rank == 0 and not 2 / 3 < self._every / (self._logged or 1) < 3 / 2:
+            self._logged = self._every
+            _log.info(
+                "stagereg: saves every %d steps: a checkpoint costs %.3g s and is written after %.3g s, a step takes "
+                "%.3g s, and a failure is expected every %.3g h",
+                *(self._every, cost, write, step_s, self._mtbf_s / 3600),
+            )

@@ -1,0 +1,166 @@
+"""What a checkpoint holds: the caller's objects as entries.
+
+An entry is a name and a state dict or plain value, of modules and optimizers by the names of parameters
+(:mod:`.module_state`, :mod:`.optimizer_state`). What several ranks have of an entry is put together: of what is the
+same on all of them the lowest rank's copy is stored, and every rank reads what it needs, of a ``DTensor`` its own
+shard, however many ranks it was sharded over. What belongs to a rank is an entry per rank, ``name.rank0``,
+``name.rank1``: what :class:`PerRank` marks, and positions in data (:mod:`stagereg.data`). Beside the caller's entries,
+those under ``stagereg.`` hold the step, the number of ranks and each rank's random number generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+import stagereg.checkpoint.state.module_state as module_state
+import stagereg.checkpoint.state.optimizer_state as optimizer_state
+import stagereg.checkpoint.state.rng as rng
+from stagereg.checkpoint.format.encoding import encode
+from stagereg.checkpoint.state.optimizer_state import ParameterNames
+from stagereg.data import is_position, is_stateful
+from stagereg.errors import CheckpointError
+
+RESERVED = "stagereg"
+"""What the names of entries of the project begin with, up to a dot."""
+T = TypeVar("T")
+
+
+class PerRank(Generic[T]):
+    """Has a value of the state that each rank has for itself. Attributes: ``value``, as last given or restored."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"per_rank({self.value!r})"
+
+
+def per_rank(value: T) -> PerRank[T]:
+    """Return ``value`` marked as this rank's own: each rank's is saved, and restored by as many ranks as saved it.
+
+    For what differs between ranks although it has one name: a position in a file, a list of losses. Given to
+    :class:`.Checkpointer` as an entry of the state: ``{"model": model, "losses": per_rank(losses)}``. Data loaders and
+    samplers need no mark; one that is marked stays as it is on another number of ranks, where it is an error else.
+
+    Args:
+        value: an object with ``state_dict`` and ``load_state_dict``, or a plain value. A plain one that was restored is
+            in the attribute ``value``.
+    """
+    return PerRank(value)
+
+
+def rank_name(name: str, rank: int) -> str:
+    """Return the name of what a rank has for itself of the entry ``name``."""
+    return f"{name}.rank{rank}"
+
+
+def rng_name(rank: int) -> str:
+    """Return the name of the entry with a rank's random number generators."""
+    return rank_name(f"{RESERVED}.rng", rank)
+
+
+def capture(state: Mapping[str, Any], step: int, rank: int, world_size: int, names: ParameterNames) -> dict[str, Any]:
+    """Return the entries to save: references to live tensors, which a stager has yet to copy.
+
+    Raises:
+        CheckpointError: a name that is no text, or one that belongs to the project; two parameters of one name.
+    """
+    entries: dict[str, Any] = {
+        f"{RESERVED}.step": step,
+        f"{RESERVED}.world_size": world_size,
+        rng_name(rank): rng.capture(),
+    }
+    for name, value in state.items():
+        if not isinstance(name, str) or name.split(".")[0] == RESERVED:
+            raise CheckpointError(
+                f"The state has an entry named {name!r}; use text that does not begin with {RESERVED!r}."
+            )
+        own = isinstance(value, PerRank) or is_position(value)
+        entries[rank_name(name, rank) if own else name] = current_value(state, name, names)
+    return entries
+
+
+def value_of(state: Mapping[str, Any], name: str) -> Any:
+    """Return what the caller gave under a name, without the mark of :class:`PerRank`."""
+    value = state[name]
+    return value.value if isinstance(value, PerRank) else value
+
+
+def current_value(state: Mapping[str, Any], name: str, names: ParameterNames) -> Any:
+    """Return the state dict of an object that has one, else the value itself."""
+    value = value_of(state, name)
+    if modules := module_state.modules_of(value):
+        return module_state.state_of(modules)
+    if optimizers := optimizer_state.optimizers_of(value):
+        each = [optimizer_state.state_of(one, names.of(one, state)) for one in optimizers]
+        return optimizer_state.joined(each)
+    return value.state_dict() if is_stateful(value) else value
+
+
+def expect_savable(state: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` if a plain value of ``state`` is one that no checkpoint takes."""
+    for name in state:
+        value = value_of(state, name)
+        if not (is_stateful(value) or module_state.modules_of(value) or optimizer_state.optimizers_of(value)):
+            encode(value, name)
+
+
+def buffers(state: Mapping[str, Any]) -> set[str]:
+    """Return the dotted names of the buffers of modules, in which replicas may drift apart.
+
+    Those inside of inner modules are returned without the name of the entry as well.
+    """
+    found = {
+        (name, module_state.plain_name(module, buffer))
+        for name in state
+        for module in module_state.modules_of(state[name])
+        for buffer, _ in module.named_buffers(remove_duplicate=False)
+    }
+    return {f"{name}.{buffer}" for name, buffer in found} | {buffer for _, buffer in found if "." in buffer}
+
+
+def positions(state: Mapping[str, Any]) -> list[str]:
+    """Return the names of positions in data, each rank's own."""
+    return [name for name in state if is_position(value_of(state, name))]
+
+
+def replicated(state: Mapping[str, Any]) -> list[str]:
+    """Return the names of modules and optimizers, which stay alike on ranks that train one model."""
+    return [name for name, x in state.items() if module_state.modules_of(x) or optimizer_state.optimizers_of(x)]
+
+
+class Kind(NamedTuple):
+    """What has to be the same of a tensor that is saved and of the one that takes it."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, x: Any) -> Kind:
+        """Return that of a tensor, or of one that is stored."""
+        return cls(x.dtype, x.shape)
+
+    def fits(self, other: Kind, cast: bool) -> bool:
+        """Whether they are the same, or with ``cast`` of one shape and both of floating point."""
+        floating = cast and self.dtype.is_floating_point and other.dtype.is_floating_point
+        return self.shape == other.shape and (self.dtype == other.dtype or floating)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {[*self.shape]}"
+
+
+def memory_of(x: Any) -> object:
+    """Return what is the same for tensors in the same memory; 0 for what has none."""
+    if isinstance(x, ShardedTensor):  # of FSDP1, which copies
+        return id(x)
+    return local_part(x).untyped_storage().data_ptr()
+
+
+def local_part(x: Any) -> torch.Tensor:
+    """Return this rank's part of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x

@@ -1,0 +1,94 @@
+"""Which checkpoints stay, and why: the policy of ``checkpoint.keep``. It touches no disk.
+
+A checkpoint stays if one of the rules keeps it. The budget is an upper bound for all of them together: of what the
+rules keep, the least recent go first, until the rest fits. The newest stays whatever the rules and the budget are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from stagereg.checkpoint.format.manifest import Checkpoint
+from stagereg.errors import ConfigError, nearest
+from stagereg.sizes import ByteSize
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which complete checkpoints stay: all that one of the rules keeps, as far as they fit into the budget.
+
+    Args:
+        newest: so many of the newest, at least 1.
+        every: for good, those whose step is a positive multiple of this.
+        best: so many with the best values of ``metric`` among those that are there; of equal ones the newer.
+        metric: the name under which rank 0 logs it for the step of a checkpoint, with :func:`stagereg.log`. One that
+            was not logged for a step, or is NaN, makes that none of the best.
+        direction: ``"min"`` if the least values are the best, ``"max"`` for the greatest.
+        budget: of all that stay together, such as ``"500GiB"``; the least recent go first, and the newest stays even
+            if it is larger. While a checkpoint is written, the disk needs space for one more.
+
+    Raises:
+        ConfigError: a value is of no use.
+    """
+
+    newest: int = 2
+    every: int | None = None
+    best: int = 0
+    metric: str | None = None
+    direction: Literal["min", "max"] = "min"
+    budget: ByteSize | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("newest", 1), ("every", 1), ("best", 0)):
+            value = getattr(self, name)
+            if name == "every" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"checkpoint.keep.{name} must be a whole number of at least {least}, not {value!r}.")
+        if self.direction not in ("min", "max"):
+            near = nearest(str(self.direction), ("min", "max"))
+            raise ConfigError(f"checkpoint.keep.direction must be one of min, max, not {self.direction!r}.{near}")
+        if bool(self.best) != bool(self.metric) or not isinstance(self.metric, (str, type(None))):
+            raise ConfigError(
+                "checkpoint.keep.best and checkpoint.keep.metric go together: how many stay, and the name that rank 0 "
+                f"logs (stagereg.log), not best={self.best!r} and metric={self.metric!r}."
+            )
+        if self.budget is not None:
+            object.__setattr__(self, "budget", ByteSize(self.budget))
+
+    @classmethod
+    def of(cls, keep: int | Keep) -> Keep:
+        """Return what ``keep`` of a checkpointer means: a policy, or how many of the newest."""
+        return keep if isinstance(keep, Keep) else cls(keep)
+
+    def kept(self, checkpoints: Iterable[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+        """Return those that stay, the newest first, by their paths, and why each does.
+
+        Args:
+            checkpoints: the complete ones, in any order.
+            metrics: of each, by its path, what was logged.
+        """
+        name = self.metric or ""
+        values = {path: known[name] for path, known in metrics.items() if name in known}
+        newest_first = sorted(checkpoints, key=lambda each: each.manifest.order, reverse=True)
+        why: dict[str, list[str]] = {each.path: [] for each in newest_first}
+        for each in newest_first[: self.newest]:
+            why[each.path].append("newest")
+        for each in newest_first:
+            if self.every is not None and each.manifest.step > 0 and each.manifest.step % self.every == 0:
+                why[each.path].append(f"every {self.every}")
+        sign = 1 if self.direction == "min" else -1
+        rated = [path for path in why if not math.isnan(values.get(path, math.nan))]
+        for place, path in enumerate(sorted(rated, key=lambda path: sign * values[path])[: self.best], 1):
+            why[path].append(f"best {place} of {self.best} by {self.metric}={values[path]:g}")
+        stay: dict[str, str] = {}
+        nbytes = 0
+        for each in (each for each in newest_first if why[each.path]):
+            nbytes += each.manifest.nbytes
+            if stay and self.budget is not None and nbytes > self.budget:
+                break
+            stay[each.path] = "; ".join(why[each.path])
+        return stay

@@ -1,0 +1,98 @@
+"""What a path or URL that the user gives means: a directory of checkpoints, or one checkpoint, and the newest of them.
+
+Only manifests and sizes are read, unless :func:`newest` is asked to verify. Nothing is locked, or changed but for the
+lease of a reader.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from stagereg.checkpoint.format.damage import Condition
+from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, step_of
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.open_store import open_parent_store, open_store
+from stagereg.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Located:
+    """What was asked for: in a store checkpoints by manifest and sizes, the highest step first, or a single ``one``."""
+
+    store: CheckpointStore
+    conditions: Sequence[Condition]
+    one: bool
+
+
+def located(target: str, empty: bool = False) -> Located:
+    """Return what ``target`` means: a directory of checkpoints, one of them, or ``latest``; a path or a URL.
+
+    Args:
+        target: as given by the user.
+        empty: whether a directory may be one of checkpoints without having any.
+
+    Raises:
+        CheckpointError: there is nothing, or it cannot be looked at.
+        ConfigError: it is a URL that cannot be read here.
+    """
+    try:
+        name = target.rstrip("/").rpartition("/")[2]
+        if name != LATEST and step_of(name) is None:
+            store = open_store(target)
+            every = conditions(store)
+            if every or (empty and store.leftovers()):
+                return Located(store, every, one=False)
+        store = open_parent_store(target)
+        one = store.condition(target)
+        lost = one.damages.get(MANIFEST) == "missing"
+        if one.manifest is not None or not lost or any(each.name == one.name for each in conditions(store)):
+            return Located(store, [one], one=True)
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be looked at: {error}") from error
+    raise CheckpointError(f"There is no checkpoint in {target}. Name the directory that has them (checkpoint.dir).")
+
+
+def newest_first(conditions: Sequence[Condition]) -> list[Condition]:
+    """Return them by the order in which they were saved; those without a manifest, which may be newer, come first."""
+    return sorted(conditions, key=lambda each: -each.manifest.serial if each.manifest else -math.inf)
+
+
+def conditions(store: CheckpointStore) -> list[Condition]:
+    """Return what each checkpoint of a store is like by manifest and sizes, the highest step first."""
+    complete, damaged = store.checkpoints()
+    return sorted(
+        [*(Condition(one.path, one.manifest) for one in complete), *damaged],
+        key=lambda each: -1 if each.step is None else each.step,
+        reverse=True,
+    )
+
+
+def newest(target: str, verify: bool, reading: ExitStack) -> tuple[Checkpoint, list[Condition]]:
+    """Return the newest checkpoint with which nothing is wrong, and the newer ones, which are not good.
+
+    Args:
+        target: as :func:`located` takes it.
+        verify: whether to read the content of every file.
+        reading: is entered with what keeps the checkpoint from being deleted.
+
+    Raises:
+        CheckpointError: none is good. And as :func:`located` raises.
+    """
+    found = located(target)
+    passed: list[Condition] = []
+    for each in newest_first(found.conditions):
+        condition = each
+        if not each.damages:
+            reading.enter_context(found.store.reading(each.path))
+            condition = found.store.examine(each.path) if verify else found.store.condition(each.path)
+        if condition.checkpoint is not None:
+            return condition.checkpoint, passed
+        reading.close()
+        passed.append(condition)
+    if {each.path for each in located(target).conditions} - {each.path for each in found.conditions}:
+        return newest(target, verify, reading)  # a run has replaced them by newer ones meanwhile
+    listed = "\n".join(f"{each.path}: {each}" for each in passed)
+    raise CheckpointError(f"There is no good checkpoint in {target}:\n{listed}")

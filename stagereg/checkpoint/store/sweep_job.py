@@ -1,0 +1,43 @@
+"""Refuses a directory of checkpoints that another job of the same sweep has had: going on from it might train nothing.
+
+Rank 0 notes in ``.sweep-job.json`` of the directory which job of which sweep holds it, as Hydra knows it. The same job,
+started again, and jobs of other sweeps go on from what is there. Outside of sweeps nothing is read or written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from typing import Any
+
+from stagereg.checkpoint.format.manifest import SWEEP_JOB
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.errors import CheckpointError
+from stagereg.launch.command_line import gives_resume
+
+
+def take_for_job(store: CheckpointStore, resume: str) -> None:
+    """Note that the job of a sweep that runs here, if it is one, has the directory; while its lock is held.
+
+    Raises:
+        CheckpointError: another job of the same sweep had it, and nothing says that it is meant: ``resume`` is
+            ``"auto"``, and not by the command line.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    if not HydraConfig.initialized() or OmegaConf.is_missing((hydra := HydraConfig.get()).job, "num"):
+        return
+    own = {"sweep": os.path.join(hydra.runtime.cwd, str(hydra.sweep.dir)), "job": hydra.job.num}
+    noted: Any = None
+    with contextlib.suppress(ValueError):  # damaged
+        noted = json.loads(store.note(SWEEP_JOB) or b"null")
+    another = isinstance(noted, dict) and noted != own and noted.get("sweep") == own["sweep"]
+    if another and resume == "auto" and not gives_resume(hydra.overrides.task):
+        raise CheckpointError(
+            f"job {own['job']} of this sweep would go on from where job {noted.get('job')} has ended, and maybe take "
+            "no step. Give each job a directory of its own, as checkpoint.dir is by default; or say that it is meant, "
+            "with checkpoint.resume=auto."
+        )
+    store.write_note(SWEEP_JOB, f"{json.dumps(own)}\n".encode())

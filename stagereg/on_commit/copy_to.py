@@ -1,0 +1,120 @@
+"""``on_commit=copy_to``: has each complete checkpoint in another store too, a directory or a URL.
+
+The bytes of each file are compared with the manifest on their way, and once more as they lie in the other store. What
+is copied in part is as hidden there as a save under way is here, and the copy is committed as a save is. A copy goes on
+where a killed one has ended: a file that has its mark there is not copied again. Checkpoints that are missing there,
+since a run was killed or the store was out of reach, are copied with the next one, the oldest first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from itertools import takewhile
+from pathlib import Path
+from typing import IO
+
+from stagereg.checkpoint.format.damage import WHOLE
+from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
+from stagereg.checkpoint.save.on_commit import CommittedCheckpoint
+from stagereg.checkpoint.storage.aligned import AlignedFile, DiskFile, Upload, make_buffers
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.keep import Keep
+from stagereg.checkpoint.store.object_store import ObjectStore
+from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
+from stagereg.checkpoint.store.retry import retrying
+from stagereg.errors import CheckpointError
+from stagereg.registry import register
+
+_BLOCK_BYTES = 1 << 23
+
+
+@register("on_commit", "copy_to")
+class CopyTo:
+    """Copies each complete checkpoint to another store, and verifies the copy.
+
+    Only one run at a time may write there. A checkpoint is not deleted while it is copied.
+
+    Args:
+        dir: where the copies go, a path or a URL; a directory of checkpoints like any other, to restore from.
+        keep: how many of the newest stay there, or which of all: :class:`stagereg.Keep`.
+
+    Raises:
+        ConfigError: fsspec does not know the protocol of the URL, or the package for it is not installed.
+    """
+
+    def __init__(self, dir: str, keep: int | Keep = Keep()) -> None:  # noqa: B008  # it cannot change
+        self.dir, self.keep = dir, Keep.of(keep)
+        open_store(dir)
+
+    def committed(self, checkpoint: CommittedCheckpoint) -> None:
+        """Copy what the other store does not have yet.
+
+        Raises:
+            CheckpointError: a file is not what its manifest says, here or there, and its checkpoint was not copied; or
+                another run writes there. ``OSError``: a store cannot be read or written.
+        """
+        source, target = open_parent_store(checkpoint.path), open_store(self.dir)
+        failed: list[CheckpointError] = []
+        with target.lock():
+            there = [_identity(one.manifest) for one in target.checkpoints()[0]]
+            missing = [*takewhile(lambda one: _identity(one.manifest) not in there, source.checkpoints()[0])]
+            wanted = self.keep.kept(missing, {one.path: source.metrics_of(one.manifest) for one in missing})
+            copies = {one.path: _place(one, target) for one in missing if one.path in wanted}
+            for begun in set(target.leftovers()).difference(copies.values()):
+                target.discard(begun)
+            target.abort_uploads()
+            for one in reversed([one for one in missing if one.path in wanted]):
+                with source.reading(one.path):
+                    if source.condition(one.path).manifest != one.manifest:
+                        continue  # deleted meanwhile
+                    try:
+                        self._copy(one, source, target, copies[one.path])
+                    except CheckpointError as error:  # of this one; those after it may be good
+                        failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def _copy(self, one: Checkpoint, source: CheckpointStore, target: CheckpointStore, place: str) -> None:
+        manifest = one.manifest
+        if is_url(place):
+            ObjectStore(place).make_directory(place)
+        else:
+            os.makedirs(place, exist_ok=True)
+        for name, found in target.contents(place, dict.fromkeys(manifest.files, WHOLE)).items():
+            if found != manifest.files[name]:
+                _copy_file(f"{one.path}/{name}", f"{place}/{name}", manifest.files[name])
+                _expect(manifest.files[name], target.mark(place, name), f"{place}/{name}")
+        made = place, manifest.step, manifest.world_size, manifest.storage, manifest.files
+        target.publish(*made, self.keep, source.metrics_of(manifest))
+        target.clear()
+
+
+def _identity(manifest: Manifest) -> tuple[object, ...]:
+    """What a checkpoint and its copy have in common, and no other checkpoint has."""
+    return manifest.step, manifest.world_size, manifest.storage, tuple(sorted(manifest.files.items()))
+
+
+def _place(one: Checkpoint, target: CheckpointStore) -> str:
+    """Return where a checkpoint is copied to before it is complete: the same after a kill."""
+    return target.temporary(one.manifest.step, hashlib.sha256(one.manifest.dumps().encode()).hexdigest()[:12])
+
+
+def _copy_file(source: str, target: str, mark: FileMark) -> None:
+    def copy() -> None:
+        to = Upload(target) if is_url(target) else DiskFile(target, direct=False)
+        with _opened(source) as stream, AlignedFile(to, make_buffers(_BLOCK_BYTES)) as file:
+            while block := stream.read(_BLOCK_BYTES):
+                file.write(block)
+            _expect(mark, file.finish(), source)
+
+    retrying("copying", target, copy) if is_url(target) or is_url(source) else copy()
+
+
+def _opened(path: str) -> IO[bytes]:
+    return ObjectStore(path).open(path) if is_url(path) else Path(path).open("rb")
+
+
+def _expect(mark: FileMark, found: FileMark, path: str) -> None:
+    if found != mark:
+        raise CheckpointError(f"{path} is not what its manifest says ({found}, not {mark}); this was not copied.")
