@@ -250,7 +250,8 @@ class FailureDetector:
             return _failure_of(absent, f"is not in this join, or no more, and {within}", advice)
         others = ", ".join(f"rank {rank} for {each.waits_for}{_last_step(each)}" for rank, each in statuses.items())
         message = f"all ranks are alive and wait for each other, rank {self._rank} for {what}, {others}"
-        return PeerFailedError(f"{message}. They do not make the same calls in the same order.", None, message)
+        advice = "A forward on one rank alone is such a call, unless it is under torch.no_grad()."
+        return PeerFailedError(f"{message}. They do not make the same calls in the same order. {advice}", None, message)
 
     def _absent(self) -> dict[int, RankStatus | None]:
         return dict.fromkeys(rank for rank in sorted(self._others) if rank not in self._statuses)
