@@ -39,8 +39,6 @@ _BUILT_IN = {
     ("stager", "shared"): "stagereg.stagers.shared:SharedStager",
     ("stager", "torch_default"): "stagereg.stagers.torch_default:TorchDefaultStager",
     ("joinable", "auto"): "stagereg.join.adapt:auto",
-    ("joinable", "checkpoint"): "stagereg.checkpoint.saves_in_join:CheckpointJoinable",
-    ("join_hook", "checkpoint"): "stagereg.checkpoint.saves_in_join:CheckpointHook",
     ("on_commit", "copy_to"): "stagereg.on_commit.copy_to:CopyTo",
     ("storage", "dcp"): "stagereg.checkpoint.storage.dcp:DcpStorage",
     ("storage", "direct"): "stagereg.checkpoint.storage.dcp:direct",

@@ -1,7 +1,7 @@
 """What a component of each kind has to have and may have, held against a class or an object without importing torch.
 
 The contracts are in the protocols: ``stagers.async_stager``, ``join.joinable``, ``checkpoint.storage.protocol``,
-``checkpoint.on_commit.component``. Their shape is here, as the registry checks it: names, call signatures, attributes.
+``checkpoint.save.on_commit``. Their shape is here, as the registry checks it: names, call signatures, attributes.
 A plugin's author meets it as an error that shows the line to write.
 """
 
@@ -64,7 +64,6 @@ OPTIONAL = {
         "def detach(self) -> None",
         "def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool",
         "@property\n    def has_unfinished_step(self) -> bool",
-        "runs_first: bool = True",
         "has_no_collectives: bool = True",
         "announces_itself: bool = True",
         "reduces_gradients: bool = True",

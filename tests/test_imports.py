@@ -45,7 +45,6 @@ ROOMS = [
     {"save", "load"},
     {"options", "dcp_writer"},
     {"checkpointer"},
-    {"saves_in_join"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 LEVEL = {unit: level for level, layer in enumerate(LAYERS) for unit in layer}

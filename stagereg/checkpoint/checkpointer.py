@@ -307,14 +307,6 @@ class Checkpointer:
             self._requests.post(f"{what} {a_step(step)}")
         self._save(what, step)
 
-    def save_in_join(self, step: int, state: MutableMapping[str, Any], follows: bool) -> None:
-        """As :meth:`save`, on all ranks of a join at once; one that has left the loop ``follows``."""
-        self._check_open()
-        if self.enable:
-            self.remember(state)
-            agreed = self.preemption is not None and self.preemption.agreed is not None
-            self._save(_LEAVE if agreed and not self._saver.leaving else _SAVE, step, follows)
-
     def follow(self) -> None:
         """Save, or leave, as ranks in a loop do that this rank has left. Called by a join, between two steps."""
         if self.preemption is not None:

@@ -78,19 +78,14 @@ def auto(thing: Any, hook: Callable[..., JoinHook] | None = None) -> Joinable:
 
 
 def adapt(objects: Mapping[str, Any]) -> dict[str, Joinable]:
-    """Return joinables for ``objects``, in their order, but those that run first at the front."""
-    listed = {name: auto(thing) for name, thing in objects.items()}
-    joinables = dict(sorted(listed.items(), key=lambda item: not item[1].runs_first))
+    """Return joinables for ``objects``, in their order."""
+    joinables = {name: auto(thing) for name, thing in objects.items()}
     name, first = next(iter(joinables.items()))
     if first.has_no_collectives or isinstance(first, ZeroJoinable):
         raise JoinError(
             "the first joinable must announce its rank before each step, and a "
             f"{type(objects[name]).__name__} does not; put the DDP module first: Join([model, optimizer])"
         )
-    model = next((each.module for each in joinables.values() if each.module is not None), None)
-    for each in joinables.values():
-        if each.runs_first and each.module is None:
-            each.module = model
     return joinables
 
 

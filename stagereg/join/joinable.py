@@ -55,7 +55,6 @@ class Joinable(ABC):
     out. torch's ``Join`` calls ``join_hook`` alone, in its constructor.
 
     Attributes:
-        runs_first: whether it has to be the first joinable, wherever the user lists it.
         has_no_collectives: whether it has no collectives itself, so that it cannot announce the rank.
         announces_itself: whether it announces in another way than by stagereg's ``Join.notify_join_context``: by the
             forward of a module, or through torch's ``Join``.
@@ -67,7 +66,6 @@ class Joinable(ABC):
         session: the join it is in, while stagereg's ``Join`` has it attached.
     """
 
-    runs_first: bool = False
     has_no_collectives: bool = False
     announces_itself: bool = False
     reduces_gradients: bool = False

@@ -146,18 +146,6 @@ def test_a_batch_that_was_only_taken_is_not_consumed(tmp_path: Path, throws: boo
     assert run_ranks(last_saved, nproc=2, args=(str(tmp_path), throws)) == [[8], []]
 
 
-def refused(rank: int, world_size: int, root: str) -> str:
-    sampler = ResumableSampler(range(8))
-    with stagereg.Checkpointer(root) as checkpointer, pytest.raises(stagereg.StageregError) as error:
-        stagereg.build("joinable", "checkpoint", checkpointer=checkpointer, state={"sampler": sampler})
-    return str(error.value)
-
-
-def test_a_joinable_that_saves_a_batch_late_takes_no_position(tmp_path: Path) -> None:
-    (text,) = run_ranks(refused, nproc=1, args=(str(tmp_path),))
-    assert "'sampler' is a position in data. The joinable `checkpoint` saves when a loop has taken its next" in text
-
-
 def test_another_dataset_is_an_error_and_a_plain_loop_too(tmp_path: Path) -> None:
     def state_of(length: int) -> dict[str, Any]:
         return {"sampler": ResumableSampler(range(length))}

@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
@@ -45,10 +46,9 @@ CASES = {
     "the first step": ("iterate", {1: (1, TERM)}),
     "all, at different steps, by different signals": ("iterate", {0: (5, TERM), 1: (3, USR1)}),
     "the rank without data": ("iterate", {1: (20, TERM)}),
-    "the rank that has left the loop": ("leave", {1: (20, TERM)}),
+    "the rank that has left the loop": ("leave", {1: (20, USR1)}),
     "a rank with data, while the other has none": ("iterate", {0: (20, TERM)}),
     "a rank with data, while the other has left the loop": ("leave", {0: (20, TERM)}),
-    "the rank that has left a loop of torch's join": ("leave torch", {1: (20, USR1)}),
 }
 
 
@@ -84,14 +84,10 @@ class Training:
                     self.step(join.mean(self.model(batch).square().sum(), len(batch)))
                     checkpointer.maybe_save(step, self.state)
         else:
-            saver = stagereg.build(
-                "joinable", "checkpoint", checkpointer=checkpointer, state=self.state, module=self.model
-            )
-            join = stagereg.Join if self.how == "leave" else torch.distributed.algorithms.Join
-            with join([saver, self.model, stagereg.build("joinable", "step", step=self.optimizer.step)]):
+            with stagereg.Join([self.model, self.optimizer]):
                 for step, batch in enumerate(self.batches(start), start + 1):
                     self.step(self.model(batch).square().mean())
-                    saver.maybe(step)
+                    checkpointer.maybe_save(step, self.state)
 
     def step(self, loss: Tensor) -> None:
         loss.backward()
@@ -105,12 +101,13 @@ class Training:
 def everything(rank: int, world: int, root: str) -> dict[str, Any]:
     preemption_consensus._EVERY_S = 0.0
     expected = {}
-    for how in ("iterate", "leave", "leave torch"):
+    for how in ("iterate", "leave"):
         training = Training(rank, how)
         with Checkpointer(f"{root}/{how}", every=1000) as checkpointer:
             training.run(checkpointer)
         expected[how] = training.parameters()
     seen: dict[str, Any] = {}
+    base, ended = _get_default_store(), []  # kept, else the collector waits for what was never answered
     for name, (how, signals) in CASES.items():
         training = Training(rank, how)
         training.signals = signals
@@ -120,6 +117,9 @@ def everything(rank: int, world: int, root: str) -> dict[str, Any]:
                 training.run(checkpointer)
         except Preempted as error:
             left = error
+        ended.append(dist.group.WORLD)  # a loop that ranks were leaving has let it have calls of only some of them
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.PrefixStore(name, base), rank=rank, world_size=world)
         resumed = Training(rank, how)
         with Checkpointer(f"{root}/{name}", every=1000) as checkpointer:
             resumed.run(checkpointer)

@@ -6,8 +6,8 @@ exchanges follows from the slowest rank's time of a step, which is exchanged alo
 calls, and so learn of a signal at the same step. That is the step to save and exit at.
 
 This needs all ranks to call at the same steps. A rank that has left its loop, in a join, learns of each exchange by
-:class:`.Requests` and takes part; with the ``checkpoint`` joinable the join carries the flags (``exchanged_by_join``).
-Where nothing does, the first exchange that a rank is missing from is the last, after a bounded wait.
+:class:`.Requests` and takes part. Where it does not, the first exchange that a rank is missing from is the last,
+after a bounded wait.
 
 Signals are received by :mod:`stagereg.launch.preemption`; saving is left to the checkpointer.
 """
@@ -43,14 +43,12 @@ class PreemptionConsensus:
 
     Attributes:
         agreed: the signal to exit for, on all ranks from the same step on; ``None`` until there is one.
-        exchanged_by_join: whether a join exchanges the flags, and calls here exchange nothing. The same on all ranks.
     """
 
     def __init__(
         self, ranks: RankGroup, grace_s: float, describe_newest: Callable[[], str], requests: Requests
     ) -> None:
         self.agreed: signal.Signals | None = None
-        self.exchanged_by_join = False
         self._ranks = ranks  # on whose group nothing else is exchanged
         self._requests = requests
         self._handler = PreemptionHandler(grace_s, describe_newest)
@@ -67,7 +65,7 @@ class PreemptionConsensus:
         """The flags of this rank: for each of ``SIGNALS``, above 0 if it has come."""
         return [float(self._handler.received == each) for each in SIGNALS]
 
-    def update(self, flags: Sequence[float]) -> None:
+    def _update(self, flags: Sequence[float]) -> None:
         """Take up the flags of all ranks, added up or the greatest of each; the same on all ranks, at the same step."""
         for number, signalled in zip(SIGNALS, flags, strict=True):
             if signalled > 0 and self.agreed is None:
@@ -78,9 +76,9 @@ class PreemptionConsensus:
     def agreed_at(self, step: int) -> bool:
         """Whether to exit after ``step``; on all ranks, once a step. Never raises, and waits for a bounded time."""
         self._asked = step
-        if self.agreed is None and self._exchanging and not self.exchanged_by_join:
+        if self.agreed is None and self._exchanging:
             if self._ranks.size == 1:
-                self.update(self.signal_flags())
+                self._update(self.signal_flags())
             else:
                 self._exchange()
         return self.agreed is not None
@@ -159,7 +157,7 @@ class PreemptionConsensus:
         if self._pending is not None:
             *signalled, step_s = self._pending(_PATIENCE_S)
             self._pending = None
-            self.update(signalled)
+            self._update(signalled)
             self._next = max(1, min(_MOST_CALLS, round(_EVERY_S / step_s))) if step_s > 0 else 1
 
     def _give_up(self, error: Exception) -> None:
