@@ -40,6 +40,11 @@ _TURN_S = 0.2
 _LONGEST = 1000  # characters of a rank's error that the others print
 _TAG = 0x57A6E  # of a receive that no rank sends for; a tag that no program uses
 _NOTHING = "-"
+_LOOK_S = 2.0  # after which a rank that waits looks whether the others can still come
+_OTHER_CALLS = (
+    "They do not make the same calls in the same order. A forward on one rank alone is such a call, unless it is under "
+    "torch.no_grad()."
+)
 _CALLS = ("join.mean", "metrics.compute")  # of the loop's body, for all ranks that run it
 _TIMEOUT = r"Timed out waiting \d+ ?ms|pair closure|operation timeout|Operation timed out!|wait timeout|Socket Timeout"
 _LOST = r"Connection (closed|reset)|Broken pipe"
@@ -193,14 +198,22 @@ class FailureDetector:
             PeerFailedError: a rank has failed, or some did not come. What ``ready`` raises is explained if it can be.
         """
         limit_s = max(limit_s, self._timeout_s)
-        ends = time.monotonic() + limit_s
+        ends, looks, stuck = time.monotonic() + limit_s, time.monotonic() + _LOOK_S, 0
+        poll: threading.Event | None = None
         self._waits_for = what
         if what in self._calls:
             self._calls[what] += 1
         try:
             while not ready(_TURN_S):
-                if time.monotonic() > ends:
+                now = time.monotonic()
+                if now > ends:
                     self._overdue(what, limit_s)
+                elif now > looks and self._running and (poll is None or poll.is_set()):
+                    stuck = stuck + 1 if poll is not None and self._all_went_on() else 0
+                    if stuck == 2:  # what they had sent before they went on would have come since
+                        self._publish(self._left_behind(what))
+                    poll = self._poll = threading.Event()
+                    self._thread.wake.set()
                 self.check()
         except RuntimeError as error:
             if not isinstance(error, StageregError) and (known := self.explain(error)) is not None:
@@ -208,6 +221,18 @@ class FailureDetector:
             raise
         finally:
             self._waits_for = ""
+
+    def _all_went_on(self) -> bool:
+        """Whether each other rank runs a collective that this one, as it waits, does not run."""
+        own = collectives_of(self._group())
+        return len(self._statuses) == len(self._others) and all(
+            each.collectives > own for each in self._statuses.values()
+        )
+
+    def _left_behind(self, what: str) -> PeerFailedError:
+        others = name_ranks(sorted(self._statuses))
+        message = f"{others} went on to a collective that rank {self._rank} does not run, as it waits for {what}"
+        return PeerFailedError(f"{message}. {_OTHER_CALLS}", None, message)
 
     def _overdue(self, what: str, limit_s: float) -> None:
         self._poll_all(what)
@@ -250,8 +275,7 @@ class FailureDetector:
             return _failure_of(absent, f"is not in this join, or no more, and {within}", advice)
         others = ", ".join(f"rank {rank} for {each.waits_for}{_last_step(each)}" for rank, each in statuses.items())
         message = f"all ranks are alive and wait for each other, rank {self._rank} for {what}, {others}"
-        advice = "A forward on one rank alone is such a call, unless it is under torch.no_grad()."
-        return PeerFailedError(f"{message}. They do not make the same calls in the same order. {advice}", None, message)
+        return PeerFailedError(f"{message}. {_OTHER_CALLS}", None, message)
 
     def _absent(self) -> dict[int, RankStatus | None]:
         return dict.fromkeys(rank for rank in sorted(self._others) if rank not in self._statuses)
