@@ -25,25 +25,25 @@ test-all: $(HYDRA_1_4)/.ready frameworks  ## the tests with their longer matrice
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS)
 
 frameworks: $(FRAMEWORKS)/.ready  ## the tests of stagereg.integrations, with the trainers installed
-	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest $(WORKERS) tests/integrations tests/checkpoint/on_commit/test_components.py
+	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest $(WORKERS) tests/integrations tests/on_commit/test_components.py
 
 docs: $(DOCS)/.ready  ## the documentation site, to site/index.html; without network once its environment is there
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
 # The last line finds pyenv's interpreters too.
 nightly: $(HYDRA_1_4)/.ready docs  ## three hundred kills, five hundred saves twice, new examples, other versions of torch and Python
-	$(BIN)/python tests/checkpoint/kills/matrix.py --kills 300
+	$(BIN)/python tests/benchmarks/kills.py --kills 300
 	$(BIN)/stagereg bench endurance --saves 500
 	$(BIN)/stagereg bench endurance --saves 500 --stager shared --storage dcp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --hypothesis-profile=explore $(WORKERS)
 	PYENV_VERSION=$$(pyenv versions --bare 2>/dev/null | paste -sd:) $(BIN)/python -m nox
 
 scale: $(VENV)/.ready  ## what a save sends and costs on thousands of simulated ranks
-	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python tests/checkpoint/scale.py
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python tests/benchmarks/scale.py
 
 # Offline: make gpu VENV= PYTHON=the one that has torch, Hydra and pytest
 gpu: $(if $(VENV),$(VENV)/.ready)  ## on a machine with an NVIDIA GPU: its tests and benchmarks, to gpu-report/gpu.md
-	$(if $(VENV),$(BIN)/python,$(PYTHON)) tests/gpu.py --out gpu-report
+	$(if $(VENV),$(BIN)/python,$(PYTHON)) tests/benchmarks/gpu.py --out gpu-report
 
 dist: $(VENV)/.ready  ## the wheel and the source distribution, checked, and tried in an environment without the checkout
 	$(BIN)/python -m nox --session release

@@ -22,7 +22,7 @@ from stagereg.data import LoadsEveryRank, ResumableSampler, is_position
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.testing import run_ranks
 
-from .pages import Page
+from .support.pages import Page
 
 
 class Ahead(DataLoader):

@@ -28,8 +28,8 @@ from stagereg.sweep.metric import METRICS
 from stagereg.sweep.render import FILES
 from stagereg.sweep.result import RESULT
 
-from .config.app import App
-from .pages import DOCS, Page, fits
+from .support.app import App
+from .support.pages import DOCS, Page, fits
 
 EXAMPLES = DOCS.parent / "examples"
 CHECKPOINTS, SWEEPS, SLURM, GUIDE = map(Page, ("checkpoints.md", "sweeps.md", "slurm.md", "guide.md"))

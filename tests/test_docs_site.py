@@ -19,7 +19,7 @@ import yaml
 
 import stagereg
 
-from .pages import DOCS, Page
+from .support.pages import DOCS, Page
 
 ROOT = DOCS.parent
 NAV = re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2], re.M)
@@ -33,7 +33,7 @@ NOT_RUN = 28
 RUN = {
     "checkpoints.md": {
         **dict.fromkeys(("console", "python"), "test_docs_pages.py"),
-        "text": "checkpoint/test_faults.py",
+        "text": "checkpoint/promises/test_storage_faults.py",
     },
     "coming-from-dcp.md": {"diff": "test_docs_site.py", "python": "test_docs_site.py"},
     "coming-from-torchtitan.md": {"diff": "integrations/test_torchtitan.py"},

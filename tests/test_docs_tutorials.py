@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from .config.app import App
-from .pages import Page, commands
+from .support.app import App
+from .support.pages import Page, commands
 
 ROOT = Path(__file__).parents[1]
 INSTALLED = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "stagereg", "conf", "examples")

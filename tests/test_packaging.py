@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from .config.app import App
+from .support.app import App
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("stagereg", "conf", "examples", "tests")

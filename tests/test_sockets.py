@@ -29,7 +29,7 @@ from stagereg.kernel.channel import control_channel, resources_of
 from stagereg.sockets import BegunSteps, PeerSockets, connect_ranks
 from stagereg.testing import RankFailure, run_ranks
 
-from .join.reference import await_published
+from .support.reference import await_published
 
 SOON_S = 10.0
 

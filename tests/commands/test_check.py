@@ -16,7 +16,7 @@ import pytest
 import stagereg.commands.checking as checking
 from stagereg.errors import RegistryError
 
-from ..launch.programs import await_gone
+from ..support.programs import await_gone
 from .conftest import Command, Install
 
 Check = Callable[..., dict[str, Any]]

@@ -17,7 +17,7 @@ import stagereg.commands.doctor as doctor
 import stagereg.kernel.compiled as compiled
 from stagereg.commands.child import call_in_child
 
-from ..launch.programs import await_gone
+from ..support.programs import await_gone
 from .conftest import GOOD, Command, Install
 
 

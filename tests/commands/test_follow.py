@@ -22,7 +22,7 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_store
 
-from ..pages import Page
+from ..support.pages import Page
 from .checkpoint_directories import path_of, save
 from .conftest import Command
 

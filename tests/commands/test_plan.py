@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import stagereg.checkpoint.save.interval as interval
 from stagereg.commands.planning import Job
 
-from ..sweep.samples import Sample, write_run
+from ..support.samples import Sample, write_run
 from .conftest import Command
 
 Plan = Callable[..., dict[str, Any]]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ..sweep.samples import FAILING, Sample, failed, rank_file, sweep, write_hydra, write_run
+from ..support.samples import FAILING, Sample, failed, rank_file, sweep, write_hydra, write_run
 from .conftest import Command
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .app import STAGER
+from ..support.app import STAGER
 
 TESTS = Path(__file__).parents[1]
 # `make test` puts it there: the environment of the tests, but for Hydra and OmegaConf.

@@ -23,7 +23,7 @@ from stagereg import registry
 from stagereg.config.plugins import PluginError
 from stagereg.errors import StageregError
 
-from .app import STAGER, App
+from ..support.app import STAGER, App
 
 REGISTERED = f'import stagereg\n@stagereg.register("stager", "mine"){STAGER}'
 MINE = f'import os\nprint("IMPORTED", __name__, os.environ.get("RANK"))\n{REGISTERED}'

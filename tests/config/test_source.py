@@ -8,7 +8,7 @@ import pytest
 
 from stagereg.config.plugins import NAMED
 
-from .app import STAGER, App
+from ..support.app import STAGER, App
 
 THEIRS = f"""{STAGER}
 class Stager(Mine):

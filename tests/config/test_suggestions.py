@@ -16,7 +16,7 @@ from stagereg.config.suggestions import explain
 from stagereg.errors import LaunchError
 from stagereg.launch.main import main
 
-from .app import App
+from ..support.app import App
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import torch
 
 import stagereg
 
-from ..launch.programs import LIMIT_S, comes_true, free_port
-from ..pages import Page
+from ..support.pages import Page
+from ..support.programs import LIMIT_S, comes_true, free_port
 
 SHAPE = Path(__file__).with_name("small_gpt.py")
 

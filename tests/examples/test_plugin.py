@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from ..config.app import App
+from ..support.app import App
 from ..test_packaging import build, environment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils import _pytree as pytree
 
-from ..config.app import App
+from ..support.app import App
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train.py"
 SMALL = ["model.width=16", "model.layers=1", "model.heads=2", "data.context=64", "train.eval_every=4"]

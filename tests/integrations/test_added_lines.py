@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ..pages import Page
+from ..support.pages import Page
 
 MADE = re.compile(r"\b(Stagereg\w+(?:\.Config)?|UnevenInputs)\(.*?\)")
 """What is given to the trainer."""

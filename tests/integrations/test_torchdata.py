@@ -18,7 +18,7 @@ pytest.importorskip("torchdata.stateful_dataloader", reason="make frameworks ins
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ..pages import Page
+from ..support.pages import Page
 
 LENGTH, TAKEN = 40, 3
 

@@ -18,7 +18,7 @@ from stagereg.errors import JoinError
 from stagereg.join.kinds.collective import Collective
 from stagereg.testing import run_ranks
 
-from .reference import EXACT, Case, batch, difference, net
+from ..support.reference import EXACT, Case, batch, difference, net
 
 REDUCTIONS = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool]

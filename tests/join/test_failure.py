@@ -30,7 +30,7 @@ from stagereg.kernel.channel import resources_of
 from stagereg.testing import RankFailure, run_ranks
 from stagereg.testing.worker import new_group
 
-from .reference import await_published, batch, mlp
+from ..support.reference import await_published, batch, mlp
 
 SOON_S = 5.0
 """Within which a rank's error is to reach the others: a quarter of a second, and much patience with a busy machine."""

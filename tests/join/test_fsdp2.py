@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import stagereg
 from stagereg.testing import run_ranks
 
-from .reference import Case, batch
+from ..support.reference import Case, batch
 from .test_numbers import CASES, wrong
 
 NAMES = (

@@ -18,7 +18,7 @@ from stagereg.kernel.channel import control_channel, resources_of
 from stagereg.testing import run_ranks
 from stagereg.testing.worker import new_group
 
-from .reference import EXACT, Case, batch, difference, mlp, net
+from ..support.reference import EXACT, Case, batch, difference, mlp, net
 
 MODES = ["planned", "counted"]
 WAYS = ["plain", "iterate"]

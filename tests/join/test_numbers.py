@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stagereg.testing import run_ranks
 
-from .reference import EXACT, Case, difference, expected, train
+from ..support.reference import EXACT, Case, difference, expected, train
 
 PLAIN = Case()
 UNUSED = Case(net="branches", optimizer="sgd", wrap={"find_unused_parameters": True})

@@ -14,7 +14,7 @@ import stagereg
 from stagereg import record
 from stagereg.testing import run_ranks
 
-from .parallel import COLUMNS
+from ..support.parallel import COLUMNS
 
 LENGTHS = (5, 2)
 SAMPLES = [sum(range(2, 2 + length)) for length in LENGTHS]

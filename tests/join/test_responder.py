@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from stagereg.errors import JoinError
 from stagereg.join.responder import Responder
 
-from ..kernel.simulated import SimulatedChannel, Simulation
+from ..support.simulated import SimulatedChannel, Simulation
 
 SEVERAL = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -19,7 +19,7 @@ import stagereg
 from stagereg.errors import JoinError, PeerFailedError, UnevenInputsError
 from stagereg.kernel.membership import ActiveRanks, StoreMembership
 
-from ..kernel.simulated import SimulatedChannel, Simulation, Stuck
+from ..support.simulated import SimulatedChannel, Simulation, Stuck
 
 SEVERAL = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]

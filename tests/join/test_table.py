@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import stagereg
 from stagereg.testing import run_ranks
 
-from .parallel import COLUMNS, Ddp, write_values
-from .reference import EXACT, OPTIMIZERS, batch, difference
+from ..support.parallel import COLUMNS, Ddp, write_values
+from ..support.reference import EXACT, OPTIMIZERS, batch, difference
 
 HOOKED = ("ddp", "zero", "fsdp2")
 """Of the columns, those that a join can leave out a rank of: at a lone break, and in the divisor."""

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import stagereg
 from stagereg.testing import run_ranks
 
-from .reference import Case, batch, join_of, net
+from ..support.reference import Case, batch, join_of, net
 
 
 def throwing(rank: int, lengths: tuple[int, ...], first: str, library: str) -> Any:

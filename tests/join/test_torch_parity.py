@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import stagereg
 from stagereg.testing import run_ranks
 
-from .reference import Case, batch, net
+from ..support.reference import Case, batch, net
 from .test_numbers import CASES, wrong
 
 

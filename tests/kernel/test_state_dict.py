@@ -21,7 +21,7 @@ from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
 from stagereg.kernel.state_dict import flatten, path_to
 
-from ..stagers.states import assert_same
+from ..support.states import assert_same
 
 
 def test_a_set_and_a_bare_tensor_are_states_too() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ..config.app import App
+from ..support.app import App
 
 JOIN_TIMEOUT_S = 20
 """Within which each message comes, on a busy machine too."""

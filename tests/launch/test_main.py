@@ -14,8 +14,8 @@ import pytest
 from stagereg import record
 from stagereg.machine import tunables
 
-from ..config.app import MANY_CALLS, App
-from .programs import TORCHRUN, Program, await_gone, await_job, free_port, run
+from ..support.app import MANY_CALLS, App
+from ..support.programs import TORCHRUN, Program, await_gone, await_job, free_port, run
 
 PROMPTLY_S = 20
 """Seconds on a busy machine; elastic's own default would be 30."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ..config.app import App
+from ..support.app import App
 from .test_first_day import CONFIG, app_in
 
 MINE = """

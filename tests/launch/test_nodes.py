@@ -26,7 +26,7 @@ from stagereg.launch.main import _follow
 from stagereg.launch.rank import Rank
 from stagereg.launch.run_store import RunStore
 
-from .programs import LIMIT_S, SAVING, TORCHRUN, Program, await_gone, await_job, await_port, free_port, run
+from ..support.programs import LIMIT_S, SAVING, TORCHRUN, Program, await_gone, await_job, await_port, free_port, run
 
 
 class Agents(Program):

@@ -23,7 +23,7 @@ from stagereg.launch.preemption import PreemptionHandler
 from stagereg.launch.rank import KEEPS_CODE, print_exit, publish_run, resume_override
 from stagereg.sweep.result import JobResult
 
-from .programs import LIMIT_S, SAVING, STAGEREG_RUN, TORCHRUN, Program, comes_true
+from ..support.programs import LIMIT_S, SAVING, STAGEREG_RUN, TORCHRUN, Program, comes_true
 
 STEPS = 700
 OF_TORCHRUN = "; torchrun shows a traceback and ends with 1 all the same, `stagereg run` in its place with 75"

@@ -13,7 +13,7 @@ import pytest
 import stagereg.kernel.memory as memory
 from stagereg import AsyncStager, BlockingAsyncStager
 
-from .states import OPTIONS, build, settled
+from ..support.states import OPTIONS, build, settled
 
 
 class Settled(AsyncStager):

@@ -17,8 +17,8 @@ from stagereg import AsyncStager, Checkpointer
 from stagereg.errors import StagingError
 from stagereg.stagers.overlapped import OverlappedStager
 
+from ..support.states import OPTIONS, assert_same
 from .conftest import MAKERS
-from .states import OPTIONS, assert_same
 from .test_overlapped import Net
 
 pytestmark = [

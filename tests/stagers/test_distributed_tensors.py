@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from stagereg import AsyncStager, BlockingAsyncStager
 from stagereg.testing import run_ranks
 
-from .states import OPTIONS, assert_whole, build, kept, settled
+from ..support.states import OPTIONS, assert_whole, build, kept, settled
 
 STAGERS: list[Callable[[], AsyncStager]] = [
     *(functools.partial(build, kind) for kind in OPTIONS if kind != "incremental"),

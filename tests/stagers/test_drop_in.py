@@ -19,7 +19,7 @@ from stagereg import AsyncStager, BlockingAsyncStager, Checkpointer
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 
-from .states import build
+from ..support.states import build
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -12,7 +12,7 @@ import torch
 
 from stagereg import AsyncStager
 
-from .states import assert_same
+from ..support.states import assert_same
 
 Pair = namedtuple("Pair", "left right")
 NAMES = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64"

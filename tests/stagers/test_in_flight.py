@@ -13,7 +13,7 @@ import torch
 import stagereg.kernel.memory as memory
 from stagereg.errors import StagerClosedError, StagingError
 
-from .states import plain_state as state
+from ..support.states import plain_state as state
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from stagereg.kernel.state_dict import flatten
 from stagereg.stagers.incremental import IncrementalStager, names_of
 from stagereg.testing import run_ranks
 
-from . import states
+from ..support import states
 from .test_properties import tensors
 
 build = functools.partial(states.build, "incremental")

@@ -26,7 +26,7 @@ import stagereg.stagers.delta as delta
 from stagereg.errors import StagingError
 from stagereg.stagers.deferred_copy import DeferredCopy
 
-from .states import OPTIONS, PATIENCE_S, Piece, assert_whole, build, kept, pieces, same, settled
+from ..support.states import OPTIONS, PATIENCE_S, Piece, assert_whole, build, kept, pieces, same, settled
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": lambda p: torch.optim.Adam(p, lr=1e-3, foreach=False),

@@ -16,7 +16,7 @@ import torch
 
 from stagereg.testing import run_ranks
 
-from .states import OPTIONS, build, settled
+from ..support.states import OPTIONS, build, settled
 
 MIB = 2**20
 QUICK = ("overlapped", "pinned_cached")

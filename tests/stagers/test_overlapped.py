@@ -39,7 +39,7 @@ from stagereg.stagers.deferred_copy import DeferredCopy
 from stagereg.stagers.overlapped import OverlappedStager
 from stagereg.testing import run_ranks
 
-from .states import assert_same
+from ..support.states import assert_same
 
 WAIT_S = 30.0
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from stagereg import AsyncStager
 from stagereg.kernel.layout import span_of
 
+from ..support.states import Piece, assert_whole, kept, pieces
 from .conftest import MAKERS
-from .states import Piece, assert_whole, kept, pieces
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
 DTYPES += [torch.float8_e4m3fn, torch.float16]

@@ -23,8 +23,8 @@ from stagereg.errors import StagingError
 from stagereg.kernel.memory import Pool
 from stagereg.stagers.shared_memory import SharedBlock, register_reducers
 
-from .states import assert_whole, kept
-from .states import plain_state as state
+from ..support.states import assert_whole, kept
+from ..support.states import plain_state as state
 from .test_fidelity import odd_tensors
 from .test_properties import states
 
@@ -142,7 +142,7 @@ class TestFidelity:
         copy = stager.stage({"odd": odd, "drawn": drawn})
         message, expected = sent(copy), kept(copy)
         assert_whole(ForkingPickler.loads(message), expected)
-        see = "from tests.stagers.states import kept; answer = kept(ForkingPickler.loads(message))"
+        see = "from tests.support.states import kept; answer = kept(ForkingPickler.loads(message))"
         assert reader.do(see, message) == expected
 
     def test_tied_tensors_arrive_tied(self, stager, reader) -> None:

@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 
 from stagereg.errors import StagerClosedError, StagingError
 
-from . import states
-from .states import settled
+from ..support import states
+from ..support.states import settled
 
 HERE = torch.accelerator.is_available()
 

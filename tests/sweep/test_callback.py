@@ -23,9 +23,9 @@ from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.sweep.callback import Compare
 from stagereg.sweep.result import JobResult
 
+from ..support.samples import BEGAN, Sample, write_run
 from . import programs
 from .programs import App
-from .samples import BEGAN, Sample, write_run
 
 HYDRA_1_4 = Path(sys.prefix) / "hydra-1.4" / "bin" / "python"
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"

@@ -16,7 +16,7 @@ from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow, compare
 from stagereg.sweep.result import JobResult, results
 
-from .samples import BEGAN, ENVIRONMENT, FAILING, STALLS, UNFINISHED, VERSIONS, failed, jobs, result, sweep
+from ..support.samples import BEGAN, ENVIRONMENT, FAILING, STALLS, UNFINISHED, VERSIONS, failed, jobs, result, sweep
 
 
 def stalls(again: list[float] | None = None, **values: list[float]) -> list[JobResult]:

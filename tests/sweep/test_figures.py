@@ -17,7 +17,7 @@ from stagereg.sweep.figures import figures, saved
 from stagereg.sweep.metric import METRICS
 from stagereg.sweep.run import RankRecord, Run, Span
 
-from .samples import MIB, Sample, write_run
+from ..support.samples import MIB, Sample, write_run
 
 GIB = 2**30
 

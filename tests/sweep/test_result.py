@@ -13,7 +13,7 @@ import pytest
 from stagereg.errors import ConfigError
 from stagereg.sweep.result import RESULT, JobResult, kind_of, results, split
 
-from .samples import BEGAN, VERSIONS, Sample, rank_file, result, sweep, write_events, write_hydra, write_run
+from ..support.samples import BEGAN, VERSIONS, Sample, rank_file, result, sweep, write_events, write_hydra, write_run
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from stagereg import record
 from stagereg.errors import ConfigError
 from stagereg.sweep.run import Run, Span
 
-from .samples import BEGAN, Sample, rank_file, write_run
+from ..support.samples import BEGAN, Sample, rank_file, write_run
 
 START = {"event": "start", "t": 5.0, "format": 1, "rank": 0, "world_size": 1, "host": "here", "stagereg": "0.1.0"}
 END = {"event": "end", "t": 9.0, "seconds": 4.0, "status": "completed", "error": None, "peak_rss": 7}

@@ -15,7 +15,7 @@ from stagereg.sweep.figures import saved
 from stagereg.sweep.run import RankRecord, Run, Span
 from stagereg.sweep.timeline import timeline_figure, usual_window
 
-from .samples import BEGAN, Sample, write_run
+from ..support.samples import BEGAN, Sample, write_run
 
 matplotlib = pytest.importorskip("matplotlib")
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from stagereg.sweep.run import RankRecord, Run
 from stagereg.sweep.trace import trace_text
 
-from .samples import BEGAN, Sample, write_run
+from ..support.samples import BEGAN, Sample, write_run
 from .test_timeline import runs
 
 FIELDS: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ import stagereg
 from stagereg.testing.join import JoinableContract, JoinHookContract
 from stagereg.testing.scenario import Scenario, played
 
-from ..pages import expect_table_of_contracts
+from ..support.pages import expect_table_of_contracts
 from . import join_mutants as mutants
 from . import joins
 

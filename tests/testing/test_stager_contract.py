@@ -18,7 +18,7 @@ import stagereg
 from stagereg import AsyncStager, BlockingAsyncStager
 from stagereg.testing import StagerContract
 
-from ..pages import expect_table_of_contracts
+from ..support.pages import expect_table_of_contracts
 from .mutants import MUTANTS, RELEASE, ShardsOnAnAccelerator
 
 pytest_plugins = "pytester"

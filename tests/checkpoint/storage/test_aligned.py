@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg.checkpoint.storage.aligned as aligned
-from stagereg.checkpoint import checksum
+from stagereg.checkpoint.format import checksum
 from stagereg.checkpoint.format.manifest import FileMark
 from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, DiskFile, make_buffers
 from stagereg.checkpoint.store.local_files import mark_file

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def comparison() -> Comparison:
     """Three rows that completed, one of them the best, one a tie; the first once more; and one that failed."""
     # Imported here: the configuration of the tests lets Hydra look for its plugins before they are imported elsewhere.
-    from ..samples import compared, row_of
+    from ...support.samples import compared, row_of
 
     def of(stager: str, mode: str) -> dict[str, str]:
         return {"stager": stager, "join.mode": mode}

@@ -17,7 +17,7 @@ from stagereg.sweep.comparison import Comparison
 from stagereg.sweep.render.tables import Table
 from stagereg.sweep.result import JobResult
 
-from ..samples import compared, row_of, write_hydra
+from ...support.samples import compared, row_of, write_hydra
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="72pt" height="36pt" viewBox="0 0 72 36"><g id="a"/></svg>'

@@ -13,7 +13,7 @@ import pytest
 import stagereg.sweep.render.plots as plots
 from stagereg.sweep.comparison import Comparison
 
-from ..samples import compared, row_of
+from ...support.samples import compared, row_of
 
 matplotlib = pytest.importorskip("matplotlib", reason="pictures need hydra-stagereg[report]")
 

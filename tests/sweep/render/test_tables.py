@@ -18,7 +18,7 @@ from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
 from stagereg.sweep.metric import METRICS, metric, shown
 
-from ..samples import compared, row_of
+from ...support.samples import compared, row_of
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e12, max_value=1e12)
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=40)

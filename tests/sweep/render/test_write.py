@@ -11,7 +11,7 @@ import pytest
 import stagereg.sweep.render as render
 from stagereg.sweep.comparison import Comparison
 
-from ..samples import Sample, compared, row_of, write_run
+from ...support.samples import Sample, compared, row_of, write_run
 
 
 def test_all_five_files_are_written_with_timelines_in_the_page(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from stagereg.errors import CheckpointError
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 
-from . import splits
+from ...support import splits
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 

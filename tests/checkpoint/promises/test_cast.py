@@ -25,7 +25,7 @@ from stagereg.errors import CheckpointError
 from stagereg.stagers.blocking import BlockingStager
 from stagereg.testing import run_ranks
 
-from . import splits
+from ...support import splits
 
 
 class HalfStager(BlockingStager):

@@ -25,7 +25,7 @@ from stagereg.registry import build
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 
-from . import splits
+from ...support import splits
 
 DATA = "__0_0.distcp"
 PIECE = 4000

@@ -30,10 +30,9 @@ from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 
-from ..support.faulty_storage import FaultyStorage
+from ...support.faulty_storage import FaultyStorage
 
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parents[1]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +181,7 @@ def test_a_rank_that_hangs_is_named_and_then_all_go_on(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_fault_leaves_what_the_documentation_says() -> None:
-    command = [sys.executable, str(FOLDER / "faults.py"), "--json"]
+    command = [sys.executable, str(ROOT / "tests" / "benchmarks" / "faults.py"), "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False, env=environment)
     if "mount" in done.stderr and done.returncode:
@@ -247,7 +246,7 @@ def test_a_job_ends_with_the_status_of_its_last_save(
     (tmp_path / "conf" / "app.yaml").write_text(CONFIG)
     (tmp_path / "train.py").write_text(TRAIN)
     command = [sys.executable, "train.py", f"dir={tmp_path}/runs", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parents[1])}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=200, check=False, env=environment, cwd=tmp_path
     )

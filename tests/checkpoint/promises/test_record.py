@@ -19,7 +19,7 @@ from stagereg.stagers.async_stager import AsyncStager
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 
-from ..support.faulty_storage import FaultyStorage
+from ...support.faulty_storage import FaultyStorage
 
 
 class Clock:

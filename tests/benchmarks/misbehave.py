@@ -1,6 +1,7 @@
-"""Prints what each kind of misbehaviour of an on_commit component does to a run: ``python misbehave.py``.
+"""Prints what each kind of misbehaviour of an on_commit component does to a run.
 
-Each is a run of its own: five steps, each saved, ``keep=2``; of the third checkpoint on the component misbehaves.
+``python tests/benchmarks/misbehave.py``. Each is a run of its own: five steps, each saved, ``keep=2``; of the third
+checkpoint on the component misbehaves.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ def report(how: str) -> str:
     """Run one, and return its block: exit code, what is there, what the next run goes on from, and what was logged."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder, "c")
-        options = {"capture_output": True, "text": True, "timeout": 120, "cwd": Path(__file__).parents[3]}
+        options = {"capture_output": True, "text": True, "timeout": 120, "cwd": Path(__file__).parents[2]}
         ran = subprocess.run([sys.executable, "-c", _PROGRAM, how, str(root)], **options)  # type: ignore[call-overload]
         there = ", ".join(str(int(path.name[5:13])) for path in sorted(root.glob("step-*")))
         again = subprocess.run([sys.executable, "-c", _NEXT, str(root)], **options)  # type: ignore[call-overload]
         lines = [f"{how}: exit code {ran.returncode}; there: {there}; the next run goes on from {again.stdout.strip()}"]
-        told = ran.stderr.replace(str(root), "DIR").replace(f"{Path(__file__).parents[3]}/", "")
+        told = ran.stderr.replace(str(root), "DIR").replace(f"{Path(__file__).parents[2]}/", "")
         for line in told.splitlines():
             lines += textwrap.wrap(line, 112, initial_indent="    ", subsequent_indent="      ")
         return "\n".join(lines)

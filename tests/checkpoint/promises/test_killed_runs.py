@@ -11,11 +11,13 @@ import pytest
 
 from stagereg.checkpoint.store.failpoints import POINTS
 
+PROGRAM = str(Path(__file__).parents[2] / "benchmarks" / "kills.py")
+
 
 def kill(tmp_path: Path, limit_s: float, *asked: str) -> dict[str, list[str]]:
     """Run the matrix; return the rows of its table: kills of one rank, of all, and both, by the moment."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("matrix.py")), *asked],
+        [sys.executable, "-W", "ignore", PROGRAM, *asked],
         capture_output=True,
         text=True,
         timeout=limit_s,

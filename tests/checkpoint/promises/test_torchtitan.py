@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from stagereg.testing.ranks import run_ranks
 
-from . import splits
+from ...support import splits
 
 pytest.importorskip("torchtitan.components.checkpoint")
 

@@ -1,4 +1,4 @@
-"""Kills training runs, starts them again, and checks what is left: `python tests/checkpoint/kills/matrix.py`.
+"""Kills training runs, starts them again, and checks what is left: `python tests/benchmarks/kills.py`.
 
 A chain is one directory of checkpoints and several kills: a run is killed, the next one goes on from what is there and
 is killed itself, and the last one goes on to the end. After each kill it is checked that every step directory is a

@@ -26,7 +26,7 @@ from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError
 
 BOUND_S = 60
-PROGRAM = Path(__file__).parents[1] / "support" / "lock_holder.py"
+PROGRAM = Path(__file__).parents[2] / "support" / "lock_holder.py"
 
 
 class Other:

@@ -2,7 +2,7 @@
 
 Each piece runs in a process of its own with a time limit. One that fails, or that takes too long, costs only its part
 of the page, which then has its error. Needs Linux, torch and what the tests import; where there is no network, call it
-with the Python that has them: ``python tests/gpu.py --out gpu-report``.
+with the Python that has them: ``python tests/benchmarks/gpu.py --out gpu-report``.
 
 With ``--device cpu`` all of it runs without a GPU, to see that it does; no figure is one of a GPU then.
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 STATE_BYTES = 10 * 10**9
 NO_GPU = "No GPU: nothing here is a GPU figure"
 

@@ -14,7 +14,7 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 
-from . import splits
+from ...support import splits
 
 
 def test_another_split_restores_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:

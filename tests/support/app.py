@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-MANY_CALLS = str(Path(__file__).parents[1] / "support" / "many_calls.py")
+MANY_CALLS = str(Path(__file__).with_name("many_calls.py"))
 
 STAGER = """
 class Mine:

@@ -6,7 +6,7 @@ import pytest
 
 from stagereg.bench.measure import in_own_process
 
-from . import scale
+from ...benchmarks import scale
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from stagereg import Checkpointer
 from stagereg.errors import Preempted, StageregError
 from stagereg.testing import run_ranks
 
-from ..join.reference import Case, Training, batch, difference, net
+from ...support.reference import Case, Training, batch, difference, net
 
 LENGTHS = (6, 3, 5)
 CASE = Case(lengths=LENGTHS, last="scheduler")

@@ -42,7 +42,7 @@ from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
 
-from ..support import audit
+from ...support import audit
 
 DATA = "__0_0.distcp"
 FORBIDDEN_EVENTS = {"exec", "import", "open", "os.system", "os.exec", "os.posix_spawn", "pickle.find_class"}

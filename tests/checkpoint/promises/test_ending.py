@@ -10,13 +10,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import stagereg.checkpoint.ending as ending
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 import stagereg.checkpoint.ranks.rank_group as rank_group
+import stagereg.checkpoint.ranks.requests as requests
 from stagereg import Checkpointer
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.background import Background
@@ -68,7 +68,7 @@ def forgets_the_join(rank: int, checkpointer: Checkpointer, model: Any, state: A
 
 
 def is_slow(rank: int, checkpointer: Checkpointer, model: Any, state: Any) -> None:
-    ending._LONG_S = 0.5  # in this process, which no other test has
+    requests._LONG_S = 0.5  # in this process, which no other test has
     for step in range(1, 4):
         model(torch.ones(4, 8)).sum().backward()
         checkpointer.maybe_save(step, state)
@@ -172,7 +172,7 @@ def test_a_checkpointer_on_one_rank_alone_is_an_error(tmp_path: Path) -> None:
 
 
 def without_store(rank: int, world_size: int, root: str) -> str:
-    gone = mock.patch.object(ending, "wait_for_keys", side_effect=dist.DistNetworkError("Broken pipe"))
+    gone = mock.patch.object(requests, "wait_for_keys", side_effect=dist.DistNetworkError("Broken pipe"))
     with pytest.raises(CheckpointError) as raised, gone, Checkpointer(root) as checkpointer:
         checkpointer.maybe_save(1, {"x": 1})
     return str(raised.value)

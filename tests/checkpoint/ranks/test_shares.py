@@ -29,7 +29,7 @@ from stagereg.errors import CheckpointError, ConfigError
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 
-from . import splits
+from ...support import splits
 
 WIDE = 400
 

@@ -1,6 +1,6 @@
 """What a run does when its storage fails: real runs of a small program, one for each fault, and a table of them.
 
-``python tests/checkpoint/faults.py`` prints the table (as root, for what needs a mount), or that of the faults whose
+``python tests/benchmarks/faults.py`` prints the table (as root, for what needs a mount), or that of the faults whose
 names are behind it. Each run is a process, which ends as any program does, with its own exit status.
 """
 

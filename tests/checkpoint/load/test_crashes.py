@@ -27,7 +27,7 @@ from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, ConfigError, Preempted, Stopped
 from stagereg.testing.ranks import RankFailure, run_ranks
 
-from ..pages import Page
+from ...support.pages import Page
 
 NOTE = ".restored.json"
 

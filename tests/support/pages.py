@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from stagereg.testing import Contract
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 class Command(NamedTuple):
