@@ -1,6 +1,6 @@
 """``stagereg report``: the tables, pictures and pages of a run or of a sweep, made again from what lies on disk.
 
-For a sweep it is what the sweep ended with, for a run its figures, its checkpoints and its timeline. It can be asked at
+For a sweep it is what the sweep ended with, for a run its figures, its checkpoints and its trace. It can be asked at
 any time: while a run goes on, after it was killed, on another machine. That jobs have failed is part of what is
 reported, not a failure of the report.
 """
@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import math
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,24 +18,20 @@ from typing import Any
 import stagereg.output as output
 import stagereg.sweep.render as render
 import stagereg.sweep.render.page as page
-import stagereg.sweep.render.plots as plots
 import stagereg.sweep.render.tables as tables
 from stagereg.errors import ConfigError
 from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import compare
 from stagereg.sweep.figures import Saved, saved
 from stagereg.sweep.metric import counted, in_order, labelled, metric, quantity, shown, usual
-from stagereg.sweep.render.page import Picture
 from stagereg.sweep.render.tables import Table, Value
 from stagereg.sweep.result import JobResult, kind_of, results
 from stagereg.sweep.run import Run
-from stagereg.sweep.timeline import timeline_figure
 from stagereg.sweep.trace import trace_text
 
-_FILES = ("timeline.svg", "timeline.png", "trace.json", "report.html")
+_FILES = ("trace.json", "report.html")
 _FIRST, _LAST = 6, 6
 """Checkpoints that a terminal shows of a run that has many."""
-_CAPTION = "A stall is a checkpoint holding up training; staging and writing below steps only slow these down."
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,7 +41,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("directory", help="of a run (hydra.run.dir) or of a sweep (hydra.sweep.dir)")
     parser.add_argument("--metric", default="", help="what a sweep is ranked by; what it was run with if not given")
     parser.add_argument("--direction", choices=("minimize", "maximize"), help="which way is better, if not the usual")
-    parser.add_argument("--window", type=_window, metavar="A:B", help="of a run's timeline, in seconds: 10:20 or 10:")
     parser.add_argument("--output", default="", metavar="DIR", help="where the files go; next to the run if not given")
 
 
@@ -60,11 +53,9 @@ def run(asked: argparse.Namespace) -> int:
     """
     directory = Path(asked.directory)
     is_sweep = kind_of(directory) == "sweep"
-    if is_sweep and asked.window:
-        raise ConfigError(f"--window is for the timeline of a run, and {directory} is a sweep: name a job of it.")
     if not is_sweep and (asked.metric or asked.direction):
         raise ConfigError(f"--metric and --direction rank the jobs of a sweep, and {directory} is a single run.")
-    report = SweepReport(directory, asked.metric, asked.direction) if is_sweep else RunReport(directory, asked.window)
+    report = SweepReport(directory, asked.metric, asked.direction) if is_sweep else RunReport(directory)
     if not asked.json:
         report.show()
     target = Path(asked.output or directory)
@@ -78,15 +69,6 @@ def run(asked: argparse.Namespace) -> int:
     elif files:
         output.echo(f"\nWritten to {os.path.relpath(target)}: {', '.join(path.name for path in files)}")
     return 0
-
-
-def _window(text: str) -> tuple[float, float]:
-    start, colon, end = text.partition(":")
-    with contextlib.suppress(ValueError):
-        window = float(start or 0), float(end or math.inf)
-        if colon and 0 <= window[0] < window[1]:
-            return window
-    raise argparse.ArgumentTypeError(f"takes seconds since the start of the run, as in 10:20 or 10:, not {text!r}")
 
 
 class SweepReport:
@@ -131,14 +113,14 @@ def _ranking(jobs: Sequence[JobResult]) -> tuple[str, str | None]:
 class RunReport:
     """The report on one run, also on one that recorded nothing but its result, or whose records cannot be read."""
 
-    def __init__(self, directory: Path, window: tuple[float, float] | None) -> None:
-        self._job, self._window = JobResult.of_directory(directory), window
+    def __init__(self, directory: Path) -> None:
+        self._job = JobResult.of_directory(directory)
         self._run: Run | None = None
         try:
             self._run = Run.read(directory)
             self._warnings = list(_warnings(self._job, self._run))
         except ConfigError as error:
-            self._warnings = [*_warnings(self._job, None), f"There is no timeline: {error}"]
+            self._warnings = [*_warnings(self._job, None), f"There is no trace: {error}"]
         self._saved = saved(self._run) if self._run is not None else []
 
     def plain(self) -> dict[str, Any]:
@@ -164,13 +146,12 @@ class RunReport:
             output.table(table.title, tuple(map(str, table.columns)), rows, verdict="state")
 
     def write(self, target: Path) -> list[Path]:
-        """Write the pictures and the page into ``target`` and return their paths. Raises: ``OSError``."""
+        """Write the trace and the page into ``target`` and return their paths. Raises: ``OSError``."""
         if self._run is None:
             return []
-        documents, pictures = _pictures(self._run, self._window)
         checkpoints = [_checkpoints(self._saved)] if self._saved else []
-        text = page.run_page(self._job, self._answer(), self._warnings, checkpoints, pictures)
-        documents |= {"trace.json": trace_text(self._run).encode(), "report.html": text.encode()}
+        text = page.run_page(self._job, self._answer(), self._warnings, checkpoints)
+        documents = {"trace.json": trace_text(self._run).encode(), "report.html": text.encode()}
         return render.put(documents, _FILES, target)
 
     def _answer(self) -> str:
@@ -218,20 +199,6 @@ def _checkpoints(every: Sequence[Saved]) -> Table:
         for one in every
     )
     return Table("Checkpoints", heads, rows, "Times are the slowest rank's; MiB is what all ranks staged.")
-
-
-def _pictures(recorded: Run, window: tuple[float, float] | None) -> tuple[dict[str, bytes], list[Picture]]:
-    """The files of the timeline by name, and the pictures of the page."""
-    documents: dict[str, bytes] = {}
-    pictures = []
-    try:
-        if any(rank.steps or rank.stalls for rank in recorded.ranks):
-            timeline = timeline_figure(recorded, window)
-            documents = {f"timeline.{kind}": plots.document(timeline, kind) for kind in ("svg", "png")}
-            pictures.append(Picture("Timeline", documents["timeline.svg"].decode(), caption=_CAPTION))
-    except ImportError:
-        print("no picture: pip install 'hydra-stagereg[report]'", file=sys.stderr)
-    return documents, pictures
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from stagereg.sweep.run import RankRecord, Run
+from stagereg.sweep.run import RankRecord, Run, Span
 from stagereg.sweep.trace import trace_text
 
 from ..support.samples import BEGAN, Sample, write_run
-from .test_timeline import runs
 
 FIELDS: dict[str, dict[str, Any]] = {
     "M": {"args": dict},
@@ -32,6 +32,29 @@ def events(run: Run) -> list[dict[str, Any]]:
     assert document["displayTimeUnit"] in ("ms", "ns")
     found: list[dict[str, Any]] = document["traceEvents"]
     return found
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    """Runs of a rank or two, of steps and stalls of any length, resumed at any step."""
+    ranks = []
+    first = draw(st.integers(1, 1000))
+    for rank in range(draw(st.integers(1, 2))):
+        t = BEGAN + draw(st.floats(0, 5))
+        start, steps, spans = t, [], []
+        every = draw(st.integers(1, 60))
+        seconds = draw(st.floats(1e-4, 10))
+        stall, write = draw(st.floats(0, 5)), draw(st.floats(0, 500))
+        for step in range(first, first + draw(st.sampled_from((0, 1, 5, 119, 121, 200)))):
+            t += seconds
+            steps.append((step, t))
+            if step % every == 0:
+                spans.append((step, t, stall, write))
+                t += stall
+        stalls = tuple(Span(step, at, stall) for step, at, stall, _ in spans)
+        writes = tuple(Span(step, at, write) for step, at, _, write in spans)
+        ranks.append(RankRecord(rank, {"t": start}, tuple(steps), stalls, writes=writes, first=start, last=t))
+    return Run(Path("run"), tuple(ranks))
 
 
 @settings(max_examples=50)

@@ -1,31 +1,26 @@
 """A comparison for people: tables, the picture, and the page, all from the same rows.
 
 ``tables`` prints and makes CSV and Markdown, ``plots`` draws, ``page`` makes the HTML; :func:`write` leaves the files
-of a sweep. Only reads what it is given and, for configs and timelines, the directories of the jobs; so a sweep can be
-rendered again at any time. Importing this imports neither matplotlib nor Jinja2.
+of a sweep. Only reads what it is given and the configs of the jobs; so a sweep can be rendered again at any time.
+Importing this imports neither matplotlib nor Jinja2.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import stagereg.sweep.render.page as page
 import stagereg.sweep.render.plots as plots
 import stagereg.sweep.render.tables as tables
-from stagereg.errors import ConfigError
 
 if TYPE_CHECKING:
     from stagereg.sweep.comparison import Comparison
 
 FILES = ("compare.csv", "compare.md", "compare.svg", "compare.png", "report.html")
 """What :func:`write` leaves in a directory, in this order."""
-_MOST_TIMELINES = 8
-"""Rows of a sweep whose first run is drawn."""
 _CAPTION = "Each line is a row of the table, in its order: hollow points are single runs, the bar is their middle half."
 
 
@@ -43,17 +38,15 @@ def write(comparison: Comparison, directory: Path | str) -> list[Path]:
         "compare.md": tables.markdown_text(comparison).encode(),
     }
     pictures: list[page.Picture] = []
-    timelines: dict[Path, page.Picture] = {}
     try:
         figure = plots.compare_figure(comparison)
         if figure is not None:
             svg = plots.document(figure, "svg")
             documents |= {"compare.svg": svg, "compare.png": plots.document(figure, "png")}
             pictures = [page.Picture("Every run", svg.decode(), _CAPTION)]
-        timelines = dict(itertools.islice(_timelines(comparison), _MOST_TIMELINES))
     except ImportError as error:
         print(f"no picture ({error}): pip install 'hydra-stagereg[report]'", file=sys.stderr)
-    documents["report.html"] = page.compare_page(comparison, pictures, timelines).encode()
+    documents["report.html"] = page.compare_page(comparison, pictures).encode()
     return put(documents, FILES, Path(directory))
 
 
@@ -70,16 +63,3 @@ def put(documents: Mapping[str, bytes], names: Sequence[str], directory: Path) -
         else:
             (directory / name).unlink(missing_ok=True)
     return [directory / name for name in names if name in documents]
-
-
-def _timelines(comparison: Comparison) -> Iterator[tuple[Path, page.Picture]]:
-    """The timeline of the first run of each row that recorded one, best first."""
-    from stagereg.sweep.run import Run
-    from stagereg.sweep.timeline import timeline_figure
-
-    for row in comparison.ranked:
-        job = next((job for job in row.jobs if job.status == "completed"), None)
-        if job is not None and not row.again:
-            with contextlib.suppress(ConfigError):  # a run without records has no timeline; the table is there anyway
-                svg = plots.document(timeline_figure(Run.read(job.directory)), "svg").decode()
-                yield job.directory, page.Picture(row.label, svg, f"The first run, {job.directory}")

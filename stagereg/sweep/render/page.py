@@ -43,24 +43,15 @@ class Picture:
 
 @dataclass(frozen=True)
 class _Detail:
-    """A part of a page that is folded: a picture, and texts by their labels."""
+    """A part of a page that is folded: texts by their labels."""
 
     title: str
     texts: Sequence[tuple[str, str]]
     verdict: str = ""
-    picture: Picture | None = None
 
 
-def compare_page(
-    comparison: Comparison, pictures: Sequence[Picture] = (), timelines: Mapping[Path, Picture] | None = None
-) -> str:
-    """Return the page of a sweep: the sentence, the table, ``pictures``, and of each row its config and command.
-
-    Args:
-        comparison: the sweep.
-        pictures: of all rows.
-        timelines: of runs, by their directories.
-    """
+def compare_page(comparison: Comparison, pictures: Sequence[Picture] = ()) -> str:
+    """Return the page of a sweep: the sentence, the table, ``pictures``, and of each row its config and command."""
     table = tables_of.compare_table(comparison)
     best = comparison.best
     jobs = [job for row in comparison.ranked for job in row.jobs]
@@ -76,24 +67,20 @@ def compare_page(
         command=_command(best) if best else "",
         tables=[replace(table, title=f"Table: {table.title}")],
         remarks=tables_of.remarks(comparison),
-        above=(),
-        below=pictures,
-        details=[_row_detail(row, comparison.ranking.name, timelines or {}) for row in comparison.ranked],
+        pictures=pictures,
+        details=[_row_detail(row, comparison.ranking.name) for row in comparison.ranked],
         environment=_facts([{**job.environment, **job.versions} for job in jobs]),
     )
 
 
-def _row_detail(row: ComparisonRow, ranking: str, timelines: Mapping[Path, Picture]) -> _Detail:
+def _row_detail(row: ComparisonRow, ranking: str) -> _Detail:
     runs = [f"{job.directory} {job.status}, repeat {job.repeat}, {shown(job.seconds)} s" for job in row.jobs]
     config = next((text for job in row.jobs if (text := _config_text(job.directory))), "")
-    picture = next((timelines[job.directory] for job in row.jobs if job.directory in timelines), None)
     texts = [("Error", row.error), ("Command", _command(row)), ("Runs", "\n".join(runs)), ("Config", config)]
-    return _Detail(tables_of.row_name(row), texts, row.verdict(ranking), picture)
+    return _Detail(tables_of.row_name(row), texts, row.verdict(ranking))
 
 
-def run_page(
-    job: JobResult, answer: str, warnings: Sequence[str], tables: Sequence[Table], pictures: Sequence[Picture]
-) -> str:
+def run_page(job: JobResult, answer: str, warnings: Sequence[str], tables: Sequence[Table]) -> str:
     """Return the page of a single run.
 
     Args:
@@ -101,7 +88,6 @@ def run_page(
         answer: the sentence on top.
         warnings: lines below it, of which one is expected to have the first line of the error.
         tables: further tables below the figures, such as one of its checkpoints.
-        pictures: the timeline …, in this order.
     """
     docs = {metric.name: metric.doc for metric in METRICS}
     rows = tuple((*labelled(name, job.figures[name]), docs.get(name, "")) for name in in_order(job.figures))
@@ -117,8 +103,7 @@ def run_page(
         command=job.command,
         tables=[Table("Figures", ("figure", "value", "unit", "what it is"), rows), *tables],
         remarks=(),
-        above=pictures,
-        below=(),
+        pictures=(),
         details=[_Detail(name, [("", text)]) for name, text in folded if text],
         environment=_facts([{**job.environment, **job.versions}]),
     )

@@ -5,8 +5,7 @@ others differ in shape as well as in colour, and the colours for people with any
 https://jfly.uni-koeln.de/color/).
 
 Pictures are drawn with matplotlib's objects, without pyplot and untouched by the user's matplotlibrc, and the same
-comparison gives the same bytes: :func:`styled` is the style, :func:`document` makes the file, for other pictures too.
-Matplotlib is imported when a picture is made; who has none gets ImportError from each function here.
+comparison gives the same bytes. Matplotlib is imported when a picture is made; who has none gets ImportError.
 """
 
 from __future__ import annotations
@@ -27,13 +26,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {
+_COLOURS = {
     "best": "#0072b2",
     "tie": "#3d9bd6",
     "plain": "#7d8794",
     "again": "#b87900",
     "failed": "#c4480c",
-    "good": "#00805c",
 }
 _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
@@ -85,7 +83,7 @@ def compare_figure(comparison: Comparison) -> Figure | None:
     main = small.pop(names.index(comparison.ranking.name) if comparison.ranking.name in names else 0)
     across = min(_ACROSS, len(small)) or 1
     heights = [0.35 * len(rows) + 1.0, *[0.2 * len(rows) + 0.8] * math.ceil(len(small) / across)]
-    with styled():
+    with _styled():
         figure = Figure(figsize=(10.5, sum(heights)))
         grid = figure.add_gridspec(len(heights), across, height_ratios=heights)
         axes = figure.add_subplot(grid[0, :])
@@ -97,7 +95,9 @@ def compare_figure(comparison: Comparison) -> Figure | None:
             panel.tick_params(labelsize=7.5, labelleft=at % across == 0)
             if panel.get_xscale() == "linear":
                 panel.locator_params(axis="x", nbins=4)
-        legend(figure, axes, loc="outside upper left")
+        artists, labels = axes.get_legend_handles_labels()
+        each = dict(zip(labels, artists, strict=True))
+        figure.legend(each.values(), each, ncols=6, handlelength=1.4, columnspacing=1.4, loc="outside upper left")
     return figure
 
 
@@ -105,7 +105,7 @@ def document(figure: Figure, format: str) -> bytes:
     """Return ``figure`` as a file, ``"svg"`` or ``"png"``; the same figure gives the same document."""
     kept = io.BytesIO()
     metadata = {"Date": None, "Creator": None} if format == "svg" else {"Software": None}
-    with styled(), warnings.catch_warnings():
+    with _styled(), warnings.catch_warnings():
         # An SVG is shown in the reader's fonts anyway.
         warnings.filterwarnings("ignore", "Glyph", UserWarning)
         figure.savefig(kept, format=format, metadata=metadata)
@@ -113,7 +113,7 @@ def document(figure: Figure, format: str) -> bytes:
 
 
 @contextlib.contextmanager
-def styled() -> Iterator[None]:
+def _styled() -> Iterator[None]:
     """Matplotlib's own settings, and ours, until left; then the user's are there again."""
     import matplotlib
 
@@ -123,16 +123,9 @@ def styled() -> Iterator[None]:
         yield
 
 
-def plain(text: str) -> str:
-    """Return ``text`` as matplotlib has to be given it so that no dollar sign turns it into mathematics."""
+def _plain(text: str) -> str:
+    """``text`` with its dollar signs kept from turning it into mathematics."""
     return text.replace("$", r"\$")
-
-
-def legend(figure: Figure, axes: Axes, **where: Any) -> None:
-    """Add a legend of what has a label in ``axes``, each label once."""
-    artists, labels = axes.get_legend_handles_labels()
-    each = dict(zip(labels, artists, strict=True))
-    figure.legend(each.values(), each, ncols=6, handlelength=1.4, columnspacing=1.4, **where)
 
 
 def _draw(axes: Axes, rows: Sequence[ComparisonRow], metric: Metric) -> None:
@@ -143,7 +136,7 @@ def _draw(axes: Axes, rows: Sequence[ComparisonRow], metric: Metric) -> None:
         if cell is None:
             continue
         shape, name, label = _SHAPES["A/A" if row.again else cell.verdict]
-        colour, values = COLOURS[name], cell.values
+        colour, values = _COLOURS[name], cell.values
         drawn += values
         if len(values) > 1:
             low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -152,25 +145,25 @@ def _draw(axes: Axes, rows: Sequence[ComparisonRow], metric: Metric) -> None:
             axes.plot(values, [at] * len(values), "o", label="one run", **single)
         axes.plot([cell.median], [at], shape, color=colour, markersize=9 if shape == "*" else 5, label=label)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_yticks(range(len(rows)), [plain(_label(row)) for row in rows])
+    axes.set_yticks(range(len(rows)), [_plain(_label(row)) for row in rows])
     if min(drawn) > 0 and max(drawn) / min(drawn) >= _LOGARITHMIC:
         axes.set_xscale("log")
-    axes.set_title(plain(metric.head))
+    axes.set_title(_plain(metric.head))
 
 
 def _annotate(axes: Axes, rows: Sequence[ComparisonRow], metric: Metric, ranking: str) -> None:
     """Add to the large panel the numbers at the right of each row, and what became of those that have none."""
     better = f" ({metric.better} is better)" if metric.better else ""
     scale = ", logarithmic scale" if axes.get_xscale() == "log" else ""
-    axes.set_xlabel(plain(f"{metric.name}{better}{scale}"))
+    axes.set_xlabel(_plain(f"{metric.name}{better}{scale}"))
     across = axes.get_yaxis_transform()
     for at, row in enumerate(rows):
         weight = "bold" if row.verdict(ranking) == "best" else "normal"
         if cell := row.cells.get(metric.name):
             axes.text(1.012, at, one_line(cell), transform=across, va="center", fontweight=weight)
         elif row.error:
-            text = plain(_shortened(f"{row.status}: {first_line(row.error)}", 88))
-            style: dict[str, Any] = {"va": "center", "fontsize": 8.0, "color": COLOURS["failed"], "in_layout": False}
+            text = _plain(_shortened(f"{row.status}: {first_line(row.error)}", 88))
+            style: dict[str, Any] = {"va": "center", "fontsize": 8.0, "color": _COLOURS["failed"], "in_layout": False}
             axes.text(0.008, at, text, transform=across, **style)
 
 

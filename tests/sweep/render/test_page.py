@@ -136,10 +136,10 @@ def test_the_page_of_a_run_has_all_that_is_known_of_it(opened: Opener, tmp_path:
     job = JobResult(tmp_path, error="it stumbled\nTraceback", figures=figures, environment={"device": "H200"})
     rows = ((1, 3.25, "x"), (10, 0.5, "y"), (2, None, "z"))
     table = Table("Checkpoints", ("step", "stall", "name"), rows)
-    view = opened(page.run_page(job, "It stumbled.", ["Beware."], [table], [page.Picture("Timeline", SVG)])).view
+    view = opened(page.run_page(job, "It stumbled.", ["Beware."], [table])).view
     assert view.locator("h1").inner_text() == "It stumbled."
     assert view.locator(".warnings").inner_text() == "Beware."
-    assert view.locator("h2").all_inner_texts() == ["Timeline", "Figures", "Checkpoints", "Details"]
+    assert view.locator("h2").all_inner_texts() == ["Figures", "Checkpoints", "Details"]
     assert view.locator("summary").all_inner_texts() == ["Error", "Config"]
     error = view.locator("details", has_text="Error")
     assert not error.locator("pre").is_visible()
