@@ -37,13 +37,17 @@ _REMEDIES = {
     "BrokenPromiseError": "Correct the component; [contracts](contracts.md) has each promise, and why it is one.",
     "CheckpointError": "What was complete is not harmed: `stagereg ls DIR` lists it, `stagereg verify DIR` reads it, "
     "and the same command again goes on from the newest good checkpoint. [Checkpoints](checkpoints.md)",
+    "ClosedError": "Construct another one, or open the checkpoint again.",
     "ConfigError": "Change the option that the message names; `stagereg show KIND/NAME` and [options](options.md) say "
     "what it takes.",
+    "DamagedError": "`stagereg verify DIR` shows which checkpoints are good; `checkpoint.resume=PATH` takes one. "
+    "[Checkpoints](checkpoints.md)",
     "DisagreementError": "Call it on every rank, with the same arguments, and not below `if rank == 0`.",
     "InstallationError": "Run the command that the message has; `stagereg doctor` shows what is installed.",
     "JoinError": "What can be joined, and how: [uneven inputs](join.md).",
     "JoinableNotInitializedError": "Call `super().__init__()` in its constructor. [Plugins](plugins.md)",
     "LaunchError": "The output of the rank that is named has the cause. [Many machines](slurm.md)",
+    "NotSavedInTimeError": "Does the storage hang? Else raise the time-out. [Checkpoints](checkpoints.md)",
     "NothingSavedError": "`checkpoint.fresh=[NAME]`, where the entry is to begin from scratch. "
     "[Checkpoints](checkpoints.md#what-is-new-in-the-state)",
     "OptionError": "`stagereg list` shows the names, `stagereg doctor` which packages are broken.",

@@ -18,11 +18,15 @@ __all__ = [
     "RESUME_CODE",
     "BrokenPromiseError",
     "CheckpointError",
+    "ClosedError",
     "ConfigError",
+    "DamagedError",
+    "DisagreementError",
     "InstallationError",
     "JoinError",
     "JoinableNotInitializedError",
     "LaunchError",
+    "NotSavedInTimeError",
     "NothingSavedError",
     "PeerFailedError",
     "Preempted",
@@ -36,6 +40,7 @@ __all__ = [
     "UnknownNameError",
     "UnstageableTypeError",
     "at_least",
+    "kind_of",
     "listed",
     "name_ranks",
     "nearest",
@@ -153,6 +158,22 @@ class NothingSavedError(CheckpointError):
     """A checkpoint has nothing that an entry of the state could take: not its name, or another kind of optimizer's."""
 
 
+class DamagedError(CheckpointError):
+    """What was to be read is damaged or incomplete; the message names the files."""
+
+
+class DisagreementError(CheckpointError):
+    """The ranks do not do the same: not the same calls, options, or steps of an optimizer."""
+
+
+class ClosedError(CheckpointError):
+    """A checkpointer, or a checkpoint that was opened, was used after its ``close()``."""
+
+
+class NotSavedInTimeError(CheckpointError):
+    """A save has taken longer than its ``timeout``."""
+
+
 class LaunchError(StageregError, RuntimeError):
     """Local ranks could not be started, or one of them failed."""
 
@@ -249,6 +270,13 @@ def at_least(least: int, name: str, given: object) -> int:
     if isinstance(given, bool) or not isinstance(given, int) or given < least:
         raise ConfigError(f"{name} must be a whole number of at least {least}, not {given!r}.")
     return given
+
+
+def kind_of(errors: Iterable[BaseException]) -> type[CheckpointError]:
+    """Return the class for an error that tells of ``errors``: theirs, where all have one, so that callers can tell."""
+    kinds = {type(error) for error in errors}
+    [kind] = kinds if len(kinds) == 1 else {CheckpointError}
+    return kind if issubclass(kind, CheckpointError) else CheckpointError
 
 
 def one_of(name: str, given: object, choices: Sequence[str]) -> str:

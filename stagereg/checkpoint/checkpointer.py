@@ -31,7 +31,7 @@ from stagereg.checkpoint.format.manifest import LATEST, new_token, step_of
 from stagereg.checkpoint.load.crashes import CrashCounter, is_in_order
 from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
-from stagereg.checkpoint.ranks.rank_group import DisagreementError, RankGroup
+from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.requests import Ending, Requests
 from stagereg.checkpoint.ranks.shares import Replicas
 from stagereg.checkpoint.save.background import Background, CheckpointStats
@@ -47,7 +47,7 @@ from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store, path_or_url
 from stagereg.checkpoint.store.retry import answered, within
 from stagereg.checkpoint.store.sweep_job import take_for_job
-from stagereg.errors import CheckpointError, name_ranks
+from stagereg.errors import CheckpointError, ClosedError, DisagreementError, name_ranks
 from stagereg.join.session import followers
 from stagereg.launch.rank import command_to_go_on
 from stagereg.registry import register
@@ -624,7 +624,7 @@ class Checkpointer:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise CheckpointError("This checkpointer is closed; construct another one.")
+            raise ClosedError("This checkpointer is closed; construct another one.")
         if os.getpid() != self._pid:
             raise CheckpointError(
                 f"This checkpointer is of process {self._pid}; a forked child, such as a worker of a DataLoader, can "

@@ -32,7 +32,7 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.local_files import exchange, local_path, sync
 from stagereg.checkpoint.store.open_store import is_url
-from stagereg.errors import CheckpointError, ConfigError
+from stagereg.errors import CheckpointError, ConfigError, DamagedError
 
 _CHECKSUMS = "checksums.json"
 _METADATA = ".metadata"
@@ -196,7 +196,7 @@ class DcpReader(FileSystemReader):
         try:
             self._manifest = Manifest.loads(checksums.read_bytes()) if checksums.exists() else None
         except ValueError as error:
-            raise CheckpointError(f"{checksums} is damaged: {error}") from error
+            raise DamagedError(f"{checksums} is damaged: {error}") from error
         if self._manifest is not None:
             only = {_METADATA: self._manifest.files[_METADATA]} if _METADATA in self._manifest.files else {}
             self._expect(replace(self._manifest, files=only), self._contents({_METADATA: WHOLE}))
@@ -224,7 +224,7 @@ class DcpReader(FileSystemReader):
 
     def _expect(self, manifest: Manifest, found: dict[str, Found]) -> None:
         if damages := differences(manifest, found):
-            raise CheckpointError(
+            raise DamagedError(
                 f"{self.path} is damaged, and nothing of it was loaded: "
                 f"{Condition(os.fspath(self.path), manifest, damages)}"
             )

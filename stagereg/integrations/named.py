@@ -29,7 +29,7 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.load.opened import open_checkpoint
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.local_files import exchange, sync
-from stagereg.errors import CheckpointError, ConfigError
+from stagereg.errors import CheckpointError, ConfigError, kind_of
 
 _log = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ def choose(path: str, verify: bool) -> str | None:
             if first is not None:
                 _log.warning("stagereg: %s is passed over: %s. Loaded in its place: %s", path, first, each)
             return str(each)
-    raise CheckpointError(f"{path} cannot be loaded: {first}")
+    raise kind_of([first] if first else [])(f"{path} cannot be loaded: {first}")
 
 
 def delete(path: Path, store: Path | None = None) -> None:

@@ -28,7 +28,7 @@ from stagereg.checkpoint.load.plain_dcp import by_name, is_plain_dcp, open_plain
 from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.located import newest
-from stagereg.errors import CheckpointError, listed, nearest
+from stagereg.errors import CheckpointError, ClosedError, listed, nearest
 
 _log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
 
     def _read(self, leaf: Leaf) -> Any:
         if self._closed:
-            raise CheckpointError(f"{self.path} was closed; open it again.")
+            raise ClosedError(f"{self.path} was closed; open it again.")
         try:
             if (found := self.files.mapped(leaf.stored)) is not None:
                 return found

@@ -44,7 +44,7 @@ from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.mounts import is_shared, machine_name
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store
-from stagereg.errors import CheckpointError, reason
+from stagereg.errors import CheckpointError, DamagedError, kind_of, reason
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def restore(
             counter.leave()
         if not asked.touched:
             raise
-        raise CheckpointError(
+        raise kind_of([error])(
             f"{str(error).rstrip()}\nThe objects hold a mixture of what they had and what was read of "
             f"{asked.touched[0]}, since read=once checks on the way: do not train with them; restore another "
             "checkpoint, or start anew."
@@ -157,7 +157,7 @@ def _tried(store: CheckpointStore, resume: str, ready: Callable[[], object], ask
         passed.append(condition)
     if not passed:
         return None
-    raise CheckpointError(_nothing_good(store, passed) if resume == "auto" else _not_that_one(resume, passed[0]))
+    raise DamagedError(_nothing_good(store, passed) if resume == "auto" else _not_that_one(resume, passed[0]))
 
 
 class _Machines(NamedTuple):

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import walk
-from stagereg.errors import CheckpointError, name_ranks
+from stagereg.errors import DisagreementError, name_ranks
 from stagereg.kernel.memory import view_of
 
 T = TypeVar("T", bound=Hashable)
@@ -239,7 +239,7 @@ def expect_alike(tables: Mapping[int, Sequence[EntryContents]]) -> None:
                 wrong.append(f"{piece.name!r} is not the same on {name_ranks([other, rank])} ({kind})")
     if wrong:
         more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise CheckpointError(
+        raise DisagreementError(
             f"{'; '.join(wrong[:_SHOWN])}{more}. Of values with one name a checkpoint has one. If they are replicas "
             "of a model, they have drifted apart; parts of one tensor have to be a DTensor; and what each rank has for "
             "itself is marked stagereg.per_rank(value), or has a name of its own."

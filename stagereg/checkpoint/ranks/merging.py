@@ -22,7 +22,7 @@ import stagereg.checkpoint.ranks.shares as shares
 from stagereg.checkpoint.format.encoding import PER_RANK, Encoded, encode
 from stagereg.checkpoint.ranks.comparing import alike, digest
 from stagereg.checkpoint.state.optimizer_state import groups_of
-from stagereg.errors import CheckpointError, name_ranks
+from stagereg.errors import CheckpointError, DisagreementError, name_ranks
 
 Structures: TypeAlias = dict[tuple[str, bytes], Encoded]
 """Those that ranks have, each by the name of its entry and its digest."""
@@ -227,7 +227,7 @@ def _merge(path: str, one: Any, ranks: Sequence[int], other: Any, of_other: Sequ
             tree["attributes"] = _merge(path, one["attributes"], ranks, other["attributes"], [], differing)
         return tree
     if _has_leaf(one) or _has_leaf(other):
-        raise CheckpointError(
+        raise DisagreementError(
             f"Ranks have different kinds of values under the name {path!r}. What belongs to one rank is marked so: "
             "stagereg.per_rank(value)."
         )
@@ -284,7 +284,7 @@ def _join_parameters(ones: dict[str, Any], others: dict[str, Any]) -> None:
 
 def _expect_one_optimizer(name: str, tree: Any, differing: Sequence[str]) -> None:
     if differing:
-        raise CheckpointError(
+        raise DisagreementError(
             f"{differing[0]!r} is not the same on all ranks, so they do not train one model: give all ranks the same "
             "groups of parameters and options; or, if each rank trains a model of its own, save them under different "
             "names."
@@ -293,7 +293,7 @@ def _expect_one_optimizer(name: str, tree: Any, differing: Sequence[str]) -> Non
     for first, group in _groups(tree).items():
         for param in group["value"]["params"]:
             if group_of.setdefault(param, first) != first:
-                raise CheckpointError(
+                raise DisagreementError(
                     f"Ranks have {param!r} of {name!r} in different groups of parameters, those of "
                     f"{group_of[param]!r} and of {first!r}: make the same groups on all ranks."
                 )

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from stagereg.errors import CheckpointError, StageregError, name_ranks, reason
+from stagereg.errors import CheckpointError, DisagreementError, StageregError, kind_of, name_ranks, reason
 from stagereg.join.failure import abort, is_broken_operation, is_timeout
 from stagereg.kernel.channel import resources_of, wait_for_keys
 from stagereg.kernel.memory import view_of
@@ -51,10 +51,6 @@ _HEAD_BYTES, _LENGTH_BYTES = 1016, 8  # of a message, and of its length, that go
 _SHOWN = 4  # ranks whose errors a message has
 
 
-class DisagreementError(CheckpointError):
-    """The ranks do not do the same; not the fault of the one that has found it."""
-
-
 def _cause(error: BaseException) -> BaseException | None:
     """Return what an error is chained to whose message has all that is in the message of ``error``."""
     return error.__cause__ if isinstance(error, CheckpointError) else error
@@ -65,6 +61,7 @@ def _texts(errors: Mapping[int, BaseException]) -> list[str]:
     alike: dict[str, list[int]] = {}
     for rank, error in errors.items():
         alike.setdefault(reason(error), []).append(rank)
+    # Who has found that ranks disagree is not the one at fault.
     blameless = {reason(error) for error in errors.values() if isinstance(error, DisagreementError)}
     return [text if text in blameless else f"{name_ranks(ranks)}: {text}" for text, ranks in alike.items()]
 
@@ -298,7 +295,7 @@ class RankGroup:
             try:
                 return answer([act()])[0]
             except Exception as error:
-                raise CheckpointError(f"{failing}: {reason(error)}") from _cause(error)
+                raise kind_of([error])(f"{failing}: {reason(error)}") from _cause(error)
         failure: BaseException | None = None
         try:
             post = pickle.dumps((act(), None))
@@ -330,7 +327,7 @@ class RankGroup:
             texts = _texts(errors)
             more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
             cause = next(iter(errors.values())) if failure is None else failure
-            raise CheckpointError(f"{failing}: {'; '.join(texts[:_SHOWN] + more)}") from _cause(cause)
+            raise kind_of(errors.values())(f"{failing}: {'; '.join(texts[:_SHOWN] + more)}") from _cause(cause)
         return cast("U", answered)
 
     def _collect(self, post: bytes, limit: datetime.timedelta) -> list[bytes]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from stagereg.errors import CheckpointError, name_ranks
+from stagereg.errors import CheckpointError, DisagreementError, name_ranks
 from stagereg.join.failure import collectives_of
 from stagereg.kernel.channel import resources_of, wait_for_keys
 
@@ -133,14 +133,14 @@ class Ending:
         while not wait_for_keys(self._store, ranks, _LOOK_S):
             meanwhile()
             if self._store.check(["beyond"]):
-                raise CheckpointError(self._store.get("beyond").decode())
+                raise DisagreementError(self._store.get("beyond").decode())
             waited = time.monotonic() - started
             if (waited > _LONG_S and not warned) or waited > limit_s:
                 came = [int(each) for each in ranks if self._store.check([each])]
                 missing = name_ranks([each for each in range(len(ranks)) if each not in came])
                 text = f"{name_ranks(came)} came to the end{_text(step)}, {missing} did not. {_ADVICE}"
                 if waited > limit_s:
-                    raise CheckpointError(text)
+                    raise DisagreementError(text)
                 if rank == came[0]:
                     _log.warning("stagereg: %s", text)
                 warned = True

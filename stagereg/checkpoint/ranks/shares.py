@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.ranks.comparing import EntryContents, HeldTensor, Kind, Part, Place
-from stagereg.errors import CheckpointError, name_ranks
+from stagereg.errors import DisagreementError, name_ranks
 from stagereg.kernel.memory import view_of
 
 _LEAST_BYTES = 1 << 16  # a tensor of fewer is not cut
@@ -185,7 +185,7 @@ def expect_samples_alike(ranks: Sequence[Mapping[str, int]]) -> None:
         for name, crc in each.items():
             other, expected = seen.setdefault(name, (rank, crc))
             if crc != expected:
-                raise CheckpointError(
+                raise DisagreementError(
                     f"{name.split('.', 2)[2]!r} was the same on {name_ranks([other, rank])}, so each staged a share, "
                     "and is not any more. Replicas of one model have drifted apart; or, if each rank trains a model of "
                     "its own, mark it so: stagereg.per_rank(value)."

@@ -32,7 +32,7 @@ from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget
 from stagereg.checkpoint.save.schedule import Schedule
 from stagereg.checkpoint.store.advice import advice, causes
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.errors import CheckpointError, reason
+from stagereg.errors import CheckpointError, NotSavedInTimeError, kind_of, reason
 
 _log = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ class Background:
         ranks, seconds = self._target.ranks, self.timeout_s
         who = "it" if ranks.group is None else f"rank {ranks.rank}"
         limit = f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"
-        return CheckpointError(
+        return NotSavedInTimeError(
             f"Step {save.step} was not saved: it has taken longer than {limit} ({who} is at: {save.at}). Does the "
             f"storage hang? Until this ends, no other save begins. {self.describe_newest()}"
         )
@@ -332,7 +332,7 @@ class Background:
         known = isinstance(error, CheckpointError)
         text = reason(error) if known else f"Step {save.step} was not saved: {reason(error)}"
         parts = (f"{text.rstrip('.')}.", advice(error, self._target.store.root), self.describe_newest())
-        failure = CheckpointError(" ".join(part for part in parts if part))
+        failure = kind_of([error])(" ".join(part for part in parts if part))
         failure.__cause__ = error.__cause__ if known else error
         return failure
 

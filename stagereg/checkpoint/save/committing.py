@@ -36,7 +36,6 @@ from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult,
 from stagereg.checkpoint.format.manifest import FileMark
 from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, compare, content_digests, expect_alike
 from stagereg.checkpoint.ranks.merging import Asked, EntryDigests, Merging, RankEntries, Sent, groups_in
-from stagereg.checkpoint.ranks.rank_group import DisagreementError
 from stagereg.checkpoint.ranks.shares import SAMPLES, Replicas, Shares, cut, shares
 from stagereg.checkpoint.save.backward import short_turns, wait_for_backward
 from stagereg.checkpoint.save.pending_save import PendingSave
@@ -45,7 +44,7 @@ from stagereg.checkpoint.state.entries import rng_name
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.retry import within
-from stagereg.errors import CheckpointError, name_ranks
+from stagereg.errors import CheckpointError, DisagreementError, NotSavedInTimeError, name_ranks
 
 WAITING = "waiting for the others"
 """What a rank that has done its part is doing."""
@@ -218,10 +217,10 @@ class _Work:
         if len(set(steps)) > 1:
             for step in steps:
                 self._to.store.discard(self._to.store.temporary(step, self._token))
-            raise CheckpointError(f"The ranks saved different steps at the same time: {steps}.")
+            raise DisagreementError(f"The ranks saved different steps at the same time: {steps}.")
         _expect_all_up_to_date(self._save.step, prepared)
         if len({each.shares_of for each in prepared}) > 1:
-            raise CheckpointError(
+            raise DisagreementError(
                 "The ranks disagree on which of them writes which part of the shared state. Nothing was written; the "
                 "next save compares it anew."
             )
@@ -278,7 +277,7 @@ class _Work:
         save, to = self._save, self._to
         save.at = "committing"
         if save.abandoned:
-            raise CheckpointError("it took too long and was given up")
+            raise NotSavedInTimeError("it took too long and was given up")
         state = self._merging.put_together([sent for _, sent in written])
         if lasting is None:
             to.storage.finish_again(to.finished)

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from stagereg.checkpoint.format.encoding import walk, without_gc
 from stagereg.checkpoint.format.index import overlap
 from stagereg.checkpoint.ranks.comparing import Part
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, DisagreementError
 
 
 class StatePlanner(DefaultSavePlanner):
@@ -124,7 +124,7 @@ class StatePlanner(DefaultSavePlanner):
             for item in items:
                 name, data, is_shard = item.index.fqn, item.tensor_data, item.type is WriteItemType.SHARD
                 if name in found and not (is_shard and name in sharded):
-                    raise CheckpointError(f"Under the name {name!r} ranks have different kinds of values.")
+                    raise DisagreementError(f"Under the name {name!r} ranks have different kinds of values.")
                 if data is None:
                     found[name] = BytesStorageMetadata()
                 elif name in found:

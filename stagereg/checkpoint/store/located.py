@@ -15,7 +15,7 @@ from stagereg.checkpoint.format.damage import Condition
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, step_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_parent_store, open_store
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, DamagedError
 
 
 @dataclass(frozen=True)
@@ -95,4 +95,4 @@ def newest(target: str, verify: bool, reading: ExitStack) -> tuple[Checkpoint, l
     if {each.path for each in located(target).conditions} - {each.path for each in found.conditions}:
         return newest(target, verify, reading)  # a run has replaced them by newer ones meanwhile
     listed = "\n".join(f"{each.path}: {each}" for each in passed)
-    raise CheckpointError(f"There is no good checkpoint in {target}:\n{listed}")
+    raise DamagedError(f"There is no good checkpoint in {target}:\n{listed}")

@@ -11,6 +11,7 @@ import json
 import logging
 import logging.handlers
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -30,6 +31,7 @@ from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 
+from ...benchmarks.faults import FAULTS
 from ...support.faulty_storage import FaultyStorage
 
 ROOT = Path(__file__).parents[3]
@@ -181,17 +183,19 @@ def test_a_rank_that_hangs_is_named_and_then_all_go_on(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_fault_leaves_what_the_documentation_says() -> None:
-    command = [sys.executable, str(ROOT / "tests" / "benchmarks" / "faults.py"), "--json"]
+    runnable = all(each.stat().st_mode & stat.S_IXOTH for each in Path(sys.base_prefix).resolve().parents)
+    names = [name for name in FAULTS if runnable or not FAULTS[name].user]  # by the user of a fault, as far as he gets
+    command = [sys.executable, str(ROOT / "tests" / "benchmarks" / "faults.py"), "--json", *names]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False, env=environment)
     if "mount" in done.stderr and done.returncode:
         pytest.skip(f"cannot mount a file system: {done.stderr.splitlines()[-1]}")
     assert done.returncode == 0, done.stderr[-4000:]
     results = {name: SimpleNamespace(**result) for name, result in map(json.loads, done.stdout.splitlines())}
-    assert len(results) > 15
+    assert list(results) == names
     page = (ROOT / "docs" / "checkpoints.md").read_text()
-    assert "\n".join(result.block for result in results.values()) in page
     for name, result in results.items():
+        assert result.block in page
         good = [] if name == "deleted" else [1, 2]
         assert result.loads[: len(good)] == good, (name, result)
         assert result.resumes == result.loads[-1], (name, result)

@@ -1,0 +1,71 @@
+"""What went wrong with a checkpoint can be told by the class of the error, on every rank alike."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import stagereg
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.errors import CheckpointError
+from stagereg.testing import run_ranks
+
+
+def kind(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except CheckpointError as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def kinds(rank: int, world_size: int, root: str) -> dict[str, str]:
+    seen: dict[str, str] = {}
+    state = {"x": torch.arange(4.0)}
+    checkpointer = Checkpointer(f"{root}/one", grace=None, save_last=False)
+    checkpointer.save(1, state)
+    checkpointer.wait()
+    seen["rank 1 alone does not save"] = kind(
+        lambda: (checkpointer.save(2, state) if rank == 0 else checkpointer.save(3, state), checkpointer.wait())
+    )
+    checkpointer.close()
+    seen["closed"] = kind(lambda: checkpointer.save(4, state))
+    dist.barrier()
+    if rank == 0:
+        for file in Path(root, "one").glob("step-*/*.distcp"):
+            file.write_bytes(b"nothing")
+    dist.barrier()
+    with Checkpointer(f"{root}/two", resume=f"{root}/one/latest", grace=None, save_last=False) as other:
+        seen["damaged"] = kind(lambda: other.restore(state))
+    opened = stagereg.open_checkpoint
+    seen["damaged, opened"] = kind(lambda: opened(f"{root}/one"))
+    return seen
+
+
+def test_damage_disagreement_and_use_after_the_end_have_classes_of_their_own(tmp_path: Path) -> None:
+    one, other = run_ranks(kinds, 2, args=(str(tmp_path),))
+    assert one == other
+    assert one == {
+        "rank 1 alone does not save": "DisagreementError",
+        "closed": "ClosedError",
+        "damaged": "DamagedError",
+        "damaged, opened": "DamagedError",
+    }
+
+
+def test_a_save_that_hangs_is_not_saved_in_time(tmp_path: Path) -> None:
+    go = threading.Event()
+    publish = CheckpointStore.publish
+    with mock.patch.object(CheckpointStore, "publish", lambda *given: (go.wait(60), publish(*given))[1]):
+        checkpointer = Checkpointer(str(tmp_path), grace=None, timeout=datetime.timedelta(seconds=0.5))
+        checkpointer.save(1, {"x": 1})
+        assert kind(checkpointer.wait) == "NotSavedInTimeError"
+        go.set()
+        checkpointer.close()
