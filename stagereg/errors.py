@@ -279,9 +279,9 @@ def kind_of(errors: Iterable[BaseException]) -> type[CheckpointError]:
     return kind if issubclass(kind, CheckpointError) else CheckpointError
 
 
-def one_of(name: str, given: object, choices: Sequence[str]) -> str:
-    """Return one of ``choices``."""
+def one_of(name: str, given: object, choices: Sequence[str], error: type[StageregError] = ConfigError) -> str:
+    """Return one of ``choices``. Raises: ``error``, with the nearest of them."""
     if given not in choices:
         close = nearest(given, choices) if isinstance(given, str) else ""
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {given!r}.{close}")
+        raise error(f"{name} must be one of {', '.join(choices)}, not {given!r}.{close}")
     return str(given)

@@ -48,7 +48,7 @@ from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open
 from stagereg.checkpoint.store.retry import answered, within
 from stagereg.checkpoint.store.sweep_job import take_for_job
 from stagereg.errors import CheckpointError, ClosedError, DisagreementError, name_ranks
-from stagereg.join.session import followers
+from stagereg.join.peers import followers
 from stagereg.launch.rank import command_to_go_on
 from stagereg.registry import register
 from stagereg.spec import suggests_arguments

@@ -16,19 +16,20 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 import stagereg.record as record
-from stagereg.errors import JoinError, UnevenInputsError, nearest
+from stagereg.errors import JoinError, UnevenInputsError, nearest, one_of
 from stagereg.join.adapt import ForeignJoinable, adapt, auto, common_group, type_name
 from stagereg.join.batches import SampleCounter
-from stagereg.join.failure import collectives_of, discard_channels
+from stagereg.join.broken import collectives_of, discard_channels
 from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, notify
+from stagereg.join.loop import Mode, Terms
 from stagereg.join.mean_loss import MeanLoss, is_mean
-from stagereg.join.session import JoinSession, Mode, one_of
+from stagereg.join.session import JoinSession
 from stagereg.kernel.channel import resources_of
 from stagereg.kernel.shadow import TorchWire
 from stagereg.registry import register
@@ -115,10 +116,10 @@ class Join:
         self._joinables = list(adapted.values())
         self._enable = enable
         self._throw = throw_on_early_termination
-        self._mode = mode if mode is None else one_of("mode", mode, Mode)
+        self._mode = mode if mode is None else one_of("join.mode", mode, get_args(Mode), JoinError)
         self._loader = loader
         self._timeout = timeout
-        self._average = one_of("average over", average, Average)
+        self._average = one_of("join.average", average, get_args(Average), JoinError)
         self._kwargs = kwargs
         self._divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
         self._group = common_group(self._joinables, process_group)
@@ -142,7 +143,7 @@ class Join:
                     joinable.attach(session)
         except BaseException as error:
             if self._session is not None:
-                self._session.failed = not isinstance(error, UnevenInputsError)
+                self._session.peers.failed = not isinstance(error, UnevenInputsError)
             self._restore()
             raise
         return self
@@ -228,7 +229,7 @@ class Join:
         Returns:
             A scalar: the mean, the same on all ranks, such as for a log.
         """
-        over = self._average if over is None else one_of("average over", over, Average)
+        over = self._average if over is None else one_of("over", over, get_args(Average), JoinError)
         count = float(n)
         if not self._warned and count > 1 and is_mean(loss_sum):
             self._warned = True
@@ -238,11 +239,11 @@ class Join:
         if not self._enable or world == 1:
             return MeanLoss.of(loss_sum, own / (count or 1.0), 1.0 / (count or math.inf))
         session = self._session
-        if session is None or session.responder is None:
+        if session is None or session.peers.responder is None:
             raise JoinError("join.mean works inside the join, with join.iterate or with join.mode=counted or planned")
         has_data = float(session.loop is None or not session.loop.membership.empty)
         share = own if over == "samples" else own / (count or 1.0)
-        samples, active, total = session.responder.request(count, has_data, share)
+        samples, active, total = session.peers.responder.request(count, has_data, share)
         divisor = {"samples": samples, "world": float(world), "active": active}[over]
         ranks = world if self._divides_by_world else active  # by which the gradients are going to be divided
         per_sample = 1.0 if over == "samples" else count
@@ -266,15 +267,13 @@ class Join:
 
     def _start(self) -> JoinSession:
         first = self._joinables[0]
-        session = self._session = JoinSession(
-            self._wire,
-            self._joinables,
+        terms = Terms(
             self._mode,
             self._throw,
             any(joinable.needs_active_ranks(self._divides_by_world) for joinable in self._joinables),
             type_name(first) if isinstance(first, ForeignJoinable) else "",
-            self._timeout,
         )
+        session = self._session = JoinSession(self._wire, self._joinables, terms, self._timeout)
         names = [type_name(getattr(each, "joinable", each)) for each in self._joinables]
         alike = {"mode": self._mode, "throw": self._throw, "average": self._average, "joinables": ", ".join(names)}
         session.start(self._loader, alike)
@@ -303,7 +302,7 @@ class Join:
         counts = {"samples": counter.samples} if counter.batches and counter.samples is not None else {}
         if self._session is not None:
             counts["shadowed"] = self._session.shadowed
-            if not self._session.foreign:  # whose steps are announced elsewhere
+            if not self._session.terms.foreign:  # whose steps are announced elsewhere
                 counts["steps"] = self._session.steps - self._session.shadowed
             record.emit("join", **counts)
         elif counter.batches:
@@ -313,7 +312,7 @@ class Join:
         session, self._session = self._session, None
         with contextlib.ExitStack() as every:  # whatever one of them raises
             if session is not None:
-                if session.failed:
+                if session.peers.failed:
                     every.callback(discard_channels, self._group)
                 every.callback(session.stop)
             for joinable, config in zip(self._joinables, self._configs, strict=True):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import re
 import threading
 import time
 import traceback
@@ -22,11 +21,11 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from stagereg.errors import PeerFailedError, StageregError, UnevenInputsError, name_ranks
+from stagereg.join.broken import abort, backends_of, collectives_of, is_broken_operation, is_lost_connection, is_timeout
 from stagereg.join.progress import Progress
 from stagereg.kernel.channel import HEARTBEAT_S, WorkerThread, resources_of
 
@@ -38,7 +37,6 @@ _ANSWER_S = (
 )
 _TURN_S = 0.2
 _LONGEST = 1000  # characters of a rank's error that the others print
-_TAG = 0x57A6E  # of a receive that no rank sends for; a tag that no program uses
 _NOTHING = "-"
 _LOOK_S = 2.0  # after which a rank that waits looks whether the others can still come
 _OTHER_CALLS = (
@@ -46,9 +44,6 @@ _OTHER_CALLS = (
     "torch.no_grad()."
 )
 _CALLS = ("join.mean", "metrics.compute")  # of the loop's body, for all ranks that run it
-_TIMEOUT = r"Timed out waiting \d+ ?ms|pair closure|operation timeout|Operation timed out!|wait timeout|Socket Timeout"
-_LOST = r"Connection (closed|reset)|Broken pipe"
-_BROKEN = rf"\bDist\w*Error:|gloo|nccl|c10d|{_TIMEOUT}"
 
 
 class RankStatus(NamedTuple):
@@ -131,7 +126,7 @@ class FailureDetector:
         resources = resources_of(group)
         self._outermost, resources.watched = not resources.watched, True
         self._thread = resources.heartbeat if self._outermost else WorkerThread("stagereg-heartbeat-nested")
-        for backend in [*_backends(group), *resources.backends(polled=False)]:
+        for backend in [*backends_of(group), *resources.backends(polled=False)]:
             with contextlib.suppress(Exception):  # not all have one
                 limit = backend.options._timeout
                 backend._set_default_timeout(timedelta(seconds=self._timeout_s))
@@ -181,7 +176,7 @@ class FailureDetector:
         self._poll_all("a collective")
         self._ended.wait(_ANSWER_S)
         absent = self._absent()
-        if absent and _matches(_LOST, error):  # it may have been killed before its first status
+        if absent and is_lost_connection(error):  # it may have been killed before its first status
             advice = "If it was killed as it entered: look at the end of its output."
             self._publish(_failure_of(absent, "is not in this join, or no more, and a connection was lost", advice))
         return self._known()
@@ -391,84 +386,6 @@ class FailureDetector:
             status = self._read(str(rank))
             if status is not None:
                 yield rank, status
-
-
-def collectives_of(group: dist.ProcessGroup | None) -> int:
-    """Return how many collectives the group has run on this rank; 0 where it does not count them."""
-    try:
-        return int(group._get_sequence_number_for_group())  # type: ignore[union-attr]
-    except (AttributeError, RuntimeError):
-        return 0
-
-
-def abort(group: dist.ProcessGroup) -> None:
-    """Let every operation on ``group`` that is under way fail, on this rank at once; the group is unusable afterwards.
-
-    Gloo's own ``abort`` and ``shutdown`` do nothing, and neither wakes a thread that waits in a collective. A receive
-    that times out does: gloo then takes every connection of this rank's group for broken and closes it, so whatever
-    waits on one, on this rank or at its other end, fails at once. In a ring not every two ranks are connected, so each
-    rank has to call it. Never raises; for any thread. Other backends get ``group.abort()``.
-    """
-    resources = resources_of(group)
-    resources.aborted = True
-    for backend in [*_backends(group), *resources.backends()]:
-        _abort(backend)
-
-
-def discard_channels(group: dist.ProcessGroup) -> None:
-    """Let go of what joins keep for ``group``, after one has failed: its ranks may be anywhere in their exchanges."""
-    resources = resources_of(group)
-    for backend in resources.backends():
-        _abort(backend)  # or a thread would wait in one for a rank that does not come
-    resources.close()
-
-
-def _abort(backend: Any) -> None:
-    if isinstance(backend, dist.ProcessGroupGloo):
-        _close_connections(backend)
-    else:
-        with contextlib.suppress(Exception):
-            backend.abort()
-
-
-def _close_connections(backend: Any) -> None:
-    """Let a receive time out, from the first rank that is still connected.
-
-    One over a connection that the other end has closed, as ranks do that abort earlier, fails and leaves the rest open.
-    """
-    for distance in range(1, backend.size()):
-        try:
-            source = (backend.rank() + distance) % backend.size()
-            backend.recv([torch.zeros(1)], source, _TAG).wait(timedelta(milliseconds=5))
-        except Exception as error:
-            if is_timeout(error):
-                return
-
-
-def is_broken_operation(error: BaseException) -> bool:
-    """Whether ``error``, or what it came from, looks as if a collective or a call of the store has ended with it."""
-    return _matches(_BROKEN, error)
-
-
-def is_timeout(error: BaseException) -> bool:
-    """Whether ``error``, or what it came from, looks as if an operation has waited too long for another rank."""
-    return _matches(_TIMEOUT, error)
-
-
-def _matches(pattern: str, error: BaseException) -> bool:
-    # Gloo raises a plain RuntimeError, as so much else does; only its text tells them apart.
-    return re.search(pattern, "".join(traceback.format_exception(error, limit=0)), re.IGNORECASE) is not None
-
-
-def _backends(group: Any) -> list[Any]:
-    """The backends of a group, each once, without what ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps around them."""
-    found: dict[int, Any] = {}
-    for device in group._device_types:
-        with contextlib.suppress(Exception):
-            backend: Any = group._get_backend(device)
-            backend = getattr(backend, "wrapped_pg", backend)
-            found[id(backend)] = backend
-    return list(found.values())
 
 
 def _failure_of(ranks: Mapping[int, RankStatus | None], message: str, advice: str) -> PeerFailedError:

@@ -121,7 +121,7 @@ class TrackedJoinable(BuiltInJoinable):
         # Of a loop that is an evaluation as a whole, each forward is a step's own.
         self.in_step = begins and (training or (loop is not None and not loop.trains))
         if session is not None:
-            session.count_forward(self.gathers, trains=begins and training and not was_open)
+            session.peers.count_forward(self.gathers, trains=begins and training and not was_open)
         self.before_forward(self.in_step, args, kwargs)
 
     def _after(self, module: Any, inputs: Any, output: Any) -> None:
@@ -142,7 +142,7 @@ class TrackedJoinable(BuiltInJoinable):
             handle.remove()
         self._awaited, self._is_open = (), False
         if self.gathers and self.session is not None:
-            self.session.count_backward()
+            self.session.peers.count_backward()
         self.on_backward()
 
 

@@ -187,7 +187,7 @@ def trained_without_outputs(rank: int, world_size: int) -> list[float]:
         for x in join.iterate([torch.ones(2, 3)] * (4 if rank == 0 else 2)):
             y = model(x)
             (y.sum() if len(x) else 0 * sum(param.sum() for param in model.parameters())).backward()
-        return list(join._session.progress)
+        return list(join._session.peers.progress)
 
 
 def test_a_loss_of_no_samples_that_uses_no_output_is_no_stray_step() -> None:

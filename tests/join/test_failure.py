@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 import stagereg
 import stagereg.testing.ranks as ranks
 from stagereg.errors import CheckpointError, JoinError, PeerFailedError, UnevenInputsError
-from stagereg.join.failure import FailureDetector, RankStatus, abort, is_broken_operation, is_timeout
+from stagereg.join.broken import abort, is_broken_operation, is_timeout
+from stagereg.join.failure import FailureDetector, RankStatus
 from stagereg.kernel.channel import resources_of
 from stagereg.testing import RankFailure, run_ranks
 from stagereg.testing.worker import new_group
@@ -435,7 +436,7 @@ class NeverNotifies(stagereg.Joinable):
 
 def never_entered(rank: int, world_size: int) -> tuple[str, str, float]:
     def enter() -> None:
-        with mock.patch("stagereg.join.session.LIMIT_S", 1.0), stagereg.Join([ddp], mode="counted", timeout=1.0):
+        with mock.patch("stagereg.join.peers.LIMIT_S", 1.0), stagereg.Join([ddp], mode="counted", timeout=1.0):
             pass
 
     ddp = model()

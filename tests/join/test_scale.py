@@ -73,8 +73,11 @@ class FailureDetector:
 def in_threads() -> Iterator[None]:
     """What a join takes of its process is per rank while this is on."""
     each = {
-        "stagereg.join.session.FailureDetector": FailureDetector,
-        "stagereg.join.session.control_channel": lambda group, purpose, waiting: channel_of(group, purpose),
+        "stagereg.join.peers.FailureDetector": FailureDetector,
+        **{
+            f"stagereg.join.{module}.control_channel": lambda group, purpose, waiting: channel_of(group, purpose)
+            for module in ("session", "peers", "loop")
+        },
         "stagereg.join.context.discard_channels": lambda group: None,
     }
     with contextlib.ExitStack() as all_of_them:

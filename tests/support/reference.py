@@ -31,7 +31,7 @@ EXACT = 1e-12
 
 def await_published() -> None:
     """Wait until the others can read that this rank is in its join, and in which step, as it is now."""
-    detector = session._entered.get()[-1].detector
+    detector = session._entered.get()[-1].peers.detector
     beat = detector._beat
     while detector._beat < beat + 2:  # then the status after `beat` is in the store
         time.sleep(0.01)

@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
-from stagereg.errors import ConfigError, JoinError
+from stagereg.errors import ConfigError, JoinError, one_of
 from stagereg.join.joinable import BuiltInHook, BuiltInJoinable, JoinHook, notify
-from stagereg.join.session import one_of
 from stagereg.registry import register
 from stagereg.spec import refuse_unknown
 
@@ -42,8 +41,8 @@ class Collective:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        one_of("collective", self.op, Op)
-        one_of("reduction", self.reduce, Reduction)
+        one_of("a collective's op", self.op, get_args(Op), JoinError)
+        one_of("a collective's reduce", self.reduce, get_args(Reduction), JoinError)
         dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
         if not isinstance(dtype, torch.dtype):
             raise JoinError(f"a collective's dtype must be a torch dtype or its name, not {self.dtype!r}")

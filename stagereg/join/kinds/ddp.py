@@ -172,7 +172,7 @@ class DdpJoinable(ReducingJoinable):
     def attach(self, session: JoinSession) -> None:
         """The join has been entered: look at who is active in each step, if a step depends on it."""
         super().attach(session)
-        if session.throw or not self.divides_by_world:
+        if session.terms.throw or not self.divides_by_world:
             self.handles = [*self.handles, self.module.module.register_forward_hook(self._inner_forward_done)]
 
     def end_steps(self) -> None:

@@ -159,7 +159,7 @@ class MetricsJoinable(BuiltInJoinable):
         return self._responder
 
     def _wait(self, ready: Callable[[float], bool], what: str) -> None:
-        (wait_until if self.session is None else self.session.detector.wait)(ready, what)
+        (wait_until if self.session is None else self.session.peers.detector.wait)(ready, what)
 
     def _own(self) -> dict[str, tuple[float, float]]:
         with self._lock:

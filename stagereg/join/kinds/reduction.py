@@ -123,7 +123,7 @@ class ZeroGradPolicy:
     def wait(self, key: str, session: JoinSession | None, what: str) -> None:
         """Wait until a rank has published ``key``. In torch's ``Join``, without a session, reading it does."""
         if session is not None:
-            session.detector.wait(lambda seconds: wait_for_keys(self.store, [key], seconds), what)
+            session.peers.detector.wait(lambda seconds: wait_for_keys(self.store, [key], seconds), what)
 
 
 _policies: weakref.WeakKeyDictionary[nn.Module, ZeroGradPolicy] = weakref.WeakKeyDictionary()

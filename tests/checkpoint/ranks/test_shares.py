@@ -174,7 +174,7 @@ def test_what_is_not_alike_under_one_name_is_refused(tmp_path: Path) -> None:
     assert "'model.bias' is not the same on ranks 0, 1 (other values)" in found["drift"]
     assert "Step 2 was not saved" in found["apart"]
     assert "'model' was the same on ranks 0, 1, so each staged a share, and is not any more." in found["apart"]
-    assert "Step 2 was not saved: rank 0: The ranks disagree on which of them writes which part" in found["changed"]
+    assert "Step 2 was not saved: The ranks disagree on which of them writes which part" in found["changed"]
     assert "'optimizer.param_groups.weight.lr' is not the same on all ranks" in found["options"]
 
 

@@ -1,0 +1,157 @@
+"""What a rank in a join has to do with the other ranks of it: waits for them, follows them, publishes how far it is.
+
+One :class:`Peers` lasts as long as the join. It knows nothing of loops, joinables and hooks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+
+from stagereg.errors import JoinError
+from stagereg.join.failure import FailureDetector
+from stagereg.join.progress import Progress
+from stagereg.join.responder import Responder
+from stagereg.kernel.channel import LIMIT_S, PendingSum, control_channel, resources_of
+from stagereg.kernel.shadow import TorchWire
+
+_LOOK_S = 0.0005
+
+
+class Follower(Protocol):
+    """Something that all ranks do together at a step, such as saving, also those that have left a plain loop."""
+
+    def follow(self) -> None:
+        """Do what ranks in the loop have done since the last step; on a rank that has left it, between two steps."""
+
+    def loop_ended(self) -> None:
+        """No rank is in the loop any more, and each has done what the others did."""
+
+
+followers: weakref.WeakSet[Follower] = weakref.WeakSet()
+"""Global, as neither the join nor what follows it is given the other."""
+
+
+class Peers:
+    """The other ranks of one join. All ranks construct theirs in the same order.
+
+    Args:
+        wire: of the group that trains together.
+        timeout_s: seconds that a rank may keep the others waiting.
+        steps: returns how many steps have begun.
+
+    Attributes:
+        progress: what the ranks know of each other.
+        responder: for the sums of ``join.mean``; ``None`` on torch's wire.
+        follows: as this rank has left its loop, so that its followers do what those of others do.
+        failed: so that some rank may still wait on a channel.
+    """
+
+    def __init__(self, wire: TorchWire, timeout_s: float, steps: Callable[[], int]) -> None:
+        self.wire, self.group, self._steps = wire, wire.group, steps
+        self.progress = Progress()
+        self.responder: Responder | None = None
+        self.follows = self.failed = False
+        self.name = resources_of(self.group).next_name("join")
+        self.detector = FailureDetector(
+            self.group,
+            timeout_s,
+            self.name,
+            step=lambda: steps() or None,
+            elsewhere=self._is_elsewhere,
+            progress=lambda: self.progress,
+        )
+        several = self.group.size() > 1
+        self.store: Any = PrefixStore(self.name, self.group.get_group_store()) if several else HashStore()
+
+    def _is_elsewhere(self) -> bool:
+        """Whether this rank does not run the loop's body, so that it calls nothing that the others do."""
+        return self.follows or (self.responder is not None and self.responder.running)
+
+    def expect_alike(self, options: Mapping[str, Any]) -> None:
+        """Compare what all ranks are to have entered with. Raises: ``JoinError`` if another rank has other options."""
+        own = json.dumps(options, default=str)
+        others = json.loads(self.store.compare_set("options", "", own))
+        for name, value in json.loads(own).items():
+            if others[name] != value:
+                error = JoinError(
+                    f"join.{name} is not the same on all ranks: here it is {value}, elsewhere {others[name]}. Give all "
+                    "ranks the same options."
+                )
+                self.detector.report(error)
+                raise error
+
+    def count_forward(self, gathers: bool, trains: bool) -> None:
+        """A forward runs, and if it begins a step, that has begun.
+
+        Args:
+            gathers: whether it has collectives, with the forwards of all other ranks.
+            trains: whether it is the training forward with which a step begins. Before any other, the ranks meet.
+        """
+        progress = self.progress.begun(self._steps())
+        if gathers:
+            progress = progress.mark() if trains else progress
+            progress = progress._replace(forwards=progress.forwards + 1)
+        self.progress = progress
+        if gathers and not trains and self.group.size() > 1:
+            met = control_channel(self.group, "forward", self.detector.wait).add([])
+            self.wait(met.ready, "a forward under no_grad")
+
+    def count_backward(self) -> None:
+        """A backward runs, of a module whose forwards have collectives."""
+        self.progress = self.progress.mark()
+
+    def follow(self) -> None:
+        """Do what ranks in the loop have done, if this one has left it."""
+        if self.follows:
+            for follower in list(followers):
+                follower.follow()
+
+    def end_loop(self) -> None:
+        """No rank has data any more."""
+        self.follow()
+        self.follows = False
+        for follower in list(followers):
+            follower.loop_ended()
+
+    def wait(self, ready: Callable[[float], bool], what: str) -> None:
+        """Wait for other ranks, as the detector does, and follow them meanwhile."""
+
+        def ready_to_go_on(seconds: float) -> bool:
+            self.follow()
+            return ready(seconds)
+
+        self.detector.wait(ready_to_go_on, what)
+
+    def count_active(self) -> int:
+        """Without data, on torch's wire: how many ranks begin another step; waits for them, and follows them."""
+        self.progress = self.progress._replace(waits=True)
+        total = torch.zeros(1, device=self.wire.device)
+        work = dist.all_reduce(total, group=self.group, async_op=True)
+        # A wait with a time-out is a look for gloo; backends of accelerators may abort the group after it.
+        ready = PendingSum(array("d"), work).ready if total.is_cpu else functools.partial(_wait_for_work, work)
+        self.wait(ready, "the next step")
+        return int(total.item())
+
+    def wait_for_ranks(self, ready: Callable[[float], bool], what: str) -> None:
+        """Wait as long as torch does, since other ranks may still prepare their data; raises if a rank has failed."""
+        self.detector.wait(ready, what, LIMIT_S)
+
+
+def _wait_for_work(work: Any, seconds: float) -> bool:
+    """Wait for a collective, no longer than so many seconds."""
+    ends = time.monotonic() + seconds
+    while not work.is_completed() and time.monotonic() < ends:
+        time.sleep(_LOOK_S)
+    if work.is_completed():
+        work.wait()  # raises what it failed with
+    return bool(work.is_completed())
