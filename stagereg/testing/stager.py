@@ -13,7 +13,6 @@ import os
 import re
 import tempfile
 import threading
-from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -32,15 +30,11 @@ from stagereg.errors import RegistryError, StageregError
 from stagereg.kernel.memory import padding_around
 from stagereg.spec import check
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesPadding, StateDict, WatchesOptimizers
-from stagereg.testing.stager_trial import StagerTrial, difference, on_a_rank
+from stagereg.testing.stager_fidelity import StagerFidelity
+from stagereg.testing.stager_trial import difference, on_a_rank
 
-_DTYPES = """bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float16 bfloat16 float32
-float64 complex64 complex128"""
-"""Those that checkpoints are made of."""
 _LARGE = 36 * 2**20
 """Bytes that no malloc keeps for later: glibc maps what is above 32 MiB, and unmaps it at once."""
-
-Pair = namedtuple("Pair", "left right")
 
 
 @dataclass
@@ -50,94 +44,12 @@ class CustomValue:
     steps: list[int]
 
 
-class StagerContract(StagerTrial):
+class StagerContract(StagerFidelity):
     """Inherit from this, write ``make``, and each ``test_*`` tries one promise on your stager.
 
     What to override is described in :class:`~stagereg.testing.stager_trial.StagerTrial`: ``make``, and for stagers that
     are not like others ``expected``, ``timeout_s`` and ``device``.
     """
-
-    # Fidelity: the copy is the source in everything but its memory
-
-    def test_structure_is_kept(self) -> None:
-        """Containers keep their types and the order of their items, empty ones too."""
-        state: StateDict = {
-            "z first": [self.ones(2), (self.ones(1), [self.ones(1), "x"], ())],
-            "pair": Pair(self.ones(2), {"k": 1}),
-            "ordered": OrderedDict([("w", self.ones(2)), ("b", self.ones(1))]),
-            "leaves": {"int": 1, "float": 0.5, "none": None, "bool": True, "text": "x", "bytes": b"y"},
-            "empty": {"dict": {}, "list": []},
-            "numbers": {1: self.ones(1), 0: "zero"},
-        }
-        self.faithful(self.opened(), state)
-
-    def test_dtypes_and_strides_are_kept(self) -> None:
-        """Each dtype is staged bit by bit, with NaNs and signed zeros; strides stay, and empty tensors' shapes."""
-        self.faithful(self.opened(), {name: _odd_values(name).to(self.device) for name in _DTYPES.split()})
-        state = {
-            "transposed": self.counted(24).view(4, 6).t(),
-            "permuted": self.counted(24).view(2, 3, 4).permute(2, 0, 1),
-            "channels_last": self.counted(120).view(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
-            "scalar": self.counted(1).view(()),
-            "empty": self.counted(0),
-            "no rows": self.counted(0).view(0, 5),
-        }
-        self.faithful(self.opened(), state)
-
-    def test_tied_tensors_stay_tied(self) -> None:
-        """Tensors that share memory, such as tied weights, share it in the copy; ties may come and go between calls."""
-        w = self.counted(32)
-        state = {"embed": w, "head": w.view(w.shape), "again": w, "tail": w[8:], "other": self.ones(8)}
-        copied = self.faithful(self.opened(), state)
-        for name, offset in (("head", 0), ("again", 0), ("tail", 8)):
-            if copied[name].data_ptr() != copied["embed"].data_ptr() + offset * copied[name].element_size():
-                self.broken(f"'embed' and {name!r} share memory in the source, and not in the copy")
-        stager, x, y = self.opened(), self.counted(8), self.ones(8)
-        for other in (x, y, x):
-            copied = self.faithful(stager, {"a": x, "b": other.view(other.shape)}, "tied now, or no more")
-            if (copied["a"].data_ptr() == copied["b"].data_ptr()) != (other is x):
-                self.broken("two tensors began or ceased to share memory, and their copies did not")
-
-    def test_a_view_costs_its_own_bytes(self) -> None:
-        """The copy of a view takes the view's bytes, not those of its storage; an expanded tensor is not inflated."""
-        whole, limit = self.counted(2**21), 2**16
-        for x in (whole[10:20], whole.view(-1, 1024)[3], whole[5].expand(2**18)):
-            copied = self.settled(self.opened(), {"view": x})["view"]
-            taken = copied.untyped_storage().nbytes()
-            if taken > limit:
-                self.broken(f"the copy of a view of {tuple(x.shape)} takes {taken} bytes, more than {limit}")
-            self.agree(copied.clone(), x.clone(), f"of a view of {tuple(x.shape)}")  # which have the strides they like
-
-    def test_tensors_keep_what_makes_them_more(self) -> None:
-        """Parameters stay parameters; requires_grad and attributes of tensors are kept, and copied."""
-        p: Any = torch.nn.Parameter(self.counted(3))
-        p.tags = ["decay"]
-        frozen = torch.nn.Parameter(self.counted(3), requires_grad=False)
-        copied = self.faithful(self.opened(), {"p": p, "frozen": frozen, "leaf": self.counted(3).requires_grad_()})
-        p.tags.append("later")
-        if (tags := vars(copied["p"]).get("tags")) != ["decay"]:
-            self.broken(f"the attribute tags = ['decay'] of a parameter is {tags!r} in the copy")
-
-    @on_a_rank
-    def test_distributed_tensors_keep_their_parts(self) -> None:
-        """A DTensor or ShardedTensor is staged as one, placed as it was, and costs a rank its own part."""
-        from torch.distributed._shard import sharded_tensor
-        from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-        mesh, stager = init_device_mesh(torch.device(self.device).type, (1,)), self.opened()
-        for placement in (Shard(0), Shard(1), Replicate()):
-            source = distribute_tensor(self.counted(35).view(5, 7), mesh, [placement])
-            copied = self._of_parts(stager, source, lambda x: x.to_local())
-            if (copied.placements, copied.device_mesh) != (source.placements, source.device_mesh):
-                self.broken(f"the copy of a DTensor placed {source.placements} is placed {copied.placements}")
-        shards = sharded_tensor.rand(ChunkShardingSpec(dim=0, placements=[f"rank:0/{self.device}"]), 5, 3)
-        copied = self._of_parts(self.opened(), shards, lambda x: x.local_shards()[0].tensor)
-        # Not the placement, which differs where the source is on an accelerator.
-        have, wanted = ([shard.metadata for shard in x.local_shards()] for x in (copied, shards))
-        if [(m.shard_offsets, m.shard_sizes) for m in have] != [(m.shard_offsets, m.shard_sizes) for m in wanted]:
-            self.broken(f"the copy of a ShardedTensor has other shards: {have}")
 
     # The shape, and isolation
 
@@ -444,17 +356,6 @@ class StagerContract(StagerTrial):
 
     # What the promises have in common
 
-    def _of_parts(self, stager: AsyncStager, source: Any, part: Callable[[Any], Tensor]) -> Any:
-        """Stage a distributed tensor, write this rank's part of it, and return the copy, whose part has to agree."""
-        local = part(source).detach()
-        noted = self.noted({"x": local})
-        copied = self.settled(stager, {"x": source})["x"]
-        local.fill_(-1)
-        if type(copied) is not type(source):
-            self.broken(f"the copy of a {type(source).__name__} is a {type(copied).__name__}")
-        self.agree({"x": part(copied)}, noted, f"of a {type(source).__name__}")
-        return copied
-
     def _error_of(self, stager: AsyncStager, state: StateDict) -> Exception | None:
         """What staging ``state`` raises: at once, in its future, when it is waited for, or later."""
         try:
@@ -481,15 +382,6 @@ class StagerContract(StagerTrial):
 def _resident() -> int:
     """Bytes of memory that this process has."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _odd_values(name: str) -> Tensor:
-    """Eight values of a dtype, two of bool: with zeros of both signs, and NaN where it has more than eight bits."""
-    dtype: torch.dtype = getattr(torch, name)
-    if dtype.is_floating_point or dtype.is_complex:
-        values = torch.tensor([0.0, -0.0, 1.5, -3.0, float("nan"), 0.1, 100.0, -7.0])
-        return values.to(dtype) if dtype.itemsize > 1 else values.nan_to_num().to(dtype)
-    return torch.arange(2 if dtype is torch.bool else 8 * dtype.itemsize, dtype=torch.uint8).view(dtype)
 
 
 def _shown(error: Exception | None) -> str:
