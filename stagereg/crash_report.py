@@ -30,11 +30,9 @@ def signal_name(number: int) -> str:
 
 
 def innermost_frame(dump: str) -> str:
-    """Where a plugin was when the stacks in ``dump`` were written, ``"stage (mine.py:7)"``; empty without a stack.
+    """Where a plugin was when ``faulthandler`` wrote ``dump``, ``"stage (mine.py:7)"``; empty without a stack.
 
-    Args:
-        dump: what ``faulthandler`` wrote, innermost frames first. The thread that was running comes first. Frames of
-            Python's library, of torch, pytest and stagereg are passed over where their caller is there.
+    The running thread comes first. Frames of Python, torch, pytest and stagereg are passed over for their callers.
     """
     frames = re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', dump[max(dump.rfind("Current thread"), 0) :], re.M)
     frames += re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', dump, re.M)
@@ -43,12 +41,7 @@ def innermost_frame(dump: str) -> str:
 
 
 def summarize_exception(error: BaseException, *but: str) -> str:
-    """An exception and the line of the plugin that it came from, ``"ValueError: no licence (mine.py:7)"``.
-
-    Args:
-        error: that was caught.
-        but: files whose frames are ignored, such as the one that caught it.
-    """
+    """An exception and where it came from, ``"ValueError: no licence (mine.py:7)"``; not from the files ``but``."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     text = "\n".join(lines if len(lines) <= _LINES else [*lines[: _LINES - 2], "...", lines[-1]])
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in but]
@@ -59,11 +52,7 @@ def summarize_exception(error: BaseException, *but: str) -> str:
 
 
 def summarize(text: str) -> str:
-    """How a rank ended, in one line: its error; or the signal, the most telling line of its output, and where it was.
-
-    Args:
-        text: as in :attr:`stagereg.testing.RankFailure.failed`.
-    """
+    """How a rank ended, in a line, of its text in ``RankFailure.failed``: its error; or the signal and where it was."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no result"]
     if "before it returned" not in lines[0]:
         return lines[-1]  # of a traceback

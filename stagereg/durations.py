@@ -41,11 +41,7 @@ _DURATIONS = "Write a duration as 30s, 1h30m, 2 days, 500ms, 00:05:00 or a numbe
 
 
 def duration(text: str) -> datetime.timedelta:
-    """Return the duration that ``text`` describes; see above.
-
-    Raises:
-        ConfigError: it describes none, or one that ``timedelta`` cannot hold; the message has examples.
-    """
+    """Return the duration that ``text`` describes; see above."""
     try:
         return datetime.timedelta(microseconds=_microseconds(text.strip().lower(), text))
     except OverflowError:

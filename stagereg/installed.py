@@ -19,10 +19,9 @@ DISTRIBUTION = "hydra-stagereg"
 
 
 def announced(group: str) -> tuple[list[tuple[str, str, EntryPoint]], list[tuple[str, str]]]:
-    """Return the entry points of ``group`` and the distributions that could not be read.
+    """Return the entry points of ``group``, each with its distribution's name and version, sorted by its own name.
 
-    Each entry point comes with its distribution's name and version, sorted by its own name. Each distribution that
-    could not be read is its folder and the reason; one that does not mention the group is not looked into.
+    Then the distributions that could not be read, a folder and the reason each, if they mention the group.
     """
     found: dict[str, list[tuple[str, str, EntryPoint]]] = {}
     unreadable: list[tuple[str, str]] = []

@@ -20,10 +20,7 @@ _THRESHOLD_BYTES = 2**20
 
 
 def tunables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables to add to ``environment`` for a process that stages checkpoints.
-
-    None where they would do nothing, or the user has set the threshold.
-    """
+    """The variables to add for a process that stages checkpoints; none where of no use, or set by the user."""
     before = environment.get(TUNABLES, "")
     if platform.machine() != "x86_64" or _THRESHOLD in before:
         return {}
@@ -59,10 +56,7 @@ def cores() -> int:
 
 
 def ranks_here(world_size: int) -> int:
-    """How many of ``world_size`` ranks are on this machine: as a launcher says, or Slurm where these are its tasks.
-
-    All of them where neither does.
-    """
+    """How many of ``world_size`` ranks are on this machine, as a launcher says, or Slurm of its tasks; else all."""
     variables = os.environ
     if "LOCAL_WORLD_SIZE" in variables:
         return int(variables["LOCAL_WORLD_SIZE"])

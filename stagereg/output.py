@@ -40,15 +40,7 @@ def add_command(
     run: Callable[[argparse.Namespace], int],
     more: str = "",
 ) -> argparse.ArgumentParser:
-    """Add a command with ``--json``, which stands for :func:`as_json`, and return its parser.
-
-    Args:
-        commands: of the program.
-        name: of the command.
-        help_: one line without a full stop.
-        run: takes the parsed arguments and returns the exit code.
-        more: sentences for its own help.
-    """
+    """Add a command with ``--json``, which ``run`` takes, and return its parser; ``more`` is for its own help."""
     parser = commands.add_parser(name, help=help_, description=f"{help_[0].upper()}{help_[1:]}. {more}")
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print one JSON document in place of text")
@@ -56,12 +48,7 @@ def add_command(
 
 
 def above_zero(read: Callable[[str], Any], or_zero: bool = False) -> Callable[[str], Any]:
-    """Return a ``type`` for an option: a number above 0.
-
-    Args:
-        read: makes a number of the text, or raises ``ValueError``.
-        or_zero: whether it may be 0, too.
-    """
+    """Return a ``type`` for an option: a number above 0, or 0 too, as ``read`` makes it or raises ``ValueError``."""
 
     def checked(text: str) -> Any:
         try:
@@ -87,13 +74,10 @@ def echo(text: str = "", style: str = "") -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], verdict: str = "") -> None:
-    """Print a table.
+    """Print a table with a title, where it has one; cells may have several lines.
 
-    Args:
-        title: printed above it; empty for none.
-        columns: their heads; ``()`` prints none, and the first row says how many there are.
-        rows: cells of text, which may have several lines; each row has as many as there are columns.
-        verdict: the head of the column of verdicts ("kept", "broken", "ok", "warn" …), to be coloured.
+    ``columns`` are the heads; ``()`` prints none, and the first row says how many there are. ``verdict`` is the head of
+    the column of verdicts ("kept", "broken", "ok", "warn" …), to be coloured.
     """
     print("\n".join(_lines(title, columns, rows, list(columns).index(verdict) if verdict else -1)))
 

@@ -2,18 +2,12 @@
 
 One file a rank, one object a line, each with ``"event"`` and ``"t"`` (:func:`now` of the event). A line is a single
 unbuffered write to the end of the file, so a killed process loses at most the line it was in. JSON has no NaN and no
-infinity: both are written as null. Files can be read while they grow, and a directory that is used twice has both
-recordings one after the other.
+infinity: both are written as null. A step takes one line of about 50 bytes and a few microseconds.
 
 Code that emits an event does not know the file format; without a recorder, events are dropped. No failure of the
-recording stops training: when the disk is full, one warning says that the recording has ended. (Only a file system
-that hangs holds the loop up, as it does any log.) A forked child of a recording process records nothing, and a spawned
-one has no recording.
-
-A step takes one line of about 50 bytes, so a million steps take 50 MB a rank, a few microseconds each. What an event
-means is decided by the code that emits it and by :mod:`stagereg.sweep.run`, which reads it. This module emits the first
-event (``start``: process, host and versions), the last (``end``: how the run went, how long it took, how much memory it
-needed) and what users log of their own. It imports nothing heavy.
+recording stops training: when the disk is full, one warning says that the recording has ended. A forked child of a
+recording process records nothing. What an event means is decided by the code that emits it and by
+:mod:`stagereg.sweep.run`, which reads it.
 """
 
 from __future__ import annotations
@@ -111,13 +105,7 @@ def recording(directory: Path, rank: int, world_size: int, **facts: Any) -> Iter
     """Record the events of this process for the time of a ``with`` block, and how the block ends.
 
     Errors of the block pass through; there are none of the recording itself. A process has one recording at a time:
-    inside another one this does nothing, and events go to the outer one.
-
-    Args:
-        directory: of the run, the same for all ranks.
-        rank: of this process.
-        world_size: number of ranks.
-        **facts: more fields of the ``start`` event.
+    inside another one this does nothing, and events go to the outer one. ``facts`` go into the ``start`` event.
     """
     global _recorder
     path = Path(directory) / file_name(rank)
@@ -148,12 +136,7 @@ def recording(directory: Path, rank: int, world_size: int, **facts: Any) -> Iter
 
 
 def emit(event: str, /, **fields: Any) -> None:
-    """Record an event if this process records; may be called on any thread and never raises.
-
-    Args:
-        event: its name.
-        **fields: values that JSON has; any other number is written as one, the rest as text.
-    """
+    """Record an event if this process records; any thread, never raises. What JSON cannot have is written as text."""
     recorder = _recorder
     if recorder is not None:
         recorder.write(_line({"event": event} | fields | {"event": event, "t": now()}))

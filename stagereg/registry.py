@@ -3,12 +3,8 @@
 A component is a class or a factory function. It is known because it is built in (the table below), because an installed
 package announces it under the entry-point group ``stagereg.plugins`` (``stager.theirs = "package.module:Name"``), or
 because a module that has run decorated it with :func:`register`. The functions of this module are the methods of
-:data:`REGISTRY`, which all of stagereg uses.
-
-Promises: listing imports nothing. A component is checked against the protocol of its kind when it is registered or
-first loaded, so its author sees the mistake, not its user. A package that cannot be imported, or requires another
-stagereg, fails only when its component is chosen. A name never silently changes its meaning: where several packages
-announce one name, each component goes by ``name@distribution``, and the bare name is an error.
+:data:`REGISTRY`, which all of stagereg uses. A component is checked against the protocol of its kind when it is
+registered or first loaded. Where several packages announce one name, each component goes by ``name@distribution``.
 """
 
 from __future__ import annotations

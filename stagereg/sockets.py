@@ -39,11 +39,7 @@ class PeerCall:
         self._sockets = sockets
 
     def ready(self, seconds: float) -> bool:
-        """Wait at most so long; return whether all have come. For any thread.
-
-        Raises:
-            DistNetworkError: a rank has closed its connection, or has ended, without sending its message.
-        """
+        """Wait at most so long; return whether all have come, or raise that a rank is gone. For any thread."""
         return self._sockets.receive(self, time.monotonic() + seconds)
 
     def wait(self) -> list[bytes]:
@@ -94,10 +90,6 @@ class PeerSockets:
     """One rank's connections to all others. All ranks send equally often, the n-th messages belong together.
 
     It has those members of a torch backend that are used of control channels.
-
-    Args:
-        rank: this one.
-        peers: a connected stream socket for each other rank.
     """
 
     def __init__(self, rank: int, peers: Mapping[int, socket.socket]) -> None:
@@ -247,9 +239,7 @@ class PeerSockets:
 def connect_ranks(rank: int, exchange: Callable[[str, str], Sequence[str]]) -> PeerSockets | None:
     """Connect this rank to all others, which call this too; return ``None`` on all ranks if one of them cannot.
 
-    Args:
-        rank: this one.
-        exchange: publishes a text of this rank under a key, and returns those of all ranks, in rank order.
+    ``exchange`` publishes a text of this rank under a key, and returns those of all ranks, in rank order.
     """
     own_name, own_secret = secrets.token_hex(8), secrets.token_hex(16)
     peers: dict[int, socket.socket] = {}

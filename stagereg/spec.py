@@ -99,11 +99,7 @@ def check_component(kind: str, name: str, component: object) -> None:
 
 
 def check(kind: str, name: str, subject: object) -> None:
-    """Hold a class or a finished object against the spec of ``kind``.
-
-    Raises:
-        RegistryError: with one line for each member that is missing, does not fit or is misspelt, and how to write it.
-    """
+    """Hold a class or a finished object against the spec of ``kind``; the error shows the lines to write."""
     cls = subject if isinstance(subject, type) else type(subject)
     optional = OPTIONAL.get(kind, [])
     found = {line: _problem(line, subject, line in optional) for line in (*REQUIRED[kind], *optional)}
@@ -118,11 +114,7 @@ def check(kind: str, name: str, subject: object) -> None:
 
 
 def refuse_unknown(what: str, given: Collection[str], component: Callable[..., Any]) -> None:
-    """Refuse argument names that ``component`` does not take, with the nearest one that it does.
-
-    Raises:
-        ConfigError: ``what`` (for instance ``"stager/pinned_cached"``) takes no such argument.
-    """
+    """Refuse argument names that ``component`` (``what``) does not take, with the nearest one that it does."""
     parameters = inspect.signature(component).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return

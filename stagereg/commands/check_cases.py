@@ -41,12 +41,7 @@ _TARGET = "STAGEREG_CHECK_TARGET"
 
 
 def run(folder: str, target: str) -> str:
-    """Try a target; return why it cannot be tried, or nothing.
-
-    Args:
-        folder: where ``events``, the lines of JSON, are written.
-        target: ``kind/name`` of a component, or the dotted name of a module.
-    """
+    """Try ``target``, a ``kind/name`` or module, with JSON lines to ``folder/events``; return why it cannot be."""
     import torch  # not the plugin's time
 
     torch.set_num_threads(1)
@@ -100,11 +95,7 @@ class _Cases:
         return verdict == "kept"
 
     def module(self, name: str) -> None:
-        """Try what a module registers, and the contracts that are in it.
-
-        Raises:
-            ConfigError: there is nothing in it.
-        """
+        """Try what a module registers, and the contracts in it. Raises: ``ConfigError`` if there is nothing in it."""
         if not self.attempt(name, "imports", "It can be imported.", lambda: importlib.import_module(name)):
             return
         top, loaded = name.partition(".")[0], vars(importlib.import_module(name))

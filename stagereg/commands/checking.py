@@ -55,11 +55,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Try all that ``asked.target`` has and print how it fared. Returns 0 if every promise was kept, 1 if not.
-
-    Raises:
-        ConfigError: there is nothing of that name to check, or pytest is not installed.
-    """
+    """Try all that ``asked.target`` has and print how it fared; return 0 if every promise was kept, 1 if not."""
     if importlib.util.find_spec("pytest") is None:
         raise ConfigError(f"Contracts are run by pytest, which is not installed: pip install '{DISTRIBUTION}[check]'")
     targets, cases = resolve(asked.target)
@@ -132,15 +128,7 @@ def _tried(target: str, limit_s: float) -> list[Case]:
 
 
 def resolve(target: str) -> tuple[list[str], list[Case]]:
-    """Find what ``target`` means: a file, ``kind/name``, a package, its folder, a module.
-
-    Returns:
-        What is to be tried, each in a process: ``kind/name``, or a module; and whether a package's metadata is right.
-
-    Raises:
-        ConfigError: it is none of these, or there is nothing in it to check; the message has what to give.
-        UnknownNameError: there is no such component.
-    """
+    """Return what ``target`` names, a ``kind/name`` or module for each process, and cases of a package's metadata."""
     if target.endswith(".py"):
         if not Path(target).is_file():
             raise ConfigError(f"There is no file {target}.")

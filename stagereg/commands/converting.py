@@ -51,12 +51,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Write the file and print what is in it. Returns 0.
-
-    Raises:
-        CheckpointError: there is no good checkpoint, it has no such name, or the file cannot be written.
-        ConfigError: OUT is no name of such a file, or an option is of no use.
-    """
+    """Write the file and print what is in it; return 0."""
     from stagereg.checkpoint.format.index import DTYPES
     from stagereg.checkpoint.load.export import SAFETENSORS, SUFFIXES, TensorOptions, export
     from stagereg.checkpoint.load.opened import first_good

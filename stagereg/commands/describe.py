@@ -48,12 +48,7 @@ class Described:
 
 
 def describe(entry: Entry) -> Described:
-    """Describe a component; imports it.
-
-    Raises:
-        RegistryError: it cannot be loaded.
-        ConfigError: it has no config.
-    """
+    """Describe a component; imports it."""
     component = entry.load()
     schema.schema(entry)  # it has a config
     options = [field for option in schema.options(component).values() for field in _fields(option.name, option)]

@@ -84,10 +84,6 @@ def follow(asked: argparse.Namespace) -> int:
     """Follow; return 0, or 1 if a command has failed for good, a checkpoint was damaged, or none came in time.
 
     After SIGTERM or SIGUSR1 75, start it again; after Ctrl-C 130.
-
-    Raises:
-        ConfigError: there is no such command, or the URL cannot be used.
-        CheckpointError: another follower of that name runs, or the directory cannot be read or written.
     """
     if shutil.which(asked.command[0]) is None:
         raise ConfigError(f"There is no command {asked.command[0]!r} to run.")

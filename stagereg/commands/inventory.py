@@ -37,12 +37,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def list_checkpoints(asked: argparse.Namespace) -> int:
-    """Print the checkpoints. Returns 0, also where some are damaged.
-
-    Raises:
-        CheckpointError: there is no checkpoint, and nothing of one.
-        ConfigError: the URL is of a kind that cannot be read here.
-    """
+    """Print the checkpoints; return 0, also where some are damaged."""
     found = located(asked.directory, empty=True)
     owner, latest, crashes = found.store.holder(), found.store.latest(), crashes_in(found.store)
     kept, readers = found.store.kept(), found.store.readers()
@@ -74,12 +69,7 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
 
 
 def verify(asked: argparse.Namespace) -> int:
-    """Print what is wrong. Returns 0 if nothing is, else 1.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or a run has deleted all of them while they were read.
-        ConfigError: the URL is of a kind that cannot be read here.
-    """
+    """Print what is wrong; return 0 if nothing is, else 1."""
     found = located(asked.directory)
     looked = _still_there(found.store, list(found.conditions) if asked.fast else _read(found))
     bad = sum(bool(each.damages) for each in looked)

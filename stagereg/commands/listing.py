@@ -36,11 +36,7 @@ def add_plugins_option(parser: argparse.ArgumentParser) -> None:
 
 
 def import_plugins(asked: argparse.Namespace) -> None:
-    """Import the modules that ``--plugins`` names; what they print goes to stderr.
-
-    Raises:
-        ConfigError: one of them is no module, or cannot be imported.
-    """
+    """Import the modules that ``--plugins`` names; what they print goes to stderr."""
     modules = [name.strip() for name in asked.plugins.split(",") if name.strip()]
     if not modules:
         return
@@ -54,12 +50,7 @@ def import_plugins(asked: argparse.Namespace) -> None:
 
 
 def list_components(asked: argparse.Namespace) -> int:
-    """Print the components, or those of one kind. Returns 0.
-
-    Raises:
-        UnknownNameError: there is no such kind.
-        ConfigError: ``--plugins`` names what cannot be imported.
-    """
+    """Print the components, or those of one kind; return 0."""
     if asked.kind:
         registry.names(asked.kind)  # raises if there is no such kind
     import_plugins(asked)
@@ -78,13 +69,7 @@ def list_components(asked: argparse.Namespace) -> int:
 
 
 def show(asked: argparse.Namespace) -> int:
-    """Print one component. Returns 0.
-
-    Raises:
-        UnknownNameError: there is none of that name, or several kinds have it.
-        RegistryError: it cannot be loaded.
-        ConfigError: ``--plugins`` names what cannot be imported.
-    """
+    """Print one component; return 0."""
     import_plugins(asked)
     entry = find(asked.component)
     with output.stdout_to_stderr():
@@ -114,12 +99,7 @@ def _plain(entry: Entry) -> dict[str, str]:
 
 
 def find(text: str) -> Entry:
-    """Return the entry that ``text`` names, ``"kind/name"`` (or ``kind=name``) or a name that one kind has.
-
-    Raises:
-        UnknownNameError: there is none; the message has the nearest one. Or several kinds have it.
-        RegistryError: several packages announce it; the message has how to choose.
-    """
+    """Return the entry that ``text`` names, ``"kind/name"`` (or ``kind=name``) or a name that one kind has."""
     kind, slash, name = text.replace("=", "/", 1).partition("/")
     if slash:
         return registry.find(kind, name)

@@ -77,11 +77,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print the plan. Returns 0.
-
-    Raises:
-        ConfigError: what was asked for makes no sense, or the run has no checkpoint.
-    """
+    """Print the plan; return 0."""
     each_s, nodes = asked.mtbf_per_node, asked.nodes
     if (asked.mtbf is None) == (each_s is None) or (nodes is None) != (each_s is None):
         if asked.mtbf is None and (each_s is None) != (nodes is None):

@@ -45,12 +45,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print the report and write its files. Returns 0, also where what is reported on has failed.
-
-    Raises:
-        ConfigError: the directory is neither a run nor a sweep, an option is not for what it is, or a file could not
-            be written.
-    """
+    """Print the report and write its files; return 0, also where what is reported on has failed."""
     directory = Path(asked.directory)
     is_sweep = kind_of(directory) == "sweep"
     if not is_sweep and (asked.metric or asked.direction):

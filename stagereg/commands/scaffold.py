@@ -70,11 +70,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Make the package or the program, and print what to do with it. Returns the exit code, 0.
-
-    Raises:
-        ConfigError: the name cannot be had, or the folder is there or cannot be made; nothing was written.
-    """
+    """Make the package or the program, and print what to do with it; return 0."""
     folder = make(asked.kind, asked.name, Path(asked.dir))
     made = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
     enter = f"cd {shlex.quote(str(folder))}"
@@ -103,14 +99,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def make(kind: str, name: str, parent: Path) -> Path:
-    """Write the package of a plugin, or a program, into a new folder ``name`` in ``parent``, made if need be.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ConfigError: the name cannot be had, or the folder is there or cannot be made; nothing was written.
-    """
+    """Write a plugin's package, or a program, whole into a new folder in ``parent``; return the folder."""
     if problem := _problem(kind, name):
         raise ConfigError(f"{name!r} {problem}. Choose another name.")
     folder = parent / name.replace("_", "-")

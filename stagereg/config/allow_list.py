@@ -37,11 +37,7 @@ class AllowedTarget:
     component: Callable[..., Any] | None = None
 
     def load(self) -> Callable[..., Any]:
-        """Import it, unless the program gave it.
-
-        Raises:
-            RegistryError: it cannot be imported, or cannot be called.
-        """
+        """Import it, unless the program gave it."""
         try:
             found = self.component or pkgutil.resolve_name(self.path)
             if not callable(found):
@@ -76,15 +72,7 @@ class TargetAllowList:
         self._allowed = {target.path: target for target in map(_allowed, allow)}
 
     def find(self, target: Any, where: str) -> Entry | AllowedTarget:
-        """Return what a ``_target_`` names; imports nothing.
-
-        Args:
-            target: as a config or the program gives it: a dotted path, or a class or function.
-            where: the key of its node, for the message.
-
-        Raises:
-            TargetNotAllowedError: it is neither registered nor allowed, or is registered and has to be allowed too.
-        """
+        """Return what a ``_target_``, a path or an object, names; imports nothing. ``where`` is its key."""
         path = _text(target)
         found = registry.find_target(path) or self._allowed.get(path)
         if found is None:

@@ -1,14 +1,10 @@
 """``stagereg.instantiate``: build what a config describes, if and only if all of it is registered.
 
-A config comes from files and command lines, and Hydra calls whatever its ``_target_`` names. Here a ``_target_`` must
-be the component of a registry entry, or allowed by the program's code (``allow_list``), wherever it stands: nested, in
-lists, in ``_args_``, or in the arguments given at run time. Only then is anything imported. Each argument is checked
-against the component's signature (``schema``): types, choices, unknown keys, missing values. Interpolations are
-resolved once, before the check and never after it: the plan that was checked is the plan that runs.
-
-It is no sandbox: a registered component is trusted with its arguments (SECURITY.md). ``hydra.utils.instantiate`` builds
-the same configs without these checks; from Hydra 1.4 on it wants an allow-list, which :func:`targets` is. Components
-get plain lists, dicts and dataclasses, as with Hydra's ``_convert_: object``.
+A ``_target_`` must be the component of a registry entry, or allowed by the program's code (``allow_list``), wherever it
+stands: nested, in lists, in ``_args_``, or in the arguments given at run time. Only then is anything imported. Each
+argument is checked against the component's signature (``schema``). Interpolations are resolved once, before the check
+and never after it: the plan that was checked is the plan that runs. It is no sandbox: a registered component is trusted
+with its arguments (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -78,9 +74,6 @@ def check_values(config: DictConfig) -> None:
 
     A component may have a function ``check_options`` that takes the values which are known, by name. Not known yet is
     what is missing or ``null``, what has an interpolation or a component in it; that is checked by :func:`instantiate`.
-
-    Raises:
-        ConfigError: as :func:`instantiate` does.
     """
     for key, node in cast("dict[Any, Any]", OmegaConf.to_container(config)).items():
         target = node.get("_target_") if isinstance(node, dict) else None

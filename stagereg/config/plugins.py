@@ -3,17 +3,12 @@
 The decorators of such a module have then registered what the config goes on to choose: ``stager=mine``. Hydra has no
 step for that, but it asks every source on the search path for every config it is about to read. The first one calls
 :func:`note`, which reads the ``plugins`` of those that become part of the root of the config: the primary one, those
-beside it, and those of any group with ``# @package _global_``.
+beside it, and those of any group with ``# @package _global_``. A module is imported when an option of one of the
+registry's kinds is about to be looked up.
 
-A module is imported when an option of one of the registry's kinds is about to be looked up, not before, so an app that
-has none of these options may mean something else by ``plugins``. The lists of several configs add up; an interpolation
-in one is resolved within its own file. It holds wherever Hydra composes: in runs, sweeps and their workers, TAB
-completion, ``--cfg`` and the compose API. A config that names a module runs its code: trust it as the app.
-
-Hydra goes through a defaults list from its end. So the primary config is always in time, with all that defaults lists
-name without a choice (``- base``); a chosen one (``experiment: fast``) is in time when it comes after the option that
-needs its modules, where it has to be to override anything. Not seen are overrides, which are for
-:func:`from_overrides` (``stagereg.main`` calls it), and configs in folders that only ``hydra.searchpath`` adds.
+Hydra goes through a defaults list from its end. So a chosen config (``experiment: fast``) is in time when it comes
+after the option that needs its modules. Not seen are overrides, which are for :func:`from_overrides`, and configs in
+folders that only ``hydra.searchpath`` adds.
 """
 
 from __future__ import annotations
@@ -54,11 +49,7 @@ def note(config_path: str) -> None:
 
 
 def load() -> None:
-    """Import what was noted.
-
-    Raises:
-        PluginError: one of it cannot be imported, or is no module.
-    """
+    """Import what was noted. Raises: ``PluginError`` if one of it cannot be imported, or is no module."""
     for config_path in list(noted):
         _import_all(noted.pop(config_path), f"The config {config_path.removesuffix('.yaml')!r}")
 
@@ -81,11 +72,7 @@ def _note(config_path: str) -> None:
 
 
 def from_overrides(overrides: Iterable[str]) -> None:
-    """Import the modules that ``plugins=[...]`` of a command line names; for all jobs where it is swept over.
-
-    Raises:
-        PluginError: one of them cannot be imported, or is no module.
-    """
+    """Import the modules that ``plugins=[...]`` of a command line names; for all jobs where it is swept over."""
     for given in overrides:
         if given.lstrip("+").partition("=")[0] != _KEY:
             continue
@@ -99,11 +86,7 @@ def from_overrides(overrides: Iterable[str]) -> None:
 
 
 def from_config(config: Any, where: str = "The config") -> None:
-    """Import the modules that ``plugins`` of a composed config, or of ``where``, names.
-
-    Raises:
-        PluginError: one of them cannot be imported, or is no module.
-    """
+    """Import the modules that ``plugins`` of a composed config, or of ``where``, names."""
     _import_all(_named(config), where)
 
 

@@ -32,15 +32,10 @@ _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
 @dataclass(frozen=True)
 class NodePath:
-    """Where a node of the config is, so that an error can name the override that corrects it.
+    """Where a node of the config is, so that an error can name the override that corrects it."""
 
-    Attributes:
-        key: the full key; that of the original where the node only refers to it (``${stager}``).
-        raw: the node before interpolations were resolved.
-    """
-
-    key: str
-    raw: Any = None
+    key: str  # the full key; that of the original where the node only refers to it (`${stager}`)
+    raw: Any = None  # the node before interpolations were resolved
 
     @classmethod
     def of(cls, config: Any) -> NodePath:
@@ -67,10 +62,7 @@ class NodePath:
 
 @dataclass(frozen=True)
 class Call:
-    """One checked call that is still to be made, or where it is ``partial``, a callable that makes it.
-
-    Its arguments may hold further calls.
-    """
+    """One checked call that is still to be made, or if ``partial`` a callable that makes it; may hold further calls."""
 
     function: Callable[..., Any]
     args: Sequence[Any]
@@ -98,11 +90,7 @@ def built(plan: Any) -> Any:
 
 
 def plain(config: Any, where: str = "") -> Any:
-    """Return a copy of a config as dicts and lists, its interpolations resolved; objects in it stay the same objects.
-
-    Raises:
-        ConfigError: an interpolation cannot be resolved, or it is no config; ``where`` is its key.
-    """
+    """Return a copy of a config as dicts and lists, its interpolations resolved; objects in it stay the same."""
     try:
         if isinstance(config, (dict, list, tuple)):
             config = OmegaConf.create(config, flags={"allow_objects": True})

@@ -1,15 +1,13 @@
 """The typed config of a component, made from its signature, and what the component gets for what a config holds.
 
-Each parameter that a config can hold becomes a field of a generated dataclass, with the signature's default; one
-without a default is mandatory. What a config cannot hold (process groups, modules, tensors) is *runtime only*: it has
-no field and is passed to ``stagereg.instantiate`` by the program. A parameter named like a kind of the registry
-(``stager``) takes a component of that kind, so its field holds any config. So does one annotated ``Callable[..., X]``,
-and a mapping or list of those: it gets callables that build what their configs describe.
+Each parameter that a config can hold becomes a field of a generated dataclass, with the signature's default. What a
+config cannot hold (process groups, modules, tensors) is *runtime only*: passed to ``stagereg.instantiate`` by the
+program. A parameter named like a kind of the registry takes a component of that kind, so its field holds any config. So
+does one annotated ``Callable[..., X]``, and a mapping or list of those: it gets callables that build what is described.
 
 OmegaConf checks ``int``, ``float``, ``bool``, ``str``, paths and enums while a config is composed, and ``X | None`` and
-``list[X]`` of those. Every other field is untyped: a config shows texts for objects (``texts``), and a dataclass as a
-mapping of its fields. What :func:`to_config` makes of a value, :func:`from_config` checks and makes an equal one, also
-after a way through YAML. ``hydra.utils.instantiate`` passes it to a component as it is in the config.
+``list[X]`` of those; every other field is untyped. What :func:`to_config` makes of a value, :func:`from_config` checks
+and makes an equal one, also after a way through YAML.
 """
 
 from __future__ import annotations
@@ -46,21 +44,13 @@ _PRODUCTS = {"AsyncStager": "stager", "JoinHook": "join_hook", "Joinable": "join
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """A parameter of a component that a config can hold.
+    """A parameter of a component that a config can hold."""
 
-    Attributes:
-        name: of the parameter.
-        hint: its annotation, resolved, ``| None`` added if the default is ``None``; ``typing.Any`` for a component.
-        type: the annotation of the config field; ``typing.Any`` where OmegaConf checks nothing.
-        default: the signature's default as the config shows it, or ``omegaconf.MISSING``.
-        help: what the component's docstring says about it, one line; empty where it says nothing.
-    """
-
-    name: str
-    hint: Any
-    type: Any
-    default: Any
-    help: str
+    name: str  # of the parameter
+    hint: Any  # its annotation, resolved, `| None` added if the default is `None`; `typing.Any` for a component
+    type: Any  # the annotation of the config field; `typing.Any` where OmegaConf checks nothing
+    default: Any  # the signature's default as the config shows it, or `omegaconf.MISSING`
+    help: str  # what the component's docstring says about it, one line; empty where it says nothing
 
 
 @functools.cache
@@ -93,14 +83,7 @@ def runtime(component: Callable[..., Any]) -> list[str]:
 
 
 def schema(entry: Entry) -> type:
-    """Return the dataclass that describes the config of a component; imports the component.
-
-    The same component gives the same class, which pickles by the component's kind and name.
-
-    Raises:
-        RegistryError: the component cannot be loaded.
-        ConfigError: it is defined inside a function, where no config can name it.
-    """
+    """Return the dataclass of a component's config, always the same one; imports the component."""
     if "<locals>" in entry.path:
         raise ConfigError(
             f"{entry.kind}/{entry.name} is defined inside a function ({entry.target}), where a config cannot name it.\n"
@@ -136,10 +119,7 @@ def _field(option: Option) -> tuple[str, Any, Any]:
 
 
 def to_config(value: Any) -> Any:
-    """Return a value as a config shows it: texts for objects, lists for tuples, fields by name for dataclasses.
-
-    What no config can hold is returned as it is.
-    """
+    """Return a value as a config shows it: texts for objects, lists for tuples, fields by name for dataclasses."""
     if isinstance(value, (list, tuple)):
         return [to_config(item) for item in value]
     if isinstance(value, dict):
@@ -157,10 +137,7 @@ def to_config(value: Any) -> Any:
 
 
 def parameters(component: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the resolved annotation and the default of each parameter that has a name, ``MISSING`` without one.
-
-    An annotation is ``None`` where a name in it cannot be resolved, as those that only type checkers import.
-    """
+    """Return each named parameter's annotation, ``None`` where it cannot be resolved, and default, or ``MISSING``."""
     found = {}
     own: dict[str, Any] = getattr(component, "__dataclass_fields__", {})
     for name, parameter in inspect.signature(component).parameters.items():
@@ -217,11 +194,7 @@ def from_config(path: NodePath, value: Any, hint: Any, build: Callable[..., Any]
         path: where the value is in the config, for messages.
         value: as the config holds it, or an object of the program.
         hint: the annotation of the parameter that it is for.
-        build: called with the path, the node and the annotation for each node with a ``_target_`` in the value;
-            returns what takes its place.
-
-    Raises:
-        ConfigError: the value is missing, none of the choices, or not of the type ``hint``.
+        build: returns what takes the place of a node with a ``_target_``, by its path, the node and the annotation.
     """
     inner = functools.partial(from_config, build=build)
     plain, arguments = _parts(hint)

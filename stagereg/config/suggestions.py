@@ -50,11 +50,7 @@ def explain(error: BaseException | None) -> str:
 
 
 def refuse_unused(config: DictConfig, overrides: Iterable[str]) -> None:
-    """Refuse what would have no effect: ``+joinable=NAME``, which no join looks for, and a misspelt ``defaults:``.
-
-    Raises:
-        ConfigError: with what to write instead.
-    """
+    """Refuse what would have no effect: ``+joinable=NAME``, which no join looks for, and a misspelt ``defaults:``."""
     for override in overrides:
         kind, _, name = override.removeprefix("+").partition("=")
         if override.startswith("+") and kind in _CHOSEN:

@@ -32,14 +32,10 @@ from stagereg.sizes import ByteSize
 
 @dataclass(frozen=True)
 class ValueType:
-    """One type of single values.
+    """One type of single values."""
 
-    Attributes:
-        read: makes it from what a config has; raises a ``ConfigError`` that says what would be right.
-        write: makes the text of an object, for :attr:`read`; ``None`` where a config holds the value as it is.
-    """
-
-    read: Callable[[Any], Any]
+    read: Callable[[Any], Any]  # makes it from what a config has; raises a `ConfigError` that says what would be right
+    # makes the text of an object, for `read`; `None` where a config holds the value as it is
     write: Callable[[Any], str] | None = None
 
 

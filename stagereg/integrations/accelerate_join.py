@@ -24,12 +24,7 @@ _ELSE = "For any other loop there is stagereg.Join with join.iterate."
 
 
 class AcceleratorJoin:
-    """Joins the loops of one Accelerator.
-
-    Args:
-        accelerator: with DDP or FSDP2, or one process alone, which has nothing to join.
-        entering: called first, on all ranks.
-    """
+    """Joins the loops of one Accelerator. ``entering`` is called first, on all ranks."""
 
     def __init__(self, accelerator: Any, entering: Callable[[], object]) -> None:
         self._accelerator, self._entering = accelerator, entering
@@ -37,11 +32,7 @@ class AcceleratorJoin:
 
     @contextlib.contextmanager
     def join(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[Join | None]:
-        """As :meth:`Accelerator.join_uneven_inputs`; gives the :class:`stagereg.Join`, ``None`` on one process.
-
-        Raises:
-            JoinError: on all ranks: gradients are accumulated, there is not one model, or ranks have not done the same.
-        """
+        """As :meth:`Accelerator.join_uneven_inputs`; gives the :class:`stagereg.Join`, ``None`` on one process."""
         accelerator = self._accelerator
         if accelerator.num_processes == 1:
             yield None

@@ -11,13 +11,8 @@ from stagereg.errors import CheckpointError, StageregError
 def agreed(decide: Callable[[], Any], is_first: bool, broadcast: Callable[[Any], Any]) -> Any:
     """Return what ``decide`` returns on the first rank, or raise its error, on all ranks. Collective.
 
-    Args:
-        decide: called on the first rank alone. What it returns, and a ``StageregError``, must be picklable.
-        is_first: whether this is that rank.
-        broadcast: returns the value of the first rank on each.
-
-    Raises:
-        CheckpointError: with the type and text of any other error.
+    ``decide`` is called on the first rank alone; its value, and a ``StageregError``, must be picklable. ``broadcast``
+    returns the value of the first rank on each. Any other error becomes a ``CheckpointError`` with its type and text.
     """
     answer: Any = None
     if is_first:

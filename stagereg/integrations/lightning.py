@@ -3,10 +3,6 @@
     -trainer = Trainer(callbacks=[ModelCheckpoint(...)])
     +trainer = Trainer(callbacks=[ModelCheckpoint(...)], plugins=[StageregCheckpointIO()])
 
-Everything else stays: ``ModelCheckpoint`` decides when, under which paths and how many, and ``ckpt_path=`` restores; in
-Fabric, ``fabric.save`` and ``fabric.load``. What is saved to ``DIR/last.ckpt`` is found in ``DIR/last.ckpt`` when it is
-complete (:mod:`.named`). What Lightning removes or replaces goes when the checkpoint after it is complete, not before.
-
 What Lightning collects on rank 0 is rank 0's to write; of a ``ModelParallelStrategy`` (FSDP2, tensor parallelism) each
 rank writes its own shards. Lightning calls a ``CheckpointIO`` on rank 0, or, of sharded models, never. So the setter of
 ``Strategy.checkpoint_io`` is replaced here: this plugin takes over the saving of the strategy that it is given to.
@@ -85,11 +81,7 @@ class StageregCheckpointIO(CheckpointIO):
         self._directories: dict[str, NamedCheckpoints] = {}
 
     def attach(self, strategy: Any) -> None:
-        """Take over the saving of ``strategy``; called when the ``Trainer`` or ``Fabric`` is made.
-
-        Raises:
-            ConfigError: the strategy writes its checkpoints by itself.
-        """
+        """Take over the saving of ``strategy``; called when the ``Trainer`` or ``Fabric`` is made."""
         kind, usual = type(strategy), (FabricStrategy.save_checkpoint, Strategy.save_checkpoint)
         saving, shards = kind_of(strategy), isinstance(strategy, tuple(SHARDED))
         if not shards and kind.save_checkpoint not in usual:

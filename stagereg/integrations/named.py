@@ -1,14 +1,9 @@
 """Checkpoints at paths that a trainer chooses, written by a :class:`stagereg.Checkpointer`, for :mod:`.lightning`.
 
-A trainer has names and an order of its own: ``last.ckpt``, ``epoch=3-val=0.2.ckpt``, the best three. What is saved to
-``DIR/last.ckpt`` is written in ``DIR/.stagereg`` and, when it is complete, moved by one atomic rename to
-``DIR/last.ckpt/step-00000007``, the seventh save to ``DIR``; then the one that was there goes, unless somebody reads it
-(``stagereg follow``): then with a later save. So each path is a directory of checkpoints, which can be copied, moved
-and deleted like any other. A path that is not there yet is a link to a file of this process until then: it counts as
-taken, and as missing if the process dies. What is removed goes when the saves before are complete, and what is
-half-deleted has no checkpoint's name.
-
-Rank 0 alone looks after paths; all ranks save.
+What is saved to ``DIR/last.ckpt`` is written in ``DIR/.stagereg`` and, when complete, moved by one atomic rename to
+``DIR/last.ckpt/step-00000007``, the seventh save to ``DIR``; then the one that was there goes, or with a later save if
+somebody reads it. A path that is not there yet is a link to a file of this process until then: it counts as taken, and
+as missing if the process dies. What is half-deleted has no checkpoint's name. Rank 0 alone looks after paths.
 """
 
 from __future__ import annotations
@@ -43,15 +38,8 @@ _ALL = 10**9  # checkpoints are kept: none of them stays in the directory that t
 class NamedCheckpoints:
     """The checkpoints of one directory, on one rank. Constructing it is collective.
 
-    It closes the one that this process has of the same directory, of another trainer.
-
-    Args:
-        parent: the directory, a real path; made if it is not there.
-        is_first: whether this is rank 0.
-        options: of the :class:`stagereg.Checkpointer`, which says what it raises.
-
-    Attributes:
-        checkpointer: that writes them.
+    It closes the one that this process has of the same directory, of another trainer. ``parent`` is a real path, made
+    if need be; ``is_first``: whether this is rank 0; ``options`` are those of the :class:`stagereg.Checkpointer`.
     """
 
     _open: ClassVar[dict[str, NamedCheckpoints]] = {}
@@ -90,11 +78,7 @@ class NamedCheckpoints:
             each.checkpointer.wait()
 
     def begin(self, name: str) -> int:
-        """Return the number of a save that is to be found under ``name``, for :meth:`save`; on rank 0.
-
-        Raises:
-            CheckpointError: an earlier checkpoint is complete, and could not be moved.
-        """
+        """Return the number of a save that is to be found under ``name``, for :meth:`save`; on rank 0."""
         self._raise_failure()
         path = self._parent / name
         if not os.path.lexists(path):
@@ -189,14 +173,8 @@ def split(path: Any) -> tuple[str, str]:
 def choose(path: str, verify: bool) -> str | None:
     """Return the directory of the checkpoint that is to be read for ``path``; ``None`` if that is not stagereg's.
 
-    Where the name begins with ``last``, and there is no good checkpoint at it, the newest good one beside it.
-
-    Args:
-        path: that was saved to, a copy of it, or the directory of one checkpoint.
-        verify: whether to compare the content of all files with their checksums.
-
-    Raises:
-        CheckpointError: it is damaged, incomplete or not there.
+    ``path`` was saved to, is a copy of that, or the directory of one checkpoint. Where its name begins with ``last``,
+    and there is no good checkpoint at it, the newest good one beside it. ``verify``: compare checksums of all files.
     """
     there = os.path.realpath(path)
     own = _newest_first(Path(there).glob(_STEPS))

@@ -1,10 +1,4 @@
-"""The Hugging Face ``Trainer`` saves and resumes with stagereg: one argument of the program changes.
-
-.. code-block:: diff
-
-    -trainer = Trainer(model=model, args=args, train_dataset=data)
-    +trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[StageregCallback()])
-     trainer.train(resume_from_checkpoint=True)
+"""The Hugging Face ``Trainer`` saves and resumes with stagereg: ``Trainer(..., callbacks=[StageregCallback()])``.
 
 A callback of the Trainer cannot restore: its first event comes after the position in the data is computed. So
 :class:`StageregCallback` finds the Trainer that is being constructed, and puts :class:`_StageregTrainer` right above

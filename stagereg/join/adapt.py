@@ -49,9 +49,6 @@ def auto(thing: Any, hook: Callable[..., JoinHook] | None = None) -> Joinable:
     Args:
         thing: a module, an optimizer, a scheduler, a function, or a joinable.
         hook: another hook in the place of that joinable's own.
-
-    Raises:
-        JoinError: the object cannot take part in a join.
     """
     if isinstance(thing, DistributedDataParallel):
         return DdpJoinable(thing, hook)

@@ -49,10 +49,7 @@ class SampleCounter:
 
 
 def samples_in(batch: Any) -> int | None:
-    """Return how many samples a batch has: the first dimension of its first tensor or array. Never raises.
-
-    This runs at every step, so it looks at little: ``None`` for a batch that hides that tensor well.
-    """
+    """Return the first dimension of a batch's first tensor or array; ``None`` where it is well hidden. Never raises."""
     try:
         return next(_sizes(batch, _DEPTH, _WIDTH), None)
     except Exception:  # of a class that is not what it looks like
@@ -94,10 +91,7 @@ def emptied_or_error(batch: Any) -> Any:
 
 
 def publish(store: Any, key: str, empty: Any) -> None:
-    """Put what :func:`emptied_or_error` returned into the store, for ranks that never had a batch.
-
-    Tensors of accelerators travel through host memory.
-    """
+    """Put what :func:`emptied_or_error` returned into the store, for ranks that never had a batch."""
     file = io.BytesIO()
     try:
         torch.save(empty, file)
@@ -109,11 +103,7 @@ def publish(store: Any, key: str, empty: Any) -> None:
 
 
 def fetch(store: Any, key: str, device: torch.device) -> Any:
-    """Return the empty batch that another rank has published; tensors of an accelerator go to ``device``.
-
-    Raises:
-        JoinError: there is none, for the reason in the message.
-    """
+    """Return the empty batch that another rank has published; tensors of an accelerator go to ``device``."""
 
     def place(storage: Any, location: str) -> Any:
         return storage if location == "cpu" else storage.to(device=device)

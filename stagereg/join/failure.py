@@ -1,12 +1,9 @@
 """When one rank of a join fails, every other rank ends soon, with an error that says which rank it was and why.
 
-A rank that raises publishes its error. One that is killed or frozen publishes nothing more: it is found in seconds
-where its peers' collectives break, as gloo's do when a process is gone, and within the timeout where nothing breaks.
-One that is alive but does not come lets the others' collectives run out after the join's timeout instead of the process
-group's; then they look for two seconds at what all ranks publish, and name it and its last step.
-
-A rank that knows of a failure aborts its own process group. So a program that waits in a collective returns at once
-with an error of the backend, and :meth:`FailureDetector.explain` turns that into one that says why.
+A rank that raises publishes its error. One that is killed or frozen is found in seconds where its peers' collectives
+break, and within the timeout where nothing breaks. One that is alive but does not come lets the others' collectives
+run out after the join's timeout; then they look for two seconds at what all ranks publish, and name it and its step.
+A rank that knows of a failure aborts its own process group, and :meth:`FailureDetector.explain` says why.
 """
 
 from __future__ import annotations
@@ -72,15 +69,9 @@ class FailureDetector:
 
     Args:
         group: whose ranks take part.
-        timeout_s: seconds that a rank may keep the others waiting, and within which one that publishes nothing is
-            found.
+        timeout_s: that a rank may keep the others waiting, and within which one that publishes nothing is found.
         name: the same on all ranks, and of no other join of the job.
-        step: returns the step that this rank is in, for the messages of others; ``None`` where that is not known.
-        elsewhere: returns whether this rank does not run the loop's body.
-        progress: returns what this rank has run.
-
-    Attributes:
-        failure: why the ranks cannot go on, once it is known here.
+        step, elsewhere, progress: return what :class:`RankStatus` has of this rank under that name.
     """
 
     def __init__(
@@ -115,10 +106,7 @@ class FailureDetector:
         self._beat = 0
 
     def start(self) -> None:
-        """Begin to publish that this rank is alive, and to look at the others; does not wait for them.
-
-        Operations on the group, and on its channels that are not polled, may last ``timeout_s`` until :meth:`stop`.
-        """
+        """Begin to publish that this rank is alive, and to look at the others; does not wait for them."""
         group = self._group()
         if not self._others or self._running or group is None:
             return
@@ -182,15 +170,10 @@ class FailureDetector:
         return self._known()
 
     def wait(self, ready: Callable[[float], bool], what: str, limit_s: float = 0.0) -> None:
-        """Wait until ``ready``, and no longer than ``timeout_s`` and the seconds that it takes to name a rank.
+        """Wait until ``ready``, for ``timeout_s`` or ``limit_s``, and the seconds that it takes to name a rank.
 
-        Args:
-            ready: waits for as many seconds as it is given at most, and returns whether ``what`` is there.
-            what: it waits for, for the message.
-            limit_s: another limit, if it is longer.
-
-        Raises:
-            PeerFailedError: a rank has failed, or some did not come. What ``ready`` raises is explained if it can be.
+        ``ready`` waits for as many seconds as it is given at most, and returns whether ``what`` is there. If a rank has
+        failed, or some did not come, that is a ``PeerFailedError``; what ``ready`` raises is explained if it can be.
         """
         limit_s = max(limit_s, self._timeout_s)
         ends, looks, stuck = time.monotonic() + limit_s, time.monotonic() + _LOOK_S, 0

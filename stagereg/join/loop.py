@@ -23,32 +23,18 @@ Mode = Literal["planned", "counted", "torch", "auto"]
 
 @dataclass(frozen=True)
 class Terms:
-    """What a join was entered on.
+    """What a join was entered on."""
 
-    Attributes:
-        mode: as in :class:`stagereg.Join`.
-        throw: whether all ranks raise when one runs out of data.
-        needs_active_ranks: for a step, so that planned lengths are not enough.
-        foreign: the type of a first joinable that announces through torch's ``Join``; empty if it announces here.
-    """
-
-    mode: str | None
-    throw: bool
-    needs_active_ranks: bool
-    foreign: str
+    mode: str | None  # as in `stagereg.Join`
+    throw: bool  # whether all ranks raise when one runs out of data
+    needs_active_ranks: bool  # for a step, so that planned lengths are not enough
+    foreign: str  # the type of a first joinable that announces through torch's `Join`; empty if it announces here
 
 
 class Loop:
     """A loop over data, on one rank. Ranks leave it when they run out of data, or it runs its body on all ranks.
 
     Constructing it is collective: it sends the length of this rank's loader to the others, if the mode needs it.
-
-    Args:
-        number: of loops of the join before it.
-        loader: that it loops over, if that is known.
-        terms: of the join.
-        peers: the other ranks.
-        shadow_step: takes part in a step of other ranks by the hooks of the join.
 
     Attributes:
         iterates: whether it runs its body on all ranks.

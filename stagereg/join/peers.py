@@ -42,19 +42,7 @@ followers: weakref.WeakSet[Follower] = weakref.WeakSet()
 
 
 class Peers:
-    """The other ranks of one join. All ranks construct theirs in the same order.
-
-    Args:
-        wire: of the group that trains together.
-        timeout_s: seconds that a rank may keep the others waiting.
-        steps: returns how many steps have begun.
-
-    Attributes:
-        progress: what the ranks know of each other.
-        responder: for the sums of ``join.mean``; ``None`` on torch's wire.
-        follows: as this rank has left its loop, so that its followers do what those of others do.
-        failed: so that some rank may still wait on a channel.
-    """
+    """The other ranks of one join. All ranks construct theirs in the same order."""
 
     def __init__(self, wire: TorchWire, timeout_s: float, steps: Callable[[], int]) -> None:
         self.wire, self.group, self._steps = wire, wire.group, steps
@@ -91,12 +79,7 @@ class Peers:
                 raise error
 
     def count_forward(self, gathers: bool, trains: bool) -> None:
-        """A forward runs, and if it begins a step, that has begun.
-
-        Args:
-            gathers: whether it has collectives, with the forwards of all other ranks.
-            trains: whether it is the training forward with which a step begins. Before any other, the ranks meet.
-        """
+        """A forward runs, with which a step may begin. Before one that trains nothing and gathers, the ranks meet."""
         progress = self.progress.begun(self._steps())
         if gathers:
             progress = progress.mark() if trains else progress

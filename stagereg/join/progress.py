@@ -12,25 +12,15 @@ from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """What one rank has run. There is a new one for each change, so another thread never reads half a change.
+    """What one rank has run. There is a new one for each change, so another thread never reads half a change."""
 
-    Attributes:
-        steps: how many have begun.
-        marks: that many steps, and training forwards and backwards of modules that gather in their forwards.
-        before: forwards that gather, until the last mark.
-        forwards: ... until now.
-        unreduced: steps before the last in which no backward reduced gradients.
-        reduced: whether one has in the last step.
-        waits: whether this rank has no more data, and waits for others to begin another step.
-    """
-
-    steps: int = 0
-    marks: int = 0
-    before: int = 0
-    forwards: int = 0
-    unreduced: int = 0
-    reduced: bool = False
-    waits: bool = False
+    steps: int = 0  # how many have begun
+    marks: int = 0  # that many steps, and training forwards and backwards of modules that gather in their forwards
+    before: int = 0  # forwards that gather, until the last mark
+    forwards: int = 0  # ... until now
+    unreduced: int = 0  # steps before the last in which no backward reduced gradients
+    reduced: bool = False  # whether one has in the last step
+    waits: bool = False  # whether this rank has no more data, and waits for others to begin another step
 
     def begun(self, steps: int) -> Progress:
         """Step number ``steps`` has begun."""

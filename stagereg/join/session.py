@@ -28,14 +28,7 @@ _entered: ContextVar[tuple[JoinSession, ...]] = ContextVar("entered", default=()
 
 
 class JoinSession:
-    """All ranks construct theirs in the same order.
-
-    Attributes:
-        hooks: of the joinables.
-        own_hooks: those of them that are a ``JoinHook`` of stagereg's.
-        loop: that was entered last; ``None`` on torch's wire.
-        suspended: as another join has been entered inside this one.
-    """
+    """All ranks construct theirs in the same order."""
 
     def __init__(self, wire: TorchWire, joinables: Sequence[Any], terms: Terms, timeout_s: float) -> None:
         self.joinables, self.terms = joinables, terms
@@ -81,12 +74,8 @@ class JoinSession:
     def start(self, loader: Any, options: Mapping[str, Any]) -> None:
         """Enter; the join around this one must not be used from now on. Collective.
 
-        Args:
-            loader: that of a loop that ranks leave when they run out of data, if it is known.
-            options: that are to be the same on all ranks; the first to come says what they are.
-
-        Raises:
-            JoinError: another rank has entered with other options.
+        ``loader`` is that of a loop that ranks leave when they run out of data, if it is known. ``options`` are to be
+        the same on all ranks.
         """
         for outer in _entered.get():
             outer.suspended = True

@@ -201,11 +201,8 @@ def resources_of(group: dist.ProcessGroup) -> GroupResources:
 def control_channel(group: dist.ProcessGroup, purpose: str, waiting: Waiting | None = None) -> ControlChannel:
     """Return the channel of ``group``'s ranks for ``purpose``. The first call connects the ranks, so it is collective.
 
-    Args:
-        group: the ranks.
-        purpose: what is exchanged; a channel for one never meets another's.
-        waiting: how to wait for the other ranks to connect; the channel is then one whose sums are only polled.
-            ``None``: waits for as long as torch does, and so do its collectives, unless a join limits them.
+    ``waiting`` is how to wait for the other ranks to connect; the channel is then one whose sums are only polled.
+    ``None``: waits for as long as torch does, and so do its collectives, unless a join limits them.
     """
     resources = resources_of(group)
     if purpose not in resources.channels:

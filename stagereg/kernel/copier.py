@@ -59,17 +59,9 @@ class PendingCopy:
 
 
 class HostCopier:
-    """Copies state dicts to host memory.
+    """Copies state dicts to host memory, for one thread at a time.
 
-    Args:
-        pool: where the memory comes from; closed together with the copier.
-        threads: threads that copy from host memory, the caller's among them.
-        type_check: refuse leaves of types that torch's checkpoint does not name (see :func:`.state_dict.flatten`).
-
-    Attributes:
-        layout: the last plan.
-
-    One thread at a time may call it.
+    The pool is closed together with it. ``type_check`` is as in :func:`.state_dict.flatten`.
     """
 
     def __init__(self, pool: Pool, threads: int = 2, type_check: bool = False) -> None:
@@ -86,12 +78,7 @@ class HostCopier:
         self.forget()
 
     def copy(self, state: Any) -> Any:
-        """Return an independent copy of ``state`` in host memory.
-
-        Raises:
-            StagingError: an entry cannot be staged (its path is named), or memory ran out; the copier stays usable.
-            StagerClosedError: after :meth:`close`.
-        """
+        """Return an independent copy of ``state`` in host memory; after an error the copier stays usable."""
         pending = self.prepare(state)
         self.fill(pending)
         return pending.unflatten()

@@ -72,11 +72,7 @@ class Layout:
 
 
 def signature(tensors: Sequence[torch.Tensor]) -> Signature:
-    """Return what a layout depends on. Costs about half a microsecond a tensor.
-
-    Raises:
-        StagingError: a tensor has no address; ``path`` is its index.
-    """
+    """Return what a layout depends on. Costs about half a microsecond a tensor."""
     rows: Signature = []
     try:
         for x in tensors:
@@ -94,12 +90,7 @@ def span_of(x: torch.Tensor) -> int:
 
 
 def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature, margins: tuple[int, int] = (0, 0)) -> Layout:
-    """Plan host memory for plain strided tensors.
-
-    Args:
-        tensors: on any devices.
-        rows: their :func:`signature`.
-        margins: bytes to be left free before and after each region.
+    """Plan host memory for plain strided tensors, with the bytes of ``margins`` left free before and after each region.
 
     Raises:
         StagingError: a tensor reaches beyond its storage, as after its storage was freed; ``path`` is the index.

@@ -24,14 +24,10 @@ from stagereg.kernel.channel import ControlChannel, PendingSum, Waiting, wait_un
 
 
 class ActiveRanks(NamedTuple):
-    """The ranks that take part in a step.
+    """The ranks that take part in a step."""
 
-    Attributes:
-        ranks: those with data, in order; empty where that is not known.
-        syncing: how many of them will reduce their gradients. Where that is not known, 1 if they may and 0 if not.
-    """
-
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()  # those with data, in order; empty where that is not known
+    # how many of them will reduce their gradients. Where that is not known, 1 if they may and 0 if not
     syncing: int = 1
 
 
@@ -135,12 +131,8 @@ _PERHAPS = 2.0**-20  # what it adds where it does not know yet whether it reduce
 class AllReduceMembership(Membership):
     """One asynchronous sum a step.
 
-    Args:
-        channel: on which the ranks sum.
-        throw: whether a rank's running out of data is an error on all ranks.
-        waiting: how to wait.
-        length: how many steps this rank expects to begin, if it knows. If it runs out earlier, all ranks raise one
-            step later, in which it takes part.
+    ``length`` is how many steps this rank expects to begin, if it knows. If it runs out earlier, all ranks raise one
+    step later, in which it takes part.
     """
 
     def __init__(
@@ -228,17 +220,10 @@ class AllReduceMembership(Membership):
 
 
 class StoreMembership(Membership):
-    """No sum in a step; one when a rank leaves.
+    """No sum in a step; one when a rank leaves, on a channel on which nothing else is summed meanwhile.
 
-    Args:
-        channel: on which nothing else is summed meanwhile.
-        lengths: how many batches each rank announced.
-        store: with keys that nothing else uses; ``begun/<step>`` is written, 1 if its gradients are reduced, else 0.
-        throw: whether uneven lengths are an error on all ranks, before the first step.
-        waiting: how to wait.
-
-    Raises:
-        UnevenInputsError: on all ranks, if it is to throw and the lengths differ.
+    ``lengths``: how many batches each rank announced; if they differ and it is to throw, all ranks raise. In the store
+    ``begun/<step>`` is written, 1 if its gradients are reduced, else 0.
     """
 
     def __init__(

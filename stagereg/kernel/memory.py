@@ -1,14 +1,9 @@
 """Host memory for copies: blocks, and the pool that lends them.
 
 A :class:`Block` is whole pages of memory, touched ahead of use, and page-locked where an accelerator profits from it.
-One copy may lie in several blocks, and several copies may share one, so the pool counts two things apart:
-
-- A :class:`Lease` is one copy that is out; the pool bounds their number. It ends when the last tensor of the copy is
-  freed, or when the copy's reader calls :meth:`Pool.release`.
-- A :class:`BlockRef` is a block in use. The block comes back when no tensor over it and nothing else holds that.
-
-:meth:`Lease.view` returns a view of a block that holds both, and is held by every tensor over it. Python's own
-references do the counting, so a block that a tensor lies in is never lent again.
+A :class:`Lease` is one copy that is out; it ends when the last tensor of the copy is freed, or when the copy's reader
+calls :meth:`Pool.release`. A :class:`BlockRef` is a block in use. :meth:`Lease.view` returns a view of a block that
+holds both, and is held by every tensor over it, so a block that a tensor lies in is never lent again.
 
 If ``max_in_flight`` copies are out, :meth:`Pool.lease` waits for one: at most ``wait_s`` seconds if the reader has
 promised to release its copies (``Pool.readers_release``), at most one second otherwise. After that it goes on with
@@ -50,16 +45,7 @@ _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
 
 class Block:
-    """One block of host memory, whole pages.
-
-    Args:
-        nbytes: at least so many bytes.
-        pin: page-lock it, if that can be.
-        threads: threads that touch the new pages.
-
-    Attributes:
-        nbytes: bytes there are, a multiple of 4096.
-    """
+    """One block of host memory, whole pages; ``threads`` touch the new ones."""
 
     def __init__(self, nbytes: int, pin: bool, threads: int = 1) -> None:
         self.nbytes = _whole_pages(nbytes)
@@ -235,11 +221,7 @@ class Pool:
         return len(self._out) + sum(not block.idle for block in self._free)
 
     def lease(self) -> Lease:
-        """Return a lease for one more copy, waiting if ``max_in_flight`` are out.
-
-        Raises:
-            StagerClosedError: after :meth:`close`, also while it waits.
-        """
+        """Return a lease for one more copy, waiting if ``max_in_flight`` are out."""
         self.check_open()
         if self.in_flight >= self.max_in_flight:
             self._wait()
@@ -248,12 +230,7 @@ class Pool:
         return lease
 
     def take(self, nbytes: int, at_most: float = math.inf) -> BlockRef:
-        """Return a block of ``nbytes`` bytes or more that is not in use: a kept one up to ``at_most``, or a new one.
-
-        Raises:
-            StagerClosedError: after :meth:`close`.
-            StagingError: there is no memory left.
-        """
+        """Return a block of ``nbytes`` bytes or more that is not in use: a kept one up to ``at_most``, or a new one."""
         self.check_open()
         if self._reserved is not None:
             reserved, self._reserved = self._reserved, None
@@ -346,13 +323,7 @@ _padded: dict[int, Padding] = {}
 
 
 def register_padding(view: memoryview, margins: tuple[int, int], spans: dict[int, int]) -> None:
-    """Record padding for :func:`padding_around`, as long as ``view`` lives.
-
-    Args:
-        view: of a whole block.
-        margins: bytes that are free before and after each tensor.
-        spans: see :class:`Padding`.
-    """
+    """Record padding for :func:`padding_around`, as long as ``view``, of a whole block, lives; see :class:`Padding`."""
     address = torch.frombuffer(view, dtype=torch.uint8, count=1).data_ptr()
     _padded[id(view)] = Padding(address, view.nbytes, *margins, spans)
     weakref.finalize(view, _padded.pop, id(view), None).atexit = False

@@ -17,12 +17,7 @@ PEER_EXHAUSTED = "Detected at least one rank that exhausted inputs. Throwing acr
 
 
 class TorchWire:
-    """One rank's end of the wire.
-
-    Args:
-        group: the process group of the joinables.
-        device: where the wire's one-element tensors live.
-    """
+    """One rank's end of the wire, whose tensors of one element live on ``device``."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group

@@ -76,15 +76,10 @@ class TreeSpec:
 
 
 def flatten(state: Any, type_check: bool = False) -> TreeSpec:
-    """Take ``state`` apart.
+    """Take ``state``, nested dicts, lists and tuples, apart; the error has the path of what cannot be staged.
 
-    Args:
-        state: nested dicts, lists and tuples of tensors and other values.
-        type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None, as torch does under
-            that name; otherwise such a leaf is deep-copied.
-
-    Raises:
-        StagingError: an entry cannot be staged; the message has its path.
+    ``type_check``: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None, as torch does under
+    that name; otherwise such a leaf is deep-copied.
     """
     try:
         return _flatten(state, type_check)

@@ -39,11 +39,7 @@ _readv.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.
 
 
 class CopyEngine:
-    """Threads and streams that copy. One thread at a time may call it.
-
-    Args:
-        threads: threads that copy from host memory, the caller's among them.
-    """
+    """Threads and streams that copy. One thread at a time may call it, and is one of ``threads``."""
 
     def __init__(self, threads: int) -> None:
         if threads < 1:

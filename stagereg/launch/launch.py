@@ -1,10 +1,9 @@
 """The launcher: starts local ranks of this program's own command line, and waits for their end.
 
 Each rank is a fresh interpreter that runs the same script and composes the same config again. So the typed config is
-never pickled, and it works the same below joblib and submitit. The launcher has composed the config, made the run
-directory and written ``.hydra``. It has the store at which the ranks meet, and where they report errors and rank 0's
-value (:mod:`stagereg.launch.run_store`). In a scheduler's job with several tasks each task does so for its part of the
-ranks, and the first one has the store.
+never pickled, and it works the same below joblib and submitit. The launcher has made the run directory and written
+``.hydra``, and has the store at which the ranks meet (:mod:`stagereg.launch.run_store`). In a scheduler's job with
+several tasks each task does so for its part of the ranks, and the first one has the store.
 """
 
 from __future__ import annotations
@@ -57,19 +56,8 @@ def checked_nproc(value: Any) -> int:
 def launch(command: CommandLine, hydra: Any, nproc: int) -> Any:
     """Run one job on ``nproc`` fresh local ranks and return rank 0's value, once all ranks have ended.
 
-    In a scheduler's job with several tasks (:class:`SchedulerTask`) these are the ranks of this task, and only the
-    first task has a value to return.
-
-    Args:
-        command: how this program was started.
-        hydra: the ``hydra`` node of the job's composed config.
-        nproc: number of local ranks, at least one.
-
-    Raises:
-        RanksFailedError: a rank failed.
-        LaunchError: the tasks of the job have not all started in time.
-        SystemExit: a signal stopped the run (code 130 for SIGINT, 143 for SIGTERM), or the ranks have saved and exited
-            because they were signalled (75).
+    In a scheduler's job with several tasks these are the ranks of this task, and only the first one returns a value. A
+    signal that stopped the run, or that all ranks have saved for and exited, is a ``SystemExit``.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 

@@ -4,9 +4,6 @@ Plain ``python train.py nproc=2`` composes the config in this process and runs t
 Under ``torchrun`` this process is a rank already (``rank``). With ``nproc=1``, or no ``nproc`` at all, the job runs in
 this process as the only rank. Each job of a sweep gets fresh ranks: in one process, a job would have the memory and the
 warm caches of those before it.
-
-An error of the project is one short message, any other one traceback, with the rank that failed, and exit code 1.
-Ctrl-C ends everything with 130. SIGTERM and SIGUSR1 go to the ranks (:mod:`stagereg.launch.preemption`).
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
 """Preemption: SIGTERM and SIGUSR1 ask a run to save and exit, and to be started again.
 
 A :class:`PreemptionHandler` keeps the two signals from ending the process, and records that one has come. It does so
-at once, whatever the training thread is doing: Python runs signal handlers on the main thread only, between two of its
-operations, and the main thread may wait in a collective for long. So a thread reads the byte that the interpreter
-writes from within the signal (``signal.set_wakeup_fd``). From then on the process has a bounded time to exit; after
-that the thread ends it.
-
-Schedulers signal whole trees of processes, and launchers forward what they got: what comes within seconds of the first
-signal is the same one. A later one of the same kind ends the process at once.
-
-The step to exit at is agreed on in :mod:`stagereg.checkpoint.ranks.preemption_consensus`. This module imports nothing
-heavy.
+at once: Python runs signal handlers on the main thread only, which may wait in a collective for long, so a thread reads
+the byte that the interpreter writes from within the signal (``signal.set_wakeup_fd``). From then on the process has a
+bounded time to exit; after that the thread ends it. The step to exit at is agreed on in
+:mod:`stagereg.checkpoint.ranks.preemption_consensus`.
 """
 
 from __future__ import annotations
@@ -36,15 +30,12 @@ _REPORT_S = 1.0
 
 
 class PreemptionHandler:
-    """Whether this process was signalled to save and exit.
+    """Whether this process was signalled to save and exit, which it has ``grace_s`` seconds for.
 
-    Args:
-        grace_s: seconds it has from then on, before it is ended.
-        describe_newest: returns what there is to go on from, for a message; on a thread of its own, may fail or hang.
+    ``describe_newest`` returns what there is to go on from, for a message; on a thread of its own, may fail or hang.
 
     Attributes:
-        reports: whether to print on stderr why the process was ended; one of several ranks does where all know of the
-            signal.
+        reports: whether to print why the process was ended; one of several ranks does where all know of the signal.
     """
 
     def __init__(self, grace_s: float, describe_newest: Callable[[], str]) -> None:

@@ -1,10 +1,8 @@
 """One rank of a run: its part in the process group, the job, and how it ends.
 
-A rank is a process with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in its environment, whether
-``stagereg.main`` or ``torchrun`` has started it. All ranks of a run share one directory, one ``.hydra`` and one log,
-which rank 0 writes, and one clock; in the directory each rank records its job (:mod:`stagereg.record`). When ranks
-fail, the cause is printed once, and errors that follow from it are not. An attempt after the first goes on in the
-directory of the first (:mod:`stagereg.launch.run_store`). Starting ranks is left to ``launch``, Hydra to ``main``.
+A rank is a process with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in its environment, whoever has
+started it. All ranks of a run share one directory, one ``.hydra`` and one log, which rank 0 writes, and one clock. When
+ranks fail, the cause is printed once, and errors that follow from it are not.
 """
 
 from __future__ import annotations
@@ -64,26 +62,18 @@ _LOST_PEER = (
 
 @dataclass(frozen=True)
 class Rank:
-    """This process as one of ``world_size`` ranks, connected to the others through ``store``.
-
-    Attributes:
-        launched: whether ``stagereg.main`` has started the rank.
-    """
+    """This process as one of ``world_size`` ranks, connected to the others through ``store``."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    launched: bool
+    launched: bool  # whether `stagereg.main` has started the rank
     store: RunStore
 
     @classmethod
     def current(cls) -> Rank | None:
-        """This process's rank, or ``None`` if it is none. Waits for the other ranks.
-
-        Raises:
-            LaunchError: they have not started in time.
-        """
+        """This process's rank, or ``None`` if it is none. Waits for the other ranks."""
         if not is_rank():
             return None
         launcher = os.environ.get(LAUNCHER)

@@ -3,10 +3,6 @@
 ``torchrun --max-restarts`` starts the ranks again on the same store. Each start of all ranks is an *attempt* with a
 prefix of its own, so that no rank reads a key of one that has died. Elastic's restart count cannot be that prefix: an
 agent that follows the restart of another agent does not count it (:func:`name_attempt`).
-
-Whoever has started a rank sees how it ends, on its own machine. A rank of another machine that is lost only stops
-writing, so ranks of several machines write heartbeats. They use the rank's connection to the store, and other threads'
-calls wait for them; where the store itself is gone, the thread ends, and the program notices by itself.
 """
 
 from __future__ import annotations
@@ -37,15 +33,8 @@ _NAMED = 400
 class RunStore:
     """The store of a run, as one rank uses it in one attempt; the launcher uses it as rank 0 would.
 
-    Args:
-        store: torch's; nothing else uses it.
-        rank: this process.
-        world_size: number of ranks.
-        multi_node: whether ranks are on other machines, or below other agents at least; they write heartbeats.
-        attempt: name of this attempt.
-
-    Attributes:
-        group: the store for the process group.
+    ``store`` is torch's, and nothing else uses it. ``multi_node``: ranks are on other machines, or below other agents
+    at least, so they write heartbeats. ``group`` is the store for the process group.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, multi_node: bool = False, attempt: str = "0") -> None:
@@ -132,10 +121,7 @@ class RunStore:
             thread.join(_BEAT_S)
 
     def lost(self, for_s: float) -> str:
-        """The ranks that have not ended and write no heartbeat for so many seconds, as a sentence; empty without one.
-
-        It waits as long only where there may be one.
-        """
+        """The ranks that have not ended and write no heartbeat for so many seconds, as a sentence; else nothing."""
         if not self.multi_node:
             return ""  # whoever has started the ranks sees how they end
         alive = [rank for rank in range(self._world_size) if not self._store.check([f"ended/{rank}"])]
@@ -159,9 +145,6 @@ def name_attempt(store: Any, rank: int, world_size: int) -> str:
 
     Each process draws a number, and rank 0's is the name. Rank 0 answers every number drawn until all ranks have read
     an answer; one to a process of an earlier attempt is read by none.
-
-    Raises:
-        LaunchError: not all ranks have called this in time.
     """
     mine = store.add("drawn", 1)
     if rank > 0:

@@ -16,18 +16,12 @@ _PORTS = range(20_000, 32_000)
 
 @dataclass(frozen=True)
 class SchedulerTask:
-    """One of ``count`` tasks; by default the only one.
+    """One of ``count`` tasks; by default the only one."""
 
-    Attributes:
-        index: from 0; the ranks of task 0 come first.
-        host: where task 0 waits for the others; the default where all are on one machine.
-        port: likewise; 0 for any that is free.
-    """
-
-    index: int = 0
+    index: int = 0  # from 0; the ranks of task 0 come first
     count: int = 1
-    host: str = "127.0.0.1"
-    port: int = 0
+    host: str = "127.0.0.1"  # where task 0 waits for the others; the default where all are on one machine
+    port: int = 0  # likewise; 0 for any that is free
 
     @classmethod
     def current(cls) -> SchedulerTask:

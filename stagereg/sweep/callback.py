@@ -1,15 +1,9 @@
 """``hydra/callbacks=compare``: each job leaves a ``result.json``, and a sweep ends with the comparison of all of them.
 
-Hydra calls this around every job, in the process in which it has started it, wherever the launcher has put that; and
-at the start and the end of a sweep, in the program itself. Between the two only files are shared, so it makes no
-difference who runs the jobs and who chooses them.
-
-An error that must stop a sweep, such as an unknown metric, does so before the first job; a job that fails has
-a row like the others, and they go on; what goes wrong here costs no job its result. A sweep with a failed job ends with
-exit code 1, after its table. Hydra ends an interrupted sweep without calling a callback: ``stagereg report`` shows what
-is there.
-
-What a job's figures are is left to :mod:`stagereg.sweep.figures`, comparing to ``compare``, pictures to ``render``.
+Hydra calls this around every job, in the process that it has started for it; and at the start and the end of a sweep,
+in the program itself. Between the two only files are shared, so it makes no difference who runs the jobs. An error that
+must stop a sweep, such as an unknown metric, does so before the first job; what goes wrong later costs no job its
+result. Hydra ends an interrupted sweep without calling a callback: ``stagereg report`` shows what is there.
 """
 
 from __future__ import annotations

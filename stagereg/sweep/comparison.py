@@ -3,10 +3,7 @@
 Repeats of a combination become their median and the range between their quartiles. A row ties with the best where
 their medians differ by no more than either's spread, or in proportion by no more than one combination differs from
 itself (the A/A row), or where few runs overlap. Only completed jobs count; a combination that failed in any of its
-runs, or has the figure in only some, is never best. The order in which results are given makes no difference.
-
-The figures are defined in :mod:`stagereg.sweep.metric`; the sentence about a comparison is made in
-:mod:`stagereg.sweep.answer`.
+runs, or has the figure in only some, is never best.
 """
 
 from __future__ import annotations
@@ -36,21 +33,14 @@ _EQUAL = "the figures are equal"
 
 @dataclass(frozen=True)
 class Cell:
-    """One figure of one combination.
+    """One figure of one combination."""
 
-    Attributes:
-        median: of the values.
-        spread: the range between their first and third quartile, interpolated within the values; ``None`` for one.
-        values: of the completed jobs, in their order.
-        verdict: ``"best"`` of its column, ``"tie"`` with the best, or empty.
-        reason: why it ties.
-    """
-
-    median: float
+    median: float  # of the values
+    # the range between their first and third quartile, interpolated within the values; `None` for one
     spread: float | None
-    values: tuple[float, ...]
-    verdict: str = ""
-    reason: str = ""
+    values: tuple[float, ...]  # of the completed jobs, in their order
+    verdict: str = ""  # `"best"` of its column, `"tie"` with the best, or empty
+    reason: str = ""  # why it ties
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Cell:
@@ -64,25 +54,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One combination: its jobs, all of the same versions.
+    """One combination: its jobs, all of the same versions."""
 
-    Attributes:
-        parameters: those of its overrides that differ between jobs, by key.
-        jobs: its runs, in their order, also those that were not completed.
-        cells: by name of the metric; of the completed jobs.
-        again: whether it is the A/A row: the first combination once more, measured as if it were another one.
-        error: of the first job that failed, or else of the first unfinished one; empty if all were completed.
-        note: what else a reader of the row should know.
-        versions: of stagereg and torch, where jobs differ in them.
-    """
-
-    parameters: dict[str, str]
-    jobs: tuple[JobResult, ...]
-    cells: dict[str, Cell] = field(default_factory=dict)
+    parameters: dict[str, str]  # those of its overrides that differ between jobs, by key
+    jobs: tuple[JobResult, ...]  # its runs, in their order, also those that were not completed
+    cells: dict[str, Cell] = field(default_factory=dict)  # by name of the metric; of the completed jobs
+    # whether it is the A/A row: the first combination once more, measured as if it were another one
     again: bool = False
-    error: str = ""
-    note: str = ""
-    versions: str = ""
+    error: str = ""  # of the first job that failed, or else of the first unfinished one; empty if all were completed
+    note: str = ""  # what else a reader of the row should know
+    versions: str = ""  # of stagereg and torch, where jobs differ in them
 
     @property
     def status(self) -> str:
@@ -116,27 +97,16 @@ class ComparisonRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows to be shown, in the order in which the combinations were planned; the A/A row follows the one it repeats.
+    """Rows to be shown, in the order in which the combinations were planned; the A/A row follows the one it repeats."""
 
-    Attributes:
-        directory: of the sweep.
-        parameters: the keys that were swept.
-        constant: the overrides that all jobs share, without those of the sweep itself.
-        metrics: the columns: those that any row has.
-        rows: one for each combination.
-        repeats: how often each combination was to run.
-        ranking: what rows are ranked by, and in which direction.
-        warnings: what a reader should know before trusting the figures.
-    """
-
-    directory: Path
-    parameters: tuple[str, ...]
-    constant: tuple[str, ...]
-    metrics: tuple[Metric, ...]
-    rows: tuple[ComparisonRow, ...]
-    repeats: int
-    ranking: Metric
-    warnings: tuple[str, ...] = ()
+    directory: Path  # of the sweep
+    parameters: tuple[str, ...]  # the keys that were swept
+    constant: tuple[str, ...]  # the overrides that all jobs share, without those of the sweep itself
+    metrics: tuple[Metric, ...]  # the columns: those that any row has
+    rows: tuple[ComparisonRow, ...]  # one for each combination
+    repeats: int  # how often each combination was to run
+    ranking: Metric  # what rows are ranked by, and in which direction
+    warnings: tuple[str, ...] = ()  # what a reader should know before trusting the figures
 
     @property
     def ranked(self) -> list[ComparisonRow]:
@@ -162,16 +132,7 @@ class Comparison:
 
 
 def compare(results: Sequence[JobResult], metric: str = "stall_ms", direction: str | None = None) -> Comparison:
-    """Compare the jobs of a sweep.
-
-    Args:
-        results: its jobs, as :func:`stagereg.sweep.result.results` finds them.
-        metric: what to rank by.
-        direction: ``"minimize"`` or ``"maximize"``; ``None`` is the metric's own.
-
-    Raises:
-        ConfigError: there is no such metric or direction, or no job.
-    """
+    """Compare the jobs of a sweep, by ``metric``, and by its own direction if none is given."""
     ranking = directed(metric, direction)
     if not results:
         raise ConfigError("There are no jobs to compare.")

@@ -28,28 +28,17 @@ _TOUCHED_S = 1e-4
 
 @dataclass(frozen=True)
 class Saved:
-    """One checkpoint of all ranks.
+    """One checkpoint of all ranks."""
 
-    Attributes:
-        step: the training step it was saved at.
-        start: when the first rank began to save it, seconds since the start of the run.
-        end: the last moment of it that is known, likewise.
-        stall_s: how long the slowest rank's training stood still, seconds; ``None`` where no rank recorded it.
-        stage_s: how long the slowest rank's copy took, seconds.
-        write_s: how long the slowest rank's writing took, seconds.
-        nbytes: staged by all ranks.
-        written: bytes of its files.
-        state: ``"complete"``; ``"lost"``, with ``error``; ``"not complete"``: the run ended before.
-    """
-
-    step: int
-    start: float
-    end: float
-    stall_s: float | None
-    stage_s: float | None
-    write_s: float | None
-    nbytes: int
-    written: int
+    step: int  # the training step it was saved at
+    start: float  # when the first rank began to save it, seconds since the start of the run
+    end: float  # the last moment of it that is known, likewise
+    stall_s: float | None  # how long the slowest rank's training stood still, seconds; `None` where no rank recorded it
+    stage_s: float | None  # how long the slowest rank's copy took, seconds
+    write_s: float | None  # how long the slowest rank's writing took, seconds
+    nbytes: int  # staged by all ranks
+    written: int  # bytes of its files
+    # `"complete"`; `"lost"`, with `error`; `"not complete"`: the run ended before
     state: Literal["complete", "lost", "not complete"]
     error: str = ""
 
@@ -96,16 +85,13 @@ def _longest(spans: list[Span]) -> float | None:
 
 
 def figures(run: Run | None, returned: Any = None) -> dict[str, float]:
-    """Compute what is known of a run.
+    """Compute what is known of a run, which may have recorded nothing, and of what its task returned.
 
     The metrics have the names of :data:`stagereg.sweep.metric.METRICS`; besides, in seconds and bytes: ``steps``;
     ``checkpoints`` (committed) and ``lost_checkpoints``; ``train_s``, from the end of the first step to the end of the
     last with its stall, ``lost_s`` of it and ``step_s``, the median undisturbed step, each of the rank that has most;
-    ``state_bytes``, of one checkpoint on all ranks; ``write_s``, the median.
-
-    Args:
-        run: what was recorded; ``None`` where nothing was.
-        returned: what the task returned: its loss, or a dict of numbers, which become ``returned.KEY``.
+    ``state_bytes``, of one checkpoint on all ranks; ``write_s``, the median. ``returned`` is a loss, or a dict of
+    numbers, which become ``returned.KEY``.
     """
     found = _returned(run, returned)
     if run is not None:

@@ -1,14 +1,9 @@
 """``hydra/sweeper=interleaved``: all combinations like Hydra's basic sweeper, and each of them ``sweep.repeats`` times.
 
-Repeats of a combination are not run in a row but in rounds, each of which has every combination once and starts with
-another one than the round before: a machine that gets slower or busier on the way is then slower for all of them. One
-job more runs the first combination again as if it were another one; how far it is off shows the noise here.
-Which is which stands in ``sweep.repeat`` and ``sweep.again`` of a job's config.
-
-A job that leaves by ``sys.exit`` has failed or ended, and ends no other. Two jobs with one directory are refused
-before the first one runs; they may share one of checkpoints where ``checkpoint.resume`` is given. The same sweep
-once more runs what was not completed. What the jobs are compared by is left to :mod:`stagereg.sweep`, starting them
-to Hydra's launchers. Imports nothing heavy: Hydra scans this at every start.
+Repeats of a combination are not run in a row but in rounds, each of which starts with another one than the round
+before: a machine that gets slower or busier on the way is then slower for all of them. One job more runs the first
+combination again as if it were another one; how far it is off shows the noise here. The same sweep once more runs what
+was not completed. Imports nothing heavy: Hydra scans this at every start.
 """
 
 from __future__ import annotations
@@ -75,11 +70,7 @@ class InterleavedSweeper(BasicSweeper):
         super().setup(hydra_context=hydra_context, task_function=ContainedTask(task_function), config=config)
 
     def sweep(self, arguments: list[str]) -> Any:
-        """Run the jobs.
-
-        Raises:
-            SweepError: no job has run.
-        """
+        """Run the jobs."""
         check_repeats(self._repeats)
         return super().sweep(arguments)
 

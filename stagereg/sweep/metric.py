@@ -19,21 +19,13 @@ DIRECTIONS = {"minimize": "lower", "maximize": "higher"}
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of a run.
+    """A figure of a run."""
 
-    Attributes:
-        name: as configs and files name it.
-        head: of its column, with the unit.
-        unit: of its numbers; empty for plain numbers.
-        better: ``"lower"``, ``"higher"``, or empty where neither is.
-        doc: what it is, in one or two sentences.
-    """
-
-    name: str
-    head: str
-    unit: str
-    better: str
-    doc: str
+    name: str  # as configs and files name it
+    head: str  # of its column, with the unit
+    unit: str  # of its numbers; empty for plain numbers
+    better: str  # `"lower"`, `"higher"`, or empty where neither is
+    doc: str  # what it is, in one or two sentences
 
     @property
     def sign(self) -> int:
@@ -77,11 +69,7 @@ _BY_NAME = {one.name: one for one in METRICS}
 
 
 def metric(name: str) -> Metric:
-    """Return the metric of that name; ``returned.KEY`` is a number that tasks return under ``KEY``, lower is better.
-
-    Raises:
-        ConfigError: there is none; the message lists those there are.
-    """
+    """Return the metric of that name; ``returned.KEY`` is a number that tasks return under ``KEY``, lower is better."""
     if name in _BY_NAME:
         return _BY_NAME[name]
     start, _, key = str(name).partition(RETURNED)
@@ -94,11 +82,7 @@ def metric(name: str) -> Metric:
 
 
 def directed(name: str, direction: str | None = None) -> Metric:
-    """Return the metric with the direction it is ranked in; ``None`` is the metric's own.
-
-    Raises:
-        ConfigError: there is no such metric or direction, or neither direction is better and none was given.
-    """
+    """Return the metric with the direction it is ranked in; ``None`` is the metric's own."""
     found = metric(name)
     if direction is None:
         if not found.better:

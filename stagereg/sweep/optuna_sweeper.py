@@ -1,16 +1,9 @@
 """``hydra/sweeper=stagereg_optuna``: Optuna chooses the jobs of a sweep, by the figure that ``sweep.metric`` names.
 
-Overrides with several values name what is searched, in Hydra's own grammar: ``a,b``, ``choice(..)``, ``range(..)``,
-``interval(..)``, ``glob(..)``, with ``tag(log, ..)``; an interval is of whole numbers where its ends are, or where the
-program has one. An option of a component, such as ``stager.threads``, is varied only with components that have it. What
-the program has by itself is tried first, and no combination twice.
-
-A trial is ``sweep.repeats`` jobs, one after the other, and its value their median. After each of them the pruner may
-end a trial that is worse than the others were by then. A job that fails ends its trial, and the search goes on. Trials
-are kept in a database; the same command with the same ``hydra.sweep.dir`` goes on from there, and what was under way
-when a search was killed is tried again. One process searches at a time.
-
-Needs Optuna, which is imported when a search begins: Hydra scans this module at every start.
+An option of a component, such as ``stager.threads``, is varied only with components that have it. What the program has
+by itself is tried first, and no combination twice. A trial is ``sweep.repeats`` jobs, one after the other, its value
+their median; after each of them the pruner may end it. Trials are kept in a database; the same command with the same
+``hydra.sweep.dir`` goes on from there. Needs Optuna, which is imported when a search begins.
 """
 
 from __future__ import annotations

@@ -41,39 +41,23 @@ _MARK = re.compile(r"\+{0,2}sweep\.(repeat|again)=(.*)")
 
 @dataclass(frozen=True)
 class JobResult:
-    """How one job went.
+    """How one job went."""
 
-    Attributes:
-        directory: its output directory.
-        status: ``"completed"``, ``"failed"``, or ``"unfinished"``: killed half-way, preempted, or still running.
-        error: why it failed, or ``None``.
-        overrides: of the task, as they were given; without those that only distinguish repeats.
-        job: Hydra's ``num`` (``None`` outside of a sweep), ``id`` and ``name``.
-        repeat: which run of its combination this is, from 0 on.
-        again: whether it runs the first combination once more, as if it were another one.
-        started: seconds since the epoch.
-        seconds: how long it took.
-        returned: what the task returned, as JSON has it.
-        figures: by name, see :func:`stagereg.sweep.figures.figures`; all finite.
-        versions: of stagereg, torch, hydra-core and python.
-        environment: what it ran on, see :func:`stagereg.machine.describe`.
-        command: the command line that runs this job alone; empty if unknown.
-    """
-
-    directory: Path
+    directory: Path  # its output directory
+    # `"completed"`, `"failed"`, or `"unfinished"`: killed half-way, preempted, or still running
     status: str = "completed"
-    error: str | None = None
-    overrides: tuple[str, ...] = ()
-    job: dict[str, Any] = field(default_factory=dict)
-    repeat: int = 0
-    again: bool = False
-    started: float = 0.0
-    seconds: float = 0.0
-    returned: Any = None
-    figures: dict[str, float] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    environment: dict[str, Any] = field(default_factory=dict)
-    command: str = ""
+    error: str | None = None  # why it failed, or `None`
+    overrides: tuple[str, ...] = ()  # of the task, as they were given; without those that only distinguish repeats
+    job: dict[str, Any] = field(default_factory=dict)  # Hydra's `num` (`None` outside of a sweep), `id` and `name`
+    repeat: int = 0  # which run of its combination this is, from 0 on
+    again: bool = False  # whether it runs the first combination once more, as if it were another one
+    started: float = 0.0  # seconds since the epoch
+    seconds: float = 0.0  # how long it took
+    returned: Any = None  # what the task returned, as JSON has it
+    figures: dict[str, float] = field(default_factory=dict)  # by name, see `stagereg.sweep.figures.figures`; all finite
+    versions: dict[str, str] = field(default_factory=dict)  # of stagereg, torch, hydra-core and python
+    environment: dict[str, Any] = field(default_factory=dict)  # what it ran on, see `stagereg.machine.describe`
+    command: str = ""  # the command line that runs this job alone; empty if unknown
 
     def write(self) -> Path:
         """Write it into its directory, completely or not at all. Raises: ``OSError``."""
@@ -87,11 +71,7 @@ class JobResult:
 
     @classmethod
     def read(cls, directory: Path | str) -> JobResult:
-        """Read the ``result.json`` in a directory.
-
-        Raises:
-            ConfigError: it is not there, damaged, or of another version of the project.
-        """
+        """Read the ``result.json`` in a directory."""
         path = Path(directory, RESULT)
         try:
             content = json.loads(path.read_bytes(), parse_constant=lambda name: None)
@@ -112,9 +92,6 @@ class JobResult:
 
         Without a result its ranks' records decide: completed or failed if all of them have recorded such an end, else
         unfinished. It is unfinished, too, where its result cannot be read; its error then has the reason.
-
-        Raises:
-            ConfigError: no job ran there.
         """
         directory = Path(directory)
         try:
@@ -137,9 +114,6 @@ def results(sweep_dir: Path | str) -> list[JobResult]:
     """Every job in or below a directory, in the order they were planned; other sweeps below it are passed over.
 
     A job is a folder with ``result.json``, ``.hydra/overrides.yaml`` or ``metrics.jsonl``.
-
-    Raises:
-        ConfigError: the directory holds no job.
     """
     root = Path(sweep_dir)
     found = _folders(root, lambda path: _is_job(path) or (path != root and (path / _SWEEP).is_file()))
@@ -150,11 +124,7 @@ def results(sweep_dir: Path | str) -> list[JobResult]:
 
 
 def kind_of(directory: Path) -> Literal["run", "sweep"]:
-    """Return which of the two ``directory`` is.
-
-    Raises:
-        ConfigError: it is neither; the message has what was looked for, or what was probably meant.
-    """
+    """Return which of the two ``directory`` is; the error has what was looked for, or what was probably meant."""
     if _is_job(directory):
         return "run"
     if _is_sweep(directory):
@@ -183,11 +153,7 @@ def split(overrides: Sequence[str]) -> tuple[tuple[str, ...], int, bool]:
 
 
 def completed_before(hydra: Any) -> JobResult | None:
-    """Return the result of the same job in an earlier run of its sweep, if it was completed.
-
-    Args:
-        hydra: the ``hydra`` node of the job's config, with its output directory.
-    """
+    """Return the result of the same job in an earlier run of its sweep, if it was completed."""
     if hydra.mode.name != "MULTIRUN":
         return None
     with contextlib.suppress(ConfigError):

@@ -28,19 +28,12 @@ _decoded = json.JSONDecoder(parse_constant=lambda name: None).decode
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time on a rank.
+    """Something that took time on a rank."""
 
-    Attributes:
-        step: the training step that it belongs to.
-        start: when it began, in seconds as by :func:`stagereg.record.now`.
-        seconds: how long it took.
-        nbytes: bytes that it moved; 0 where none were recorded.
-    """
-
-    step: int
-    start: float
-    seconds: float
-    nbytes: int = 0
+    step: int  # the training step that it belongs to
+    start: float  # when it began, in seconds as by `stagereg.record.now`
+    seconds: float  # how long it took
+    nbytes: int = 0  # bytes that it moved; 0 where none were recorded
 
     @property
     def end(self) -> float:
@@ -50,40 +43,28 @@ class Span:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank has recorded. All times are seconds since the epoch, on the clock of the rank's machine.
+    """What one rank has recorded. All times are seconds since the epoch, on the clock of the rank's machine."""
 
-    Attributes:
-        rank: the rank.
-        start: world size, host and versions, recorded when it began.
-        steps: (step, when it had ended) for each training step; of ``stagereg.log`` where no checkpointer recorded
-            steps.
-        stalls: how long each save held the training loop.
-        stages: from the beginning of each copy until it was complete, with this rank's bytes of tensor data.
-        writes: from all ranks having staged to the commit, with the bytes of this rank's files.
-        lost: (step, error) of each save that failed.
-        fallbacks: (step, steps lost, why) of each restore that passed over a newer checkpoint which was damaged.
-        logs: (step, when, values) of each ``stagereg.log``; ``None`` stands for NaN or infinity.
-        join: steps taken with data, steps shadowed, samples seen; summed over the joins that were left.
-        end: seconds, status, error, peak memory; ``None`` for a rank that was killed or is still running.
-        damaged: lines that could not be read, a torn last one aside.
-        first: when it recorded something first.
-        last: when it recorded something last.
-    """
-
-    rank: int
-    start: dict[str, Any] = field(default_factory=dict)
+    rank: int  # the rank
+    start: dict[str, Any] = field(default_factory=dict)  # world size, host and versions, recorded when it began
+    # (step, when it had ended) for each training step; of `stagereg.log` where no checkpointer recorded steps
     steps: tuple[tuple[int, float], ...] = ()
-    stalls: tuple[Span, ...] = ()
+    stalls: tuple[Span, ...] = ()  # how long each save held the training loop
+    # from the beginning of each copy until it was complete, with this rank's bytes of tensor data
     stages: tuple[Span, ...] = ()
-    writes: tuple[Span, ...] = ()
-    lost: tuple[tuple[int, str], ...] = ()
+    writes: tuple[Span, ...] = ()  # from all ranks having staged to the commit, with the bytes of this rank's files
+    lost: tuple[tuple[int, str], ...] = ()  # (step, error) of each save that failed
+    # (step, steps lost, why) of each restore that passed over a newer checkpoint which was damaged
     fallbacks: tuple[tuple[int, int, str], ...] = ()
+    # (step, when, values) of each `stagereg.log`; `None` stands for NaN or infinity
     logs: tuple[tuple[int, float, dict[str, float | None]], ...] = ()
+    # steps taken with data, steps shadowed, samples seen; summed over the joins that were left
     join: dict[str, float] | None = None
+    # seconds, status, error, peak memory; `None` for a rank that was killed or is still running
     end: dict[str, Any] | None = None
-    damaged: int = 0
-    first: float = 0.0
-    last: float = 0.0
+    damaged: int = 0  # lines that could not be read, a torn last one aside
+    first: float = 0.0  # when it recorded something first
+    last: float = 0.0  # when it recorded something last
 
     def step_spans(self) -> list[Span]:
         """Return the steps, in the order in which they ended, as stretches of time without stalls.
@@ -105,23 +86,14 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: what each of its ranks has recorded, and where.
+    """One run: what each of its ranks has recorded, and where."""
 
-    Attributes:
-        directory: the run's output directory.
-        ranks: the records there are, sorted by rank.
-    """
-
-    directory: Path
-    ranks: tuple[RankRecord, ...]
+    directory: Path  # the run's output directory
+    ranks: tuple[RankRecord, ...]  # the records there are, sorted by rank
 
     @classmethod
     def read(cls, directory: Path | str) -> Run:
-        """Read the files of a run, which may still be growing.
-
-        Raises:
-            ConfigError: there are none, nothing in them is of a run, or a newer version of the project wrote them.
-        """
+        """Read the files of a run, which may still be growing."""
         directory = Path(directory)
         found = {int(named[1] or 0): path for path in directory.glob(FILES) if (named := _NAME.fullmatch(path.name))}
         if not found:

@@ -1,12 +1,9 @@
 """Run a function on several local ranks, and always come back: with the results, or with who failed, died or hung.
 
-The one multi-rank harness, for plugin authors and for the project's own tests. Every call gets fresh processes and its
-own process group; nothing is left behind, not even the processes that a rank has started itself.
-
 A process that imports torch takes seconds to start, so the ranks are forked from a server process (the standard
 library's forkserver) that has imported torch and the project's components and done nothing else: no thread, no
-autograd, no collective has ever run in it, so what it forks is as good as new. A hung rank dumps its Python stack by
-``faulthandler``, which needs no cooperation of the thread that hangs. What a rank does is in ``worker``.
+autograd, no collective has ever run in it. A hung rank dumps its Python stack by ``faulthandler``, which needs no
+cooperation of the thread that hangs. What a rank does is in ``worker``.
 """
 
 from __future__ import annotations

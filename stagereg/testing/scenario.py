@@ -1,14 +1,11 @@
 """One training loop in a join, run on ranks, and what was observed: the evidence for the contracts of joins.
 
-A scenario says how many batches each rank has, which ``Join`` each runs, how, and what goes wrong on purpose. All the
-scenarios of a contract share the processes of one ``run_ranks`` call, each in a process group of its own; so a plugin
-that keeps its promises costs about as much as its slowest promise. If a rank hangs or dies in that call, each scenario
-that is asked for is run by itself.
+All the scenarios of a contract share the processes of one ``run_ranks`` call, each in a process group of its own. If a
+rank hangs or dies in that call, each scenario that is asked for is run by itself.
 
 What a join could leave behind is found by a walk from the joinables through their attributes, a few levels deep. Of
 modules and optimizers it lists which attributes they have of their own and how many hooks; of other objects also the
-values of simple attributes, since a flag that stays set is a side effect too. What training itself changes is found by
-a walk before and after training without a join.
+values of simple attributes, since a flag that stays set is a side effect too.
 """
 
 from __future__ import annotations

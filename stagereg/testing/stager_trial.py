@@ -83,13 +83,7 @@ class StagerTrial(Contract):
         return copy.deepcopy(state)
 
     def agree(self, copied: Any, noted: Any, when: str) -> None:
-        """Say that the promise is broken where a copy is not what was to be made of the source.
-
-        Args:
-            copied: by the stager.
-            noted: by :meth:`noted`.
-            when: begins the message, such as "after a later write".
-        """
+        """Say that the promise is broken where a copy is not what :meth:`noted` noted; ``when`` begins the message."""
         if wrong := difference(copied, noted, self.expected):
             self.broken(f"{when}, {wrong}")
 

@@ -1,15 +1,10 @@
 """``ddp``: a ``DistributedDataParallel`` module, in stagereg's ``Join`` or in torch's.
 
 On torch's wire DDP's own forward announces the rank. Where all ranks run stagereg's join, the joinable does that, and
-the divisor and the rank whose buffers count come from the join's membership. On either wire a forward that is no step
-of its own neither announces nor shares buffers, since ranks without data do not take part in it.
-
-The hook's collectives are those of torch's own hook, in its order. Three things differ. The reduced gradients become
-those of the parameters, so that an optimizer stepped afterwards takes the step that the active ranks take. What a loop
-has added up without a reduction, or never zeroes, has its share in the next one. And a rank without data reports no
-parameters as used; torch's reports those that it used long ago.
-
-The internals of ``DistributedDataParallel`` used here are those of torch 2.13 (``nn/parallel/distributed.py``).
+the divisor and the rank whose buffers count come from the join's membership. The hook's collectives are those of
+torch's own hook, in its order. Three things differ. The reduced gradients become those of the parameters; what a loop
+has added up without a reduction has its share in the next one; and a rank without data reports no parameters as used.
+It uses internals of ``DistributedDataParallel`` as they are in torch 2.13 (``nn/parallel/distributed.py``).
 """
 
 from __future__ import annotations

@@ -29,9 +29,6 @@ def write(comparison: Comparison, directory: Path | str) -> list[Path]:
 
     Where there is nothing to draw, or no matplotlib, the pictures are left out (older ones are removed); the latter is
     reported on stderr in a line.
-
-    Raises:
-        OSError: a file could not be written.
     """
     documents = {
         "compare.csv": tables.csv_text(comparison).encode(),
@@ -51,11 +48,7 @@ def write(comparison: Comparison, directory: Path | str) -> list[Path]:
 
 
 def put(documents: Mapping[str, bytes], names: Sequence[str], directory: Path) -> list[Path]:
-    """Write the documents that there are of ``names``, remove older ones of the others; return the paths written.
-
-    Raises:
-        OSError: a file could not be written.
-    """
+    """Write the documents that there are of ``names``, remove older ones of the others; return the paths written."""
     directory.mkdir(parents=True, exist_ok=True)
     for name in names:
         if name in documents:

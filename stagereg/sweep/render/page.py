@@ -28,17 +28,11 @@ from stagereg.sweep.result import CONFIG, JobResult
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a page.
+    """A picture of a page."""
 
-    Attributes:
-        title: its heading.
-        svg: an SVG document.
-        caption: what there is to see, also for a screen reader.
-    """
-
-    title: str
-    svg: str
-    caption: str = ""
+    title: str  # its heading
+    svg: str  # an SVG document
+    caption: str = ""  # what there is to see, also for a screen reader
 
 
 @dataclass(frozen=True)
@@ -81,14 +75,7 @@ def _row_detail(row: ComparisonRow, ranking: str) -> _Detail:
 
 
 def run_page(job: JobResult, answer: str, warnings: Sequence[str], tables: Sequence[Table]) -> str:
-    """Return the page of a single run.
-
-    Args:
-        job: how it went; its figures, config, command, environment and error are shown.
-        answer: the sentence on top.
-        warnings: lines below it, of which one is expected to have the first line of the error.
-        tables: further tables below the figures, such as one of its checkpoints.
-    """
+    """Return the page of a single run: the answer on top, warnings, figures, then ``tables``."""
     docs = {metric.name: metric.doc for metric in METRICS}
     rows = tuple((*labelled(name, job.figures[name]), docs.get(name, "")) for name in in_order(job.figures))
     error = job.error if job.error and "\n" in job.error.strip() else ""

@@ -42,19 +42,13 @@ Value = str | float | int | Cell | None
 
 @dataclass(frozen=True)
 class Table:
-    """A table, whatever shows it.
+    """A table, whatever shows it."""
 
-    Attributes:
-        title: its heading.
-        columns: the heads: texts, or metrics, whose column has cells.
-        rows: as many values each as there are columns. Numbers are shown in few digits; ``None`` is a gap.
-        caption: a line about it.
-    """
-
-    title: str
-    columns: tuple[str | Metric, ...]
+    title: str  # its heading
+    columns: tuple[str | Metric, ...]  # the heads: texts, or metrics, whose column has cells
+    # as many values each as there are columns. Numbers are shown in few digits; `None` is a gap
     rows: tuple[tuple[Value, ...], ...]
-    caption: str = ""
+    caption: str = ""  # a line about it
 
 
 def compare_table(comparison: Comparison) -> Table:
