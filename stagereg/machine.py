@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import platform
 import re
+import socket
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,12 @@ from typing import Any
 TUNABLES = "GLIBC_TUNABLES"
 _THRESHOLD = "glibc.cpu.x86_non_temporal_threshold"
 _THRESHOLD_BYTES = 2**20
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine
+MOUNTS = Path("/proc/self/mounts")
+_NETWORK = re.compile(
+    r"nfs\d?|lustre|gpfs|beegfs|ceph|cifs|smb\w*|9p|afs|ocfs2|gfs2|orangefs|pvfs2|panfs|wekafs|glusterfs|virtiofs"
+    r"|fuse\.(?!fuse-overlayfs).*"
+)
 
 
 def tunables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -77,12 +85,30 @@ def noise_warning(load: float, cores: int) -> str:
     return f"The machine is busy (load {load:.1f} on {cores} cores): the figures will be noisy."
 
 
+def machine_name() -> str:
+    """What processes have in common that see the same disks and process ids, and no others."""
+    try:
+        seen = f"{_BOOT.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        seen = f"{uuid.getnode()}"
+    return f"{socket.gethostname()} {seen}"
+
+
 def file_system(folder: Path) -> str:
-    """The type of the file system that ``folder`` is on, such as ``"ext4"``."""
-    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    """The type of the file system that ``folder`` is on, such as ``"ext4"``; nothing where the system does not say."""
+    try:
+        lines = MOUNTS.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    fields = [line.split(" ") for line in lines]
+    types = {re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), mount): kind for _, mount, kind, *_ in fields}
     path = folder.resolve()
-    on = [(where, kind) for _, where, kind, *_ in mounts if path.is_relative_to(where)]
-    return max(reversed(on), key=lambda mount: len(mount[0]))[1] if on else ""
+    return next((types[str(each)] for each in (path, *path.parents) if str(each) in types), "")
+
+
+def is_on_network(folder: Path) -> bool:
+    """Whether ``folder`` lies in a network file system, by the type of its mount."""
+    return _NETWORK.fullmatch(file_system(folder)) is not None
 
 
 def _processor() -> str:

@@ -218,7 +218,7 @@ class Checkpointer:
         options.expect_alike(self._ranks.run_on_all("The ranks could not compare their options", lambda: alike))
         opened = self._ranks.run_on_all(f"checkpoint.dir={dir} cannot be written to", self._open)
         if resume == "never":
-            self._store.spared.clear()
+            self._store.retention.spared.clear()
         # The training threads have groups of their own: one for each kind of exchange, since not all ranks may come to
         # each, and those of two kinds must not meet.
         if every == "auto":
@@ -327,13 +327,13 @@ class Checkpointer:
             self.preemption.loop_ended()
 
     def _save(self, what: str, step: int, follows: bool = False) -> None:
-        if self._store.spared and self.saved is None:
+        if self._store.retention.spared and self.saved is None:
             _log.warning(
                 "stagereg: restore() was not called, and %s has checkpoints of an earlier run, among them %s: each is "
                 "deleted when this run has passed its step. Call restore(state) before the loop to go on from them; or "
                 "give this run another directory, or say that it starts anew, with resume='never'.",
                 self.dir,
-                ", ".join(sorted(os.path.basename(each) for each in self._store.spared)[-2:]),
+                ", ".join(sorted(os.path.basename(each) for each in self._store.retention.spared)[-2:]),
             )
         if what == _LEAVE:
             assert self.preemption is not None
@@ -412,7 +412,7 @@ class Checkpointer:
         self.dir = path_or_url(store.appears_as or store.root)
         self._background.newest = None
         if self.resume == "never":
-            store.spared.clear()
+            store.retention.spared.clear()
 
     def restore(self, state: MutableMapping[str, Any], source: str | os.PathLike[str] | None = None) -> int | None:
         """Load a checkpoint, chosen by ``resume``, into the objects and values of ``state``; call it on all ranks.
@@ -452,7 +452,7 @@ class Checkpointer:
             return None
         where = store, resume, self.verify, self.read, self.cast, state, self._storage
         restored = restoring.restore(*where, self._ranks, self._saver.names, self.wait, self._crashes, self.fresh)
-        self._store.spared.clear()
+        self._store.retention.spared.clear()
         self._target.metrics.forget()
         if self._ranks.rank == 0:
             begins = "training starts from scratch" if restored is None else f"resumed from {restored.path}"
@@ -613,7 +613,7 @@ class Checkpointer:
         self._crashes.leave()
         if self._hold is not None:
             if self._store.appears_as:  # its first save has failed
-                self._store.discard(self._store.root)
+                self._store.backend.discard(self._store.root)
             self._store.settle()
             self._hold.release()
 
@@ -647,7 +647,7 @@ def _sought(source: str) -> tuple[CheckpointStore, str]:
     """Return the store and what is sought in it, of the path of one checkpoint or of a directory of them."""
     inside, above = open_store(source), open_parent_store(source)
     name = source.rstrip("/").rpartition("/")[2]
-    one = name == LATEST or step_of(name) is not None or is_plain_dcp(source) or above.condition(source).manifest
+    one = name == LATEST or step_of(name) is not None or is_plain_dcp(source) or above.look(source).manifest
     return (above, source) if one and not any(inside.checkpoints()) else (inside, "auto")
 
 
@@ -656,7 +656,7 @@ def _located(store: CheckpointStore, name: str) -> str:
     inside, here = f"{store.root}/{name}", os.path.realpath(name)
     if not os.path.exists(here) or here == os.path.realpath(inside):
         return inside
-    if not os.path.lexists(inside) and store.condition(inside).manifest is None:
+    if not os.path.lexists(inside) and store.look(inside).manifest is None:
         return here
     raise CheckpointError(
         f"resume={name} is both in {store.root} and in the working folder: write which, {inside} or {here}"

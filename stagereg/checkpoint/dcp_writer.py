@@ -28,10 +28,9 @@ from stagereg.checkpoint.format.damage import WHOLE, Condition, Found, differenc
 from stagereg.checkpoint.format.manifest import Manifest, step_within
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.files import StrPath
-from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.local_files import exchange, local_path, sync
-from stagereg.checkpoint.store.open_store import is_url
+from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
 from stagereg.errors import CheckpointError, ConfigError, DamagedError
 
 _CHECKSUMS = "checksums.json"
@@ -150,7 +149,7 @@ class DcpWriter(StorageWriter):
         sizes: dict[str, Found] = {each.name: each.stat().st_size for each in os.scandir(beside)}
         if lost := differences(manifest, sizes):
             raise CheckpointError(f"{beside} was not written as it should be: {Condition(path.name, manifest, lost)}")
-        CheckpointStore(path.parent).put(os.fspath(beside), _CHECKSUMS, manifest.dumps().encode())
+        open_store(path.parent).put(os.fspath(beside), _CHECKSUMS, manifest.dumps().encode())
         sync(beside)
         failpoint("described")
         old = exchange(beside, path, self._hidden("old"))
@@ -220,7 +219,7 @@ class DcpReader(FileSystemReader):
         return [replace(plan, storage_data=None) for plan in plans]
 
     def _contents(self, parts: dict[str, range]) -> dict[str, Found]:
-        return CheckpointStore(Path(self.path).parent).contents(os.fspath(self.path), parts)
+        return open_parent_store(self.path).contents(os.fspath(self.path), parts)
 
     def _expect(self, manifest: Manifest, found: dict[str, Found]) -> None:
         if damages := differences(manifest, found):

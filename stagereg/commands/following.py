@@ -168,7 +168,7 @@ class _Follower:
         try:
             return self._notes.lock()
         except CheckpointError as error:
-            if (owner := self._notes.holder()) is None:
+            if (owner := self._notes.backend.holder()) is None:
                 raise
             raise CheckpointError(
                 f"{self._store.root} is followed under the name {self._name!r} already, by {owner}. End that one, or "
@@ -219,7 +219,7 @@ class _Follower:
     def _deal_with(self, checkpoint: Checkpoint) -> None:
         key = checkpoint.key
         with self._store.reading(checkpoint.path):
-            condition = self._store.examine(checkpoint.path)
+            condition = self._store.look(checkpoint.path, content=True)
             if condition.manifest != checkpoint.manifest:
                 return  # deleted or replaced meanwhile, as the next look reports
             if condition.damages:
@@ -270,7 +270,7 @@ class _Follower:
 
     def _read(self) -> None:
         try:
-            read: Any = json.loads(self._notes.note(_NOTE) or b"{}")
+            read: Any = json.loads(self._notes.notes.read(_NOTE) or b"{}")
             self._done = {str(key): str(how) for key, how in read.get("done", {}).items()}
             self._furthest = int(read.get("furthest", -1))
             self._begun = self._furthest >= 0
@@ -282,7 +282,7 @@ class _Follower:
 
     def _write(self) -> None:
         text = json.dumps({"command": self._asked.command, "furthest": self._furthest, "done": self._done}, indent=1)
-        self._notes.write_note(_NOTE, f"{text}\n".encode())
+        self._notes.notes.write(_NOTE, f"{text}\n".encode())
 
     def _sleep(self, seconds: float) -> None:
         until = time.monotonic() + seconds

@@ -24,6 +24,7 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.load.opened import open_checkpoint
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.local_files import exchange, sync
+from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, ConfigError, kind_of
 
 _log = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ class NamedCheckpoints:
         if not made.is_dir():
             return  # it has failed, and a later one has not
         if path.is_dir() and not path.is_symlink():
-            read = self._stores.setdefault(path, CheckpointStore(path)).readers()
+            read = self._stores.setdefault(path, open_store(path)).readers()
             before = [each for each in path.glob(_STEPS) if each.name not in read]
             made.rename(path / made.name)
             sync(path)

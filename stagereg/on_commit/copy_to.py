@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import IO
@@ -59,14 +60,14 @@ class CopyTo:
         with target.lock():
             there = [_identity(one.manifest) for one in target.checkpoints()[0]]
             missing = [*takewhile(lambda one: _identity(one.manifest) not in there, source.checkpoints()[0])]
-            wanted = self.keep.kept(missing, {one.path: source.metrics_of(one.manifest) for one in missing})
+            wanted = self.keep.kept(missing, {one.path: source.notes.metrics_of(one.manifest) for one in missing})
             copies = {one.path: _place(one, target) for one in missing if one.path in wanted}
             for begun in set(target.leftovers()).difference(copies.values()):
-                target.discard(begun)
-            target.abort_uploads()
+                target.backend.discard(begun)
+            target.backend.tidy()
             for one in reversed([one for one in missing if one.path in wanted]):
                 with source.reading(one.path):
-                    if source.condition(one.path).manifest != one.manifest:
+                    if source.look(one.path).manifest != one.manifest:
                         continue  # deleted meanwhile
                     try:
                         self._copy(one, source, target, copies[one.path])
@@ -85,9 +86,8 @@ class CopyTo:
             if found != manifest.files[name]:
                 _copy_file(f"{one.path}/{name}", f"{place}/{name}", manifest.files[name])
                 _expect(manifest.files[name], target.mark(place, name), f"{place}/{name}")
-        made = place, manifest.step, manifest.world_size, manifest.storage, manifest.files
-        target.publish(*made, self.keep, source.metrics_of(manifest))
-        target.clear()
+        target.publish(place, replace(manifest, metrics=source.notes.metrics_of(manifest)), self.keep)
+        target.retention.clear()
 
 
 def _identity(manifest: Manifest) -> tuple[object, ...]:

@@ -316,7 +316,7 @@ class Matrix:
         complete, refused = store.checkpoints()
         if refused:
             raise Broken(f"step directories that are no checkpoints: {refused}")
-        damaged = {one.path: str(found) for one in complete if (found := store.examine(one.path)).damages}
+        damaged = {one.path: str(found) for one in complete if (found := store.look(one.path, content=True)).damages}
         if damaged:
             raise Broken(f"damaged: {damaged}")
         if newest(self.root) < committed:

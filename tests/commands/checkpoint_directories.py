@@ -5,10 +5,9 @@ from __future__ import annotations
 import zlib
 from pathlib import Path
 
-from stagereg.checkpoint.format.manifest import FileMark, new_token, step_name
+from stagereg.checkpoint.format.manifest import FileMark, Manifest, new_token, step_name
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_store
-from stagereg.checkpoint.store.remote_store import RemoteStore
 
 
 def contents(step: int, salt: str = "") -> dict[str, bytes]:
@@ -26,13 +25,11 @@ def save(root: Path | str, *steps: int, salt: str = "", ranks: int = 2) -> list[
 def _save(store: CheckpointStore, step: int, files: dict[str, bytes], ranks: int) -> str:
     written = store.temporary(step, new_token())
     for name, content in files.items():
-        if isinstance(store, RemoteStore):
-            store.objects.put(f"{written}/{name}", content)
-        else:
+        if not store.backend.in_place:
             Path(written).mkdir(parents=True, exist_ok=True)
-            (Path(written) / name).write_bytes(content)
+        store.put(written, name, content)
     marks = {name: FileMark(len(content), zlib.crc32(content)) for name, content in files.items()}
-    return store.publish(written, step, ranks, "dcp", marks, keep=99).path
+    return store.publish(written, Manifest(step, ranks, 0, marks), keep=99).path
 
 
 def path_of(root: Path, step: int) -> Path:

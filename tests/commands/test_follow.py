@@ -19,7 +19,6 @@ import torch
 
 import stagereg.commands.following as following_module
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_store
 
 from ..support.pages import Page
@@ -117,7 +116,7 @@ def test_each_checkpoint_is_taken_once_in_order(root: str, job: Job, command: Co
 def test_one_that_gets_its_plain_name_is_not_taken_again(tmp_path: Path, job: Job, command: Command) -> None:
     root = tmp_path / "run"
     save(root, 100)
-    with CheckpointStore(root).reading(str(path_of(root, 100))):
+    with open_store(root).reading(str(path_of(root, 100))):
         [again] = save(root, 100, salt="again")
         assert again != str(path_of(root, 100))
         command("follow", root, "--idle", "0", *job.command)
@@ -278,7 +277,7 @@ def test_what_is_read_is_kept_and_what_went_before_is_named(tmp_path: Path, job:
     save(root, 100, 200, 300)
     with following(root, job, "--until-step", "400") as follower:
         until(lambda: job.steps == [100])
-        store = CheckpointStore(root)
+        store = open_store(root)
         with store.lock():
             assert store.readers().keys() == {"step-00000100"}
         shutil.rmtree(path_of(root, 200))

@@ -13,7 +13,7 @@ import pytest
 
 import stagereg.checkpoint.format.manifest as layout
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.remote_store import RemoteStore
+from stagereg.checkpoint.store.object_store import ObjectStore
 
 from .checkpoint_directories import contents, path_of, save
 from .conftest import Command
@@ -95,7 +95,7 @@ def test_the_newest_good_one_is_named_beside_the_damaged(tmp_path: Path, command
 def test_a_url_is_looked_at_as_a_directory_is(command: Command) -> None:
     root = f"memory://{uuid.uuid4().hex}/run"
     first, second = save(root, 100, 200)
-    objects = RemoteStore(root).objects
+    objects = ObjectStore(root)
     objects.put(f"{root}/step-00000300.0123456789ab/a", b"on its way")
     for asked in (root, f"{root}/latest", first):
         command("verify", asked)

@@ -15,7 +15,7 @@ pl = pytest.importorskip("lightning", reason="make frameworks installs it")
 
 # ruff: noqa: E402 - only where there is Lightning
 import stagereg
-from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, ConfigError, InstallationError
 from stagereg.integrations.lightning import StageregCheckpointIO
 from stagereg.integrations.lightning_strategies import WholeSaving
@@ -402,7 +402,7 @@ def test_what_is_read_at_a_path_goes_with_a_later_save(tmp_path):
         return sorted(path.name for path in (tmp_path / "last.ckpt").glob("step-*"))
 
     assert save(1) == ["step-00000001"]
-    store = CheckpointStore(tmp_path / "last.ckpt")
+    store = open_store(tmp_path / "last.ckpt")
     with store.reading(f"{store.root}/step-00000001"):
         assert save(2) == ["step-00000001", "step-00000002"]
         assert io.load_checkpoint(tmp_path / "last.ckpt") == {"n": 2}

@@ -73,7 +73,7 @@ def steps(dir: str) -> list[int]:
     store = open_store(dir)
     complete, damaged = store.checkpoints()
     assert damaged == []
-    assert [str(store.examine(one.path)) for one in complete] == [""] * len(complete)
+    assert [str(store.look(one.path, content=True)) for one in complete] == [""] * len(complete)
     return [one.manifest.step for one in complete]
 
 

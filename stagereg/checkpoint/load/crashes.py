@@ -76,14 +76,14 @@ class CrashCounter:
         there = {each.key: each.path for each in self._store.checkpoints()[0]} if self._times else {}
         self._times = {key: times for key, times in self._times.items() if key in there}
         found = {there[key]: Crashes(times, self.give_up_after) for key, times in self._times.items()}
-        self._store.distrusted |= {path for path, each in found.items() if each.given_up}
+        self._store.retention.distrusted |= {path for path, each in found.items() if each.given_up}
         return found
 
     def begin(self, store: CheckpointStore, checkpoint: Checkpoint) -> None:
         """Note that this run is about to restore a checkpoint, after :meth:`of`."""
         if self._is_ours(store):
             self._restored, times = checkpoint.key, self._times or {}
-            self._store.distrusted.discard(checkpoint.path)
+            self._store.retention.distrusted.discard(checkpoint.path)
             # In a row: of the others, those that are not given up begin anew.
             stay = {key for key in times if key == self._restored or Crashes(times[key], self.give_up_after).given_up}
             self._times = {key: times[key] for key in times if key in stay}
@@ -126,7 +126,7 @@ class CrashCounter:
         note = _RestoreNote(restored, self.give_up_after, self._times or {})
         try:
             with within(_BEST_EFFORT_S):
-                self._store.write_note(RESTORED, note.dumps() if restored or note.times else b"")
+                self._store.notes.write(RESTORED, note.dumps() if restored or note.times else b"")
         except Exception as error:
             _log.warning("stagereg: crashes are not counted in %s: %s", self._store.root, error)
 
@@ -146,7 +146,7 @@ def crashes_in(store: CheckpointStore) -> dict[str, Crashes]:
     Errors of the store are ``OSError``.
     """
     note = _RestoreNote.read(store)
-    times = note.counted(over=store.holder() is None) if note.restored or note.times else {}
+    times = note.counted(over=store.backend.holder() is None) if note.restored or note.times else {}
     there = {each.path: each.key for each in store.checkpoints()[0]} if times else {}
     return {path: Crashes(times[key], note.most) for path, key in there.items() if key in times}
 
@@ -161,7 +161,7 @@ class _RestoreNote(NamedTuple):
     @classmethod
     def read(cls, store: CheckpointStore) -> _RestoreNote:
         try:
-            read: Any = json.loads(store.note(RESTORED) or b"{}")
+            read: Any = json.loads(store.notes.read(RESTORED) or b"{}")
             times = {str(key): int(each) for key, each in read.get("crashes", {}).items()}
             most = read.get("give_up_after")
             return cls(str(read.get("restored", "")), None if most is None else int(most), times)

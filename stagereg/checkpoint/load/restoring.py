@@ -23,6 +23,7 @@ import shlex
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import stagereg.checkpoint.load.placing as placing
@@ -42,9 +43,9 @@ from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.mounts import is_shared, machine_name
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store
 from stagereg.errors import CheckpointError, DamagedError, kind_of, reason
+from stagereg.machine import is_on_network, machine_name
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +133,8 @@ def _tried(store: CheckpointStore, resume: str, ready: Callable[[], object], ask
     def look() -> tuple[list[Condition], str, bool]:
         ready()
         listed = _choice(store, resume) if ranks.rank == 0 else []
-        return _without_given_up(store, resume, asked.counter, listed), machine_name(), is_shared(where)
+        shared = is_url(where) or is_on_network(Path(where))
+        return _without_given_up(store, resume, asked.counter, listed), machine_name(), shared
 
     def answer(seen: list[tuple[list[Condition], str, bool]]) -> list[tuple[list[Condition], _Machines]]:
         return [(seen[0][0], _machines(seen))] * ranks.size
@@ -151,7 +153,7 @@ def _tried(store: CheckpointStore, resume: str, ready: Callable[[], object], ask
             if not condition.damages:
                 _log_fallback(candidate, passed, ranks)
                 return candidate
-            parent.distrusted.add(candidate.path)
+            parent.retention.distrusted.add(candidate.path)
             if resume == "auto":
                 _warn([condition], ranks)
         passed.append(condition)
@@ -189,7 +191,7 @@ def _choice(store: CheckpointStore, resume: str) -> list[Condition]:
         described = describe(resume)
         return [Condition(described.path, described.manifest)]
     if resume not in ("auto", "latest"):
-        condition = open_parent_store(resume).condition(resume)
+        condition = open_parent_store(resume).look(resume)
         _expect_certain(condition)
         return [condition]
     complete, damaged = store.checkpoints()
@@ -357,7 +359,7 @@ def _condition(store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup, fou
     if found.unclear:
         raise CheckpointError(f"{failing}: {'; '.join(found.unclear[:3])}")
     if found.missed:  # a file that another rank sees is not lost: the ranks see different file systems
-        complete = ranks.run_on_all(failing, lambda: not store.condition(chosen.path).damages)
+        complete = ranks.run_on_all(failing, lambda: not store.look(chosen.path).damages)
         if any(complete):
             rank, name = found.missed[0]
             raise CheckpointError(

@@ -299,7 +299,7 @@ class Background:
                 self._keep(save.step, failure)
             save.over.set()
         try:
-            self._target.store.clear()
+            self._target.store.retention.clear()
         except Exception:
             _log.debug("Deleting old checkpoints failed.", exc_info=True)
         self._clearing = False
@@ -307,8 +307,8 @@ class Background:
     def _write_metrics(self) -> None:
         asked = self._late
         try:
-            self._target.store.note_metrics(self._target.metrics.late())
-            self._target.store.write_metrics()
+            self._target.store.notes.add_metrics(self._target.metrics.late())
+            self._target.store.notes.write_metrics()
         except Exception as error:
             _log.warning("stagereg: metrics are not written in %s yet: %s", self._target.store.root, error)
         self._noted = asked

@@ -33,7 +33,7 @@ import stagereg.checkpoint.state.rng as rng
 import stagereg.record as record
 from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult, describe_tensors, make_index
-from stagereg.checkpoint.format.manifest import FileMark
+from stagereg.checkpoint.format.manifest import FileMark, Manifest
 from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, compare, content_digests, expect_alike
 from stagereg.checkpoint.ranks.merging import Asked, EntryDigests, Merging, RankEntries, Sent, groups_in
 from stagereg.checkpoint.ranks.shares import SAMPLES, Replicas, Shares, cut, shares
@@ -100,7 +100,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
             save.replicas.end(save.number, failed=True)
         if ranks.rank == 0:
             with within(save.until - time.monotonic()):
-                to.store.discard(work.path)
+                to.store.backend.discard(work.path)
         raise
     finally:
         save.staged, work.planner.state_dict = {}, {}
@@ -216,7 +216,7 @@ class _Work:
         _expect_all_called(self._save.step, prepared)
         if len(set(steps)) > 1:
             for step in steps:
-                self._to.store.discard(self._to.store.temporary(step, self._token))
+                self._to.store.backend.discard(self._to.store.temporary(step, self._token))
             raise DisagreementError(f"The ranks saved different steps at the same time: {steps}.")
         _expect_all_up_to_date(self._save.step, prepared)
         if len({each.shares_of for each in prepared}) > 1:
@@ -294,16 +294,16 @@ class _Work:
         own = self._marks()
         files = {name: mark for marks, _ in written for name, mark in marks.items()} | own
         files[INDEX] = to.store.put(self.path, INDEX, make_index(to.described, state))
-        there = to.store.files(self.path)
+        there = to.store.backend.list(self.path)
         if lost := sorted(files.keys() - there):
             raise CheckpointError(f"{self.path} has lost what was just written there: {', '.join(lost)}")
         files |= {name: to.store.mark(self.path, name) for name in there if name not in files}
         failpoint("marked")
         to.entries = self._merging.entries
-        to.store.note_metrics(to.metrics.late())
-        made = self._ranks.size, to.storage_name, files
-        done = to.store.publish(self.path, save.step, *made, to.keep, to.metrics.of(save.step))
-        to.metrics.committed(done.manifest, to.store.serials)
+        to.store.notes.add_metrics(to.metrics.late())
+        made = Manifest(save.step, self._ranks.size, 0, files, to.storage_name, metrics=to.metrics.of(save.step))
+        done = to.store.publish(self.path, made, to.keep)
+        to.metrics.committed(done.manifest, to.store.retention.serials)
         to.committed = done
         return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each for each, _ in written[1:])]]
 
@@ -317,7 +317,7 @@ class _Work:
         if all(isinstance(each, (ArchiveResult, TensorResult)) for each in self._results):
             names = {each.storage_data.relative_path for each in self._results}
         else:  # a storage that does not say where it has put something: by the rank that torch has named a file after
-            names = {name for name in store.files(self.path) if name.startswith(f"__{self._ranks.rank}_")}
+            names = {name for name in store.backend.list(self.path) if name.startswith(f"__{self._ranks.rank}_")}
         return {**known, **{name: store.mark(self.path, name) for name in sorted(names - known.keys())}}
 
 

@@ -2,7 +2,7 @@
 
 What is known when a manifest is written goes into the manifest. What is logged later about a step that is saved, such
 as by an evaluation after ``maybe_save``, goes into one small file beside the checkpoints, which the background thread
-writes (:meth:`.CheckpointStore.write_metrics`). Training never waits for either.
+writes (:meth:`.Notes.write_metrics`). Training never waits for either.
 
 Memory is bounded: metrics are held of the newest steps, of saves under way, and of checkpoints that are there; of each
 at most 256. A value may be NaN or infinite, which JSON has as a text here.

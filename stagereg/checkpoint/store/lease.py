@@ -20,16 +20,19 @@ import math
 import os
 import threading
 import time
-import uuid
 import weakref
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from stagereg.checkpoint.format.manifest import new_token
 from stagereg.checkpoint.store.lock import LOCK, PATIENCE_S, Owner, StoreLock
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.retry import retrying, within
 from stagereg.errors import CheckpointError
+from stagereg.machine import machine_name
 
 LEASE_S = 60.0
 """Seconds that it is good for after it was renewed."""
@@ -41,6 +44,65 @@ _SETTLE_S = 1.0
 """After which an object that two wrote at the same moment is as it will stay."""
 
 _log = logging.getLogger(__name__)
+
+
+class Lease:
+    """A file that says who uses something; a thread renews it every twenty seconds, until it is ended or forgotten.
+
+    Args:
+        path: its full path or URL.
+        write: writes a small file.
+        delete: deletes one.
+        read: reads one, if another one may put its own in the place; that is neither renewed nor deleted.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        write: Callable[[str, bytes], None],
+        delete: Callable[[str], None],
+        read: Callable[[str], LeaseRecord | None] | None = None,
+    ) -> None:
+        self._path, self._write, self._delete, self._read = path, write, delete, read
+        self._owner, self._token, self._process = Owner.ourselves(), new_token(), os.getpid()
+        self._ended = threading.Event()
+        self._busy = threading.Lock()  # the thread that renews must not write after the one that deletes
+
+    def content(self) -> bytes:
+        """Return what it says now."""
+        return LeaseRecord(self._owner, self._token, machine_name(), time.time()).dumps()
+
+    def is_ours(self) -> bool:
+        """Whether the file is not another one's."""
+        there = None if self._read is None else self._read(self._path)
+        return self._read is None or (there is not None and there.token == self._token)
+
+    def renew(self) -> None:
+        """Write it, if it is ours, and not ended."""
+        with self._busy, within(REQUEST_S):
+            if self.is_ours() and not self._ended.is_set():
+                self._write(self._path, self.content())
+
+    def keep(self, thread: str, level: int) -> None:
+        """Have a thread of that name renew it; what fails then is logged at ``level``."""
+        threading.Thread(target=_keep, args=(weakref.ref(self), self._ended, level), name=thread, daemon=True).start()
+
+    def end(self) -> None:
+        """Delete it, if it is ours, and not of the process that this one was forked from. Raises nothing."""
+        self._ended.set()
+        if self._process == os.getpid():
+            with contextlib.suppress(Exception), self._busy, within(REQUEST_S):  # it counts for a minute at most
+                if self.is_ours():
+                    self._delete(self._path)
+
+
+def _keep(held: weakref.ref[Lease], ended: threading.Event, level: int) -> None:
+    while not ended.wait(LEASE_S / 3) and (lease := held()) is not None:
+        try:
+            lease.renew()
+        except Exception as error:
+            _log.log(level, "stagereg: the lease %s could not be renewed: %s", lease._path, error)
+        del lease
 
 
 class StoreLease(StoreLock):
@@ -55,13 +117,10 @@ class StoreLease(StoreLock):
 
     def __init__(self, objects: ObjectStore, root: str) -> None:
         self._objects = objects
-        self._owner, self._token = Owner.ourselves(), uuid.uuid4().hex
+        self._lease = Lease(f"{root}/{LOCK}", objects.put, objects.delete, partial(_read, objects))
         self._first: LeaseRecord | None = None  # what was there at the first look
-        self._ended = threading.Event()
-        self._busy = threading.Lock()  # the thread that renews must not write after the one that deletes
         super().__init__(root, LEASE_S)
-        keep = weakref.ref(self), self._ended
-        threading.Thread(target=_keep, args=keep, name="stagereg-lease", daemon=True).start()
+        self._lease.keep("stagereg-lease", logging.WARNING)
 
     def _take(self, waited: float) -> bool:
         if self._make():
@@ -81,20 +140,19 @@ class StoreLease(StoreLock):
 
     def _make(self) -> bool:
         try:
-            made = retrying("writing", self._path, lambda: self._objects.create(self._path, self._text()))
+            made = retrying("writing", self._path, lambda: self._objects.create(self._path, self._lease.content()))
         except NotImplementedError:
             return _read(self._objects, self._path) is None and self._replace()
         return made or self._is_ours()  # the answer to an earlier try was lost
 
     def _replace(self) -> bool:
         """Write the object; whether it is still ours after another one that did the same has had its time."""
-        self._objects.put(self._path, self._text())
+        self._objects.put(self._path, self._lease.content())
         time.sleep(_SETTLE_S)
         return self._is_ours()
 
     def _is_ours(self) -> bool:
-        there = _read(self._objects, self._path)
-        return there is not None and there.token == self._token
+        return self._lease.is_ours()
 
     def _other(self) -> Owner:
         there = _read(self._objects, self._path)
@@ -103,29 +161,7 @@ class StoreLease(StoreLock):
         return there.owner
 
     def _release(self) -> None:
-        self._ended.set()
-        with contextlib.suppress(Exception), self._busy, within(REQUEST_S):  # it is free in a minute
-            if self._is_ours():
-                self._objects.delete(self._path)
-
-    def renew(self) -> None:
-        """Renew it, if it is ours; if not, :meth:`check` will raise."""
-        with self._busy, within(REQUEST_S):
-            if self._is_ours() and not self._ended.is_set():
-                self._objects.put(self._path, self._text())
-
-    def _text(self) -> bytes:
-        return LeaseRecord.renewed_now(self._owner, self._token).dumps()
-
-
-def _keep(held: weakref.ref[StoreLease], ended: threading.Event) -> None:
-    """Renew a lease until it is released, or not reachable any more."""
-    while not ended.wait(LEASE_S / 3) and (lease := held()) is not None:
-        try:
-            lease.renew()
-        except Exception as error:
-            _log.warning("stagereg: the lease of %s could not be renewed: %s", lease.root, error)
-        del lease
+        self._lease.end()
 
 
 def leaseholder(objects: ObjectStore, root: str) -> Owner | None:
@@ -141,11 +177,6 @@ class LeaseRecord(NamedTuple):
     token: str = ""
     machine: str = ""
     renewed: float = 0.0
-
-    @classmethod
-    def renewed_now(cls, owner: Owner, token: str) -> LeaseRecord:
-        """Return that of this process."""
-        return cls(owner, token, _machine(), time.time())
 
     @classmethod
     def loads(cls, data: bytes) -> LeaseRecord:
@@ -168,7 +199,7 @@ class LeaseRecord(NamedTuple):
 
     def is_near(self) -> bool:
         """Whether the owner is another process of this machine."""
-        return self.machine == _machine() and self.owner.pid != os.getpid()
+        return self.machine == machine_name() and self.owner.pid != os.getpid()
 
     def is_orphaned(self) -> bool:
         """Whether the owner is of this machine and has ended."""
@@ -181,12 +212,6 @@ def _read(objects: ObjectStore, url: str) -> LeaseRecord | None:
         return LeaseRecord.loads(objects.get(url))
     except FileNotFoundError:
         return None
-
-
-def _machine() -> str:
-    """What is the same for processes that see the same process ids, and for no others."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _lives(pid: int) -> bool:

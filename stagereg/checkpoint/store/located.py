@@ -46,7 +46,7 @@ def located(target: str, empty: bool = False) -> Located:
             if every or (empty and store.leftovers()):
                 return Located(store, every, one=False)
         store = open_parent_store(target)
-        one = store.condition(target)
+        one = store.look(target)
         lost = one.damages.get(MANIFEST) == "missing"
         if one.manifest is not None or not lost or any(each.name == one.name for each in conditions(store)):
             return Located(store, [one], one=True)
@@ -87,7 +87,7 @@ def newest(target: str, verify: bool, reading: ExitStack) -> tuple[Checkpoint, l
         condition = each
         if not each.damages:
             reading.enter_context(found.store.reading(each.path))
-            condition = found.store.examine(each.path) if verify else found.store.condition(each.path)
+            condition = found.store.look(each.path, content=verify)
         if condition.checkpoint is not None:
             return condition.checkpoint, passed
         reading.close()

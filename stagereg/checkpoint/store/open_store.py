@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.directory import Directory
 from stagereg.checkpoint.store.local_files import FILE_URL, local_path
 
 
@@ -23,10 +24,10 @@ def open_store(dir: str | os.PathLike[str]) -> CheckpointStore:
         ConfigError: fsspec does not know the protocol of the URL, or the package for it is not installed.
     """
     if isinstance(dir, str) and is_url(dir):
-        from stagereg.checkpoint.store.remote_store import RemoteStore
+        from stagereg.checkpoint.store.bucket import Bucket
 
-        return RemoteStore(dir)
-    return CheckpointStore(local_path(dir))
+        return CheckpointStore(Bucket(dir))
+    return CheckpointStore(Directory(local_path(dir)))
 
 
 def open_parent_store(checkpoint: str | os.PathLike[str]) -> CheckpointStore:
@@ -34,7 +35,7 @@ def open_parent_store(checkpoint: str | os.PathLike[str]) -> CheckpointStore:
     if isinstance(checkpoint, str) and is_url(checkpoint):
         above = checkpoint.rstrip("/").rpartition("/")[0]
         return open_store(above if above.partition("://")[2].strip("/") else checkpoint)
-    return CheckpointStore(local_path(checkpoint).parent)
+    return open_store(local_path(checkpoint).parent)
 
 
 def path_or_url(path: str) -> Path | str:

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stagereg.checkpoint.load.restoring as restoring
-import stagereg.checkpoint.store.checkpoint_store as local
+import stagereg.checkpoint.store.directory as local
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.checksum import combined
 from stagereg.checkpoint.format.damage import WHOLE, differences, marks_of_shares, share
 from stagereg.checkpoint.format.manifest import FileMark, Manifest
-from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.local_files import mark_file
+from stagereg.checkpoint.store.open_store import open_store
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 
@@ -56,7 +56,7 @@ def test_any_damage_is_found_in_shares(tmp_path: Path, monkeypatch: pytest.Monke
     assert manifest.files == {name: FileMark(len(content), zlib.crc32(content)) for name, content in files.items()}
 
     def damages() -> dict[str, str]:
-        store = CheckpointStore(tmp_path)
+        store = open_store(tmp_path)
         shares = [store.contents(str(tmp_path), share(manifest.files, rank, size)) for rank in range(size)]
         return differences(manifest, marks_of_shares(shares))
 

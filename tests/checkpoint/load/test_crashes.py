@@ -110,7 +110,7 @@ def test_the_next_commit_makes_a_checkpoint_good_again(root: str) -> None:
 
     assert [crash(root), crash(root), crash(root, commit)] == [200, 200, 200]
     assert known(root) == {}
-    assert open_store(root).note(NOTE) == b""
+    assert open_store(root).notes.read(NOTE) == b""
 
 
 def test_only_crashes_in_a_row_count(root: str) -> None:

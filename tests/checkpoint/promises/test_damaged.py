@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-import stagereg.checkpoint.store.checkpoint_store as local
+import stagereg.checkpoint.store.directory as local
 from stagereg import record
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.index import INDEX

@@ -20,7 +20,7 @@ import stagereg.checkpoint.ranks.requests as requests
 from stagereg import Checkpointer
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.background import Background
-from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.directory import Directory
 from stagereg.errors import CheckpointError
 from stagereg.kernel.channel import wait_for_keys
 from stagereg.testing import run_ranks
@@ -187,14 +187,14 @@ def test_a_store_that_is_gone_at_the_end_is_named(tmp_path: Path) -> None:
 
 def test_a_save_is_reported_before_the_old_one_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deletes, goes_on = threading.Event(), threading.Event()
-    discard = CheckpointStore.discard
+    discard = Directory.discard
 
-    def slow(store: CheckpointStore, path: str) -> None:
+    def slow(place: Directory, path: str) -> None:
         deletes.set()
         assert goes_on.wait(60)
-        discard(store, path)
+        discard(place, path)
 
-    monkeypatch.setattr(CheckpointStore, "discard", slow)
+    monkeypatch.setattr(Directory, "discard", slow)
     with Checkpointer(str(tmp_path), keep=1) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, {"x": torch.ones(3)})

@@ -45,9 +45,9 @@ def work(kill_at):
 def check():
     for path in root.iterdir():
         if path.name.startswith("step-"):
-            found = open_parent_store(path).condition(str(path)).checkpoint
+            found = open_parent_store(path).look(str(path)).checkpoint
             assert isinstance(found, Checkpoint), (path, found)
-    assert open_parent_store(root / "latest").condition(str(root / "latest")).checkpoint
+    assert open_parent_store(root / "latest").look(str(root / "latest")).checkpoint
     restored = state(0)
     with Checkpointer(str(root)) as checkpointer:
         step = checkpointer.restore(restored)

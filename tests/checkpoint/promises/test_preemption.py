@@ -263,12 +263,13 @@ def until_seen(checkpointer):
         time.sleep(0.001)
 
 def train(case, grace_s=0.3, every=5, **options):
-    def broken(self, written, step, *rest):
+    def broken(self, written, manifest, keep):
+        step = manifest.step
         if step == 7 and case.startswith("save hangs"):
             threading.Event().wait()
         if step == 7 and case in ("save fails, warned", "first save fails"):
             raise OSError("no cheese")
-        return publish(self, written, step, *rest)
+        return publish(self, written, manifest, keep)
     CheckpointStore.publish = broken
     with opened(case, grace_s, every=every, **options) as checkpointer:
         for step in range(1, 100):

@@ -14,7 +14,7 @@ from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.unchanged import Unchanged
 from stagereg.checkpoint.save.state_planner import StatePlanner
 from stagereg.checkpoint.storage.dcp import DcpStorage
-from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.directory import Directory
 from stagereg.errors import CheckpointError
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
@@ -101,11 +101,11 @@ def scheduled(rank: int, size: int, root: str) -> tuple[list[int], int, list[boo
 
     counts: list[int] = []
     listed: list[str] = []
-    collect, files = RankGroup._collect, CheckpointStore.files
+    collect, files = RankGroup._collect, Directory.list
 
-    def counted(store: CheckpointStore, written: str) -> list[str]:
+    def counted(place: Directory, written: str) -> Any:
         listed.append(written)
-        return files(store, written)
+        return files(place, written)
 
     def collected(group: RankGroup, post: bytes, limit: Any) -> list[bytes]:
         counts[-1] += len(post)
@@ -125,7 +125,7 @@ def scheduled(rank: int, size: int, root: str) -> tuple[list[int], int, list[boo
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
     random.seed(rank), numpy.random.seed(rank), torch.manual_seed(rank)
     with Checkpointer(root, stager=BlockingAsyncStager()) as keeper:
-        RankGroup._collect, CheckpointStore.files = collected, counted  # type: ignore[method-assign]
+        RankGroup._collect, Directory.list = collected, counted  # type: ignore[method-assign]
         for step in range(6):
             for x in model.parameters():
                 x.grad = torch.full_like(x, drawn()[0])
@@ -134,7 +134,7 @@ def scheduled(rank: int, size: int, root: str) -> tuple[list[int], int, list[boo
             counts.append(0)
             keeper.save(step, state)
             keeper.wait()
-        RankGroup._collect, CheckpointStore.files = collect, files  # type: ignore[method-assign]
+        RankGroup._collect, Directory.list = collect, files  # type: ignore[method-assign]
         expected = drawn(), [group["lr"] for group in optimizer.param_groups]
     model, optimizer = stage()
     drawn()

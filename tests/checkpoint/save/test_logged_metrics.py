@@ -27,7 +27,7 @@ from stagereg.testing.ranks import run_ranks
 def metrics(root: object) -> dict[int, dict[str, float]]:
     """As another process finds them, by step."""
     store = open_store(str(root))
-    return {each.manifest.step: store.metrics_of(each.manifest) for each in store.checkpoints()[0]}
+    return {each.manifest.step: store.notes.metrics_of(each.manifest) for each in store.checkpoints()[0]}
 
 
 def written(root: Path, step: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten
 
 import stagereg
 import stagereg.checkpoint.format.manifest as manifest
-import stagereg.checkpoint.store.checkpoint_store as local
+import stagereg.checkpoint.store.directory as local
 from stagereg import registry
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage

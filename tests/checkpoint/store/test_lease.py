@@ -18,6 +18,7 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.lease import StoreLease, leaseholder
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.errors import CheckpointError
+from stagereg.machine import machine_name
 
 BOUND_S = 30
 
@@ -94,7 +95,7 @@ def test_an_owner_that_renews_its_lease_keeps_it_and_is_named(store: Store) -> N
 
 
 def near(pid: int) -> bytes:
-    return note(machine=lease._machine(), owner={**OWNER, "pid": pid})
+    return note(machine=machine_name(), owner={**OWNER, "pid": pid})
 
 
 def test_an_owner_that_lives_on_this_machine_is_not_waited_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

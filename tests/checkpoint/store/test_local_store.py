@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-import stagereg.checkpoint.store.checkpoint_store as local
+import stagereg.checkpoint.store.directory as local
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.damage import WHOLE
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError
 
 
@@ -28,7 +29,7 @@ def root(tmp_path: Path) -> Path:
 
 def test_a_checkpoint_may_be_copied_to_a_name_of_its_own(root: Path) -> None:
     shutil.copytree(root / "step-00000001", root / "best")
-    found = CheckpointStore(root).condition(str(root / "best")).checkpoint
+    found = open_store(root).look(str(root / "best")).checkpoint
     assert isinstance(found, Checkpoint)
     assert (found.manifest.step, found.path, found.name) == (1, str(root / "best"), "best")
     assert found.manifest.time is not None
@@ -44,7 +45,7 @@ def test_a_directory_that_may_not_be_entered_is_reported(root: Path, monkeypatch
         return real(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    complete, refused = CheckpointStore(root).checkpoints()
+    complete, refused = open_store(root).checkpoints()
     assert complete == []
     assert ["Permission denied" in str(each) for each in refused] == [True, True]
 
@@ -53,9 +54,9 @@ def test_a_file_is_flushed_to_be_marked_and_not_to_be_verified(root: Path, monke
     flushed: list[Path] = []
     monkeypatch.setattr(local, "sync", flushed.append)
     path, name = root / "step-00000002", "__0_0.distcp"
-    assert CheckpointStore(root).contents(str(path), {name: WHOLE}) == {name: local.mark_file(path / name)}
+    assert open_store(root).contents(str(path), {name: WHOLE}) == {name: local.mark_file(path / name)}
     assert flushed == []
-    assert CheckpointStore(root).mark(str(path), name) == local.mark_file(path / name)
+    assert open_store(root).mark(str(path), name) == local.mark_file(path / name)
     assert flushed == [path / name]
 
 
@@ -84,13 +85,13 @@ def test_a_reader_sees_the_new_one_where_one_is_replaced(
     root: Path, monkeypatch: pytest.MonkeyPatch, step: int, keep: int, seen: list[int]
 ) -> None:
     meanwhile(monkeypatch, "step-00000002", lambda: save(root, step, keep=keep, text="longer than before" * 100))
-    complete, refused = CheckpointStore(root).checkpoints()
+    complete, refused = open_store(root).checkpoints()
     assert ([one.manifest.serial for one in complete], refused) == (seen, [])
 
 
 def test_latest_is_there_also_while_it_is_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meanwhile(monkeypatch, "step-00000002", lambda: save(root, 3, keep=1))
-    latest = CheckpointStore(root).latest()
+    latest = open_store(root).latest()
     assert latest is not None
     assert latest.manifest.step == 3
 
@@ -99,7 +100,7 @@ def test_latest_is_there_also_while_it_is_replaced(root: Path, monkeypatch: pyte
 def test_what_is_deleted_while_it_is_read_is_missing(
     root: Path, monkeypatch: pytest.MonkeyPatch, new: int, there: int | None
 ) -> None:
-    store = CheckpointStore(root)
+    store = open_store(root)
     read = store.contents
 
     def contents(path: str, names: Any) -> Any:
@@ -108,7 +109,7 @@ def test_what_is_deleted_while_it_is_read_is_missing(
         return read(path, names)
 
     monkeypatch.setattr(store, "contents", contents)
-    found = store.examine(str(root / "step-00000002"))
+    found = store.look(str(root / "step-00000002"), content=True)
     assert (found.manifest and found.manifest.serial, str(found)) == (there, "" if there else "manifest.json: missing")
 
 
@@ -120,7 +121,7 @@ def test_what_is_in_the_way_of_a_checkpoint_is_named_and_kept(root: Path) -> Non
     shutil.copytree(root / "step-00000002", root / "latest")
     with pytest.raises(CheckpointError, match=r"latest"):
         save(root, 4)
-    assert [one.manifest.step for one in CheckpointStore(root).checkpoints()[0]] == [3, 2]
+    assert [one.manifest.step for one in open_store(root).checkpoints()[0]] == [3, 2]
 
 
 @pytest.mark.parametrize(("linked", "left"), [(False, []), (True, ["latest", "step-00000002"])])
@@ -152,6 +153,6 @@ def test_a_rename_that_cannot_be_flushed_is_undone(root: Path, monkeypatch: pyte
         patch.setattr(local, "sync", fails)
         with pytest.raises(CheckpointError, match=f"Step {step} was not saved"):
             save(root, step)
-    complete, refused = CheckpointStore(root).checkpoints()
+    complete, refused = open_store(root).checkpoints()
     assert ([one.manifest.serial for one in complete], refused) == ([2, 1], [])
     assert sorted(os.listdir(root)) == ["latest", "step-00000001", "step-00000002"]

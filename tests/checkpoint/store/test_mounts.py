@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import stagereg.checkpoint.store.mounts as mounts
+import stagereg.machine as machine
 
 TABLE = """\
 /dev/sda / ext4 rw 0 0
@@ -21,12 +21,11 @@ scratch {root}/scratch lustre rw 0 0
 def test_the_innermost_mount_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "mounts"
     table.write_text(TABLE.format(root=tmp_path))
-    monkeypatch.setattr(mounts, "MOUNTS", table)
+    monkeypatch.setattr(machine, "MOUNTS", table)
     shared = {"home", "home/me/runs", "with space/runs", "scratch"}
     local = {"home/me/disk/runs", "overlay/runs", "scratchy", ""}
-    assert {name for name in shared | local if mounts.is_shared(str(tmp_path / name))} == shared
+    assert {name for name in shared | local if machine.is_on_network(tmp_path / name)} == shared
     (tmp_path / "link").symlink_to(tmp_path / "scratch")
-    assert mounts.is_shared(str(tmp_path / "link"))
-    assert mounts.is_shared("s3://bucket/runs")
-    monkeypatch.setattr(mounts, "MOUNTS", tmp_path / "none")
-    assert not mounts.is_shared(str(tmp_path / "home"))
+    assert machine.is_on_network(tmp_path / "link")
+    monkeypatch.setattr(machine, "MOUNTS", tmp_path / "none")
+    assert not machine.is_on_network(tmp_path / "home")

@@ -10,9 +10,9 @@ import pytest
 
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.bucket import Bucket
+from stagereg.checkpoint.store.directory import Directory
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store, path_or_url
-from stagereg.checkpoint.store.remote_store import RemoteStore
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.registry import build
 
@@ -23,7 +23,7 @@ def test_paths_are_local_and_absolute(tmp_path: Path, monkeypatch: pytest.Monkey
     unchanged = ("a/b", "file:relative", "a:b")
     for path, expected in {**dict.fromkeys(unchanged), "~/x": "home/x"}.items():
         store = open_store(path)
-        assert type(store) is CheckpointStore
+        assert type(store.backend) is Directory
         assert store.root == str(tmp_path / (expected or path))
     for same in (tmp_path / "x", f"{tmp_path}/x/", f"file://{tmp_path}/x"):
         assert open_store(same).root == str(tmp_path / "x")
@@ -33,7 +33,7 @@ def test_paths_are_local_and_absolute(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_urls_are_remote_and_not_changed() -> None:
     for url in ("memory://a/b", "s3://bucket/runs/gpt"):
         store = open_store(f"{url}/")
-        assert isinstance(store, RemoteStore)
+        assert isinstance(store.backend, Bucket)
         assert (store.root, path_or_url(store.root)) == (url, url)
         assert open_parent_store(f"{url}/step-00000001.ab").root == url
         assert is_url(url)

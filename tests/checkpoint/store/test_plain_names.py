@@ -15,9 +15,9 @@ import stagereg
 import stagereg.checkpoint.store.failpoints as failpoints
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.format.manifest import new_token
+from stagereg.checkpoint.format.manifest import Manifest, new_token
 from stagereg.checkpoint.save.on_commit import CommittedCheckpoint
-from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.open_store import open_store
 
 PLAIN, BEFORE = "step-00000002", "step-00000001"
 AGAIN = [*list(failpoints.POINTS)[list(failpoints.POINTS).index("renamed") : -1]]
@@ -54,7 +54,7 @@ def saved_again(root: Path, *steps: int, **options: Any) -> None:
 
 def expect_whole(root: Path) -> None:
     """``latest`` is a whole checkpoint, each save is listed once, and all but the damaged one are whole."""
-    store = CheckpointStore(root)
+    store = open_store(root)
     latest = store.latest()
     assert latest is not None
     complete, damaged = store.checkpoints()
@@ -63,7 +63,7 @@ def expect_whole(root: Path) -> None:
     assert len(listed) == len(set(listed))
     assert latest.manifest in [each.manifest for each in complete[:2]]
     for each in complete:
-        assert not store.examine(each.path).damages or each.manifest.serial == 2
+        assert not store.look(each.path, content=True).damages or each.manifest.serial == 2
 
 
 @contextmanager
@@ -102,15 +102,15 @@ def test_the_plain_name_is_back_with_the_commit(root: Path, capsys: pytest.Captu
 
 def publish(root: Path, step: int, killed: Callable[[str], None] = lambda point: None) -> None:
     """Save as a run does that dies where ``killed`` raises."""
-    store = CheckpointStore(root)
+    store = open_store(root)
     lock = store.lock()
     try:
         store.sweep()
         with watching(killed):
             written = store.temporary(step, new_token())
             os.mkdir(written)
-            store.publish(written, step, 1, "dcp", {"a": store.put(written, "a", b"again")}, 3)
-        store.clear()
+            store.publish(written, Manifest(step, 1, 0, {"a": store.put(written, "a", b"again")}), 3)
+        store.retention.clear()
         store.settle()
     finally:
         lock.release()
@@ -130,7 +130,7 @@ def test_killed_at_any_moment_the_next_commit_brings_it_back(root: Path, point: 
         publish(root, 2, kill)
     assert seen.count(point) == nth or (nth == 2 and point != "hidden")  # of the old one, and of the name with a token
     expect_whole(root)
-    assert CheckpointStore(root).checkpoints()[0][0].manifest.serial == 3
+    assert open_store(root).checkpoints()[0][0].manifest.serial == 3
     publish(root, 3)
     expect_whole(root)
     assert names(root) == [BEFORE, PLAIN, "step-00000003"]
@@ -149,7 +149,7 @@ def test_killed_among_the_links_nothing_but_these_is_cleared_away(root: Path, mo
         patch.setattr(os, "link", kill)
         publish(root, 2)
     expect_whole(root)
-    assert len(CheckpointStore(root).leftovers()) == 2  # beside the old one
+    assert len(open_store(root).leftovers()) == 2  # beside the old one
     publish(root, 3)
     expect_whole(root)
     assert names(root) == [BEFORE, PLAIN, "step-00000003"]
@@ -157,7 +157,7 @@ def test_killed_among_the_links_nothing_but_these_is_cleared_away(root: Path, mo
 
 @pytest.mark.parametrize("ends", ["by the next commit", "by close"])
 def test_it_waits_for_readers_of_the_old_one(root: Path, ends: str) -> None:
-    store = CheckpointStore(root)
+    store = open_store(root)
     told: list[Path | str] = []
     with ExitStack() as held:
         held.enter_context(store.reading(str(root / PLAIN)))
@@ -183,7 +183,7 @@ def test_it_waits_for_readers_of_the_old_one(root: Path, ends: str) -> None:
 
 
 def test_who_reads_it_by_the_name_with_a_token_keeps_that(root: Path) -> None:
-    store, suffixed = CheckpointStore(root), Path()
+    store, suffixed = open_store(root), Path()
     with ExitStack() as held, Checkpointer(str(root), save_last=False) as checkpointer:
 
         def read(point: str) -> None:
@@ -200,7 +200,7 @@ def test_who_reads_it_by_the_name_with_a_token_keeps_that(root: Path) -> None:
         assert os.readlink(root / "latest") == PLAIN
         checkpointer.save(3, {"x": "third"})
         checkpointer.wait()
-        assert not store.examine(str(suffixed)).damages
+        assert not store.look(str(suffixed), content=True).damages
         held.close()
         checkpointer.save(4, {"x": "fourth"})
     assert suffixed.name not in names(root)
@@ -208,7 +208,7 @@ def test_who_reads_it_by_the_name_with_a_token_keeps_that(root: Path) -> None:
 
 def test_a_component_whose_turn_comes_later_is_told_the_name_there_is(root: Path) -> None:
     told: list[tuple[str, bool]] = []
-    store = CheckpointStore(root)
+    store = open_store(root)
     with ExitStack() as held:
         held.enter_context(store.reading(str(root / PLAIN)))
 
@@ -243,22 +243,22 @@ def test_where_files_cannot_be_linked_the_name_with_a_token_stays(
     assert (first, suffixed.startswith(f"{PLAIN}.")) == (BEFORE, True)
     assert os.readlink(root / "latest") == suffixed
     assert "keep a token in their names" in caplog.text
-    assert CheckpointStore(root).leftovers() == []
+    assert open_store(root).leftovers() == []
 
 
 def test_what_is_kept_is_said_by_the_name_there_is(root: Path) -> None:
     saved_again(root, 2, keep=stagereg.Keep(newest=1, every=1))
-    assert CheckpointStore(root).kept() == {BEFORE: "every 1", PLAIN: "newest; every 1"}
+    assert open_store(root).retention.kept() == {BEFORE: "every 1", PLAIN: "newest; every 1"}
 
 
 def test_one_that_was_given_up_later_does_not_take_the_place_of_a_good_one(root: Path) -> None:
-    store = CheckpointStore(root)
+    store = open_store(root)
     with Checkpointer(str(root), save_last=False) as checkpointer, store.reading(str(root / BEFORE)):
         checkpointer.save(1, {"x": "again"})
         checkpointer.wait()
         again = checkpointer._store.checkpoints()[0][0]
         assert again.name.startswith(f"{BEFORE}.")
-        checkpointer._store.distrusted.add(again.path)
+        checkpointer._store.retention.distrusted.add(again.path)
         checkpointer.save(3, {"x": "third"})
         checkpointer.wait()
         checkpointer.save(4, {"x": "fourth"})

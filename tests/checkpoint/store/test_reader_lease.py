@@ -22,10 +22,9 @@ import pytest
 import torch
 
 import stagereg
-import stagereg.checkpoint.store.checkpoint_store as checkpoint_store
 import stagereg.checkpoint.store.failpoints as failpoints
 import stagereg.checkpoint.store.lease as lease
-import stagereg.checkpoint.store.reader_lease as reader_lease
+import stagereg.checkpoint.store.readers as readers
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -69,15 +68,15 @@ def first(checkpointer: Checkpointer) -> str:
 
 def leases(checkpointer: Checkpointer) -> list[str]:
     store = open_store(str(checkpointer.dir))
-    return [name for name in store._listing(store.root) if name.startswith(".reading")]
+    return [name for name in store.backend.list(store.root) if name.startswith(".reading")]
 
 
 def leave(checkpointer: Checkpointer, **changes: Any) -> str:
     """Write the lease of a reader on another machine, as it is when that does not go on."""
     store = open_store(str(checkpointer.dir))
     owner = {"pid": 1, "host": "far", "since": 0.0, "command": "evaluate.py"}
-    path = f"{store.root}/{reader_lease.reader_name(first(checkpointer).rpartition('/')[2])}"
-    store._write(
+    path = f"{store.root}/{readers.reader_name(first(checkpointer).rpartition('/')[2])}"
+    store.backend.write(
         path, json.dumps({"owner": owner, "token": "a", "machine": "other", "renewed": 0.0} | changes).encode()
     )
     return path
@@ -98,7 +97,7 @@ def test_what_is_read_stays_until_that_has_ended(run: Checkpointer) -> None:
             assert "hidden" not in seen  # it was there all the time
         save(run, 3)
         assert there(run) == [1, 3]
-        assert store.examine(first(run)).damages == {}
+        assert store.look(first(run), content=True).damages == {}
     save(run, 4)
     assert (there(run), leases(run)) == ([4], [])
 
@@ -142,7 +141,7 @@ def test_a_reader_that_comes_at_the_last_moment_keeps_it(run: Checkpointer) -> N
         finally:
             failpoints.watch(before)
         assert there(run) == [1, 2]
-        assert store.examine(path).damages == {}
+        assert store.look(path, content=True).damages == {}
     save(run, 3)
     assert there(run) == [3]
 
@@ -171,7 +170,7 @@ def test_a_reader_lost_elsewhere_counts_for_a_minute(
     save(run, 2)
     save(run, 3)
     assert there(run) == [1, 3]
-    monkeypatch.setattr(checkpoint_store, "LEASE_S", -1.0)
+    monkeypatch.setattr(readers, "LEASE_S", -1.0)
     save(run, 4)
     assert (there(run), leases(run)) == ([4], [])
 
@@ -180,10 +179,10 @@ def test_a_reader_lost_elsewhere_counts_for_a_minute(
 def test_what_cannot_be_read_of_a_lease_counts_as_one(
     run: Checkpointer, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
-    open_store(str(run.dir))._write(leave(run), content)
+    open_store(str(run.dir)).backend.write(leave(run), content)
     save(run, 2)
     assert there(run) == [1, 2]
-    monkeypatch.setattr(checkpoint_store, "LEASE_S", -1.0)
+    monkeypatch.setattr(readers, "LEASE_S", -1.0)
     save(run, 3)
     assert (there(run), leases(run)) == ([3], [])
 
@@ -204,7 +203,7 @@ def test_a_lease_is_renewed_and_then_deleted(run: Checkpointer, monkeypatch: pyt
 
 def test_a_forked_child_leaves_the_lease_alone(run: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     with contextlib.suppress(AssertionError), open_store(str(run.dir)).reading(first(run)):
-        monkeypatch.setattr(reader_lease.os, "getpid", lambda: -1)
+        monkeypatch.setattr(readers.os, "getpid", lambda: -1)
     monkeypatch.undo()
     assert len(leases(run)) == 1
 
@@ -212,17 +211,17 @@ def test_a_forked_child_leaves_the_lease_alone(run: Checkpointer, monkeypatch: p
 def test_who_may_not_write_reads_without_a_lease(
     run: Checkpointer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reader_lease._log_without.cache_clear()
+    readers._log_without.cache_clear()
 
     def refuse(path: str, data: bytes) -> None:
         raise PermissionError(13, "Permission denied", path)
 
     store = open_store(str(run.dir))
-    monkeypatch.setattr(type(store), "_write", lambda _, path, data: refuse(path, data))
+    monkeypatch.setattr(type(store.backend), "write", lambda _, path, data: refuse(path, data))
     with caplog.at_level(logging.DEBUG, "stagereg"):
         for _ in range(3):
             with store.reading(first(run)):
-                assert store.examine(first(run)).damages == {}
+                assert store.look(first(run), content=True).damages == {}
             with stagereg.open_checkpoint(str(run.dir), verify=True) as checkpoint:
                 assert checkpoint.entry("x").sum() == 8
     said = [each for each in caplog.records if "without a lease" in each.getMessage()]

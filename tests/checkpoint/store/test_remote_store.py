@@ -21,11 +21,13 @@ import stagereg.checkpoint.store.checkpoint_store as checkpoint_store
 import stagereg.checkpoint.store.object_store as objects
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.format.manifest import Checkpoint, FileMark
+from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
 from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, Upload, make_buffers
 from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.store.bucket import Bucket
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.object_store import ObjectStore
-from stagereg.checkpoint.store.remote_store import RemoteStore
+from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -45,54 +47,54 @@ def names(url: str) -> list[str]:
 
 
 def write(url: str, step: int, token: str) -> tuple[str, dict[str, FileMark]]:
-    path = RemoteStore(url).temporary(step, token)
-    return path, {"__0_0.distcp": RemoteStore(url).put(path, "__0_0.distcp", b"content")}
+    path = open_store(url).temporary(step, token)
+    return path, {"__0_0.distcp": open_store(url).put(path, "__0_0.distcp", b"content")}
 
 
-def publish(store: RemoteStore, step: int, token: str, keep: int = 9) -> str:
+def publish(store: CheckpointStore, step: int, token: str, keep: int = 9) -> str:
     path, files = write(store.root, step, token)
-    published = store.publish(path, step, 1, "dcp", files, keep)
-    store.clear()
+    published = store.publish(path, Manifest(step, 1, 0, files), keep)
+    store.retention.clear()
     return published.path
 
 
-def complete(store: RemoteStore) -> list[int]:
+def complete(store: CheckpointStore) -> list[int]:
     return [checkpoint.manifest.step for checkpoint in store.checkpoints()[0]]
 
 
 def test_a_checkpoint_is_there_when_its_manifest_is(url: str) -> None:
-    store = RemoteStore(url)
+    store = open_store(url)
     path, files = write(url, 5, "aa")
     assert (complete(store), store.latest(), store.leftovers()) == ([], None, [path])
-    assert str(store.condition(path)) == "manifest.json: missing"
+    assert str(store.look(path)) == "manifest.json: missing"
     for wrong in ({**files, "more": FileMark(1, 2)}, {"__0_0.distcp": FileMark(3, 4)}):
         with pytest.raises(CheckpointError, match=r"did not reach.*(more: missing|too long: 7 of 3 bytes)"):
-            store.publish(path, 5, 1, "dcp", wrong, 1)
+            store.publish(path, Manifest(5, 1, 0, wrong), 1)
     assert names(url) == ["step-00000005.aa/__0_0.distcp"]
-    assert store.publish(path, 5, 2, "dcp", files, 1).path == path == f"{url}/step-00000005.aa"
-    found = store.condition(path).checkpoint
+    assert store.publish(path, Manifest(5, 2, 0, files), 1).path == path == f"{url}/step-00000005.aa"
+    found = store.look(path).checkpoint
     assert isinstance(found, Checkpoint)
     assert (found, store.leftovers()) == (store.latest(), [])
-    assert store.condition(f"{url}/latest").checkpoint == found
+    assert store.look(f"{url}/latest").checkpoint == found
     assert (found.manifest.step, found.manifest.world_size, found.manifest.files) == (5, 2, files)
     assert ObjectStore(url).get(f"{url}/latest") == b"step-00000005.aa"
     assert names(url) == ["latest", "step-00000005.aa/__0_0.distcp", "step-00000005.aa/manifest.json"]
     ObjectStore(url).put(f"{path}/__0_0.distcp", b"cOntent")
-    assert store.condition(path).checkpoint is not None
-    assert "flipped bits" in str(store.examine(path))
+    assert store.look(path).checkpoint is not None
+    assert "flipped bits" in str(store.look(path, content=True))
 
 
 def test_a_deletion_begins_with_the_manifest(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = RemoteStore(url)
+    store = open_store(url)
     old = publish(store, 1, "aa")
     monkeypatch.setattr(ObjectStore, "delete_below", lambda *_: None)  # as if it were killed right before
     publish(store, 2, "bb", keep=1)
-    assert str(store.condition(old)) == "manifest.json: missing"
+    assert str(store.look(old)) == "manifest.json: missing"
     assert store.leftovers() == [old]
 
 
 def test_sweeping_deletes_only_our_unfinished_saves(url: str) -> None:
-    store = RemoteStore(url)
+    store = open_store(url)
     publish(store, 1, "aa")
     write(url, 2, "bb")
     for name in ("notes.txt", "step-100/.metadata", "step-0000abcd/x", "step-00000003.zz/x", "more/step-00000004.aa/x"):
@@ -102,13 +104,13 @@ def test_sweeping_deletes_only_our_unfinished_saves(url: str) -> None:
     assert names(url) == [name for name in before if "step-00000002.bb" not in name]
     for path in ("", "/", "/..", "/notes", "/step-00000001.aa/x", "x/step-1"):
         with pytest.raises(CheckpointError, match="nothing was deleted"):
-            store.discard(f"{url}{path}")
+            store.backend.discard(f"{url}{path}")
     assert names(url) == [name for name in before if "step-00000002.bb" not in name]
 
 
 @pytest.mark.parametrize("wrong", [b"step-00000001.aa", b"../../other/step-00000001.aa", b"/step-00000002.bb", b"\xff"])
 def test_a_latest_that_points_elsewhere_is_corrected(url: str, wrong: bytes) -> None:
-    store = RemoteStore(url)
+    store = open_store(url)
     publish(store, 1, "aa")
     newest = publish(store, 2, "bb")
     ObjectStore(url).put(f"{url}/latest", wrong)
@@ -174,7 +176,7 @@ def test_a_kill_at_any_change_leaves_complete_checkpoints(url: str, monkeypatch:
     killed = committed = 0
     for at in range(100):
         root = f"{url}/{at}"
-        store = RemoteStore(root)
+        store = open_store(root)
         publish(store, 1, "aa")
         publish(store, 2, "bb")
         with monkeypatch.context() as patched:
@@ -187,9 +189,9 @@ def test_a_kill_at_any_change_leaves_complete_checkpoints(url: str, monkeypatch:
                 break
         found = store.checkpoints()[0]
         assert found[0].manifest.step == 2
-        assert not any(store.examine(checkpoint.path).damages for checkpoint in found)
+        assert not any(store.look(checkpoint.path, content=True).damages for checkpoint in found)
         committed += found[0].name.endswith(".cc")
-        RemoteStore(root).sweep()
+        open_store(root).sweep()
         assert store.leftovers() == []
         assert store.latest() == store.checkpoints()[0][0] == found[0]
         assert store.checkpoints()[1] == []
@@ -227,7 +229,7 @@ def test_a_commit_stays_when_the_save_fails_afterwards(url: str, monkeypatch: py
         checkpointer.save(2, {"x": torch.ones(3)})
         with pytest.raises(CheckpointError, match="another rank has died"):
             checkpointer.wait()
-    assert complete(RemoteStore(url)) == [2]
+    assert complete(open_store(url)) == [2]
 
 
 def refused(number: int, status: int) -> OSError:
@@ -267,16 +269,16 @@ def test_a_start_asks_no_longer_than_the_timeout(url: str, monkeypatch: pytest.M
 
 def test_a_start_gives_an_unresponsive_store_up_at_the_timeout(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answer, released = threading.Event(), threading.Event()
-    lock = RemoteStore.lock
+    lock = Bucket.lock
 
-    def unresponsive(store: RemoteStore) -> Any:
+    def unresponsive(bucket: Bucket) -> Any:
         assert answer.wait(60)
-        hold = lock(store)
+        hold = lock(bucket)
         release = hold.release
         hold.release = lambda: (release(), released.set())  # type: ignore[method-assign]
         return hold
 
-    monkeypatch.setattr(RemoteStore, "lock", unresponsive)
+    monkeypatch.setattr(Bucket, "lock", unresponsive)
     with pytest.raises(CheckpointError, match=r"no answer within 0\.1 s"):
         Checkpointer(url, timeout=datetime.timedelta(seconds=0.1))
     assert names(url) == []
@@ -290,7 +292,7 @@ def test_a_start_gives_an_unresponsive_store_up_at_the_timeout(url: str, monkeyp
 def test_commands_report_a_store_that_cannot_be_looked_at(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    publish(RemoteStore(url), 1, "aa")
+    publish(open_store(url), 1, "aa")
 
     def forbidden(self: Any, path: str, **kwargs: Any) -> None:
         raise PermissionError("no credentials")
@@ -311,8 +313,8 @@ def loaded(url: str, **how: Any) -> bool:
 
 
 def stored(url: str) -> dict[str, FileMark]:
-    store = RemoteStore(url.rpartition("/")[0])
-    return {name: store.mark(url, name) for name in store.files(url)}
+    store = open_store(url.rpartition("/")[0])
+    return {name: store.mark(url, name) for name in store.backend.list(url)}
 
 
 @pytest.mark.parametrize("staged", [False, True])

@@ -1,0 +1,100 @@
+"""What the checkpoints of a store are like: complete, damaged, or begun; by manifest and sizes, or by content.
+
+Any process, any rank, at any time, without a lock: what a run writes or deletes meanwhile is seen complete or not at
+all. Reading follows no link: a file of a checkpoint is a regular file inside its directory, or there is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from stagereg.checkpoint.format.damage import Condition, Unclear, differences, of_error
+from stagereg.checkpoint.format.manifest import MANIFEST, Checkpoint, Manifest, step_of
+from stagereg.checkpoint.store.backend import Backend
+
+_LEFTOVER = re.compile(r"\.step-\d+\.[0-9a-f]+\.tmp")
+_MANIFEST_BYTES = 1 << 28
+"""What is longer is not read: with some hundred bytes for each file, that is far more than any run writes."""
+
+
+def look(backend: Backend, path: str) -> Condition:
+    """Return what is wrong with the checkpoint that ``path`` means, by its manifest and the sizes."""
+    try:
+        return _settled(lambda: [_look(backend, backend.resolve(path))])[0]
+    except OSError as error:
+        return Condition(path, None, {MANIFEST: Unclear(f"cannot be looked at ({error})")})
+
+
+def sizes(backend: Backend, path: str) -> dict[str, int | str]:
+    """Return the size of each file in a directory, or what it is instead."""
+    there = backend.list(path).items()
+    return {name: "no regular file" if size is None else size for name, size in there}
+
+
+def conditions(backend: Backend) -> list[Condition]:
+    """Return what each step directory is like by its manifest and sizes, but those of :func:`leftovers`."""
+    return [each for each in _steps(backend) if not _is_begun(backend, each)]
+
+
+def leftovers(backend: Backend) -> list[str]:
+    """Return the full paths of what is half-written, be it of a dead run or of one that is writing now."""
+    if backend.in_place:
+        return sorted(each.path for each in _steps(backend) if _is_begun(backend, each))
+    return sorted(f"{backend.root}/{name}" for name in backend.list(backend.root) if _LEFTOVER.fullmatch(name))
+
+
+def complete(found: list[Condition]) -> list[Checkpoint]:
+    """Return the complete ones, the one committed last first; of one under two names its plain one."""
+    those = [each.checkpoint for each in found if each.checkpoint is not None]
+    those.sort(key=lambda each: (each.manifest.order, -len(each.name)))
+    return [*{each.key: each for each in those}.values()][::-1]
+
+
+def _steps(backend: Backend) -> list[Condition]:
+    def look_at_all() -> list[Condition]:
+        there = backend.list(backend.root).items()
+        names = [name for name, size in there if size is None and step_of(name) is not None]
+        return [_look(backend, f"{backend.root}/{name}") for name in names]
+
+    return _settled(look_at_all)
+
+
+def _is_begun(backend: Backend, each: Condition) -> bool:
+    """Whether a directory has no manifest yet; a name without a token is not ours, and its owner may want it."""
+    return backend.in_place and each.damages == {MANIFEST: "missing"} and "." in each.name
+
+
+def _settled(look: Callable[[], list[Condition]]) -> list[Condition]:
+    """Look until what is damaged stays so: a run may have deleted it meanwhile, or moved ``latest``."""
+    found = look()
+    while any(each.damages for each in found) and (again := look()) != found:
+        found = again
+    return found
+
+
+def _look(backend: Backend, path: str) -> Condition:
+    try:
+        there = sizes(backend, path)
+    except OSError as error:
+        there = {MANIFEST: Unclear(f"cannot be looked at ({error})")}
+    found = _manifest(backend, path, there.get(MANIFEST, "missing"))
+    if isinstance(found, str):
+        return Condition(path, None, {MANIFEST: found})
+    return Condition(path, found, differences(found, there))
+
+
+def _manifest(backend: Backend, path: str, there: int | str) -> Manifest | str:
+    """Return the manifest in a directory, of which a listing says ``there``, or what is wrong with it."""
+    if isinstance(there, str):
+        return there
+    if there > _MANIFEST_BYTES:
+        return f"damaged (it has {there:,} bytes)"
+    try:
+        manifest = Manifest.loads(backend.read(f"{path}/{MANIFEST}"))
+    except OSError as error:
+        return of_error(error)
+    except ValueError as error:
+        return f"damaged ({error})"
+    named = step_of(path.rpartition("/")[2])
+    return manifest if named in (None, manifest.step) else f"of step {manifest.step}, not of this one"

@@ -1,0 +1,163 @@
+"""A directory of checkpoints in a file system: a save is written into a hidden directory, and committed by renaming it.
+
+``latest`` is a symbolic link. Reading follows no link inside a checkpoint: its files are regular files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from stagereg.checkpoint.format.damage import WHOLE, Condition, of_error
+from stagereg.checkpoint.format.manifest import (
+    KEPT,
+    LATEST,
+    MANIFEST,
+    METRICS,
+    RESTORED,
+    SWEEP_JOB,
+    Checkpoint,
+    FileMark,
+    Manifest,
+    new_token,
+    plain_name,
+    step_name,
+)
+from stagereg.checkpoint.store.failpoints import failpoint
+from stagereg.checkpoint.store.local_files import local_path, mark_file, sync
+from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
+
+_NOTES = (KEPT, METRICS, RESTORED, SWEEP_JOB)
+
+
+class Directory:
+    """A directory of this machine's file systems, shared ones included; see :class:`.Backend`.
+
+    Args:
+        root: its full path, see :func:`.local_path`.
+    """
+
+    in_place = False
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = os.fspath(root)
+
+    def list(self, path: str) -> dict[str, int | str | None]:
+        try:
+            with os.scandir(path) as entries:
+                return {entry.name: _size(entry) for entry in entries}
+        except (FileNotFoundError, NotADirectoryError):  # anything else must not look like an empty store
+            return {}
+
+    def resolve(self, path: str) -> str:
+        return os.path.realpath(local_path(path))
+
+    def read(self, path: str) -> bytes:
+        return Path(path).read_bytes()
+
+    def mark(self, path: str, part: range = WHOLE, flush: bool = False) -> FileMark:
+        if flush:
+            sync(Path(path))
+        return mark_file(Path(path), part)
+
+    def holder(self) -> Owner | None:
+        return holder(self.root)
+
+    def lock(self) -> StoreLock:
+        os.makedirs(self.root, exist_ok=True)
+        return StoreLock(self.root)
+
+    def write(self, path: str, data: bytes) -> None:
+        Path(path).write_bytes(data)
+        sync(Path(path))
+
+    def replace(self, name: str, data: bytes) -> None:
+        if not data:
+            self.delete(f"{self.root}/{name}")
+            return
+        beside = f"{self.root}/.{name}.tmp"
+        self.write(beside, data)
+        os.replace(beside, f"{self.root}/{name}")
+        sync(Path(self.root))
+
+    def delete(self, path: str) -> None:
+        Path(path).unlink(missing_ok=True)
+
+    def commit(self, written: str, manifest: Manifest) -> str:
+        self.write(f"{written}/{MANIFEST}", manifest.dumps().encode())
+        sync(Path(written))
+        failpoint("described")
+        final = f"{self.root}/{step_name(manifest.step)}"
+        if os.path.lexists(final):
+            final = f"{self.root}/{os.path.basename(written)[1:].removesuffix('.tmp')}"
+        os.rename(written, final)
+        failpoint("renamed")
+        try:
+            sync(Path(self.root))
+        except OSError:
+            with contextlib.suppress(OSError):  # as far as it can be undone where the disk fails
+                os.rename(final, written)
+            raise
+        return final
+
+    def point(self, name: str) -> None:
+        link = Path(self._hidden(name))
+        link.symlink_to(name)
+        link.replace(f"{self.root}/{LATEST}")
+        sync(Path(self.root))
+
+    def link(self, checkpoint: Checkpoint) -> str:
+        plain = f"{self.root}/{plain_name(checkpoint.name)}"
+        if os.path.lexists(plain):
+            return ""
+        beside = self._hidden(checkpoint.name)
+        try:
+            os.mkdir(beside)
+            for name in (*checkpoint.manifest.files, MANIFEST):
+                os.link(f"{checkpoint.path}/{name}", f"{beside}/{name}")
+        except OSError:
+            self.discard(beside)
+            raise
+        sync(Path(beside))
+        os.rename(beside, plain)
+        sync(Path(self.root))
+        failpoint("named")
+        return plain
+
+    def remove(self, each: Condition, is_read: Callable[[str], bool]) -> str:
+        hidden = self._hidden(each.name)
+        os.rename(each.path, hidden)
+        failpoint("hidden")
+        if each.manifest is None or not is_read(each.name):
+            return hidden
+        os.rename(hidden, each.path)
+        return ""
+
+    def discard(self, path: str) -> None:
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+    def tidy(self) -> None:
+        for name in _NOTES:
+            self.discard(f"{self.root}/.{name}.tmp")
+
+    def _hidden(self, name: str) -> str:
+        """Return a name that the next start deletes."""
+        return f"{self.root}/.{name.partition('.')[0]}.{new_token()}.tmp"
+
+
+def _size(entry: os.DirEntry[str]) -> int | str | None:
+    try:
+        if entry.is_dir():  # mostly known without another look
+            return None
+        found = entry.stat(follow_symlinks=False)
+    except OSError as error:
+        return of_error(error)
+    return found.st_size if stat.S_ISREG(found.st_mode) else "no regular file"

@@ -1,0 +1,95 @@
+"""Who reads checkpoints: the run that writes in a directory does not delete a checkpoint that somebody reads.
+
+A reader writes the file ``.reading.step-00000100.TOKEN`` beside the checkpoint, renews it every twenty seconds, and
+deletes it when it has read. The run looks for such files before it deletes a checkpoint, and once more when it has just
+taken that out of sight, and then brings it back. So what a reader finds complete after it has taken its lease stays as
+long as it renews that. The checkpoint is deleted by a later save.
+
+A reader that has ended without deleting its file no longer counts: one on the machine of the run at once, another one
+when the file has not changed for a minute by the clock of the run, as clocks of machines differ. Locks of file systems
+are not used, which do not reach other machines everywhere. Who may not write in the directory reads without a lease.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Generator
+
+from stagereg.checkpoint.format.manifest import new_token, step_of
+from stagereg.checkpoint.store.backend import Backend
+from stagereg.checkpoint.store.lease import LEASE_S, Lease, LeaseRecord
+
+_PREFIX = ".reading."
+
+_log = logging.getLogger(__name__)
+
+
+class Readers:
+    """The leases of those who read checkpoints in a store.
+
+    Args:
+        backend: where they lie.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._leases: dict[tuple[str, LeaseRecord], float] = {}  # and since when they have not changed
+
+    @contextlib.contextmanager
+    def reading(self, path: str) -> Generator[None, None, None]:
+        """Keep a lease of the checkpoint that ``path`` means, as long as the block runs or the generator is held."""
+        folder, _, name = self._backend.resolve(path).rpartition("/")
+        if step_of(name) is None:
+            yield
+            return
+        lease = Lease(f"{folder}/{reader_name(name)}", self._backend.write, self._backend.delete)
+        try:
+            lease.renew()
+            lease.keep("stagereg-reading", logging.DEBUG)
+        except (OSError, RuntimeError) as error:
+            _log_without(folder, str(getattr(error, "strerror", error)))
+        try:
+            yield
+        finally:
+            lease.end()
+
+    def found(self, delete: bool = False) -> dict[str, list[LeaseRecord]]:
+        """Return the leases that count, by the names of checkpoints; ``delete`` the others, with the lock held.
+
+        Those of processes of this machine that have ended do not, nor those that have not changed for a minute since
+        this object has seen them first.
+        """
+        now, root = time.monotonic(), self._backend.root
+        there = [self._lease(name) for name in self._backend.list(root) if _being_read(name)]
+        self._leases = {each: self._leases.get(each, now) for each in there}
+        found: dict[str, list[LeaseRecord]] = {}
+        for (name, record), since in self._leases.items():
+            if not record.is_orphaned() and now <= since + LEASE_S:
+                found.setdefault(_being_read(name) or "", []).append(record)
+            elif delete:
+                self._backend.delete(f"{root}/{name}")
+        return found
+
+    def _lease(self, name: str) -> tuple[str, LeaseRecord]:
+        with contextlib.suppress(OSError):
+            return name, LeaseRecord.loads(self._backend.read(f"{self._backend.root}/{name}"))
+        return name, LeaseRecord()
+
+
+def reader_name(checkpoint: str) -> str:
+    """Return a name for a new lease of the checkpoint in the directory of that name."""
+    return f"{_PREFIX}{checkpoint}.{new_token()}"
+
+
+def _being_read(name: str) -> str | None:
+    """Return which checkpoint the file ``name`` is a lease of, None if it is none."""
+    checkpoint, _, token = name.removeprefix(_PREFIX).rpartition(".")
+    return checkpoint if name.startswith(_PREFIX) and token and step_of(checkpoint) is not None else None
+
+
+@functools.cache  # once a process
+def _log_without(root: str, why: str) -> None:
+    _log.debug("Checkpoints of %s are read without a lease: %s", root, why)

@@ -1,0 +1,199 @@
+"""Which checkpoints of a store stay, and how the others go: what :class:`.Keep` is for one run that writes there.
+
+A checkpoint that is not to be kept is first taken out of sight, in one step, and deleted later, by
+:meth:`Retention.clear`. One that somebody reads, and what ``latest`` points to, stays until a later save. Where a step
+is saved again, the old one goes, and the new one gets its plain name beside that with a token as soon as it is free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Collection, Mapping
+
+from stagereg.checkpoint.format.damage import Condition
+from stagereg.checkpoint.format.manifest import KEPT, LATEST, Checkpoint, plain_name
+from stagereg.checkpoint.store.backend import Backend
+from stagereg.checkpoint.store.conditions import complete, conditions
+from stagereg.checkpoint.store.failpoints import failpoint
+from stagereg.checkpoint.store.keep import Keep
+from stagereg.checkpoint.store.lock import StoreLock
+from stagereg.checkpoint.store.notes import Notes
+from stagereg.checkpoint.store.readers import Readers
+from stagereg.errors import nearest
+
+_log = logging.getLogger(__name__)
+
+
+class Retention:
+    """What stays in a store, for the run that holds its lock.
+
+    Args:
+        backend: where the checkpoints lie.
+        notes: has their metrics, and why some are kept.
+        readers: knows which are read.
+
+    Attributes:
+        distrusted: full paths of checkpoints that look complete and were found to be damaged, or given up after
+            crashes, which retention neither counts nor deletes; whoever finds them adds them.
+        spared: full paths of checkpoints that were there at the start, which retention neither counts nor deletes
+            before the run has come to their step; cleared by whoever knows that the run goes on from them.
+        serials: of the manifests that there are beside the last one committed.
+    """
+
+    def __init__(self, backend: Backend, notes: Notes, readers: Readers) -> None:
+        self.distrusted: set[str] = set()
+        self.spared: set[str] = set()
+        self.serials: set[int] = set()
+        self._backend, self._notes, self._readers = backend, notes, readers
+        self._why: dict[str, str] = {}  # the last save has kept checkpoints, by their paths
+        self._explains = True  # whether there is a file that says so, or may be
+        self._again: set[int] = set()  # steps that this run has saved where they were already
+        self._out_of_sight: list[str] = []
+        self._warned: set[str] = set()
+
+    def kept(self) -> dict[str, str]:
+        """Return why the last save has kept checkpoints, by their names; nothing where all are simply the newest."""
+        with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+            read = json.loads(self._notes.read(KEPT))
+            return {name: why for name, why in read.items() if isinstance(why, str) and why.isprintable()}
+        return {}
+
+    def retire(self, before: list[Condition], made: Checkpoint, keep: Keep) -> list[Condition]:
+        """Take out of sight what is not to be kept now that ``made`` is there beside ``before``; return what stays."""
+        if not self._backend.in_place and made.name != plain_name(made.name):
+            self._again.add(made.manifest.step)
+        self._why, old = self._choose(before, made, keep)
+        stay = self._remove(before, old)
+        self.serials = {each.manifest.serial for each in stay if each.manifest is not None}
+        return [*stay, Condition(made.path, made.manifest)]
+
+    def use_plain_names(self, there: list[Condition]) -> dict[str, str]:
+        """Give steps that were saved again their plain names, if these are free; return the new paths by the old ones.
+
+        At each moment ``latest``, and who reads, finds a whole checkpoint, under either name. Writes why each is kept.
+        """
+        plain: dict[str, str] = {}
+        for each in self.trusted(there):  # of a step the one committed last comes first
+            try:
+                path = self._backend.link(each)
+            except OSError as error:
+                where = self._backend.root
+                self._warn_once(f"steps that are saved again keep a token in their names in {where}: {error}")
+                continue
+            if path:
+                if self.pointed() == each.name:
+                    self._backend.point(plain_name(each.name))
+                    failpoint("repointed")
+                self._remove([Condition(each.path, each.manifest)], [each.path])
+                plain[each.path] = path
+        self._why = {plain.get(path, path): text for path, text in self._why.items()}
+        self._explain()
+        return plain
+
+    def settle(self, lock: StoreLock) -> None:
+        """Give steps that this run has saved again their plain names, where somebody has read the old one until now."""
+        if self._again:
+            lock.check()
+            found = [each for each in conditions(self._backend) if each.step in self._again]
+            self.use_plain_names(self._remove(found, _replaced(found, self.trusted(found))))
+            self.clear()
+
+    def clear(self) -> None:
+        """Delete what is no longer kept; it is out of sight already."""
+        while self._out_of_sight:
+            self._backend.discard(self._out_of_sight.pop())
+
+    def pointed(self) -> str:
+        """Return the name of the directory that ``latest`` points to, itself where it points to none."""
+        return self._backend.resolve(f"{self._backend.root}/{LATEST}").rpartition("/")[2]
+
+    def trusted(self, found: list[Condition]) -> list[Checkpoint]:
+        """Return the complete ones but those that are distrusted, the one committed last first."""
+        return [each for each in complete(found) if each.path not in self.distrusted]
+
+    def _choose(self, before: list[Condition], made: Checkpoint, keep: Keep) -> tuple[dict[str, str], Collection[str]]:
+        """Return why checkpoints are kept, and the paths of those that are not.
+
+        Nor are those of ``before`` whose step was saved again.
+        """
+        step = made.manifest.step
+        self.distrusted.discard(made.path)
+        spared = self.spared & {each.path for each in before if each.step is not None and each.step > step}
+        trusted = self.trusted(before)
+        replaced = _replaced(before, trusted) - spared | {each.path for each in before if each.step == step}
+        counted = [each for each in trusted if each.path not in replaced | spared]
+        metrics = {each.path: self._notes.metrics_of(each.manifest) for each in [made, *counted]}
+        self._warn_of_policy(keep, made, metrics)
+        why = keep.kept([made, *counted], metrics)
+        old = {each.path for each in counted} - why.keys() | replaced
+        return why | dict.fromkeys(spared, "earlier run"), old
+
+    def _remove(self, before: list[Condition], old: Collection[str]) -> list[Condition]:
+        """Take those of the paths ``old`` out of sight that nobody reads; return what stays of ``before``."""
+        if not old:
+            return before
+        read, stay = self._readers.found(delete=True), []
+        old = {*old} - {f"{self._backend.root}/{self.pointed()}"}
+        for each in before:
+            hidden = ""
+            if each.path in old and each.name not in read:
+                hidden = self._backend.remove(each, self._is_read)
+            if not hidden:
+                stay.append(each)
+                continue
+            self._out_of_sight.append(hidden)
+            if each.damages or each.path in self.distrusted:
+                self.distrusted.discard(each.path)
+                text = "stagereg: the bad checkpoint %s is replaced: step %d was saved again."
+                _log.warning(text, each.path, each.step)
+        return stay
+
+    def _is_read(self, name: str) -> bool:
+        return name in self._readers.found(delete=True)
+
+    def _warn_of_policy(self, keep: Keep, made: Checkpoint, metrics: Mapping[str, Mapping[str, float]]) -> None:
+        """Warn, once, of a policy that cannot do what it is for."""
+        root = self._backend.root
+        lacks = not any(keep.metric in known for known in metrics.values())
+        if keep.metric is not None and lacks and len(metrics) > keep.newest:
+            near = nearest(keep.metric, {name for known in metrics.values() for name in known})
+            self._warn_once(
+                f"no checkpoint in {root} has the metric {keep.metric!r}, so checkpoint.keep.best keeps none. Log "
+                f"it on rank 0: stagereg.log(step, {keep.metric}=...).{near}"
+            )
+        if keep.budget is not None and made.manifest.nbytes > keep.budget:
+            self._warn_once(
+                f"one checkpoint in {root} has {made.manifest.nbytes:,} bytes, more than "
+                f"checkpoint.keep.budget={keep.budget}, so the newest one alone is kept."
+            )
+
+    def _explain(self) -> None:
+        """Write why checkpoints are kept, where that is not simply since they are the newest."""
+        if set(self._why.values()) != {"newest"}:
+            names = {os.path.basename(path): text for path, text in self._why.items()}
+            self._notes.write(KEPT, json.dumps(names, indent=1).encode())
+            self._explains = True
+        elif self._explains:
+            self._notes.write(KEPT, b"")
+            self._explains = False
+
+    def _warn_once(self, text: str) -> None:
+        subject = text.partition(" in ")[0]
+        if subject not in self._warned:
+            self._warned.add(subject)
+            _log.warning("stagereg: %s", text)
+
+
+def _replaced(found: list[Condition], by: list[Checkpoint]) -> set[str]:
+    """Return the paths of those of which ``by``, the newest first, has a later one of the same step."""
+    last: dict[int | None, Checkpoint] = {each.manifest.step: each for each in reversed(by)}
+
+    def is_older(each: Condition, than: Checkpoint) -> bool:
+        if each.manifest is None:  # a name has a token where the plain one was taken
+            return each.name == plain_name(than.name)
+        return each.path != than.path and each.manifest.order <= than.manifest.order
+
+    return {each.path for each in found if each.step in last and is_older(each, last[each.step])}
