@@ -134,9 +134,7 @@ TOO_LARGE = {
     "stagereg.checkpoint.save.background.Background",
     "stagereg.checkpoint.save.pending_save.PendingSave",
     "stagereg.checkpoint.save.pending_save.SaveTarget",
-    "stagereg.checkpoint.store.checkpoint_store",
     "stagereg.checkpoint.store.checkpoint_store.CheckpointStore",
-    "stagereg.checkpoint.store.checkpoint_store.CheckpointStore.publish",
 }
 """What is still to become smaller: nothing is added here, and what has become so is taken out."""
 

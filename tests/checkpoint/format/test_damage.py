@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stagereg.checkpoint.load.restoring as restoring
-import stagereg.checkpoint.store.directory as local
+import stagereg.checkpoint.store.local_files as local
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.checksum import combined
 from stagereg.checkpoint.format.damage import WHOLE, differences, marks_of_shares, share

@@ -203,7 +203,7 @@ def test_a_lease_is_renewed_and_then_deleted(run: Checkpointer, monkeypatch: pyt
 
 def test_a_forked_child_leaves_the_lease_alone(run: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     with contextlib.suppress(AssertionError), open_store(str(run.dir)).reading(first(run)):
-        monkeypatch.setattr(readers.os, "getpid", lambda: -1)
+        monkeypatch.setattr(os, "getpid", lambda: -1)
     monkeypatch.undo()
     assert len(leases(run)) == 1
 
