@@ -48,7 +48,7 @@ _REMEDIES = {
     "JoinableNotInitializedError": "Call `super().__init__()` in its constructor. [Plugins](plugins.md)",
     "LaunchError": "The output of the rank that is named has the cause. [Many machines](slurm.md)",
     "NotSavedInTimeError": "Does the storage hang? Else raise the time-out. [Checkpoints](checkpoints.md)",
-    "NothingSavedError": "`checkpoint.fresh=[NAME]`, where the entry is to begin from scratch. "
+    "NothingSavedError": "`checkpoint.restore.fresh=[NAME]`, where the entry is to begin from scratch. "
     "[Checkpoints](checkpoints.md#what-is-new-in-the-state)",
     "OptionError": "`stagereg list` shows the names, `stagereg doctor` which packages are broken.",
     "PeerFailedError": "Look at the rank that is named: this one stopped because of it. "

@@ -8,6 +8,10 @@ from stagereg.checkpoint.checkpointer import Checkpointer as Checkpointer
 from stagereg.checkpoint.dcp_writer import DcpReader as DcpReader
 from stagereg.checkpoint.dcp_writer import DcpWriter as DcpWriter
 from stagereg.checkpoint.load.opened import open_checkpoint as open_checkpoint
+from stagereg.checkpoint.options import Failure as Failure
+from stagereg.checkpoint.options import Leave as Leave
+from stagereg.checkpoint.options import Replicas as Replicas
+from stagereg.checkpoint.options import Restore as Restore
 from stagereg.checkpoint.state.entries import per_rank as per_rank
 from stagereg.checkpoint.store.keep import Keep as Keep
 from stagereg.config.instantiate import instantiate as instantiate

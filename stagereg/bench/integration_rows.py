@@ -34,6 +34,7 @@ from stagereg.bench.measure import Series, in_own_process, interleave, quiet
 from stagereg.bench.report import Group, Line
 from stagereg.bench.stall import Segment, StallTraining
 from stagereg.checkpoint.dcp_writer import DcpWriter
+from stagereg.checkpoint.options import Leave, Restore
 from stagereg.errors import CheckpointError
 
 _LIMIT_S = 300.0  # for a step, and for a checkpoint to be complete
@@ -212,7 +213,7 @@ def _lightning(training: StallTraining, way: str, folder: Path, closing: context
     path = folder / "last.ckpt"
     plugin: Any = AsyncCheckpointIO() if way == "async" else None
     if way == "stagereg":
-        plugin = StageregCheckpointIO(verify="fast")
+        plugin = StageregCheckpointIO(restore=Restore(verify="fast"))
     off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     trainer = Trainer(
         accelerator="cpu", max_steps=_MANY, callbacks=[LightningSteps()], plugins=plugin, default_root_dir=folder, **off
@@ -246,7 +247,7 @@ def _transformers(training: StallTraining, way: str, folder: Path, closing: cont
     options |= {"report_to": "none", "disable_tqdm": True, "max_grad_norm": 0, "per_device_train_batch_size": 2}
     callbacks: list[Any] = [TransformersSteps()]
     if way == "stagereg":
-        callbacks.append(StageregCallback(grace=None))  # this is no main thread
+        callbacks.append(StageregCallback(leave=Leave(grace=None)))  # this is no main thread
     trainer = Trainer(
         _Loss(training.model),
         TrainingArguments(str(folder), max_steps=_MANY, **options),

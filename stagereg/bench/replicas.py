@@ -32,6 +32,7 @@ from stagereg.bench.report import Group, Line, iqr, ms
 from stagereg.bench.states import shrunk, tensors
 from stagereg.bench.write import storages
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.options import Replicas
 from stagereg.kernel.memory import view_of
 from stagereg.registry import build
 from stagereg.stagers.pinned_cached import PinnedCachedStager
@@ -127,8 +128,8 @@ class Saving(Turn):
             shutil.rmtree(self.folder, ignore_errors=True)
         elif storage in storages() and self._checkpointer is None:
             parts = {"stager": self._stager, "storage": build("storage", storage)}
-            parts["replicas"] = "share" if storage == self.way else "first"
-            self._checkpointer = Checkpointer(str(self.folder), every=1, keep=1, **parts)
+            share = Replicas(share=storage == self.way)
+            self._checkpointer = Checkpointer(str(self.folder), every=1, keep=1, replicas=share, **parts)
         dist.barrier()
 
     def _save(self) -> Callable[[], object]:

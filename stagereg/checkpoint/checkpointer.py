@@ -9,12 +9,11 @@ of is described in :mod:`stagereg.checkpoint.format.manifest`.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
@@ -30,10 +29,11 @@ import stagereg.record as record
 from stagereg.checkpoint.format.manifest import LATEST, new_token, step_of
 from stagereg.checkpoint.load.crashes import CrashCounter, is_in_order
 from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
+from stagereg.checkpoint.options import Failure, Leave, Replicas, Restore
 from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.requests import Ending, Requests
-from stagereg.checkpoint.ranks.shares import Replicas
+from stagereg.checkpoint.ranks.shares import ShareBook
 from stagereg.checkpoint.save.background import Background, CheckpointStats
 from stagereg.checkpoint.save.on_commit_calls import CommitCalls
 from stagereg.checkpoint.save.pending_save import SaveTarget
@@ -92,7 +92,7 @@ class Checkpointer:
         dir: where the checkpoints go; created if it is not there. All ranks see the same file system.
         every: ``maybe_save`` saves at the steps that are multiples of this, at least 1. ``"auto"`` saves as often as
             loses least time to checkpoints and failures together, from what saves turn out to cost: first after 10
-            steps, then at the interval that is best for ``mtbf``.
+            steps, then at the interval that is best for ``failure.mtbf``.
         keep: how many of the newest checkpoints stay, at least 1, or which of all: :class:`stagereg.Keep`. The disk
             needs space for one more, since an old one goes only when the new one is complete.
         resume: what ``restore`` loads: ``"auto"`` the newest undamaged checkpoint, if there is one; ``"never"``
@@ -105,41 +105,18 @@ class Checkpointer:
             it, whatever is given here.
         process_group: the ranks that save together, ``None`` for all of them. A gloo group with the same ranks is made
             for the checkpointer's own use, so constructing is collective.
-        mtbf: for ``every="auto"``: mean time between failures of the whole job, all its machines together.
-        verify: what :meth:`restore` looks at before it loads: ``"full"`` the content of every file, ``"fast"`` the
-            manifest and the sizes.
-        on_error: what a save that fails does at the next call: ``"raise"``, or ``"warn"`` in the log, at once, and let
-            training go on; then the process ends with exit status 1 if its last save has failed.
-        timeout: of one save, from the end of the one before it to its commit. One that takes longer has failed, and
-            until it ends no other begins; one whose ``stage`` has not returned by then ends the process. A store that
-            does not answer at the start is waited for as long.
-        grace: how long after SIGTERM or SIGUSR1 the ranks have to agree on a step, save it and leave. ``None`` leaves
-            the two signals alone.
-        save_last: whether the end of a ``with`` block, where nothing was raised, saves the last step that
-            :meth:`maybe_save` or :meth:`due` was called with, unless it is saved.
+        restore: how :meth:`restore` chooses and reads a checkpoint: :class:`stagereg.Restore`.
+        failure: what may fail, and what then: :class:`stagereg.Failure`.
+        replicas: how what several ranks hold alike is saved: :class:`stagereg.Replicas`.
+        leave: how a run ends: :class:`stagereg.Leave`.
         enable: False makes all methods do nothing: nothing is saved, and nothing is restored.
-        replicas: ``"share"`` has ranks that hold the same parameters and optimizer state each write a share of them,
-            and stage no more than that from the second save on; ``"first"`` has all of them stage it, and the lowest
-            write it.
-        verify_replicas: compare these in every that many saves, by checksums of the bytes, and fail the save if they
-            have drifted apart; such a save is staged as a whole. 0 for the first save only.
-        read: how :meth:`restore` reads. ``"each"``: every rank what it needs, after the ranks of a machine have checked
-            the files between them. ``"once"``: every byte is read by one rank, which checks it and passes it on to the
-            ranks that need it, so objects may have changed before damage is found. ``"auto"``: ``"once"`` from URLs
-            and network file systems, where there are several ranks, else ``"each"``.
-        give_up_after: how many times in a row runs may crash after a checkpoint was restored and before the next one is
-            complete; then ``resume="auto"`` passes over it. Counted in the directory. ``None`` never gives one up.
         on_commit: what rank 0 calls in the background for each complete checkpoint: components of the kind
             ``on_commit`` or functions of one argument, a :class:`.CommittedCheckpoint`; a list, or a mapping by name,
             as ``+on_commit@checkpoint.on_commit.tracker=wandb`` makes it. One that fails, or takes longer than
-            ``timeout``, is logged and counted in ``stats``, and fails nothing. :meth:`close` waits for them as long.
-        cast: whether :meth:`restore` converts tensors of floating point to the dtypes of the objects, as ``copy_``
-            does: for a stager that makes smaller copies. Else modules refuse what was saved with another dtype.
-        fresh: names of entries that begin from scratch where a checkpoint has nothing for them, as for a scheduler that
-            is new, or an optimizer of another kind, which is an error without; where it has, they are restored.
+            ``failure.timeout``, is logged and counted in ``stats``, and fails nothing. :meth:`close` waits as long.
 
     Attributes:
-        preemption: whether the ranks are to leave; ``None`` without ``grace``.
+        preemption: whether the ranks are to leave; ``None`` without ``leave.grace``.
         restored: the directory of the checkpoint that :meth:`restore` loaded last, a URL if it is one; else ``None``.
         stats: what the checkpoints have cost so far, on this rank; goes on counting.
 
@@ -168,30 +145,21 @@ class Checkpointer:
         stager: AsyncStager | str | None = None,
         storage: Storage | str | None = None,
         process_group: dist.ProcessGroup | None = None,
-        mtbf: datetime.timedelta = datetime.timedelta(hours=6),
-        verify: Literal["full", "fast"] = "full",
-        on_error: Literal["raise", "warn"] = "raise",
-        timeout: datetime.timedelta = datetime.timedelta(minutes=30),
-        grace: datetime.timedelta | None = datetime.timedelta(seconds=25),
-        save_last: bool = True,
+        restore: Restore = Restore(),  # noqa: B008  # it cannot change, nor can those below
+        failure: Failure = Failure(),  # noqa: B008
+        replicas: Replicas = Replicas(),  # noqa: B008
+        leave: Leave = Leave(),  # noqa: B008
         enable: bool = True,
-        replicas: Literal["share", "first"] = "share",
-        verify_replicas: int = 0,
-        read: Literal["auto", "each", "once"] = "auto",
-        give_up_after: int | None = 3,
         on_commit: Any = None,
-        cast: bool = False,
-        fresh: Sequence[str] = (),
     ) -> None:
-        alike: dict[str, Any] = {"dir": dir, "every": every, "keep": keep, "resume": resume, "verify": verify}
-        alike |= {"on_error": on_error, "grace": grace, "read": read, "give_up_after": give_up_after}
-        alike |= {"replicas": replicas, "verify_replicas": verify_replicas, "cast": cast, "fresh": fresh}
-        options.check_all({**alike, "mtbf": mtbf, "timeout": timeout})
+        groups = {"restore": restore, "failure": failure, "replicas": replicas, "leave": leave}
+        options.check_all({"dir": dir, "every": every, "keep": keep, "resume": resume, **groups})
         self.enable = enable
         self._store = open_store(dir)
         self.dir = path_or_url(self._store.root)
-        self.keep, self.resume, self.verify, self.read, self.cast = keep, resume, verify, read, cast
-        self.timeout, self.grace, self.fresh = timeout, grace, fresh
+        self.keep, self.resume = keep, resume
+        self.verify, self.read, self.cast, self.fresh = restore.verify, restore.read, restore.cast, restore.fresh
+        self.timeout, self.save_last = failure.timeout, leave.save_last
         self._stager: AsyncStager = options.component("stager", stager, "overlapped")
         self._storage: Storage = options.component("storage", storage, "dcp")
         if isinstance(self._storage, Storage) and isinstance(self._stager, ReservesPadding):
@@ -200,7 +168,6 @@ class Checkpointer:
             self._stager.expect_release()
         expect_fit(self._storage, self._store.root)
         components = options.on_commit(on_commit)
-        self.save_last = save_last
         self.stats = CheckpointStats()
         self.preemption: PreemptionConsensus | None = None
         self.restored: Path | str | None = None
@@ -210,10 +177,10 @@ class Checkpointer:
         self._closed = False
         self._pid = os.getpid()
         self._schedule = Schedule(every if isinstance(every, int) else 1)
-        self._ranks = RankGroup(process_group, timeout)
+        self._ranks = RankGroup(process_group, failure.timeout)
         if not enable:
             return
-        alike |= {"keep": Keep.of(keep), "fresh": [*fresh]}
+        alike = options.compared(every=every, keep=Keep.of(keep), resume=resume, **groups)
         alike |= {"dir": self._store.root, "storage": name_of(self._storage)}
         options.expect_alike(self._ranks.run_on_all("The ranks could not compare their options", lambda: alike))
         opened = self._ranks.run_on_all(f"checkpoint.dir={dir} cannot be written to", self._open)
@@ -222,28 +189,28 @@ class Checkpointer:
         # The training threads have groups of their own: one for each kind of exchange, since not all ranks may come to
         # each, and those of two kinds must not meet.
         if every == "auto":
-            self._schedule = Automatic(mtbf.total_seconds(), RankGroup(process_group))
+            self._schedule = Automatic(failure.mtbf.total_seconds(), RankGroup(process_group))
         self._target = SaveTarget(self._store, keep, self._storage, self._ranks, opened[0])
-        self._background = Background(self._target, timeout, self._schedule, on_error == "warn")
-        shared = Replicas(verify_replicas, replicas == "share")
-        self._saver = Saver(self._target, self._stager, self._background, self._schedule, shared, cast)
+        self._background = Background(self._target, failure.timeout, self._schedule, failure.on_error == "warn")
+        shared = ShareBook(replicas.verify_every, replicas.share)
+        self._saver = Saver(self._target, self._stager, self._background, self._schedule, shared, restore.cast)
         self.stats = self._background.stats
-        self._crashes = CrashCounter(self._store, give_up_after, counts=self._ranks.rank == 0)
+        self._crashes = CrashCounter(self._store, restore.give_up_after, counts=self._ranks.rank == 0)
         self._background.listeners.append(self._crashes.committed)
         if self._ranks.rank == 0:
             self._target.metrics.listen(self._background.note_metrics)
         training = None if self._ranks.group is None else process_group or dist.group.WORLD
         self._requests = Requests(training, f"checkpoint/{opened[0]}/saves")
         self._ending = Ending(training, f"checkpoint/{opened[0]}/end")
-        if grace is not None:
+        if leave.grace is not None:
             newest = self._background.describe_newest
             exchanges = Requests(training, f"checkpoint/{opened[0]}/signals")
             ranks = RankGroup(process_group)
-            self.preemption = PreemptionConsensus(ranks, grace.total_seconds(), newest, exchanges)
+            self.preemption = PreemptionConsensus(ranks, leave.grace.total_seconds(), newest, exchanges)
         components = components if self._ranks.rank == 0 else {}
         self._calls = CommitCalls(components, self._background, self._target.metrics, self.preemption)
         self._unclosed: Any = None
-        if self._ranks.rank == 0 and save_last:
+        if self._ranks.rank == 0 and leave.save_last:
             self._unclosed = weakref.finalize(self, _warn_of_unclosed, self.dir, self._saver, self._pid)
         if training is not None:
             self._background.look_out(self._look_for_missed)
@@ -419,9 +386,10 @@ class Checkpointer:
 
         Objects take their state with ``load_state_dict``; plain tensors and containers change in place, other plain
         values are replaced in ``state``. The random number generators of each rank are set as well. The files are
-        looked at first, as ``verify`` says. ``"auto"`` passes over damaged and incomplete checkpoints, and those that
-        runs crash after (``give_up_after``), and logs what is wrong with each, and how many steps are lost; nothing of
-        them has got into any object by then, or, with ``read="once"``, all of it is overwritten.
+        looked at first, as ``restore.verify`` says. ``"auto"`` passes over damaged and incomplete checkpoints, and
+        those that runs crash after (``restore.give_up_after``), and logs what is wrong with each, and how many steps
+        are lost; nothing of them has got into any object by then, or, with ``restore.read="once"``, all of it is
+        overwritten.
 
         Args:
             state: the same names as were saved, or some of them; of what others saved, modules and optimizers are

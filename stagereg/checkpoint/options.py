@@ -1,12 +1,13 @@
-"""The values of options, checked before anything is made. Each function raises ``ConfigError``."""
+"""The options of a checkpointer, in groups, checked before anything is made. Each function raises ``ConfigError``."""
 
 from __future__ import annotations
 
 import datetime
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from stagereg.checkpoint.save.on_commit import CommittedCheckpoint, OnCommit
 from stagereg.checkpoint.store.keep import Keep
@@ -17,34 +18,135 @@ from stagereg.spec import check
 RESUME = ("auto", "latest", "never")
 """What ``resume`` may be beside the path of a checkpoint."""
 _SUCH = "stagereg.build('on_commit', 'wandb')"
-_LEAST = {"every": 1, "keep": 1, "verify_replicas": 0, "give_up_after": 1}
-_CHOICES = {
-    "verify": ("full", "fast"),
-    "on_error": ("raise", "warn"),
-    "replicas": ("share", "first"),
-    "read": ("auto", "each", "once"),
-}
+
+
+@dataclass(frozen=True)
+class Restore:
+    """How :meth:`.Checkpointer.restore` chooses and reads a checkpoint.
+
+    Args:
+        verify: what is looked at before anything is loaded: ``"full"`` the content of every file, ``"fast"`` the
+            manifest and the sizes.
+        read: ``"each"``: every rank reads what it needs, after the ranks of a machine have checked the files between
+            them. ``"once"``: every byte is read by one rank, which checks it and passes it on to the ranks that need
+            it, so objects may have changed before damage is found. ``"auto"``: ``"once"`` from URLs and network file
+            systems, where there are several ranks, else ``"each"``.
+        give_up_after: how many times in a row runs may crash after a checkpoint was restored and before the next one is
+            complete; then ``resume="auto"`` passes over it. Counted in the directory. ``None`` never gives one up.
+        cast: whether tensors of floating point are converted to the dtypes of the objects, as ``copy_`` does: for a
+            stager that makes smaller copies. Else modules refuse what was saved with another dtype.
+        fresh: names of entries that begin from scratch where a checkpoint has nothing for them, as for a scheduler that
+            is new, or an optimizer of another kind, which is an error without; where it has, they are restored.
+
+    Raises:
+        ConfigError: a value is of no use.
+    """
+
+    verify: Literal["full", "fast"] = "full"
+    read: Literal["auto", "each", "once"] = "auto"
+    give_up_after: int | None = 3
+    cast: bool = False
+    fresh: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        one_of("checkpoint.restore.verify", self.verify, ("full", "fast"))
+        one_of("checkpoint.restore.read", self.read, ("auto", "each", "once"))
+        if self.give_up_after is not None:
+            at_least(1, "checkpoint.restore.give_up_after", self.give_up_after)
+        _flag("restore.cast", self.cast)
+        if isinstance(self.fresh, str) or not all(isinstance(each, str) for each in self.fresh):
+            raise ConfigError(f"checkpoint.restore.fresh must be a list of names of the state, not {self.fresh!r}.")
+        object.__setattr__(self, "fresh", tuple(self.fresh))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What may fail, and what then.
+
+    Args:
+        on_error: what a save that fails does at the next call: ``"raise"``, or ``"warn"`` in the log, at once, and let
+            training go on; then the process ends with exit status 1 if its last save has failed.
+        timeout: of one save, from the end of the one before it to its commit. One that takes longer has failed, and
+            until it ends no other begins; one whose ``stage`` has not returned by then ends the process. A store that
+            does not answer at the start is waited for as long.
+        mtbf: for ``every="auto"``: mean time between failures of the whole job, all its machines together.
+
+    Raises:
+        ConfigError: a value is of no use.
+    """
+
+    on_error: Literal["raise", "warn"] = "raise"
+    timeout: datetime.timedelta = datetime.timedelta(minutes=30)
+    mtbf: datetime.timedelta = datetime.timedelta(hours=6)
+
+    def __post_init__(self) -> None:
+        one_of("checkpoint.failure.on_error", self.on_error, ("raise", "warn"))
+        _duration("failure.timeout", self.timeout)
+        _duration("failure.mtbf", self.mtbf)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """How ranks save the parameters and the optimizer state that several of them hold alike.
+
+    Args:
+        share: each of these ranks writes a share of them, and stages no more than that from the second save on; False
+            has all of them stage it, and the lowest write it.
+        verify_every: compare these in every that many saves, by checksums of the bytes, and fail the save if they have
+            drifted apart; such a save is staged as a whole. 0 for the first save only.
+
+    Raises:
+        ConfigError: a value is of no use.
+    """
+
+    share: bool = True
+    verify_every: int = 0
+
+    def __post_init__(self) -> None:
+        _flag("replicas.share", self.share)
+        at_least(0, "checkpoint.replicas.verify_every", self.verify_every)
+
+
+@dataclass(frozen=True)
+class Leave:
+    """How a run ends.
+
+    Args:
+        grace: how long after SIGTERM or SIGUSR1 the ranks have to agree on a step, save it and leave. ``None`` leaves
+            the two signals alone.
+        save_last: whether the end of a ``with`` block, where nothing was raised, saves the last step that
+            :meth:`~.Checkpointer.maybe_save` or :meth:`~.Checkpointer.due` was called with, unless it is saved.
+
+    Raises:
+        ConfigError: a value is of no use.
+    """
+
+    grace: datetime.timedelta | None = datetime.timedelta(seconds=25)
+    save_last: bool = True
+
+    def __post_init__(self) -> None:
+        if self.grace is not None:
+            _duration("leave.grace", self.grace)
+        _flag("leave.save_last", self.save_last)
+
+
+_GROUPS: dict[str, Any] = {"restore": Restore, "failure": Failure, "replicas": Replicas, "leave": Leave}
 
 
 def check_all(given: Mapping[str, Any]) -> None:
     """Check those of a checkpointer, by name; some of them, where the others are not known yet."""
     for name, value in given.items():
-        if value is None and name in ("grace", "give_up_after"):
-            continue
         if name == "dir":
             at_directory(value)
         elif name == "resume":
             _resumable(value, given.get("dir", ""))
-        elif name in _CHOICES:
-            one_of(f"checkpoint.{name}", value, _CHOICES[name])
-        elif name in _LEAST and not (name == "keep" and isinstance(value, Keep)):
-            if name == "every" and isinstance(value, str):
-                one_of("checkpoint.every", value, ("auto", "a number of steps"))
-            at_least(_LEAST[name], f"checkpoint.{name}", 1 if (name, value) == ("every", "auto") else value)
-        elif name == "fresh" and (isinstance(value, str) or not all(isinstance(each, str) for each in value)):
-            raise ConfigError(f"checkpoint.fresh must be a list of names of the state, not {value!r}.")
-        elif name in ("mtbf", "timeout", "grace"):
-            _duration(name, value)
+        elif name == "every" and isinstance(value, str):
+            one_of("checkpoint.every", value, ("auto", "a number of steps"))
+        elif name == "every" or (name == "keep" and not isinstance(value, Keep)):
+            at_least(1, f"checkpoint.{name}", value)
+        elif (group := _GROUPS.get(name)) and not isinstance(value, group):
+            parts = "=..., ".join(field.name for field in fields(group))
+            raise ConfigError(f"checkpoint.{name} must be stagereg.{group.__name__}({parts}=...), not {value!r}.")
 
 
 def at_directory(given: object) -> None:
@@ -68,6 +170,11 @@ def _duration(name: str, given: object) -> None:
     if not isinstance(given, datetime.timedelta) or given <= datetime.timedelta(0):
         such = "such as datetime.timedelta(hours=6)"
         raise ConfigError(f"checkpoint.{name} must be a duration above 0, {such}, not {given!r}.")
+
+
+def _flag(name: str, given: object) -> None:
+    if not isinstance(given, bool):
+        raise ConfigError(f"checkpoint.{name} must be true or false, not {given!r}.")
 
 
 def on_commit(given: Any) -> dict[str, OnCommit]:
@@ -106,6 +213,14 @@ class _Function:
 
 def _name_of(given: Any) -> str:
     return getattr(given, "__name__", type(given).__name__)
+
+
+def compared(**given: Any) -> dict[str, Any]:
+    """Return options as ranks compare them: a group of them as its fields."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        found |= {f"{name}.{key}": x for key, x in vars(value).items()} if is_dataclass(value) else {name: value}
+    return found
 
 
 def expect_alike(ranks: Sequence[Mapping[str, Any]]) -> None:

@@ -162,8 +162,8 @@ def _print(job: Job, best_s: float, steps: int | None, table: dict[str, dict[str
     parts = {name: [f"{part:.2%}" for part in list(loss.values())[1:]] for name, loss in table.items()}
     output.table("", heads, [(_time(table[name]["interval_s"]), *parts[name], name) for name in table])
     every = f"checkpoint.every={steps}; or " if steps else ""
-    output.echo(f"\nSet {every}checkpoint.every=auto checkpoint.mtbf={_time(job.mtbf_s)}, which measures all this")
-    output.echo("while it trains, and follows it.\n")
+    output.echo(f"\nSet {every}checkpoint.every=auto checkpoint.failure.mtbf={_time(job.mtbf_s)}, which")
+    output.echo("measures all this while it trains, and follows it.\n")
     output.table("Where that comes from", (), [("-", line) for line in (*job.sources, *_MODEL)])
 
 

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -26,6 +27,7 @@ from accelerate import Accelerator, __version__
 from accelerate.utils import DistributedType, broadcast_object_list
 
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.options import Leave, check_all
 from stagereg.checkpoint.state.entries import per_rank
 from stagereg.errors import CheckpointError, ConfigError, nearest
 from stagereg.integrations.accelerate_join import AcceleratorJoin, inner
@@ -50,7 +52,7 @@ _HOOKS = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
 _LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
 _PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
 _DECIDED = {  # of a Checkpointer's options
-    **dict.fromkeys(("every", "mtbf", "save_last"), "save_state says when"),
+    "every": "save_state says when",
     "dir": "save_state(dir) says where",
     "resume": "load_state says what to load",
     "process_group": "all ranks of the Accelerator save together",
@@ -76,8 +78,8 @@ def attach(accelerator: Accelerator, join: bool = False, **checkpoint_options: A
         join: replace ``join_uneven_inputs`` too. A rank that has run out of data then repeats for every step of the
             others what its own last step did after ``backward``: ``accelerator.clip_grad_norm_``, steps of optimizers
             and schedulers. So all of their states stay equal; at the end of the block this is compared.
-        **checkpoint_options: of :class:`stagereg.Checkpointer`. ``keep`` is how many stay in one directory. ``grace``
-            is ``None`` here, since a signal could be answered in ``save_state`` only.
+        **checkpoint_options: of :class:`stagereg.Checkpointer`. ``keep`` is how many stay in one directory. ``leave``
+            has no ``grace`` here, if not given: a signal could be answered in ``save_state`` only.
 
     Raises:
         ConfigError: accelerate is of a version that this was not written for; what the Accelerator is configured for
@@ -96,7 +98,8 @@ class _Attached:
     def __init__(self, accelerator: Any, join: bool, options: dict[str, Any]) -> None:
         self._accelerator, self._project = accelerator, accelerator.project_configuration
         self._automatic = bool(self._project.automatic_checkpoint_naming)
-        options = {"grace": None, "resume": "never", "save_last": False, **self._checked(options)}
+        options = {"resume": "never", "leave": Leave(grace=None), **self._checked(options)}
+        options["leave"] = replace(options["leave"], save_last=False)
         # A Checkpointer has a directory from the beginning; the first save leaves this one.
         empty = self._agreed(lambda: tempfile.mkdtemp(prefix="stagereg-"))
         self._discard_empty = weakref.finalize(self, shutil.rmtree, empty, ignore_errors=True)
@@ -204,6 +207,7 @@ class _Attached:
                 raise ConfigError(f"attach takes no {name}: {_DECIDED[name]}.")
             if name not in known:
                 raise ConfigError(f"A Checkpointer has no option {name!r}.{nearest(name, known)}")
+        check_all(options)
         limit = self._project.total_limit
         if not self._automatic:
             return options

@@ -15,6 +15,7 @@ import inspect
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.options import Leave, Restore, check_all
 from stagereg.errors import ConfigError, InstallationError, nearest
 from stagereg.integrations.agreed import agreed
 from stagereg.integrations.lightning_resume import RESUME
@@ -37,7 +39,7 @@ from stagereg.registry import build, names
 
 __all__ = ["StageregCheckpointIO", "UnevenInputs"]
 
-_OPTIONS = ("stager", "storage", "verify", "on_error", "timeout", "replicas", "verify_replicas", "read")
+_OPTIONS = ("stager", "storage", "restore", "failure", "replicas")
 _LIGHTNINGS = (
     "ModelCheckpoint(dirpath=, every_n_train_steps=, save_top_k=, save_last=), fit(ckpt_path=) or the strategy"
 )
@@ -55,8 +57,8 @@ class StageregCheckpointIO(CheckpointIO):
 
     Args:
         **checkpoint_options: those of :class:`stagereg.Checkpointer` that Lightning has none for: ``stager``,
-            ``storage``, ``verify``, ``on_error``, ``timeout``, ``replicas``, ``verify_replicas`` and ``read``.
-            ``stager`` and ``storage`` may be names; an object serves one directory and one ``fit``, which closes it.
+            ``storage``, ``restore``, ``failure`` and ``replicas``. ``stager`` and ``storage`` may be names; an object
+            serves one directory and one ``fit``, which closes it.
 
     Attributes:
         chosen: the directory that :meth:`load_checkpoint` has read last; ``None`` for what Lightning itself wrote.
@@ -74,6 +76,7 @@ class StageregCheckpointIO(CheckpointIO):
             said_by = _FOLLOW if name == "on_commit" else f"in Lightning that is said by {_LIGHTNINGS}"
             why = f": {said_by}." if known else f".{nearest(name, _OPTIONS)}"
             raise ConfigError(f"StageregCheckpointIO takes no {name!r}{why}")
+        check_all(checkpoint_options)
         self._options = checkpoint_options
         self._used: set[str] = set()
         self.chosen: str | None = None
@@ -152,15 +155,16 @@ class StageregCheckpointIO(CheckpointIO):
     def choose(self, path: str | Path) -> str | None:
         """Return the directory of the checkpoint to read, a good one; ``None`` for what Lightning itself wrote."""
         NamedCheckpoints.wait_for_all()
-        verify = self._options.get("verify", "full") == "full"
+        verify = self._options.get("restore", Restore()).verify == "full"
         return self._agree(lambda: choose(str(path), verify))
 
     def restore(self, chosen: str, state: dict[str, Any]) -> None:
         """Load into the objects of ``state``, each rank its own shards."""
         scratch = self._agree(tempfile.mkdtemp)  # reading takes no lock where another run may write
-        options = {name: self._options[name] for name in self._options.keys() & {"read", "timeout"}}
+        options = {name: self._options[name] for name in self._options.keys() & {"failure"}}
+        how, leave = replace(self._options.get("restore", Restore()), verify="fast"), Leave(grace=None)
         try:
-            with Checkpointer(scratch, resume=chosen, verify="fast", grace=None, **options) as checkpointer:
+            with Checkpointer(scratch, resume=chosen, restore=how, leave=leave, **options) as checkpointer:
                 checkpointer.restore(state)
         finally:
             if self._strategy.is_global_zero:

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.load.opened import open_checkpoint
+from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.local_files import exchange, sync
 from stagereg.checkpoint.store.open_store import open_store
@@ -50,9 +51,8 @@ class NamedCheckpoints:
             self._open[parent].close()
         self._parent, self._is_first = Path(parent), is_first
         self._store = self._parent / _STORE
-        self.checkpointer = Checkpointer(
-            str(self._store), keep=_ALL, resume="never", grace=None, save_last=False, **options
-        )
+        leave = Leave(grace=None, save_last=False)
+        self.checkpointer = Checkpointer(str(self._store), keep=_ALL, resume="never", leave=leave, **options)
         self._stores: dict[Path, CheckpointStore] = {}  # which know since when somebody reads there
         self._lock = threading.Lock()
         self._waiting: list[tuple[int, Callable[[], None]]] = []  # for the save of that number, or a later one

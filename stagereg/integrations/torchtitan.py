@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.config.instantiate import instantiate
 from stagereg.data import is_position
 from stagereg.errors import CheckpointError, ConfigError, InstallationError, nearest
 from stagereg.integrations.agreed import agreed
@@ -54,7 +55,7 @@ _METHODS = {
     "_wait_for_saving": ("self",),
     "_close": ("self",),
 }
-_DECIDED = ["dir", "enable", "every", "keep", "mtbf", "process_group", "resume", "save_last", "stager", "storage"]
+_DECIDED = ["dir", "enable", "every", "keep", "process_group", "resume", "stager", "storage"]
 _MODEL_ALONE = (
     "It is the model alone, left by last_save_model_only at the end of a run. To train on from before, set "
     "checkpoint.load_step; to begin with it, name it as checkpoint.initial_load_path of another folder."
@@ -73,7 +74,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
     ``save`` returns when the state is staged; it is written and committed in the background. Before each optimizer step
     the Trainer calls ``maybe_wait_for_staging``, where a stager that reads live memory finishes. A save that failed is
     raised by the next one and by ``close``, which wait for what is under way; so does the end of the process. SIGTERM
-    and SIGUSR1 have all ranks save after the step that they are in, and exit with status 75 (``grace``).
+    and SIGUSR1 have all ranks save after the step that they are in, and exit with status 75 (``leave.grace``).
 
     ``load`` takes the newest undamaged checkpoint in the folder, also one of torchtitan's own manager. Every rank's
     random numbers are restored too, where as many ranks saved. ``last_save_model_only`` and ``export_dtype`` are kept.
@@ -98,7 +99,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         """Writes the files: the name of a storage; torchtitan's own tools read ``dcp``."""
 
         checkpoint_options: dict[str, Any] = field(default_factory=dict)
-        """Other arguments of ``stagereg.Checkpointer``: ``verify``, ``on_error``, ``timeout``, ``grace`` and others."""
+        """Others of ``stagereg.Checkpointer``, as a config has them: ``{"restore": {"verify": "fast"}}``."""
 
         def __post_init__(self) -> None:
             base.BaseCheckpointManager.Config.__post_init__(self)
@@ -140,15 +141,16 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         self._stager = build("stager", config.stager)
         # What is only loaded from is neither locked nor written to, and no signal is answered.
         self._scratch = _agreed(tempfile.mkdtemp) if config.load_only else None
-        options = config.checkpoint_options | ({"grace": None} if config.load_only else {})
-        self._checkpointer = Checkpointer(
-            self._scratch or self.folder,
+        leave = {**config.checkpoint_options.get("leave", {}), "save_last": False}
+        self._checkpointer = instantiate(
+            {"_target_": "stagereg.checkpoint.checkpointer.Checkpointer"},
+            dir=self._scratch or self.folder,
             every=config.interval,
             keep=config.keep_latest_k or sys.maxsize,
             stager=self._stager,
             storage=build("storage", config.storage),
-            save_last=False,
-            **options,
+            **config.checkpoint_options,
+            leave=leave | ({"grace": None} if config.load_only else {}),
         )
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:

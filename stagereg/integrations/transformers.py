@@ -31,6 +31,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.options import Leave, check_all
 from stagereg.errors import ConfigError, InstallationError, nearest
 
 __all__ = ["StageregCallback"]
@@ -56,7 +57,8 @@ class StageregCallback(TrainerCallback):
     Args:
         checkpoint_options: those of :class:`stagereg.Checkpointer`, the same on all ranks. ``dir`` is
             ``output_dir/checkpoints`` if not given, ``keep`` is ``save_total_limit``, or all checkpoints if that is
-            ``None``. ``every`` wants ``save_strategy="no"``. ``save_last``: also save the last step of ``train``.
+            ``None``. ``every`` wants ``save_strategy="no"``. ``leave.save_last``: also save the last step of
+            ``train``.
 
     Raises:
         ConfigError: an option is unknown, or says what an argument of the Trainer says; the Trainer's constructor
@@ -71,6 +73,7 @@ class StageregCallback(TrainerCallback):
                 raise ConfigError("What to resume from is the Trainer's: trainer.train(resume_from_checkpoint=...).")
             if name not in known:
                 raise ConfigError(f"{name} is no option of stagereg.Checkpointer.{nearest(name, known)}")
+        check_all(checkpoint_options)
         _expect_known_methods()
         self._options = checkpoint_options
         self._run: Any = None
@@ -126,9 +129,10 @@ class _Run:
         args, limit = trainer.args, trainer.args.save_total_limit
         keep = limit if limit is not None and limit > 0 else sys.maxsize
         usual = {"dir": os.path.join(args.output_dir, "checkpoints"), "every": sys.maxsize, "keep": keep}
-        self._options = {**usual, **options, "save_last": False}
+        leave = options.get("leave", Leave())
+        self._options = {**usual, **options, "leave": dataclasses.replace(leave, save_last=False)}
         self._trainer = trainer
-        self.saves_last = options.get("save_last", True) and (args.save_strategy != "no" or "every" in options)
+        self.saves_last = leave.save_last and (args.save_strategy != "no" or "every" in options)
         self.folder = ""
         self.restored = True
 

@@ -175,7 +175,7 @@ class SignalListener:
             while True:
                 left = None if self.received is None else max(0.0, self._until - time.monotonic())
                 if not select.select([read], [], [], left)[0]:
-                    self._end("{grace_s:g} s were too few to save and leave (checkpoint.grace)")
+                    self._end("{grace_s:g} s were too few to save and leave (checkpoint.leave.grace)")
                     return
                 numbers = os.read(read, 64)
                 if not numbers:

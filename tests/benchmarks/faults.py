@@ -135,8 +135,7 @@ def train(fault: Fault, folder: Path, release: Path) -> None:
         keep=9,
         stager=stagereg.build("stager", "blocking"),
         storage=storage,
-        on_error=fault.on_error,  # type: ignore[arg-type]
-        timeout=datetime.timedelta(seconds=fault.timeout_s),
+        failure=stagereg.Failure(fault.on_error, datetime.timedelta(seconds=fault.timeout_s)),  # type: ignore[arg-type]
     ) as checkpointer:
         for step in range(1, STEPS + 1):
             if step == BREAKS:

@@ -47,6 +47,7 @@ import stagereg
 import stagereg.checkpoint.store.failpoints as failpoints
 from stagereg import output
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.registry import find
 
@@ -137,7 +138,8 @@ def train(setup: Setup, rank: int, root: Path, folder: Path, kill: Kill | None) 
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, own: 0.0}
     stager, storage = stagereg.build("stager", setup.stager), stagereg.build("storage", setup.storage)
     failpoints.watch(Observer(kill, rank, folder, pids))
-    with Checkpointer(str(root), EVERY, KEEP, "auto", stager, storage, give_up_after=None) as checkpointer:
+    never = Restore(give_up_after=None)
+    with Checkpointer(str(root), EVERY, KEEP, "auto", stager, storage, restore=never) as checkpointer:
         start = checkpointer.restore(state) or 0
         append_line(folder, rank, state=(start, digest(state)))
         for step in range(start + 1, STEPS + 1):

@@ -36,7 +36,8 @@ def mine(checkpoint):
         threading.Event().wait(600)
 
 limit = datetime.timedelta(seconds=5 if how == "hangs" else 60)
-with stagereg.Checkpointer(root, every=1, keep=2, timeout=limit, on_commit={"mine": mine}) as checkpointer:
+failure = stagereg.Failure(timeout=limit)
+with stagereg.Checkpointer(root, every=1, keep=2, failure=failure, on_commit={"mine": mine}) as checkpointer:
     for step in range(1, 6):
         if how == "is preempted" and step == 5:
             called.wait(60)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.options import Failure, Leave, Restore
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError, ConfigError, UnknownNameError
@@ -24,7 +25,7 @@ def names(root: Path) -> list[str]:
 
 
 def test_maybe_save_saves_at_positive_multiples_of_every(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path), every=3, keep=9, save_last=False) as checkpointer:
+    with Checkpointer(str(tmp_path), every=3, keep=9, leave=Leave(save_last=False)) as checkpointer:
         saved = [step for step in range(8) if checkpointer.maybe_save(step, {"x": step})]
     assert saved == [3, 6]
     assert names(tmp_path) == ["latest", "step-00000003", "step-00000006"]
@@ -156,6 +157,24 @@ def test_random_number_generators_continue(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("group", "values", "message"),
+    [
+        (Failure, {"mtbf": 6}, "mtbf must be a duration above 0"),
+        (Failure, {"timeout": datetime.timedelta(0)}, "timeout must be a duration above 0"),
+        (Failure, {"on_error": None}, "on_error must be one of raise, warn"),
+        (Leave, {"grace": 25}, "grace must be a duration above 0"),
+        (Leave, {"save_last": None}, "save_last must be true or false"),
+        (Restore, {"verify": "fsat"}, r"verify must be one of full, fast, not 'fsat'\. Did you mean 'fast'\?"),
+        (Restore, {"read": "twice"}, "read must be one of auto, each, once"),
+        (Restore, {"cast": 1}, "cast must be true or false"),
+    ],
+)
+def test_a_group_of_options_checks_itself(group: type, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^checkpoint\.{group.__name__.lower()}\.{message}"):
+        group(**values)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"dir": ""}, r"checkpoint\.dir must be the path"),
@@ -163,14 +182,18 @@ def test_random_number_generators_continue(tmp_path: Path) -> None:
         ({"every": 0}, "every must be a whole number of at least 1, not 0"),
         ({"every": True}, "every must be a whole number"),
         ({"every": "atuo"}, r"every must be one of auto, .*'atuo'\. Did you mean 'auto'\?"),
-        ({"mtbf": 6}, "mtbf must be a duration above 0"),
-        ({"timeout": datetime.timedelta(0)}, "timeout must be a duration above 0"),
-        ({"grace": 25}, "grace must be a duration above 0"),
+        (
+            {"failure": {"mtbf": "6h"}},
+            r"failure must be stagereg\.Failure\(on_error=\.\.\., timeout=\.\.\., mtbf=\.\.\.\), not",
+        ),
+        (
+            {"replicas": "first"},
+            r"replicas must be stagereg\.Replicas\(share=\.\.\., verify_every=\.\.\.\), not 'first'",
+        ),
+        ({"leave": Leave}, r"leave must be stagereg\.Leave\(grace=\.\.\., save_last=\.\.\.\), not"),
         ({"keep": 1.5}, "keep must be a whole number"),
         ({"resume": ""}, "resume is one of auto, latest, never, the path of a checkpoint, not ''"),
         ({"resume": "newest"}, "resume must be one of auto, latest, never, the path of a checkpoint, not 'newest'"),
-        ({"verify": "fsat"}, r"verify must be one of full, fast, not 'fsat'\. Did you mean 'fast'\?"),
-        ({"on_error": None}, "on_error must be one of raise, warn"),
         ({"every": "a number of steps"}, "every must be a whole number"),
         ({"every": "ten"}, "every must be one of auto, a number of steps, not 'ten'"),
         ({"stager": 3}, "stager must be a stager or the name of one, such as 'overlapped', not 3: builtins.int can"),

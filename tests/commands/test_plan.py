@@ -54,7 +54,7 @@ def test_the_text_names_settings_assumptions_and_sources(mtbf: str, hardly: bool
     seen = command("plan", "--mtbf", mtbf, "--state", "1TiB", "--ranks", "1024", "--step", "1.2s", *GIVEN).out
     assert ("hardly get on" in seen) == hardly
     assert ("checkpoint.every=122" in seen) != hardly
-    for part in (f"checkpoint.mtbf={mtbf}", "whole job", "Young", "Daly", "Vaidya", "Given: 2 GiB/s", "at random"):
+    for part in (f"failure.mtbf={mtbf}", "whole job", "Young", "Daly", "Vaidya", "Given: 2 GiB/s", "at random"):
         assert part in seen
 
 

@@ -380,13 +380,16 @@ def test_an_error_of_a_component_comes_out_as_it_is() -> None:
 
 def test_values_that_are_known_are_checked_before_anything_is_built() -> None:
     unknown = {"every": "${steps}", "keep": "???", "resume": None, "stager": {"_target_": "no.such"}}
-    checkpoint = {"_target_": "stagereg.checkpoint.checkpointer.Checkpointer", "mtbf": "2h", **unknown}
+    checkpoint = {"_target_": "stagereg.checkpoint.checkpointer.Checkpointer", "failure": {"mtbf": "2h"}, **unknown}
     others = {"steps": 0, 3: 4, "theirs": {"_target_": "no.such", "every": 0}, "bare": {"every": 0}}
     check_values(OmegaConf.create({"checkpoint": checkpoint, **others}))
-    wrong = {"every": 0, "mtbf": "never", "keep": {"best": 1}, "verify_replicas": -1, "verify": "ful", "grace": "0s"}
-    for name, value in {**wrong, "resume": "atuo", "fresh": "optimizer"}.items():
+    wrong = {"every": 0, "resume": "atuo", "keep.best": 1, "restore.verify": "ful", "restore.fresh": "optimizer"}
+    ended = {"failure.mtbf": "never", "failure.on_error": "ignore", "leave.grace": "0s", "leave.save_last": "maybe"}
+    for name, value in {**wrong, **ended, "replicas.verify_every": -1, "replicas.share": "first"}.items():
+        config = OmegaConf.create({"checkpoint": checkpoint})
+        OmegaConf.update(config, f"checkpoint.{name}", value)
         with pytest.raises(ConfigError, match=rf"^checkpoint\.{name}"):
-            check_values(OmegaConf.create({"checkpoint": {**checkpoint, name: value}}))
+            check_values(config)
 
 
 def test_another_error_of_a_component_is_named_with_its_place_in_the_config_and_its_line() -> None:

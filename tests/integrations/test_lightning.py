@@ -467,9 +467,9 @@ def test_two_trainers_of_a_process_save_to_one_directory(tmp_path):
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        *((name, "in Lightning that is said by") for name in ("dir", "every", "keep", "resume", "save_last", "grace")),
+        *((name, "in Lightning that is said by") for name in ("dir", "every", "keep", "resume", "leave")),
         ("on_commit", "`stagereg follow DIR/last.ckpt -- COMMAND`"),
-        ("verfy", "Did you mean 'verify'"),
+        ("restor", "Did you mean 'restore'"),
     ],
 )
 def test_options_that_are_lightnings_are_refused(name, advice):

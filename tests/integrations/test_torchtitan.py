@@ -314,7 +314,7 @@ def test_torchtitans_manager_and_this_load_each_others(tmp_path: Path) -> None:
 
 
 def test_another_number_of_ranks_restores_the_model(tmp_path: Path) -> None:
-    saved = Run(tmp_path, stager="pinned_cached", checkpoint_options={"verify": "fast"}).train(4)
+    saved = Run(tmp_path, stager="pinned_cached", checkpoint_options={"restore": {"verify": "fast"}}).train(4)
     saved.manager.close()
     options = {"exclude_from_loading": ["dataloader"]}
     assert run_ranks(excluded, nproc=2, args=(str(tmp_path), options)) == [saved.weights()] * 2
@@ -578,7 +578,7 @@ def test_a_failed_save_is_raised_by_the_next_one(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"checkpoint_options": {"every": 3}}, "'every': torchtitan's options of checkpoint decide it"),
-        ({"checkpoint_options": {"verfy": "fast"}}, "no option 'verfy'. Did you mean 'verify'"),
+        ({"checkpoint_options": {"restor": {}}}, "no option 'restor'. Did you mean 'restore'"),
         ({"stager": "overlaped"}, "overlapped"),
         ({"last_save_in_hf": True, "last_save_model_only": True}, "last_save_in_hf needs a state dict adapter"),
     ],
@@ -613,8 +613,8 @@ def test_options_are_checked_as_torchtitan_does(options: dict[str, Any]) -> None
 
 
 def test_the_config_can_be_written_as_json() -> None:
-    config = StageregCheckpointManager.Config(checkpoint_options={"verify": "fast"}).to_dict()
-    assert json.loads(json.dumps(config))["checkpoint_options"] == {"verify": "fast"}
+    config = StageregCheckpointManager.Config(checkpoint_options={"restore": {"verify": "fast"}}).to_dict()
+    assert json.loads(json.dumps(config))["checkpoint_options"] == {"restore": {"verify": "fast"}}
     assert {*CheckpointManager.Config().to_dict()} - {*config} == {"async_mode"}
 
 

@@ -21,6 +21,7 @@ import stagereg.checkpoint.store.failpoints as failpoints
 import stagereg.on_commit.copy_to as copy_to
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import FileMark
+from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.save.on_commit import CommittedCheckpoint
 from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.open_store import open_store
@@ -57,7 +58,7 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str
 
 
 def save(dir: str, *steps: int, keep: int = 9) -> None:
-    with Checkpointer(dir, keep=keep, save_last=False) as checkpointer:
+    with Checkpointer(dir, keep=keep, leave=Leave(save_last=False)) as checkpointer:
         checkpointer.restore({"x": torch.zeros(99), "y": 0})
         for step in steps:
             checkpointer.save(step, {"x": torch.full((99,), float(step)), "y": step})
@@ -101,7 +102,7 @@ def test_a_copy_is_a_checkpoint_to_restore_from(stores: tuple[str, str], tmp_pat
     assert found is not None
     assert found.manifest.files == newest(source).manifest.files
     state: dict[str, Any] = {"x": torch.zeros(99), "y": 0}
-    with Checkpointer(str(tmp_path / "other"), save_last=False) as other:
+    with Checkpointer(str(tmp_path / "other"), leave=Leave(save_last=False)) as other:
         assert other.restore(state, target) == 5
     assert (state["y"], state["x"].sum()) == (5, 99 * 5)
 
@@ -216,9 +217,9 @@ def test_a_checkpoint_is_not_deleted_while_it_is_copied(
 def test_a_store_that_another_run_has_is_left_alone(tmp_path: Path) -> None:
     source, target = str(tmp_path / "run"), str(tmp_path / "copies")
     save(source, 1)
-    with Checkpointer(target, save_last=False), pytest.raises(CheckpointError, match="in use"):
+    with Checkpointer(target, leave=Leave(save_last=False)), pytest.raises(CheckpointError, match="in use"):
         CopyTo(target).committed(newest(source))
-    with pytest.raises(CheckpointError, match="in use"), Checkpointer(source, save_last=False):
+    with pytest.raises(CheckpointError, match="in use"), Checkpointer(source, leave=Leave(save_last=False)):
         CopyTo(source).committed(newest(source))
     CopyTo(target).committed(newest(source))
     assert steps(target) == [1]

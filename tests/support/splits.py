@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.options import Leave
 from stagereg.registry import build
 from stagereg.stagers.blocking import BlockingAsyncStager
 
@@ -328,7 +329,7 @@ class Groups:
         own = root if dist.get_rank() < size else f"{root}-others"
         chosen = build("storage", storage)
         options |= {"storage": chosen, "process_group": self[size]}
-        with Checkpointer(own, stager=BlockingAsyncStager(), grace=None, **options) as found:
+        with Checkpointer(own, stager=BlockingAsyncStager(), leave=Leave(grace=None), **options) as found:
             yield found
 
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.data import DataLoader
 
 import stagereg
-from stagereg import AsyncStager, ByteSize, Checkpointer, DcpReader, DcpWriter, Join, Joinable, JoinHook
+from stagereg import AsyncStager, ByteSize, Checkpointer, DcpReader, DcpWriter, Join, Joinable, JoinHook, Restore
 
 
 @stagereg.register("stager", "typed")
@@ -35,7 +35,8 @@ def train(cfg: DictConfig) -> float:
     loader: DataLoader[torch.Tensor] = DataLoader([torch.ones(2)])  # type: ignore[arg-type]
     state: dict[str, Any] = {"model": model, "optimizer": optimizer}
     join = Join([model, optimizer], throw_on_early_termination=True)
-    with Checkpointer("runs", every="auto", keep=3, stager=Typed(), verify="fast") as checkpointer, join:
+    fast = Restore(verify="fast")
+    with Checkpointer("runs", every="auto", keep=3, stager=Typed(), restore=fast) as checkpointer, join:
         assert_type(checkpointer, Checkpointer)
         step = assert_type(checkpointer.restore(state), int | None) or 0
         for batch in join.iterate(loader):

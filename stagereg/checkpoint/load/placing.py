@@ -49,7 +49,7 @@ def refusal(name: str, why: str) -> str:
 
 def from_scratch(name: str) -> str:
     """Return the way out where nothing was saved for an entry."""
-    return f"To begin {name!r} alone from scratch, add checkpoint.fresh=[{name}]"
+    return f"To begin {name!r} alone from scratch, add checkpoint.restore.fresh=[{name}]"
 
 
 def find(
@@ -87,7 +87,9 @@ def find(
     left: dict[str, dict[str, Any]] = {}
     for name in fresh:
         if name not in state:
-            raise CheckpointError(f"checkpoint.fresh has {name!r}, which the state has not.{nearest(name, state)}")
+            raise CheckpointError(
+                f"checkpoint.restore.fresh has {name!r}, which the state has not.{nearest(name, state)}"
+            )
     for name, value in state.items():
         try:
             if isinstance(value, PerRank) or (saved_size and is_position(value)):
@@ -193,7 +195,7 @@ def _expect_all_fits(live: Mapping[str, Any], saved: Mapping[str, Any], cast: bo
     wrong = [f"{len(missing)} missing in it: {listed(missing)}"] if missing else []
     wrong += [f"{len(other)} of another shape or dtype: {listed(other)}"] if other else []
     if wrong:
-        more = "" if missing or not converts else ". If that was meant, checkpoint.cast=true converts them"
+        more = "" if missing or not converts else ". If that was meant, checkpoint.restore.cast=true converts them"
         raise CheckpointError("; ".join(wrong) + more)
 
 

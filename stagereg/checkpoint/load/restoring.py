@@ -486,7 +486,8 @@ def _word(condition: Condition) -> str:
 
 
 def _how_to_try(condition: Condition) -> str:
-    more = "\n  If that had another cause, go on from it with checkpoint.resume=PATH or checkpoint.give_up_after=null."
+    ways = "checkpoint.resume=PATH or checkpoint.restore.give_up_after=null"
+    more = f"\n  If that had another cause, go on from it with {ways}."
     return more if _word(condition) == "given up" else ""
 
 

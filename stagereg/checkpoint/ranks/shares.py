@@ -1,6 +1,6 @@
 """What ranks have alike each writes a share of, and stages no more than that.
 
-In the first save and every ``verify_replicas``-th one ranks stage all that they have, and compare
+In the first save and every ``replicas.verify_every``-th one ranks stage all that they have, and compare
 (:mod:`.comparing`). Of what a group of replicas has alike each writes a share: the bytes in order, cut at rows into as
 many parts as there are ranks. Large tensors are cut, small ones stay whole. From the next save on a rank stages its
 share alone. Every save carries which comparison its shares are of, so ranks never put together shares of different
@@ -66,7 +66,7 @@ class Shares(NamedTuple):
     first: dict[Kind, int]
 
 
-class Replicas:
+class ShareBook:
     """Decides in which saves ranks compare, and which shares of theirs they write in the others.
 
     That follows from how the two saves before have ended, which each rank knows when it writes, so all decide alike.

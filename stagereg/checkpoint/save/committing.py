@@ -36,7 +36,7 @@ from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult,
 from stagereg.checkpoint.format.manifest import FileMark, Manifest
 from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, compare, content_digests, expect_alike
 from stagereg.checkpoint.ranks.merging import Asked, EntryDigests, Merging, RankEntries, Sent, groups_in
-from stagereg.checkpoint.ranks.shares import SAMPLES, Replicas, Shares, cut, shares
+from stagereg.checkpoint.ranks.shares import SAMPLES, ShareBook, Shares, cut, shares
 from stagereg.checkpoint.save.backward import short_turns, wait_for_backward
 from stagereg.checkpoint.save.pending_save import PendingSave
 from stagereg.checkpoint.save.state_planner import by_number, from_numbers, joined, name_for_each, split
@@ -160,7 +160,7 @@ class _Work:
         """Return this rank's shares of a copy that was not cut when it was staged; all of it, if ranks compare."""
         save = self._save
         save.nbytes = self._nbytes(copy, (x for _, x in walk(copy)))
-        found = cast("Replicas", save.replicas).cut(save.number, copy)
+        found = cast("ShareBook", save.replicas).cut(save.number, copy)
         save.compares = found is None
         copy, save.shares = found or (copy, None)
         return copy

@@ -41,8 +41,8 @@ class OnCommit(Protocol):
     def committed(self, checkpoint: CommittedCheckpoint, /) -> None:
         """Do what is to be done with a checkpoint. It must neither change nor delete it.
 
-        A call that has not returned after ``checkpoint.timeout`` is given up; its thread cannot be ended, so the
-        component is not called again before it has returned.
+        A call that has not returned after ``checkpoint.failure.timeout`` is given up; its thread cannot be ended, so
+        the component is not called again before it has returned.
         """
 
 

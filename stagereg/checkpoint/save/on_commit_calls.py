@@ -203,7 +203,7 @@ class _Caller:
         self._stats.on_commit_calls += 1
         record.emit("on_commit", step=step, name=self._name, start=began, seconds=record.now() - began)
         if self.calling:
-            limit = f"{self.limit_s:g} s (checkpoint.timeout)"
+            limit = f"{self.limit_s:g} s (checkpoint.failure.timeout)"
             self._fail(step, f"has not returned for {limit} and is given up; until it does, it is not called again")
         elif failures:
             self._fail(step, f"has failed: {summarize_exception(failures[0], __file__)}", failures[0])

@@ -21,7 +21,7 @@ from stagereg.checkpoint.format.encoding import Encoded
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.ranks.merging import Structures
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.ranks.shares import Replicas, Shares
+from stagereg.checkpoint.ranks.shares import ShareBook, Shares
 from stagereg.checkpoint.ranks.unchanged import Unchanged
 from stagereg.checkpoint.save.logged_metrics import LoggedMetrics
 from stagereg.checkpoint.save.state_planner import StatePlanner
@@ -89,7 +89,7 @@ class PendingSave:
     stager: str = ""  # its class
     follows: bool = False  # this rank has left its loop, and saves since others do
     taken: Mapping[str, int] = field(default_factory=dict)  # steps that each optimizer and schedule has taken
-    replicas: Replicas | None = None  # that decides which shares of what the ranks have alike are written
+    replicas: ShareBook | None = None  # that decides which shares of what the ranks have alike are written
     number: int = 0  # among the saves of this run
     compares: bool = False  # whether ranks compare what they have; known when its turn has come
     buffers: Collection[str] | None = None  # if this rank can take part in that: tensors in which they may differ

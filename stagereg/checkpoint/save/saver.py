@@ -23,7 +23,7 @@ import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.format.manifest import MOST
 from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
-from stagereg.checkpoint.ranks.shares import Replicas
+from stagereg.checkpoint.ranks.shares import ShareBook
 from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget
 from stagereg.checkpoint.save.schedule import Schedule
@@ -66,7 +66,7 @@ class Saver:
         stager: AsyncStager,
         background: Background,
         schedule: Schedule,
-        replicas: Replicas,
+        replicas: ShareBook,
         cast: bool,
     ) -> None:
         self.state: MutableMapping[str, Any] | None = None
@@ -203,7 +203,7 @@ class Saver:
         if save is None or record.now() < save.began + limit_s:
             return
         self._copying = None
-        who = f"stage() of {self._stager_name} has not returned for {limit_s:g} s (checkpoint.timeout)"
+        who = f"stage() of {self._stager_name} has not returned for {limit_s:g} s (checkpoint.failure.timeout)"
         text = f"rank {self._target.ranks.rank}: Step {save.step} was not saved: {who}. "
         print(f"stagereg: {text}{self._background.describe_newest()}", file=sys.stderr, flush=True)
         if not self._background.warns:

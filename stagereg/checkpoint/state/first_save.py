@@ -47,7 +47,7 @@ def warn_of_other_kinds(kinds: Mapping[str, tuple[Kind, bool]], stager: str, cop
     if not other:
         return
     if all(each.fits(kinds[path][0], True) for path, each in other.items()):
-        what = "If smaller checkpoints are meant, set checkpoint.cast=true, and restore() converts them; else take"
+        what = "If smaller checkpoints are meant, checkpoint.restore.cast=true has restore() convert them; else take"
     else:
         what = "Take"
     _log.warning(

@@ -18,6 +18,7 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.checksum import combined
 from stagereg.checkpoint.format.damage import WHOLE, differences, marks_of_shares, share
 from stagereg.checkpoint.format.manifest import FileMark, Manifest
+from stagereg.checkpoint.options import Leave, Replicas, Restore
 from stagereg.checkpoint.store.local_files import mark_file
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.stagers.blocking import BlockingAsyncStager
@@ -77,7 +78,8 @@ def state_of(rank: int) -> dict[str, torch.Tensor]:
 
 def restore_each(rank: int, world_size: int, root: str) -> list[int]:
     """The bytes read: where the ranks are on one machine, and where each is on its own."""
-    with Checkpointer(root, stager=BlockingAsyncStager(), resume="never", replicas="first") as checkpointer:
+    first = Replicas(share=False)
+    with Checkpointer(root, stager=BlockingAsyncStager(), resume="never", replicas=first) as checkpointer:
         checkpointer.save(1, state_of(rank))
     real, counts = os.preadv, []
     for machine in ("one", f"number {rank}"):
@@ -89,7 +91,7 @@ def restore_each(rank: int, world_size: int, root: str) -> list[int]:
             return read[-1]
 
         into = {name: torch.zeros_like(x) for name, x in state_of(rank).items()}
-        with Checkpointer(root, read="each", save_last=False) as checkpointer:
+        with Checkpointer(root, restore=Restore(read="each"), leave=Leave(save_last=False)) as checkpointer:
             os.preadv = preadv
             checkpointer.restore(into)
             os.preadv = real

@@ -23,6 +23,7 @@ import stagereg.checkpoint.store.failpoints as failpoints
 import stagereg.checkpoint.store.lock as lock
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.load.crashes import crashes_in, is_in_order
+from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, ConfigError, Preempted, Stopped
 from stagereg.testing.ranks import RankFailure, run_ranks
@@ -77,15 +78,15 @@ def test_after_three_crashes_the_one_before_is_restored(root: str, caplog: pytes
     assert crash(root) == 100
     block, end = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING][:2]
     assert " is given up and passed over:\n  restored: 3 times, and each time the run died before its next " in block
-    assert "checkpoint.resume=PATH or checkpoint.give_up_after=null" in block
+    assert "checkpoint.resume=PATH or checkpoint.restore.give_up_after=null" in block
     assert end == "Resumed from step 100, NOT from step 200, which is given up: 100 steps are lost."
     assert [crash(root) for _ in range(2)] == [100, 100]
     with pytest.raises(CheckpointError) as refused, Checkpointer(root) as checkpointer:
         checkpointer.restore(state_of())
     for part in ("step-00000200", "step-00000100", "restored: 3 times", "give_up_after=null", "resume=never"):
         assert part in str(refused.value)
-    assert crash(root, give_up_after=None) == 200
-    assert crash(root, give_up_after=4) == 200
+    assert crash(root, restore=Restore(give_up_after=None)) == 200
+    assert crash(root, restore=Restore(give_up_after=4)) == 200
 
 
 def test_the_page_shows_what_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -220,8 +221,8 @@ def test_a_note_that_cannot_be_written_keeps_nobody_from_training(
 
 @pytest.mark.parametrize("wrong", [0, -1, True, "3"])
 def test_an_option_of_no_use_is_refused(tmp_path: Path, wrong: Any) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.give_up_after must be a whole number of at least 1"):
-        Checkpointer(str(tmp_path), give_up_after=wrong)
+    with pytest.raises(ConfigError, match=r"checkpoint\.restore\.give_up_after must be a whole number of at least 1"):
+        Checkpointer(str(tmp_path), restore=Restore(give_up_after=wrong))
 
 
 class Poison:
@@ -280,10 +281,10 @@ def test_ranks_killed_after_the_commit_do_not_count(tmp_path: Path) -> None:
 PROGRAM = """
 import os, sys, torch, torch.distributed as dist
 from datetime import timedelta
-from stagereg import Checkpointer
+from stagereg import Checkpointer, Leave
 
 dist.init_process_group("gloo")
-with Checkpointer(sys.argv[1], grace=timedelta(seconds=2)) as checkpointer:
+with Checkpointer(sys.argv[1], leave=Leave(grace=timedelta(seconds=2))) as checkpointer:
     start = checkpointer.restore({"x": torch.zeros(50), "n": 0})
     print("began", start, flush=True) if dist.get_rank() == 0 else None
     dist.all_reduce(torch.ones(1))

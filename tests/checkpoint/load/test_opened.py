@@ -21,6 +21,7 @@ from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import FileMark, Manifest
 from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
+from stagereg.checkpoint.options import Restore
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
 from stagereg.stagers.blocking import BlockingAsyncStager
@@ -242,7 +243,7 @@ def test_restoring_some_names_reads_their_bytes_alone(tmp_path: Path) -> None:
     big, some = torch.ones(16 * MIB), torch.arange(MIB, dtype=torch.float32)
     root = save(tmp_path, {"big": {"a": big, "b": big + 1}, "some": some, "n": 3})
     wanted = {"some": torch.zeros(MIB), "n": 0}
-    with Checkpointer(root, verify="fast", stager=BlockingAsyncStager()) as checkpointer:
+    with Checkpointer(root, restore=Restore(verify="fast"), stager=BlockingAsyncStager()) as checkpointer:
         before = bytes_read()
         checkpointer.restore(wanted)
         read = bytes_read() - before

@@ -19,6 +19,7 @@ import stagereg.checkpoint.load.shared_read as shared_read
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.load.reading import File
 from stagereg.checkpoint.load.shared_read import SharedRead
+from stagereg.checkpoint.options import Leave, Restore
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
@@ -74,7 +75,7 @@ def restore_pairs(
 ) -> tuple[list[str], int]:
     small(piece)
     seen = count()
-    splits.Checkpointer = functools.partial(Checkpointer, read="once")  # type: ignore[misc,assignment]
+    splits.Checkpointer = functools.partial(Checkpointer, restore=Restore(read="once"))  # type: ignore[misc,assignment]
     return splits.restore_all(rank, world_size, root, pairs, storage)[0], seen["runs"]
 
 
@@ -137,7 +138,7 @@ def restore_counting(rank: int, world_size: int, root: str) -> dict[str, Any]:
         ("shards", {f"shard{rank}": state(rank, 0)[f"shard{rank}"]}, {}),
     ):
         seen.clear()
-        with Checkpointer(root, read="once", **options) as checkpointer:
+        with Checkpointer(root, restore=Restore(read="once"), **options) as checkpointer:
             assert checkpointer.restore(own) == 1
         assert holds({**state(rank, 1), **own}, rank, 1)
         found[name] = dict(seen)
@@ -169,7 +170,7 @@ def restore_as_chosen(rank: int, world_size: int, root: str) -> list[int]:
         restoring.is_shared = lambda path, shared=shared: shared and rank == 1  # type: ignore[assignment]
         seen.clear()
         into = state(rank, 0)
-        with Checkpointer(root, read=read) as checkpointer:  # type: ignore[arg-type]
+        with Checkpointer(root, restore=Restore(read=read)) as checkpointer:  # type: ignore[arg-type]
             assert checkpointer.restore(into) == 1
         assert holds(into, rank, 1)
         found.append(seen["runs"])
@@ -199,7 +200,9 @@ def restore_damaged(rank: int, world_size: int, root: str, folder: str, verify: 
     dist.barrier()
     into = state(rank, 0)
     x, found = into["plain"]["x"], None
-    with Checkpointer(root, read="once", keep=9, verify=verify, save_last=False) as checkpointer:
+    with Checkpointer(
+        root, restore=Restore(read="once", verify=verify), keep=9, leave=Leave(save_last=False)
+    ) as checkpointer:
         try:
             found = checkpointer.restore(into)
         except CheckpointError as error:
@@ -241,7 +244,7 @@ def restore_where_reading_fails(rank: int, world_size: int, root: str) -> list[t
 
         File.fetch_into = fail  # type: ignore[method-assign]
         into = state(rank, 0)
-        with Checkpointer(root, read="once", save_last=False) as checkpointer:
+        with Checkpointer(root, restore=Restore(read="once"), leave=Leave(save_last=False)) as checkpointer:
             try:
                 checkpointer.restore(into)
             except CheckpointError as error:
@@ -272,7 +275,9 @@ def peak_of_restoring(rank: int, world_size: int, root: str) -> tuple[float, boo
     with Checkpointer(root, stager=BlockingAsyncStager(), resume="never") as checkpointer:
         checkpointer.save(1, tensors(1))
     into = tensors(0)
-    with Checkpointer(root, read="once", stager=build("stager", "blocking"), save_last=False) as checkpointer:
+    with Checkpointer(
+        root, restore=Restore(read="once"), stager=build("stager", "blocking"), leave=Leave(save_last=False)
+    ) as checkpointer:
         before = status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")
         checkpointer.restore(into)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.options import Restore
 from stagereg.errors import CheckpointError
 from stagereg.stagers.blocking import BlockingStager
 from stagereg.testing import run_ranks
@@ -75,7 +76,7 @@ def test_with_the_option_what_was_saved_in_half_is_converted_exactly(tmp_path: P
     with Checkpointer(str(tmp_path), stager=HalfStager(), storage=stagereg.build("storage", storage)) as checkpointer:
         checkpointer.save(3, saved)
     for restored in (_made(), _step(_made())):  # with and without a state of the optimizer
-        with Checkpointer(str(tmp_path), cast=True, read=read) as checkpointer:
+        with Checkpointer(str(tmp_path), restore=Restore(cast=True, read=read)) as checkpointer:
             assert checkpointer.restore(restored) == 3
         for x, y in _tensors(saved, restored):
             assert x.dtype == y.dtype
@@ -87,7 +88,8 @@ def test_without_the_option_the_error_names_it_and_nothing_has_changed(tmp_path:
         checkpointer.save(3, _step(_made()))
     fresh = _made()
     before = [x.clone() for x in fresh["model"].state_dict().values()]
-    with Checkpointer(str(tmp_path)) as checkpointer, pytest.raises(CheckpointError, match=r"checkpoint\.cast=true"):
+    expected = pytest.raises(CheckpointError, match=r"checkpoint\.restore\.cast=true")
+    with Checkpointer(str(tmp_path)) as checkpointer, expected:
         checkpointer.restore(fresh)
     assert all(map(torch.equal, before, fresh["model"].state_dict().values()))
 
@@ -99,7 +101,7 @@ def test_the_option_converts_between_floats_of_one_shape_alone(tmp_path: Path) -
     whole.running_mean = torch.zeros(3, dtype=torch.int32)
     for other in (whole, torch.nn.BatchNorm1d(4)):
         with (
-            Checkpointer(str(tmp_path), cast=True) as checkpointer,
+            Checkpointer(str(tmp_path), restore=Restore(cast=True)) as checkpointer,
             pytest.raises(CheckpointError, match="here") as got,
         ):
             checkpointer.restore({"model": other})
@@ -128,7 +130,7 @@ def test_a_step_counter_in_half_precision_counts_on(tmp_path: Path) -> None:
 def test_the_first_save_names_what_restore_would_not_take(
     stager: Any, cast: bool, said: str, tmp_path: Path, caplog: Any
 ) -> None:
-    with Checkpointer(str(tmp_path), stager=stager(), cast=cast) as checkpointer:
+    with Checkpointer(str(tmp_path), stager=stager(), restore=Restore(cast=cast)) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, _step(_made()))
     found = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -151,8 +153,8 @@ def cast_across(rank: int, world_size: int, root: str) -> list[str]:
         splits.MAKERS[target][0](restored)
         if number % 2:
             restored.step()
-        options: dict[str, Any] = {"storage": stagereg.build("storage", storage), "read": read}
-        with Checkpointer(f"{root}/{number}", cast=True, **options) as checkpointer:
+        options: dict[str, Any] = {"storage": stagereg.build("storage", storage)}
+        with Checkpointer(f"{root}/{number}", restore=Restore(cast=True, read=read), **options) as checkpointer:
             checkpointer.save(1, saved.state)
             checkpointer.restore(restored.state)
         expected = {name: _widened(x) for name, x in saved.whole().items()}
@@ -162,7 +164,7 @@ def cast_across(rank: int, world_size: int, root: str) -> list[str]:
             try:
                 checkpointer.restore(restored.state)
             except CheckpointError as error:
-                wrong += [] if "checkpoint.cast=true" in str(error) else [str(error)]
+                wrong += [] if "checkpoint.restore.cast=true" in str(error) else [str(error)]
             else:
                 wrong.append(f"{target} took it")
     return wrong
@@ -198,7 +200,7 @@ class Half(BlockingStager):
 model = torch.nn.Linear(3, 2)
 optimizer = torch.optim.AdamW(model.parameters())
 state = {"model": model, "optimizer": optimizer}
-options = {"cast": True} if "cast" in sys.argv else {}
+options = {"restore": stagereg.Restore(cast=True)} if "cast" in sys.argv else {}
 with stagereg.Checkpointer("checkpoints", every=2, stager=stagereg.build("stager", "half"), **options) as checkpointer:
     start = checkpointer.restore(state) or 0
     for step in range(start + 1, start + 5):
@@ -216,8 +218,8 @@ def test_a_run_in_half_is_warned_of_refused_and_goes_on_with_the_option(tmp_path
         return done.returncode, done.stdout + done.stderr
 
     code, said = run()
-    assert (code, said.count("restore() does not take"), said.count("checkpoint.cast=true")) == (0, 1, 1)
+    assert (code, said.count("restore() does not take"), said.count("checkpoint.restore.cast=true")) == (0, 1, 1)
     code, said = run()
-    assert (code, "checkpoint.cast=true converts them" in said) == (1, True)
+    assert (code, "checkpoint.restore.cast=true converts them" in said) == (1, True)
     code, said = run("cast")
     assert (code, "cast=true" in said, "from 4 to 8 torch.float32" in said) == (0, False, True)

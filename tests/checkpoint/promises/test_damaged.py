@@ -20,6 +20,7 @@ from stagereg import record
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.load.reading import CheckpointFiles
+from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 from stagereg.testing.ranks import run_ranks
@@ -120,10 +121,10 @@ def test_a_fast_check_reads_the_index_and_no_other_content(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointStore, "contents", lambda *_: pytest.fail("it was read"))
-        assert restore(root, verify="fast")[0] == 200
+        assert restore(root, restore=Restore(verify="fast"))[0] == 200
     index = path_of(root, 200) / INDEX
     index.write_bytes(b"\0" * index.stat().st_size)
-    step, state = restore(root, verify="fast")
+    step, state = restore(root, restore=Restore(verify="fast"))
     assert (step, state["n"]) == (100, 100)
     assert f"{INDEX}: flipped bits" in seen(caplog)[0]
 

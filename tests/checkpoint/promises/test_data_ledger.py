@@ -150,7 +150,7 @@ def test_another_dataset_is_an_error_and_a_plain_loop_too(tmp_path: Path) -> Non
     def state_of(length: int) -> dict[str, Any]:
         return {"sampler": ResumableSampler(range(length))}
 
-    with stagereg.Checkpointer(str(tmp_path), save_last=False) as checkpointer:
+    with stagereg.Checkpointer(str(tmp_path), leave=stagereg.Leave(save_last=False)) as checkpointer:
         checkpointer.save(1, state_of(8))
         checkpointer.wait()
         with pytest.raises(stagereg.StageregError, match="length=8, and here length is 9"):

@@ -20,6 +20,7 @@ import stagereg.checkpoint.store.failpoints as failpoints
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.load.restoring import _Loading
 from stagereg.checkpoint.load.shared_read import SharedRead
+from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.errors import CheckpointError
 from stagereg.testing import RankFailure, run_ranks
@@ -40,7 +41,7 @@ def save_or_restore(checkpointer: Checkpointer, state: dict[str, Any], saves: bo
 
 
 def on_three_ranks(rank: int, world_size: int, root: str, dying: int, where: str) -> str:
-    checkpointer = Checkpointer(root, read="once" if where == "_place" else "auto")
+    checkpointer = Checkpointer(root, restore=Restore(read="once" if where == "_place" else "auto"))
     state = {"x": torch.ones(20 << 18), f"own{rank}": rank}
     checkpointer.save(1, state)
     checkpointer.wait()

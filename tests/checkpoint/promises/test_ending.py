@@ -18,6 +18,7 @@ import stagereg
 import stagereg.checkpoint.ranks.rank_group as rank_group
 import stagereg.checkpoint.ranks.requests as requests
 from stagereg import Checkpointer
+from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.store.directory import Directory
@@ -136,7 +137,7 @@ def end_with_a_failed_save(rank: int, root: str, late: int) -> str:
         else:
             patch.setattr(RankGroup, "max_async", lambda *args: (store().set(root, ""), exchange(*args))[1])
         try:
-            with Checkpointer(root, every=1, grace=None) as checkpointer:
+            with Checkpointer(root, every=1, leave=Leave(grace=None)) as checkpointer:
                 checkpointer.save(1, {"x": torch.tensor([rank])})
                 if rank != late:
                     checkpointer._background.wait()

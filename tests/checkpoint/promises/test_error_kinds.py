@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.options import Failure, Leave
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
@@ -29,7 +30,7 @@ def kind(act: Callable[[], object]) -> str:
 def kinds(rank: int, world_size: int, root: str) -> dict[str, str]:
     seen: dict[str, str] = {}
     state = {"x": torch.arange(4.0)}
-    checkpointer = Checkpointer(f"{root}/one", grace=None, save_last=False)
+    checkpointer = Checkpointer(f"{root}/one", leave=Leave(grace=None, save_last=False))
     checkpointer.save(1, state)
     checkpointer.wait()
     seen["rank 1 alone does not save"] = kind(
@@ -42,7 +43,7 @@ def kinds(rank: int, world_size: int, root: str) -> dict[str, str]:
         for file in Path(root, "one").glob("step-*/*.distcp"):
             file.write_bytes(b"nothing")
     dist.barrier()
-    with Checkpointer(f"{root}/two", resume=f"{root}/one/latest", grace=None, save_last=False) as other:
+    with Checkpointer(f"{root}/two", resume=f"{root}/one/latest", leave=Leave(grace=None, save_last=False)) as other:
         seen["damaged"] = kind(lambda: other.restore(state))
     opened = stagereg.open_checkpoint
     seen["damaged, opened"] = kind(lambda: opened(f"{root}/one"))
@@ -64,7 +65,7 @@ def test_a_save_that_hangs_is_not_saved_in_time(tmp_path: Path) -> None:
     go = threading.Event()
     publish = CheckpointStore.publish
     with mock.patch.object(CheckpointStore, "publish", lambda *given: (go.wait(60), publish(*given))[1]):
-        checkpointer = Checkpointer(str(tmp_path), grace=None, timeout=datetime.timedelta(seconds=0.5))
+        checkpointer = Checkpointer(str(tmp_path), failure=Failure(timeout=datetime.timedelta(seconds=0.5)))
         checkpointer.save(1, {"x": 1})
         assert kind(checkpointer.wait) == "NotSavedInTimeError"
         go.set()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import stagereg.checkpoint.ranks.rank_group as rank_group
 import stagereg.checkpoint.store.failpoints as failpoints
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.options import Failure
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -150,7 +151,9 @@ def save_different_steps(rank: int, root: str) -> str:
 
 
 def restore_fails_on_rank_1(rank: int, root: str) -> str:
-    with Checkpointer(root, stager=BlockingAsyncStager(), timeout=datetime.timedelta.max) as checkpointer:
+    with Checkpointer(
+        root, stager=BlockingAsyncStager(), failure=Failure(timeout=datetime.timedelta.max)
+    ) as checkpointer:
         checkpointer.save(1, {"model": torch.nn.Linear(2, 2)})
         return message(lambda: checkpointer.restore({"model": torch.nn.Linear(2 + rank, 2)}))[0]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from stagereg import Checkpointer
+from stagereg.checkpoint.options import Leave
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.testing import run_ranks
 
@@ -19,7 +20,7 @@ def saved(root: Path, *names: str) -> list[list[str]]:
     """Save to each of these directories in turn, and return what lay in ``root`` before each save had ended."""
     state: dict[str, Any] = {"x": torch.zeros(4), "of": ""}
     seen = []
-    with Checkpointer(str(root / "first"), resume="never", save_last=False) as checkpointer:
+    with Checkpointer(str(root / "first"), resume="never", leave=Leave(save_last=False)) as checkpointer:
         for step, name in enumerate(names):
             state["of"] = name
             checkpointer.move_to(root / name)
@@ -46,7 +47,7 @@ def test_what_a_killed_run_left_hidden_is_deleted(tmp_path: Path) -> None:
 
 
 def test_a_failed_first_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Checkpointer(str(tmp_path / "first"), save_last=False) as checkpointer:
+    with Checkpointer(str(tmp_path / "first"), leave=Leave(save_last=False)) as checkpointer:
         checkpointer.move_to(tmp_path / "a")
         with pytest.raises(CheckpointError):  # noqa: PT012
             checkpointer.save(1, {"x": lambda: None})
@@ -95,7 +96,7 @@ def test_nothing_is_no_directory_to_move_to(tmp_path: Path) -> None:
 def moves(rank: int, world_size: int, root: str) -> list[str]:
     state = {"x": torch.zeros(8), "rank": rank}
     errors = []
-    with Checkpointer(f"{root}/first", save_last=False) as checkpointer:
+    with Checkpointer(f"{root}/first", leave=Leave(save_last=False)) as checkpointer:
         for step in range(4):
             checkpointer.move_to(f"{root}/{step}")
             state["x"].fill_(step)

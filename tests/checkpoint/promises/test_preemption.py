@@ -235,6 +235,7 @@ import ctypes, datetime, faulthandler, json, os, signal, sys, threading, time
 import torch
 import stagereg.launch.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.options import Failure, Leave
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 
@@ -252,7 +253,7 @@ def me(number):
 
 def opened(name, grace_s=1000, **options):
     grace = grace_s and datetime.timedelta(seconds=grace_s)
-    return Checkpointer(os.path.join(sys.argv[1], name), grace=grace, **options)
+    return Checkpointer(os.path.join(sys.argv[1], name), leave=Leave(grace=grace), **options)
 
 def on(checkpointer):
     for step in range(1, 10**6):
@@ -385,8 +386,9 @@ def two():
 
 cases = {"save hangs": lambda: train("save hangs")}
 cases["first save fails"] = lambda: train("first save fails", 1000, every=1000)
-cases["save fails, warned"] = lambda: train("save fails, warned", 1000, on_error="warn")
-cases["save hangs past its time-out"] = lambda: train("save hangs late", 1000, timeout=datetime.timedelta(seconds=3))
+cases["save fails, warned"] = lambda: train("save fails, warned", 1000, failure=Failure(on_error="warn"))
+three = Failure(timeout=datetime.timedelta(seconds=3))
+cases["save hangs past its time-out"] = lambda: train("save hangs late", 1000, failure=three)
 cases["too late"] = too_late
 cases |= {"twice": twice, "at once": at_once, "closed": closed, "dropped": dropped, "without": without}
 cases |= {"worker": worker, "kept": kept, "dumped": dumped, "two": two}
@@ -434,7 +436,7 @@ def test_a_preempted_process_has_ended_when_its_grace_is_over(tmp_path: Path) ->
     assert seen["dumped"].count("Current thread") == 2
     few = r"0\.3 s were too few"
     for name, text in {
-        "save hangs": rf"{few} to save and leave \(checkpoint.grace\)\. The newest good checkpoint is step 5, in .*\.$",
+        "save hangs": rf"{few} to save and leave \(checkpoint.leave.grace\)\. The newest good checkpoint is step 5",
         "too late": few,
         "another rank": few,
         "save fails, warned": "Step 7 was not saved.* no cheese.*newest.* step 5",

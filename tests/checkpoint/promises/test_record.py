@@ -13,6 +13,7 @@ import torch
 
 from stagereg import record
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.options import Leave
 from stagereg.errors import CheckpointError, StagingError
 from stagereg.registry import build
 from stagereg.stagers.async_stager import AsyncStager
@@ -56,7 +57,7 @@ BYTES = 4 * 1000 + 8 * 10
 
 def test_each_step_save_copy_and_write_is_recorded(tmp_path: Path) -> None:
     stager = build("stager", "pinned_cached")  # which has copied when the call returns
-    saved = Checkpointer(str(tmp_path / "c"), every=2, keep=9, save_last=False, stager=stager)
+    saved = Checkpointer(str(tmp_path / "c"), every=2, keep=9, leave=Leave(save_last=False), stager=stager)
     with record.recording(tmp_path, 0, 1), saved as checkpointer:
         for step in range(1, 6):
             checkpointer.maybe_save(step, STATE)

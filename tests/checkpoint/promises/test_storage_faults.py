@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 import stagereg.shutdown as ending
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.options import Failure
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
@@ -56,7 +57,8 @@ def test_a_failure_that_was_raised_is_not_reported_again() -> None:
 def test_training_goes_on_and_the_end_reports_a_last_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "stagereg")
     storage = FaultyStorage(fault="ENOSPC", saves=[2, 4])
-    with Checkpointer(str(tmp_path), every=1, keep=9, on_error="warn", storage=storage) as checkpointer:
+    warns = Failure(on_error="warn")
+    with Checkpointer(str(tmp_path), every=1, keep=9, failure=warns, storage=storage) as checkpointer:
         for step in (1, 2, 3, 4):
             checkpointer.maybe_save(step, {"x": step})
             checkpointer.wait()
@@ -68,13 +70,13 @@ def test_training_goes_on_and_the_end_reports_a_last_failure(tmp_path: Path, cap
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000003"]
     with pytest.raises(CheckpointError, match=r"the last save has failed, of step 4.*is step 3"):
         ending.finish()
-    with Checkpointer(str(tmp_path), on_error="warn") as checkpointer:
+    with Checkpointer(str(tmp_path), failure=Failure(on_error="warn")) as checkpointer:
         checkpointer.save(5, {"x": 5})
     ending.finish()
 
 
 def test_a_copy_that_fails_is_a_warning_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Checkpointer(str(tmp_path), on_error="warn") as checkpointer:
+    with Checkpointer(str(tmp_path), failure=Failure(on_error="warn")) as checkpointer:
         checkpointer.save(1, {"x": (value for value in ())})
         assert "Step 1 was not saved" in caplog.text
         checkpointer.save(2, {"x": 2})
@@ -85,7 +87,9 @@ def test_a_copy_that_fails_is_a_warning_too(tmp_path: Path, caplog: pytest.LogCa
 def test_while_a_save_hangs_no_memory_is_taken_nor_restored(tmp_path: Path) -> None:
     release = tmp_path / "release"
     storage = FaultyStorage(fault="hang", saves=[1], release=str(release))
-    checkpointer = Checkpointer(str(tmp_path / "run"), storage=storage, timeout=datetime.timedelta(milliseconds=100))
+    checkpointer = Checkpointer(
+        str(tmp_path / "run"), storage=storage, failure=Failure(timeout=datetime.timedelta(milliseconds=100))
+    )
     staged: list[int] = []
     stage = checkpointer._stager.stage
     checkpointer._stager.stage = lambda state: staged.append(1) or stage(state)  # type: ignore[method-assign,func-returns-value]
@@ -111,7 +115,9 @@ def test_while_a_save_hangs_no_memory_is_taken_nor_restored(tmp_path: Path) -> N
 def test_a_save_that_close_gives_up_commits_nothing_later(tmp_path: Path) -> None:
     release = tmp_path / "release"
     storage = FaultyStorage(fault="hang", release=str(release))
-    checkpointer = Checkpointer(str(tmp_path / "run"), storage=storage, timeout=datetime.timedelta(milliseconds=100))
+    checkpointer = Checkpointer(
+        str(tmp_path / "run"), storage=storage, failure=Failure(timeout=datetime.timedelta(milliseconds=100))
+    )
     checkpointer.save(1, {"x": 1})
     with pytest.raises(CheckpointError, match="taken longer"):
         checkpointer.close()
@@ -135,7 +141,9 @@ def on_two_ranks(rank: int, world_size: int, root: str) -> list[Any]:
     logging.getLogger("stagereg").addHandler(kept)
     release = Path(root) / "release"
     storage = FaultyStorage(fault="hang", saves=[2], ranks=[1], release=str(release))
-    checkpointer = Checkpointer(f"{root}/run", every=1, keep=9, storage=storage, timeout=datetime.timedelta(seconds=5))
+    checkpointer = Checkpointer(
+        f"{root}/run", every=1, keep=9, storage=storage, failure=Failure(timeout=datetime.timedelta(seconds=5))
+    )
     errors = []
     for step in (1, 2, 3):
         try:
@@ -215,8 +223,8 @@ from tests.support.faulty_storage import FaultyStorage
 @stagereg.main(config_path="conf", config_name="app")
 def train(cfg):
     storage = FaultyStorage(fault=cfg.fault, saves=list(cfg.saves), ranks=[dist.get_world_size() - 1])
-    with stagereg.Checkpointer(cfg.dir, every=1, keep=9, storage=storage, on_error=cfg.on_error,
-                               timeout=datetime.timedelta(seconds=cfg.timeout_s)) as checkpointer:
+    failure = stagereg.Failure(cfg.on_error, datetime.timedelta(seconds=cfg.timeout_s))
+    with stagereg.Checkpointer(cfg.dir, every=1, keep=9, storage=storage, failure=failure) as checkpointer:
         for step in range(1, 5):
             x = torch.ones(3)
             dist.all_reduce(x)

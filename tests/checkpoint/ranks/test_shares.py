@@ -22,8 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.options import Leave, Replicas
 from stagereg.checkpoint.ranks.comparing import EntryContents, HeldTensor, Part, Place
-from stagereg.checkpoint.ranks.shares import Cut, Replicas, Shares, shares
+from stagereg.checkpoint.ranks.shares import Cut, ShareBook, Shares, shares
 from stagereg.checkpoint.store.failpoints import watch
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.stagers.blocking import BlockingAsyncStager
@@ -96,7 +97,7 @@ def test_each_rank_writes_its_share_from_the_first_save_on_and_then_stages_no_mo
 
 
 def test_replicas_first_and_comparing_saves_are_staged_as_a_whole(tmp_path: Path) -> None:
-    first, compared = ({"replicas": "first"}, {"verify_replicas": 2})
+    first, compared = ({"replicas": Replicas(share=False)}, {"replicas": Replicas(verify_every=2)})
     staged = run_ranks(share, 2, args=(str(tmp_path / "first"), first))[1][0]
     assert staged == pytest.approx([1.0] * 5, abs=0.01)
     staged = run_ranks(share, 2, args=(str(tmp_path / "compared"), compared))[1][0]
@@ -108,7 +109,7 @@ def refused(rank: int, size: int, root: str) -> dict[str, str]:
     found: dict[str, str] = {}
 
     def save(name: str, state: Any, drift: Any = None, after: int = 2, **options: Any) -> None:
-        with Checkpointer(f"{root}/{name}", stager=BlockingAsyncStager(), grace=None, **options) as keeper:
+        with Checkpointer(f"{root}/{name}", stager=BlockingAsyncStager(), leave=Leave(grace=None), **options) as keeper:
             try:
                 for step in range(1, 4):
                     keeper.save(step, state)
@@ -139,7 +140,7 @@ def refused(rank: int, size: int, root: str) -> dict[str, str]:
             with torch.no_grad():
                 model.bias[1] = 3.0
 
-    save("drift", {"model": model}, drift, verify_replicas=2)
+    save("drift", {"model": model}, drift, replicas=Replicas(verify_every=2))
     torch.manual_seed(1)
     apart = torch.nn.Linear(2, 2)
 
@@ -194,7 +195,7 @@ def beside(rank: int, size: int, root: str) -> tuple[dict[str, list[int]], list[
                 module.weight = torch.nn.Parameter(x)
         else:
             model[f"expert{own}"] = torch.nn.Linear(WIDE, (1 + own) * WIDE // 2)
-        with Checkpointer(f"{root}/{name}", keep=9, stager=BlockingAsyncStager(), grace=None) as keeper:
+        with Checkpointer(f"{root}/{name}", keep=9, stager=BlockingAsyncStager(), leave=Leave(grace=None)) as keeper:
             for step in range(1, 4):
                 before = keeper.stats.bytes_staged
                 keeper.save(step, {"model": model})
@@ -234,7 +235,7 @@ def knows_late(rank: int, size: int, root: str) -> list[float]:
             staged.append(sum(x.nbytes for x in copy["model"].values()) / (model.weight.nbytes + model.bias.nbytes))
             return copy
 
-    with Checkpointer(root, keep=99, stager=Counting(), grace=None) as keeper:
+    with Checkpointer(root, keep=99, stager=Counting(), leave=Leave(grace=None)) as keeper:
         for step in range(1, 9):
             with torch.no_grad():
                 model.weight.fill_(step)
@@ -283,10 +284,10 @@ def test_each_rank_restores_what_is_its_own(tmp_path: Path) -> None:
             checkpoint["loss"]
 
 
-@pytest.mark.parametrize(("replicas", "every"), [("shared", 0), ("share", -1), ("share", True)])
-def test_wrong_options_are_refused(tmp_path: Path, replicas: Any, every: Any) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.(replicas|verify_replicas) must be"):
-        Checkpointer(str(tmp_path), replicas=replicas, verify_replicas=every)
+@pytest.mark.parametrize(("share", "every"), [("first", 0), (True, -1), (True, True)])
+def test_wrong_options_are_refused(share: Any, every: Any) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.replicas\.(share|verify_every) must be"):
+        Replicas(share=share, verify_every=every)
 
 
 tensors = st.lists(st.lists(st.integers(0, 40_000), max_size=3).map(torch.Size), max_size=6).filter(
@@ -325,12 +326,12 @@ def test_ranks_write_the_same_shares_whatever_they_know_when_they_stage(data: st
     fails = data.draw(st.lists(st.booleans(), min_size=8, max_size=8))
     grows = data.draw(st.lists(st.booleans(), min_size=8, max_size=8))  # as by an optimizer's first step
     sizes = list(itertools.accumulate(grows, initial=1))
-    ranks = [Replicas(every, True) for _ in range(2)]
+    ranks = [ShareBook(every, True) for _ in range(2)]
     seen: list[list[int]] = [[], []]  # the save in which the shares were found, by save
     for replicas, found in zip(ranks, seen, strict=True):
         staged: list[tuple[dict[str, Any], Shares] | None] = []
 
-        def write(number: int, replicas: Replicas = replicas, found: list[int] = found, staged: Any = staged) -> None:
+        def write(number: int, replicas: ShareBook = replicas, found: list[int] = found, staged: Any = staged) -> None:
             known = staged[number] or replicas.cut(number, {"x": {"a": torch.ones(sizes[number])}})
             of = number if known is None else known[1].of
             found.append(of)

@@ -15,6 +15,7 @@ import torch
 
 import stagereg.checkpoint.save.committing as committing
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.options import Failure
 from stagereg.checkpoint.save.backward import short_turns, wait_for_backward
 
 LONG_S = 60.0
@@ -94,7 +95,7 @@ def test_nobody_waits_longer_than_the_limit_or_in_a_hurry(limit_s: float, set_af
 def test_a_save_that_is_waited_for_begins_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(committing, "_CALM_S", LONG_S)
     state = {"x": torch.ones(3)}
-    with Checkpointer(str(tmp_path), timeout=datetime.timedelta(seconds=LONG_S / 2)) as checkpointer:
+    with Checkpointer(str(tmp_path), failure=Failure(timeout=datetime.timedelta(seconds=LONG_S / 2))) as checkpointer:
         for step in range(5):  # the third one waits for the first
             checkpointer.save(step, state)
         checkpointer.wait()

@@ -22,6 +22,7 @@ import stagereg.checkpoint.save.interval as interval
 import stagereg.config.schema as schema
 from stagereg import registry
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.schedule import Automatic
 from stagereg.config.instantiate import instantiate
@@ -233,7 +234,7 @@ def test_ranks_with_different_options_all_raise(seen: list[dict[str, Any]]) -> N
 
 
 def test_every_is_a_number_from_the_first_step_to_the_last(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path), every="auto", keep=9, save_last=False) as checkpointer:
+    with Checkpointer(str(tmp_path), every="auto", keep=9, leave=Leave(save_last=False)) as checkpointer:
         assert checkpointer.every == 10
         saved = []
         for step in range(1, 22):

@@ -18,6 +18,7 @@ import pytest
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import Manifest
+from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.save.logged_metrics import LoggedMetrics
 from stagereg.checkpoint.store.failpoints import watch
 from stagereg.checkpoint.store.open_store import open_store
@@ -83,7 +84,7 @@ def test_what_is_logged_after_the_commit_is_kept_beside(tmp_path: Path, remote: 
 
 
 def test_going_back_forgets_what_was_logged_on_the_way(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path), save_last=False) as checkpointer:
+    with Checkpointer(str(tmp_path), leave=Leave(save_last=False)) as checkpointer:
         checkpointer.save(1, {"x": 1})
         stagereg.log(2, loss=9.0)
         checkpointer.restore({"x": 0})
@@ -162,7 +163,7 @@ def test_metrics_after_close_are_for_nobody(tmp_path: Path) -> None:
 
 
 def two_ranks(rank: int, world_size: int, root: str) -> None:
-    with Checkpointer(root, grace=None) as checkpointer:
+    with Checkpointer(root, leave=Leave(grace=None)) as checkpointer:
         stagereg.log(1, **{f"of_rank_{rank}": 1.0, "both": float(rank)})
         checkpointer.save(1, {"x": 1})
 

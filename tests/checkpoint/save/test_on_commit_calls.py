@@ -15,6 +15,7 @@ import pytest
 
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.save.on_commit import CommittedCheckpoint
 from stagereg.errors import ConfigError
 from stagereg.testing.ranks import run_ranks
@@ -147,7 +148,7 @@ def test_one_that_hangs_is_given_up_and_left_out(tmp_path: Path, held: Held, cap
         checkpointer._calls._callers[0].limit_s = 0.5
         for step in (1, 2):
             checkpointer.save(step, {"x": step})
-    assert "on_commit hung has not returned for 0.5 s (checkpoint.timeout) and is given up" in caplog.text
+    assert "on_commit hung has not returned for 0.5 s (checkpoint.failure.timeout) and is given up" in caplog.text
     assert "on_commit hung is not called: its call for step 1 has still not returned (step 2)" in caplog.text
     assert (held.steps, checkpointer.stats.on_commit_failures) == ([1], 2)
 
@@ -215,7 +216,7 @@ def test_switched_off_it_is_never_called(tmp_path: Path) -> None:
 
 def two_ranks(rank: int, world_size: int, root: str) -> int:
     called: list[int] = []
-    with Checkpointer(root, grace=None, on_commit=lambda c: called.append(c.step)) as checkpointer:
+    with Checkpointer(root, leave=Leave(grace=None), on_commit=lambda c: called.append(c.step)) as checkpointer:
         checkpointer.save(1, {"x": 1})
     return len(called)
 
@@ -240,7 +241,8 @@ def waits(checkpoint):
 how, root = sys.argv[1:]
 calls = {"late": waits, "raises": lambda c: 1 / 0, "exits": lambda c: sys.exit(3), "leaves": lambda c: os._exit(4)}
 limit = datetime.timedelta(seconds=30 if how in ("preempted", "late") else 5)
-with stagereg.Checkpointer(root, every=1, timeout=limit, on_commit=[calls.get(how, hangs)]) as checkpointer:
+failure = stagereg.Failure(timeout=limit)
+with stagereg.Checkpointer(root, every=1, failure=failure, on_commit=[calls.get(how, hangs)]) as checkpointer:
     for step in range(1, 4):
         if how == "preempted" and step == 3:
             os.kill(os.getpid(), signal.SIGTERM)

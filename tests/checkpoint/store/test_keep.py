@@ -24,6 +24,7 @@ import stagereg
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
+from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.config.suggestions import explain
@@ -170,7 +171,7 @@ LOSSES = {1: 0.9, 2: 0.125, 3: 0.8, 4: 0.25, 5: 0.7, 6: 0.6}
 
 
 def train(dir: str, keep: int | Keep, steps: Iterable[int], metrics: Mapping[int, float] = LOSSES) -> None:
-    with Checkpointer(dir, every=1, keep=keep, save_last=False) as checkpointer:
+    with Checkpointer(dir, every=1, keep=keep, leave=Leave(save_last=False)) as checkpointer:
         checkpointer.restore({"x": torch.zeros(64)})
         for step in steps:
             if step in metrics:
@@ -210,13 +211,13 @@ def test_a_run_keeps_the_union_and_ls_says_why(dir: str, capsys: pytest.CaptureF
 
 def test_what_a_run_leaves_of_an_earlier_one_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(str(tmp_path), 2, [5, 6])
-    with Checkpointer(str(tmp_path), keep=1, save_last=False) as checkpointer:
+    with Checkpointer(str(tmp_path), keep=1, leave=Leave(save_last=False)) as checkpointer:
         checkpointer.save(1, {"x": 1})
     assert listed(str(tmp_path), capsys) == {6: "earlier run", 5: "earlier run", 1: "newest"}
 
 
 def test_a_metric_logged_late_counts_at_the_next_save(dir: str) -> None:
-    with Checkpointer(dir, keep=Keep(newest=1, best=1, metric="loss"), save_last=False) as checkpointer:
+    with Checkpointer(dir, keep=Keep(newest=1, best=1, metric="loss"), leave=Leave(save_last=False)) as checkpointer:
         for step, loss in [(1, 0.5), (2, 0.25), (3, 0.75), (4, 1.0)]:
             checkpointer.save(step, {"x": 1})
             checkpointer.wait()
@@ -340,4 +341,4 @@ def differing(rank: int, size: int, root: str) -> str:
 
 def test_ranks_with_different_policies_all_raise(tmp_path: Path) -> None:
     for text in run_ranks(differing, nproc=2, args=(str(tmp_path),)):
-        assert "checkpoint.keep is not the same on all ranks: rank 0 has Keep(newest=2, every=10" in text
+        assert "checkpoint.keep.every is not the same on all ranks: rank 0 has 10, rank 1 has 11." in text

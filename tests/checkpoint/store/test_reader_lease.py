@@ -27,6 +27,7 @@ import stagereg.checkpoint.store.lease as lease
 import stagereg.checkpoint.store.readers as readers
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_store
 
@@ -45,7 +46,7 @@ with open_store(sys.argv[1]).reading(sys.argv[1] + "/step-00000001"):
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Checkpointer]:
     """A run that keeps one checkpoint, and has saved steps 1 and 2 of which it keeps both, in either kind of store."""
     dir = str(tmp_path / "run") if request.param == "path" else f"memory://{uuid.uuid4().hex}/run"
-    with Checkpointer(dir, keep=1, save_last=False) as checkpointer:
+    with Checkpointer(dir, keep=1, leave=Leave(save_last=False)) as checkpointer:
         save(checkpointer, 1)
         yield checkpointer
     if request.param == "url":
@@ -147,7 +148,7 @@ def test_a_reader_that_comes_at_the_last_moment_keeps_it(run: Checkpointer) -> N
 
 
 def test_a_killed_reader_of_this_machine_keeps_nothing(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path), keep=1, save_last=False) as run:
+    with Checkpointer(str(tmp_path), keep=1, leave=Leave(save_last=False)) as run:
         save(run, 1)
         command = [sys.executable, "-c", READ, str(tmp_path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
@@ -292,6 +293,6 @@ def test_a_restore_of_another_job_keeps_what_it_reads(run: Checkpointer, tmp_pat
 
     run.save(7, {"model": Model()})
     run.wait()
-    with Checkpointer(str(tmp_path / "other"), save_last=False) as other:
+    with Checkpointer(str(tmp_path / "other"), leave=Leave(save_last=False)) as other:
         assert other.restore({"model": Model()}, str(run.dir)) == 7
     assert (seen, leases(run)) == ([[7, 8]], [])

@@ -22,6 +22,7 @@ import stagereg.checkpoint.store.object_store as objects
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
+from stagereg.checkpoint.options import Failure, Restore
 from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, Upload, make_buffers
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.bucket import Bucket
@@ -134,7 +135,7 @@ def test_each_byte_is_asked_for_about_once_when_it_is_restored(
         return real(self, path, start=start, end=end, **more)
 
     state = {"x": {index: torch.full((size,), float(index)) for index in range(tensors)}}
-    with Checkpointer(url, verify="fast") as checkpointer:
+    with Checkpointer(url, restore=Restore(verify="fast")) as checkpointer:
         checkpointer.save(1, state)
         checkpointer.wait()
         monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
@@ -263,7 +264,7 @@ def test_a_start_asks_no_longer_than_the_timeout(url: str, monkeypatch: pytest.M
     ObjectStore(url).put(f"{url}/x", b"1")
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", gone)
     with pytest.raises(CheckpointError, match=r"cannot be written to.*gone"):
-        Checkpointer(url, timeout=datetime.timedelta(seconds=0.1))
+        Checkpointer(url, failure=Failure(timeout=datetime.timedelta(seconds=0.1)))
     assert len(tried) == 1
 
 
@@ -280,7 +281,7 @@ def test_a_start_gives_an_unresponsive_store_up_at_the_timeout(url: str, monkeyp
 
     monkeypatch.setattr(Bucket, "lock", unresponsive)
     with pytest.raises(CheckpointError, match=r"no answer within 0\.1 s"):
-        Checkpointer(url, timeout=datetime.timedelta(seconds=0.1))
+        Checkpointer(url, failure=Failure(timeout=datetime.timedelta(seconds=0.1)))
     assert names(url) == []
     answer.set()  # the store responds again, and the late request is carried out
     assert released.wait(60)

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.options import Leave
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
 from stagereg.testing.ranks import run_ranks
@@ -242,7 +243,7 @@ ELEMENTS = 3 << 20
 def save_and_restore(rank: int, world_size: int, url: str, save: bool) -> bool:
     """12 MiB that are the same on all ranks, and 12 MiB of each."""
     mine = f"mine.rank{rank}"
-    with Checkpointer(url, save_last=False, stager=build("stager", "blocking")) as checkpointer:
+    with Checkpointer(url, leave=Leave(save_last=False), stager=build("stager", "blocking")) as checkpointer:
         if save:
             whole = torch.arange(ELEMENTS, dtype=torch.int32)
             checkpointer.save(1, {"whole": whole, mine: whole + rank})
