@@ -132,8 +132,6 @@ TOO_LARGE = {
     "stagereg.checkpoint.load.restoring._restored",
     "stagereg.checkpoint.ranks.rank_group.RankGroup.round_trip",
     "stagereg.checkpoint.save.background.Background",
-    "stagereg.checkpoint.save.pending_save.PendingSave",
-    "stagereg.checkpoint.save.pending_save.SaveTarget",
     "stagereg.checkpoint.store.checkpoint_store.CheckpointStore",
 }
 """What is still to become smaller: nothing is added here, and what has become so is taken out."""

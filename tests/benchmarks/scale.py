@@ -43,7 +43,7 @@ from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, HeldTen
 from stagereg.checkpoint.ranks.merging import Asked, Sent
 from stagereg.checkpoint.ranks.unchanged import Post, Unchanged
 from stagereg.checkpoint.save.committing import _Prepared, _Work
-from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget
+from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy
 from stagereg.checkpoint.storage.files import FileStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 
@@ -231,8 +231,8 @@ class Real:
         first = self.rank // self.place.shards * self.place.shards
         dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=self.ranks)
         entries = state(self.place, self.rank, step, DeviceMesh("cpu", torch.arange(first, first + self.place.shards)))
-        save = PendingSave(step, self.target, staged=entries, compares=compares, buffers=())
-        save.settled.set()
+        save = PendingSave(step, self.target, copy=StagedCopy(entries), sharing=Sharing(compares=compares, buffers=()))
+        save.copy.settled.set()
         save.hurried.set()  # there is no training to wait for
         self.work = _Work(save)
         found = clock(self.work.prepare)
@@ -331,7 +331,7 @@ class Simulation:
             Derived(place, rank, self.reals[templates[id(place.of)]]) for rank, place in enumerate(self.places)
         ]
         to = self.reals[0].target
-        self.plans, self.results = Exchange(to.plans), Exchange(to.results)
+        self.plans, self.results = Exchange(to.last.plans), Exchange(to.last.results)
 
     def save(self, step: int) -> dict[str, float]:
         """Return what a save has cost."""

@@ -283,7 +283,7 @@ class Background:
             self.set_status(None)
             self.stats.saves += 1
             self.stats.write_seconds.append(ended - began)
-            self.stats.bytes_staged += save.nbytes or 0
+            self.stats.bytes_staged += save.copy.nbytes or 0
             self._schedule.ended(ended - save.called)
             where = {"bytes": nbytes, "dir": self._target.store.root}
             record.emit("write", step=save.step, start=began, seconds=ended - began, **where)
@@ -322,10 +322,10 @@ class Background:
 
     def _fail(self, save: PendingSave, error: BaseException) -> CheckpointError | None:
         """Note that a save has failed; return what is to be raised, ``None`` if its training loop has raised it."""
-        save.record_copied()
+        save.copy.record(save.step)
         record.emit("lost", step=save.step, error=reason(error))
         self._schedule.ended(None)
-        if isinstance(error, CheckpointError) and save.failure is not None:
+        if isinstance(error, CheckpointError) and save.copy.failure is not None:
             self.last = error
             self.set_status(save.step)
             return None

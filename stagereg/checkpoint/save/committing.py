@@ -83,27 +83,27 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
     failing = f"Step {save.step} was not saved"
     try:
         with within(_TRYING * (save.until - time.monotonic())), short_turns():
-            answer = to.plans.round_trip(ranks, failing, work.prepare, work.share_out)
-            if save.compares:
-                answer = to.plans.round_trip(ranks, failing, partial(work.prepare_shares, answer), work.share_out)
+            answer = to.last.plans.round_trip(ranks, failing, work.prepare, work.share_out)
+            if save.sharing.compares:
+                answer = to.last.plans.round_trip(ranks, failing, partial(work.prepare_shares, answer), work.share_out)
             work.take(answer)
             began = record.now()
-            nbytes = to.results.round_trip(ranks, failing, work.write, work.commit)
+            nbytes = to.last.results.round_trip(ranks, failing, work.write, work.commit)
             to.store.appeared()
             failpoint("ended")
-        to.before = work.entries.structures
-        if save.replicas is not None:
-            save.replicas.end(save.number, save.shares if save.compares else None)
+        to.last.structures = work.entries.structures
+        if save.sharing.book is not None:
+            save.sharing.book.end(save.sharing.number, save.sharing.shares if save.sharing.compares else None)
     except BaseException:
-        to.forget()
-        if save.replicas is not None:
-            save.replicas.end(save.number, failed=True)
+        to.last.forget()
+        if save.sharing.book is not None:
+            save.sharing.book.end(save.sharing.number, failed=True)
         if ranks.rank == 0:
             with within(save.until - time.monotonic()):
                 to.store.backend.discard(work.path)
         raise
     finally:
-        save.staged, work.planner.state_dict = {}, {}
+        save.copy.staged, work.planner.state_dict = {}, {}
     return began, nbytes
 
 
@@ -131,7 +131,7 @@ class _Work:
         self._save, self._to, self._ranks = save, save.to, save.to.ranks
         self._token = save.to.next_token()
         self.path = save.to.store.temporary(save.step, self._token)
-        self.planner = save.to.planner
+        self.planner = save.to.last.planner
         self._metadata: Metadata | None = None
 
     def prepare(self) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
@@ -140,17 +140,19 @@ class _Work:
         if save.missed:
             return _Prepared(save.step, False), (), ()
         save.at = "waiting for its copy"
-        if save.failure is None:
+        if save.copy.failure is None:
             wait_for_backward(save.caller, save.hurried, _CALM_S)
-        copy = dict(_expect_whole(save, save.copy()))
-        save.look(copy)
+        copy = dict(_expect_whole(save, save.copy.get()))
+        save.copy.look(copy)
         if (own := rng_name(self._ranks.rank)) in copy:
             copy[own] = rng.as_tensors(copy[own])
-        self._copy = self._cut(copy) if save.shares is None and save.replicas is not None else copy
-        self.entries = RankEntries(self._copy, save.buffers if save.compares else None)  # refuses what cannot be saved
+        self._copy = self._cut(copy) if save.sharing.shares is None and save.sharing.book is not None else copy
+        self.entries = RankEntries(
+            self._copy, save.sharing.buffers if save.sharing.compares else None
+        )  # refuses what cannot be saved
         failpoint("staged")
-        if not save.compares:
-            return self._plan(save.shares)
+        if not save.sharing.compares:
+            return self._plan(save.sharing.shares)
         save.at = WAITING
         contents = self.entries.contents
         sent = _Prepared(save.step, True, save.follows, save.taken, _COMPARING, content_digests(contents))
@@ -159,21 +161,21 @@ class _Work:
     def _cut(self, copy: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's shares of a copy that was not cut when it was staged; all of it, if ranks compare."""
         save = self._save
-        save.nbytes = self._nbytes(copy, (x for _, x in walk(copy)))
-        found = cast("ShareBook", save.replicas).cut(save.number, copy)
-        save.compares = found is None
-        copy, save.shares = found or (copy, None)
+        save.copy.nbytes = self._nbytes(copy, (x for _, x in walk(copy)))
+        found = cast("ShareBook", save.sharing.book).cut(save.sharing.number, copy)
+        save.sharing.compares = found is None
+        copy, save.sharing.shares = found or (copy, None)
         return copy
 
     def prepare_shares(self, compared: Compared) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
         """Return what this rank would write, once it knows what others have as well."""
         save, contents = self._save, self.entries.contents
-        places = {kind: place for kind, place in compared.places.items() if kind[0] in save.replicated}
-        save.shares = shares(save.number, contents, places, compared.mixed)
-        if (found := cut(self._copy, save.shares)) is None:  # a holder that is no mapping by text
-            save.shares, found = Shares(save.number, {}, {}, {}), self._copy
+        places = {kind: place for kind, place in compared.places.items() if kind[0] in save.sharing.replicated}
+        save.sharing.shares = shares(save.sharing.number, contents, places, compared.mixed)
+        if (found := cut(self._copy, save.sharing.shares)) is None:  # a holder that is no mapping by text
+            save.sharing.shares, found = Shares(save.sharing.number, {}, {}, {}), self._copy
         self._copy = found
-        return self._plan(save.shares, [contents[kind] for kind in compared.differing])
+        return self._plan(save.sharing.shares, [contents[kind] for kind in compared.differing])
 
     def _plan(
         self, own: Shares | None, differing: Sequence[EntryContents] = ()
@@ -191,13 +193,16 @@ class _Work:
         more = {"rank": self._ranks.rank, "use_collectives": True} if takes_more else {}
         storage.set_up_storage_writer(is_first, **more)
         plan = storage.prepare_local_plan(self.planner.create_local_plan())
-        if plan is not self._to.plan:
-            self._to.nbytes = self._nbytes(copy, self.planner.state_dict.values())
-            self._to.plan, self._to.sent = plan, [plan] if self._ranks.size == 1 else split(plan, self._ranks.rank)
-        self._plans = self._to.sent
-        save.nbytes = self._to.nbytes if save.nbytes is None else save.nbytes
+        if plan is not self._to.last.plan:
+            self._to.last.nbytes = self._nbytes(copy, self.planner.state_dict.values())
+            self._to.last.plan, self._to.last.sent = (
+                plan,
+                [plan] if self._ranks.size == 1 else split(plan, self._ranks.rank),
+            )
+        self._plans = self._to.last.sent
+        save.copy.nbytes = self._to.last.nbytes if save.copy.nbytes is None else save.copy.nbytes
         save.at = WAITING
-        digests = self.entries.digests(self._to.before)
+        digests = self.entries.digests(self._to.last.structures)
         of = None if own is None else own.of
         sent = _Prepared(save.step, True, save.follows, save.taken, of, {}, digests, differing)
         return sent, (*self._plans, (save.follows, self.entries.kinds)), ()
@@ -230,7 +235,7 @@ class _Work:
         self._follows = [rank for rank, each in enumerate(prepared) if each.follows]
         self._order = sorted(range(len(prepared)), key=lambda rank: prepared[rank].follows)
         expect_alike({rank: prepared[rank].differing for rank in self._order})
-        self._merging = Merging([each.digests for each in prepared], self._order, self._follows, self._to.entries)
+        self._merging = Merging([each.digests for each in prepared], self._order, self._follows, self._to.last.entries)
         asked = self._merging.ask()
         if lasting is None:
             return [(None, each) for each in asked]
@@ -250,27 +255,27 @@ class _Work:
         dealt, self.asked = answer
         self._more = self._plans if dealt is None else []
         if dealt is not None:
-            self._to.dealt = from_numbers(dealt, joined(self._plans))
-            self._to.results.forget()  # what lies where may be as before, and yet be something else: of another dtype
+            self._to.last.dealt = from_numbers(dealt, joined(self._plans))
+            self._to.last.results.forget()  # the same places may hold something else: of another dtype
 
     def write(self) -> tuple[_Written, Sequence[Any], Sequence[Any]]:
         """Write this rank's files, and let go of its copy."""
         save = self._save
         failpoint("agreed")
         save.at = "writing its files"
-        own = self.planner.finish_plan(cast("SavePlan", self._to.dealt))
+        own = self.planner.finish_plan(cast("SavePlan", self._to.last.dealt))
         self._results = self._to.storage.write_data(own, self.planner).wait()
         self.planner.state_dict = {}
-        copy, save.staged = save.copy(), {}
-        save.release(copy)
+        copy, save.copy.staged = save.copy.get(), {}
+        save.copy.release(copy)
         del copy
-        save.settled.wait()
-        save.copy()  # which may have proved bad since
-        save.record_copied()
+        save.copy.settled.wait()
+        save.copy.get()  # which may have proved bad since
+        save.copy.record(save.step)
         marks = self._marks() if self._ranks.rank > 0 else {}  # those of rank 0 come with the metadata's
         failpoint("written")
         save.at = WAITING
-        return (marks, self.entries.answer(self.asked, self._to.before)), [self._results], self._more
+        return (marks, self.entries.answer(self.asked, self._to.last.structures)), [self._results], self._more
 
     def commit(self, written: Sequence[_Written], lasting: Sequence[Sequence[Any]] | None) -> list[int]:
         """Commit what all have written, and return the bytes of each rank's files."""
@@ -280,26 +285,26 @@ class _Work:
             raise NotSavedInTimeError("it took too long and was given up")
         state = self._merging.put_together([sent for _, sent in written])
         if lasting is None:
-            to.storage.finish_again(to.finished)
+            to.storage.finish_again(to.last.finished)
         else:
             if self._metadata is None:
                 self._plan_all([plans for _, *plans in lasting])
             metadata, results = cast("Metadata", self._metadata), [[*each[0]] for each in lasting]
             objects = {name for encoded in state.values() for name in encoded.objects}
-            to.described = describe_tensors(metadata, results, objects)
+            to.last.described = describe_tensors(metadata, results, objects)
             name_for_each(metadata, results, groups_in(state))
             to.storage.finish(metadata, results)
             if to.repeats:
-                to.finished = to.storage.finished
+                to.last.finished = to.storage.finished
         own = self._marks()
         files = {name: mark for marks, _ in written for name, mark in marks.items()} | own
-        files[INDEX] = to.store.put(self.path, INDEX, make_index(to.described, state))
+        files[INDEX] = to.store.put(self.path, INDEX, make_index(to.last.described, state))
         there = to.store.backend.list(self.path)
         if lost := sorted(files.keys() - there):
             raise CheckpointError(f"{self.path} has lost what was just written there: {', '.join(lost)}")
         files |= {name: to.store.mark(self.path, name) for name in there if name not in files}
         failpoint("marked")
-        to.entries = self._merging.entries
+        to.last.entries = self._merging.entries
         to.store.notes.add_metrics(to.metrics.late())
         made = Manifest(save.step, self._ranks.size, 0, files, to.storage_name, metrics=to.metrics.of(save.step))
         done = to.store.publish(self.path, made, to.keep)
@@ -323,9 +328,11 @@ class _Work:
 
 def _expect_whole(save: PendingSave, copy: object) -> dict[str, Any]:
     if not isinstance(copy, dict):
-        raise CheckpointError(f"stage() of {save.stager} returned {copy!r:.80}, and has to return a copy of its dict")
-    if lost := [name for name in save.names if name not in copy]:
-        raise CheckpointError(f"stage() of {save.stager} returned a copy without {', '.join(map(repr, lost))}")
+        raise CheckpointError(
+            f"stage() of {save.copy.stager} returned {copy!r:.80}, and has to return a copy of its dict"
+        )
+    if lost := [name for name in save.copy.names if name not in copy]:
+        raise CheckpointError(f"stage() of {save.copy.stager} returned a copy without {', '.join(map(repr, lost))}")
     return copy
 
 

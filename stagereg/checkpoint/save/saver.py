@@ -122,7 +122,7 @@ class Saver:
             self._background.admit(save)
             self._stage(save)
         except BaseException as error:
-            save.failure = reason(error)
+            save.copy.failure = reason(error)
             self._background.raise_or_warn(error)
         finally:
             # Also when this rank gives up, so that the saves of the ranks stay paired and the others raise too.
@@ -132,7 +132,7 @@ class Saver:
             finally:
                 stall = record.now() - save.called
                 self._schedule.held(step, stall)
-        if save.failure is None:
+        if save.copy.failure is None:
             self._background.stats.stall_seconds.append(stall)
             record.emit("stall", step=step, start=save.called, seconds=stall)
 
@@ -185,22 +185,22 @@ class Saver:
 
     def _number(self, save: PendingSave) -> None:
         if self._target.ranks.size > 1:
-            save.replicas, save.number = self._replicas, self._replicas.begin()
+            save.sharing.book, save.sharing.number = self._replicas, self._replicas.begin()
 
     def _share(self, save: PendingSave, captured: dict[str, Any]) -> dict[str, Any]:
         """Return what this rank stages of what it has, and note what the save has to know of it."""
-        if (found := self._replicas.cut(save.number, captured)) is not None:
-            captured, save.shares = found
+        if (found := self._replicas.cut(save.sharing.number, captured)) is not None:
+            captured, save.sharing.shares = found
         elif not save.follows:
             state = self.state or {}
-            save.buffers = entries.buffers(state)
-            save.replicated = entries.replicated(state) if self._replicas.share else ()
+            save.sharing.buffers = entries.buffers(state)
+            save.sharing.replicated = entries.replicated(state) if self._replicas.share else ()
         return captured
 
     def look_for_hang(self) -> None:
         """End the process, whose training thread can raise nothing, if ``stage`` takes longer than a save may."""
         save, limit_s = self._copying, self._background.timeout_s
-        if save is None or record.now() < save.began + limit_s:
+        if save is None or record.now() < save.copy.began + limit_s:
             return
         self._copying = None
         who = f"stage() of {self._stager_name} has not returned for {limit_s:g} s (checkpoint.failure.timeout)"
@@ -226,13 +226,13 @@ class Saver:
                 self._looked = True
                 first_save.warn_of_foreign_parameters(self.state, captured)
                 kinds = first_save.kinds_of(self.state, captured, self._cast)
-                save.look = partial(first_save.warn_of_other_kinds, kinds, self._stager_name)
+                save.copy.look = partial(first_save.warn_of_other_kinds, kinds, self._stager_name)
             if ranks.size > 1:
                 captured = self._share(save, captured)
-            save.began = record.now()
+            save.copy.began = record.now()
             if isinstance(self._stager, ReleasesCopies):
-                save.release = self._stager.release
-            save.names, save.stager = captured.keys(), self._stager_name
+                save.copy.release = self._stager.release
+            save.copy.names, save.copy.stager = captured.keys(), self._stager_name
             self._copy(save, captured)
         except Exception as error:
             raise CheckpointError(f"Step {save.step} was not saved: {reason(error)}") from error
@@ -240,14 +240,14 @@ class Saver:
     def _copy(self, save: PendingSave, captured: dict[str, Any]) -> None:
         self._copying = save
         try:
-            save.staged = self._stager.stage(captured)
-            if not isinstance(save.staged, Future):
+            save.copy.staged = self._stager.stage(captured)
+            if not isinstance(save.copy.staged, Future):
                 if not self._stager.should_synchronize_after_execute:
-                    save.complete()
+                    save.copy.complete()
             elif self._stager.should_synchronize_after_execute:
-                save.staged.result()
+                save.copy.staged.result()
             else:
-                save.staged.add_done_callback(lambda _: save.complete())
+                save.copy.staged.add_done_callback(lambda _: save.copy.complete())
         except StageregError:
             raise
         except Exception as error:
@@ -259,16 +259,16 @@ class Saver:
     def _settle(self, save: PendingSave) -> None:
         """Let the stager wait for what it has to wait for while the writer is at work, in torch's order of calls."""
         try:
-            if save.failure is None and self._stager.should_synchronize_after_execute:
+            if save.copy.failure is None and self._stager.should_synchronize_after_execute:
                 self._stager.synchronize_staging()
-                save.complete()
+                save.copy.complete()
         except Exception as error:
-            save.failure = reason(error)
-            failure = CheckpointError(f"Step {save.step} was not saved: {save.failure}")
+            save.copy.failure = reason(error)
+            failure = CheckpointError(f"Step {save.step} was not saved: {save.copy.failure}")
             failure.__cause__ = error
             self._background.raise_or_warn(failure)
         finally:
-            save.settled.set()
+            save.copy.settled.set()
 
 
 def a_step(step: int) -> int:
