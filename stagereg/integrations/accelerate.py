@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from accelerate import Accelerator, __version__
+from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 
 from stagereg.checkpoint.checkpointer import Checkpointer
@@ -31,11 +31,11 @@ from stagereg.checkpoint.options import Leave, check_all
 from stagereg.checkpoint.state.entries import per_rank
 from stagereg.errors import CheckpointError, ConfigError, nearest
 from stagereg.integrations.accelerate_join import AcceleratorJoin, inner
-from stagereg.integrations.agreed import agreed
+from stagereg.integrations.agreed import agreed, expect_known
 
 __all__ = ["attach"]
 
-_WRITTEN_FOR = "1.10 to 1.15"
+_WRITTEN_FOR = ">=1.10,<1.16"
 _METHODS = {
     "save_state": ("output_dir", "safe_serialization", "save_model_func_kwargs"),
     "load_state": ("input_dir", "load_kwargs", "load_model_func_kwargs"),
@@ -82,10 +82,13 @@ def attach(accelerator: Accelerator, join: bool = False, **checkpoint_options: A
             has no ``grace`` here, if not given: a signal could be answered in ``save_state`` only.
 
     Raises:
-        ConfigError: accelerate is of a version that this was not written for; what the Accelerator is configured for
-            cannot be kept (DeepSpeed, XLA, ``save_on_each_node``, hooks of ``save_state``); an option is of no use.
+        ConfigError: what the Accelerator is configured for cannot be kept (DeepSpeed, XLA, ``save_on_each_node``, hooks
+            of ``save_state``); an option is of no use.
+        InstallationError: accelerate is of a version that this was not written for.
     """
-    _expect_known_version(accelerator)
+    methods = {name: ("self", *arguments) for name, arguments in _METHODS.items()}
+    lacks = [name for name in (*_LISTS, *_HOOKS) if not hasattr(accelerator, name)]
+    expect_known("accelerate", _WRITTEN_FOR, type(accelerator), methods, lacks)
     _expect_fit(accelerator, join)
     _Attached(accelerator, join, checkpoint_options)
 
@@ -243,18 +246,6 @@ class _Positions:
                 loader.load_state_dict(state["loader"])
             if state.get("order") is not None and (order := getattr(loader, _ORDER, None)) is not None:
                 order.set_state(state["order"])
-
-
-def _expect_known_version(accelerator: Any) -> None:
-    """Refuse an accelerate that has changed what is replaced or read here."""
-    missing = [name for name in (*_LISTS, *_HOOKS) if not hasattr(accelerator, name)]
-    there = {name: getattr(type(accelerator), name, lambda self, missing: None) for name in _METHODS}
-    changed = [name for name in there if (*inspect.signature(there[name]).parameters,)[1:] != _METHODS[name]]
-    if missing or changed:
-        raise ConfigError(
-            f"accelerate {__version__} is installed, and this adapter was written for {_WRITTEN_FOR}: "
-            f"{', '.join(missing + changed)} of its Accelerator are not as they were there. Install one of these."
-        )
 
 
 def _expect_fit(accelerator: Any, join: bool) -> None:

@@ -1,11 +1,13 @@
-"""What one rank finds out for all, for the adapters: where to write, what to load, whether that can be done."""
+"""What the adapters share: what one rank finds out for all, and whether a trainer is as they were written for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
-from stagereg.errors import CheckpointError, StageregError
+from stagereg.errors import CheckpointError, InstallationError, StageregError
 
 
 def agreed(decide: Callable[[], Any], is_first: bool, broadcast: Callable[[Any], Any]) -> Any:
@@ -25,3 +27,28 @@ def agreed(decide: Callable[[], Any], is_first: bool, broadcast: Callable[[Any],
     if isinstance(answer, StageregError):
         raise answer
     return answer
+
+
+def expect_known(
+    package: str, written_for: str, kind: type, methods: Mapping[str, Iterable[str]], lacks: Sequence[str] = ()
+) -> None:
+    """Raise ``InstallationError`` where a class of ``package`` is not as it was when the adapter was written.
+
+    Args:
+        package: of which ``written_for`` are the releases, as pip takes them.
+        kind: the class.
+        methods: the names of their arguments, ``self`` among them.
+        lacks: attributes that instances should have.
+    """
+    wrong = [f"has no {name}" for name in lacks]
+    for name, expected in methods.items():
+        method = getattr(kind, name, None)
+        found = None if method is None else list(inspect.signature(method).parameters)
+        if found != list(expected):
+            has = f"has no {name}" if found is None else f"has {name}({', '.join(found)})"
+            wrong.append(f"{has}, not {name}({', '.join(expected)})")
+    if wrong:
+        raise InstallationError(
+            f"{package} {version(package)} is not as stagereg was written for: its {kind.__name__} {wrong[0]}. "
+            f"Run: pip install '{package}{written_for}'"
+        )

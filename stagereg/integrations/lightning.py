@@ -20,7 +20,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
@@ -29,8 +28,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Leave, Restore, check_all
-from stagereg.errors import ConfigError, InstallationError, nearest
-from stagereg.integrations.agreed import agreed
+from stagereg.errors import ConfigError, nearest
+from stagereg.integrations.agreed import agreed, expect_known
 from stagereg.integrations.lightning_resume import RESUME
 from stagereg.integrations.lightning_strategies import SHARDED, kind_of, read_entries
 from stagereg.integrations.lightning_uneven import UnevenInputs
@@ -44,6 +43,10 @@ _LIGHTNINGS = (
     "ModelCheckpoint(dirpath=, every_n_train_steps=, save_top_k=, save_last=), fit(ckpt_path=) or the strategy"
 )
 _FOLLOW = "`stagereg follow DIR/last.ckpt -- COMMAND` runs a command on each complete checkpoint there"
+_SAVING: dict[type, tuple[str, ...]] = {
+    **dict.fromkeys((Strategy, ModelParallelStrategy), ("self", "checkpoint", "filepath", "storage_options")),
+    **dict.fromkeys((FabricStrategy, FabricModelParallel), ("self", "path", "state", "storage_options", "filter")),
+}
 _HANDED_OVER = ".temp.ckpt"  # in which ddp_spawn and ddp_notebook hand weights to the process that started the ranks
 
 
@@ -70,7 +73,8 @@ class StageregCheckpointIO(CheckpointIO):
     """
 
     def __init__(self, **checkpoint_options: Any) -> None:
-        _expect_known_lightning()
+        for kind, arguments in _SAVING.items():
+            expect_known("lightning", ">=2.5,<2.7", kind, {"save_checkpoint": arguments})
         for name in checkpoint_options.keys() - _OPTIONS:
             known = name in inspect.signature(Checkpointer).parameters
             said_by = _FOLLOW if name == "on_commit" else f"in Lightning that is said by {_LIGHTNINGS}"
@@ -183,19 +187,6 @@ class StageregCheckpointIO(CheckpointIO):
                 raise ConfigError(f"{text} Give a name, as in {kind}={names(kind)[0]!r}: one is built for each.")
             self._used.add(kind)
         return options
-
-
-def _expect_known_lightning() -> None:
-    """Raise ``InstallationError`` where what is overridden here has another signature than it had."""
-    trainers, fabrics = "self, checkpoint, filepath, storage_options", "self, path, state, storage_options, filter"
-    kinds = (Strategy, ModelParallelStrategy, FabricStrategy, FabricModelParallel)
-    for kind, expected in zip(kinds, (trainers, trainers, fabrics, fabrics), strict=True):
-        found = ", ".join(inspect.signature(kind.save_checkpoint).parameters)
-        if found != expected:
-            raise InstallationError(
-                f"lightning {lightning.__version__} saves in another way than 2.5 to 2.6, which stagereg was written "
-                f"for: {kind.__module__}.{kind.__name__}.save_checkpoint has ({found}), not ({expected})."
-            )
 
 
 def _announce(kind: Any) -> None:

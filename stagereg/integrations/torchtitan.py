@@ -30,7 +30,7 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.config.instantiate import instantiate
 from stagereg.data import is_position
 from stagereg.errors import CheckpointError, ConfigError, InstallationError, nearest
-from stagereg.integrations.agreed import agreed
+from stagereg.integrations.agreed import agreed, expect_known
 from stagereg.registry import build
 
 _WRITTEN_FOR = "0.3"
@@ -110,7 +110,9 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
                 raise ConfigError(f"stagereg.Checkpointer has no option {name!r}.{nearest(name, known)}")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> StageregCheckpointManager:
-        _expect_known_version()
+        called = {*_METHODS, *base.BaseCheckpointManager.__abstractmethods__}
+        methods = {name: _METHODS.get(name, ()) for name in sorted(called)}
+        expect_known("torchtitan", f"=={_WRITTEN_FOR}.*", dcp.CheckpointManager, methods)
         return super().__new__(cls)
 
     def __init__(
@@ -288,15 +290,3 @@ def _from_first(found: Any) -> Any:
         dist.broadcast_object_list(boxed := [found], src=0)
         return boxed[0]
     return found
-
-
-def _expect_known_version() -> None:
-    """Raise ``InstallationError`` where torchtitan calls other methods than those that are written here."""
-    called = {*_METHODS, *base.BaseCheckpointManager.__abstractmethods__}
-    there = {name: inspect.signature(getattr(dcp.CheckpointManager, name, str)).parameters for name in sorted(called)}
-    wrong = [name for name, arguments in there.items() if tuple(arguments) != _METHODS.get(name)]
-    if wrong:
-        raise InstallationError(
-            f"torchtitan {_FOUND} has another {', '.join(wrong)} than {_WRITTEN_FOR}, for which this was "
-            f"written: pip install 'torchtitan=={_WRITTEN_FOR}.*'"
-        )

@@ -33,10 +33,11 @@ from transformers.trainer_utils import get_last_checkpoint
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Leave, check_all
 from stagereg.errors import ConfigError, InstallationError, nearest
+from stagereg.integrations.agreed import expect_known
 
 __all__ = ["StageregCallback"]
 
-_ADVICE = "This was written for 5.23: pip install 'transformers==5.23.*', or a newer hydra-stagereg."
+_WRITTEN_FOR = "==5.23.*"
 _CALLED = {"_save_rng_state": ["self", "output_dir"], "save_model": ["self", "output_dir", "_internal_call"]}
 
 
@@ -74,7 +75,9 @@ class StageregCallback(TrainerCallback):
             if name not in known:
                 raise ConfigError(f"{name} is no option of stagereg.Checkpointer.{nearest(name, known)}")
         check_all(checkpoint_options)
-        _expect_known_methods()
+        ours = {name: value for name, value in vars(_StageregTrainer).items() if inspect.isfunction(value)}
+        overridden = {name: list(inspect.signature(value).parameters) for name, value in ours.items()}
+        expect_known("transformers", _WRITTEN_FOR, Trainer, {**overridden, **_CALLED})
         self._options = checkpoint_options
         self._run: Any = None
 
@@ -106,7 +109,9 @@ class StageregCallback(TrainerCallback):
         if self._run is None:
             raise ConfigError("add_callback comes too late: Trainer(callbacks=[...]), or callback.attach(trainer).")
         if not self._run.restored:
-            raise InstallationError(f"transformers {__version__} has not loaded the optimizer. {_ADVICE}")
+            raise InstallationError(
+                f"transformers {__version__} has not loaded the optimizer: 'transformers{_WRITTEN_FOR}' does."
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         checkpointer = self._run.checkpointer
@@ -282,17 +287,3 @@ def _refuse(trainer: Any, options: dict[str, Any]) -> None:
     for reason, applies in refused.items():
         if applies:
             raise ConfigError(f"StageregCallback cannot keep this Trainer's checkpoints: {reason}.")
-
-
-def _expect_known_methods() -> None:
-    """Raise ``InstallationError`` unless the Trainer has the methods that are overridden and called here."""
-    ours = {name: value for name, value in vars(_StageregTrainer).items() if inspect.isfunction(value)}
-    overridden = {name: list(inspect.signature(value).parameters) for name, value in ours.items()}
-    for name, expected in {**overridden, **_CALLED}.items():
-        found = list(inspect.signature(getattr(Trainer, name)).parameters) if hasattr(Trainer, name) else None
-        if found != expected:
-            has = "no such method" if found is None else f"({', '.join(found)})"
-            raise InstallationError(
-                f"StageregCallback needs Trainer.{name}({', '.join(expected)}), and transformers "
-                f"{__version__} has {has}. {_ADVICE}"
-            )

@@ -456,12 +456,12 @@ def test_a_search_of_parameters_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_changed_trainer_is_an_error_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagereg.integrations.transformers.__version__", "9.0.1")
+    monkeypatch.setattr("stagereg.integrations.agreed.version", lambda package: "9.0.1")
     monkeypatch.setattr(Trainer, "_load_from_checkpoint", lambda self, path: None)
-    with pytest.raises(InstallationError, match=r"_load_from_checkpoint.*9\.0\.1.*5\.23"):
+    with pytest.raises(InstallationError, match=r"9\.0\.1.* _load_from_checkpoint.*5\.23"):
         StageregCallback()
     monkeypatch.delattr(Trainer, "_load_from_checkpoint")
-    with pytest.raises(InstallationError, match="no such method"):
+    with pytest.raises(InstallationError, match="has no "):
         StageregCallback()
 
 
