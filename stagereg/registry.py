@@ -101,12 +101,7 @@ class Entry:
         return f"{self.target} at {self.file}"
 
     def load(self) -> Callable[..., Any]:
-        """Import the component, check it against its kind's protocol and return it.
-
-        Raises:
-            RegistryError: its package requires another stagereg (nothing was imported then), its module cannot be
-                imported, lacks the name, or holds something else than the kind asks.
-        """
+        """Import the component, check it against its kind's protocol and return it."""
         if self.component is not None:
             return self.component
         who = f"{self.kind}/{self.name} of {self.distribution} {self.version}"
@@ -212,15 +207,7 @@ class Registry:
         return list(self._unreadable)
 
     def find(self, kind: str, name: str) -> Entry:
-        """Return the entry of one component; imports nothing.
-
-        ``name`` may be ``name@distribution``, also where nothing is ambiguous; spelling of the distribution does not
-        matter beyond what pip distinguishes.
-
-        Raises:
-            UnknownNameError: there is no such kind or name; the message has the nearest one and the list.
-            RegistryError: several packages announce that name, or one does and a decorator registers another component.
-        """
+        """Return the entry of one component; imports nothing. ``name`` may be ``name@distribution``."""
         _require_kind(kind)
         bare, at, distribution = str(name).partition("@")
         found = self._named(kind, bare)
@@ -265,12 +252,7 @@ class Registry:
         return checked(entry, component, component(**kwargs))
 
     def imported(self, module: str) -> ModuleType:
-        """Import a module, and with it what it registers.
-
-        Raises:
-            RegistryError: it cannot be imported, whatever ended that, ``sys.exit`` included; the message is the cause
-                and its line. What the module had registered before is forgotten.
-        """
+        """Import a module, and with it what it registers, or nothing: the error has the cause and its line."""
         before = self.decorated
         try:
             return importlib.import_module(module)

@@ -51,10 +51,9 @@ class PeerCall:
 
 
 class BegunSteps:
-    """Which steps of a loop have begun on other ranks.
+    """Which steps of a loop have begun on other ranks: the methods of a store that ``StoreMembership`` calls.
 
-    It has the methods of a store that ``StoreMembership`` calls, and stands in for one. The keys are ``begun/<step>``,
-    with increasing numbers. A step is forgotten when this rank has begun or read it.
+    The keys are ``begun/<step>``, with increasing numbers. A step is forgotten when this rank has begun or read it.
     """
 
     def __init__(self, sockets: PeerSockets, name: str) -> None:

@@ -173,11 +173,8 @@ def _problem(definition: str, subject: object, optional: bool) -> str:
 
 
 def _misspelt(kind: str, cls: type, members: set[str]) -> Iterator[str]:
-    """A line for each public name that looks like a member of the protocol which the class itself does not define.
-
-    Only what its author wrote counts, in classes of the same top-level package.
-    """
-    package = cls.__module__.partition(".")[0]
+    """A line for each public name that its author wrote and that looks like a member which the class lacks."""
+    package = cls.__module__.partition(".")[0]  # what a base of another package has is not its author's to rename
     written = {name for c in cls.mro() if c.__module__.partition(".")[0] == package for name in vars(c)}
     for name in sorted(written - members):
         lacking = [member for member in members - written if member[0] == name[0]]

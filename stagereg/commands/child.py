@@ -33,13 +33,11 @@ _GRACE_S = 2.0
 def call_in_child(
     function: str, *arguments: str, limit_s: float, start_s: float = 0.0, progress: Callable[[], object] = lambda: None
 ) -> tuple[Any, str]:
-    """Call a function; return what it returned, or ``None`` and how it ended instead, and where.
+    """Call ``"package.module:name"``; return what it returned, as JSON has it, or ``None`` and how it ended, and where.
 
     The child and all that it has started are gone then.
 
     Args:
-        function: ``"package.module:name"``; what it returns must be something that JSON has.
-        arguments: it is called with.
         limit_s: seconds that it may take.
         start_s: seconds in place of ``limit_s`` until the first progress, if they are more.
         progress: asked several times a second; each time what it returns has changed, the seconds begin anew.

@@ -17,10 +17,9 @@ from pathlib import Path
 import stagereg.output as output
 from stagereg.checkpoint.format.damage import Condition
 from stagereg.commands.listing import add_plugins_option, import_plugins
-from stagereg.errors import CheckpointError, ConfigError
+from stagereg.errors import CheckpointError, ConfigError, listed
 from stagereg.sizes import ByteSize
 
-_SHOWN = 8
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -87,9 +86,9 @@ def run(asked: argparse.Namespace) -> int:
         return 0
     more = f" and {len(written) - 1} files beside it" if len(written) > 1 else ""
     output.echo(f"{written[-1]}{more}: {which}, {nbytes:,} bytes")
-    output.echo(f"In it: {_listed(names) or 'nothing'}")
+    output.echo(f"In it: {listed(names)}")
     if left_out:
-        output.echo(f"Not in it, being no tensors: {_listed(left_out)}")
+        output.echo(f"Not in it, being no tensors: {listed(left_out)}")
     return 0
 
 
@@ -116,10 +115,3 @@ def _size(text: str | None) -> int | None:
     if size == 0:
         raise ConfigError("--max-shard-size is a size above 0, such as 5GB.")
     return size
-
-
-def _listed(names: list[str]) -> str:
-    """Names as the checkpoint has them, without what a terminal would take for a command; of many the first."""
-    shown = [name if name.isprintable() else ascii(name) for name in names[:_SHOWN]]
-    more = [f"and {len(names) - _SHOWN} more (--json names all)"] if len(names) > _SHOWN else []
-    return ", ".join(shown + more)

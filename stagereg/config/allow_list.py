@@ -28,10 +28,7 @@ _SHOWN = 200  # characters of a refused name, so that a message stays on one scr
 
 @dataclass(frozen=True)
 class AllowedTarget:
-    """A class or function that is not registered, but that the program lets this one call's config name by its path.
-
-    ``component`` is itself, where the program gave it and not its path.
-    """
+    """A class or function that is not registered, but that this one call's config may name by its path."""
 
     path: str
     component: Callable[..., Any] | None = None

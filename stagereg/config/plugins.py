@@ -48,7 +48,7 @@ def note(config_path: str) -> None:
         _note(config_path)
 
 
-def load() -> None:
+def import_noted() -> None:
     """Import what was noted. Raises: ``PluginError`` if one of it cannot be imported, or is no module."""
     for config_path in list(noted):
         _import_all(noted.pop(config_path), f"The config {config_path.removesuffix('.yaml')!r}")

@@ -59,7 +59,7 @@ class RegistrySource(ConfigSource):
         kind, name = _split(config_path)
         if kind not in registry.kinds():
             return False
-        plugins.load()
+        plugins.import_noted()
         self._refusal = None
         try:
             registry.find(kind, name)
@@ -74,7 +74,7 @@ class RegistrySource(ConfigSource):
         if not kind:
             return registry.kinds()
         with contextlib.suppress(plugins.PluginError):  # raised when an option is chosen: a listing goes on without
-            plugins.load()
+            plugins.import_noted()
         # Within one composition, Hydra lists a group only after a name in it was found in no source, to report that.
         refusal, self._refusal = self._refusal, None
         # Where no name is near, Hydra's list of all sources helps more.

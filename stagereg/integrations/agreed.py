@@ -34,11 +34,8 @@ def expect_known(
 ) -> None:
     """Raise ``InstallationError`` where a class of ``package`` is not as it was when the adapter was written.
 
-    Args:
-        package: of which ``written_for`` are the releases, as pip takes them.
-        kind: the class.
-        methods: the names of their arguments, ``self`` among them.
-        lacks: attributes that instances should have.
+    ``written_for`` are releases, as pip takes them; ``methods`` have the names of their arguments, ``self`` among
+    them; ``lacks`` are attributes that instances should have.
     """
     wrong = [f"has no {name}" for name in lacks]
     for name, expected in methods.items():

@@ -82,11 +82,7 @@ class StageregCallback(TrainerCallback):
         self._run: Any = None
 
     def attach(self, trainer: Trainer) -> None:
-        """Take over the checkpoints of a Trainer that was made without this callback; on all ranks, before ``train``.
-
-        Raises:
-            ConfigError: the Trainer was given what this cannot keep.
-        """
+        """Take over the checkpoints of a Trainer that was made without this callback; on all ranks, before training."""
         if isinstance(trainer, _StageregTrainer):
             raise ConfigError("This Trainer has a StageregCallback already.")
         _refuse(trainer, self._options)

@@ -58,11 +58,9 @@ def _abort(backend: Any) -> None:
 
 
 def _close_connections(backend: Any) -> None:
-    """Let a receive time out, from the first rank that is still connected.
-
-    One over a connection that the other end has closed, as ranks do that abort earlier, fails and leaves the rest open.
-    """
+    """Let a receive time out, from the first rank that is still connected."""
     for distance in range(1, backend.size()):
+        # A receive from a rank that has aborted earlier fails at once, and leaves the other connections open.
         try:
             source = (backend.rank() + distance) % backend.size()
             backend.recv([torch.zeros(1)], source, _TAG).wait(timedelta(milliseconds=5))

@@ -139,10 +139,7 @@ class FailureDetector:
             raise error
 
     def report(self, error: BaseException) -> None:
-        """Publish that this rank leaves with ``error``, unless that is a consequence. Never raises, never hangs.
-
-        The ranks abort their groups if they do not leave by themselves within a second, as where all raise the same.
-        """
+        """Publish that this rank leaves with ``error``, unless that is a consequence. Never raises, never hangs."""
         if isinstance(error, UnevenInputsError):
             self._publish(error)  # the others raise the same
         elif self._running and not isinstance(error, PeerFailedError):

@@ -16,9 +16,8 @@ from stagereg.kernel.channel import ControlChannel, Waiting, wait_until
 class Responder:
     """One rank's end of sums of ``width`` numbers, on a ``channel`` of its own. Every rank closes it once a loop.
 
-    ``follow`` is what a rank that answers does after each request, on the channel's thread: its part in what those that
-    request do then over the same channel. ``call`` is what the program calls to request, for messages. After a failed
-    join it is not closed, and not used again.
+    ``follow`` is what a rank that answers does after each request, on the channel's thread. ``call`` is what the
+    program calls to request, for messages. After a failed join it is not closed, and not used again.
     """
 
     def __init__(

@@ -69,39 +69,22 @@ class Membership(ABC):
 
     @abstractmethod
     def some_never_had_data(self) -> bool:
-        """Return, on any thread, whether some rank is without data in the first step, which has begun here.
-
-        It waits for the other ranks to begin that step, unless that was planned.
-        """
+        """Return, on any thread, whether some rank is without data in the first step; waits for the others."""
 
     @abstractmethod
     def read(self) -> ActiveRanks:
-        """Return who takes part in the step that has begun; waits for the other ranks to begin it or to run out.
-
-        Raises:
-            UnevenInputsError: the join is to throw, and some rank has run out of data.
-        """
+        """Return who takes part in the step that has begun; waits for the other ranks to begin it or to run out."""
 
     def raise_if_exhausted(self) -> None:
-        """Rank with data, in a join that throws, after :meth:`begin` and before the step changes anything.
+        """Rank with data, in a join that throws: raise if some rank has run out, before the step changes anything.
 
         Waits for the other ranks only if some of them did not know whether they would take this step.
-
-        Raises:
-            UnevenInputsError: some rank has run out of data.
         """
         if not self._sure:
             self.read()
 
     def wait_for_next_step(self) -> ActiveRanks | None:
-        """Rank without data, once a step: wait until the step has begun on some rank.
-
-        Returns:
-            Who takes part in it; ``None`` once no rank has data any more.
-
-        Raises:
-            UnevenInputsError: the join is to throw, and other ranks still have data.
-        """
+        """Rank without data, once a step: wait for it; return who takes part in it, ``None`` once no rank has data."""
         self.expects_empty_step = False
         found = None if self.over else self._wait_for_next_step()
         if found is None:

@@ -306,10 +306,7 @@ def _give_back(pool: weakref.ref[Pool], block: Block) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """The free bytes around the staged tensors in a block, for a storage that writes a file's image in place.
-
-    The bytes next to a tensor belong to whoever holds it, and all of the block may be read.
-    """
+    """The free bytes around the staged tensors in a block, for a storage that writes a file's image in place."""
 
     address: int  # of the whole block, a multiple of 4096
     nbytes: int  # likewise

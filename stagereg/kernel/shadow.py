@@ -24,12 +24,9 @@ class TorchWire:
         self.device = device
 
     def announce(self, present: bool = True) -> dist.Work:
-        """Active rank, once a step and before its collectives: add one to the step's sum.
+        """Active rank, once a step and before its collectives: add one to the step's sum, or zero if not ``present``.
 
         When the returned work is done, its tensor holds the number of active ranks.
-
-        Args:
-            present: False matches the collective without being counted.
         """
         mine = torch.full((1,), float(present), device=self.device)
         work = dist.all_reduce(mine, group=self.group, async_op=True)

@@ -52,9 +52,7 @@ _Reduced = tuple[Any, ...]  # what pickle calls a reduce value
 class TreeSpec:
     """A state dict's copy without its tensors.
 
-    Attributes:
-        tensors: the plain strided tensors of the source, each object once, in the order they were met; any device.
-            They are not detached, and not copied yet.
+    ``tensors`` are the plain strided ones of the source, each object once, neither detached nor copied yet.
     """
 
     def __init__(self) -> None:

@@ -57,13 +57,10 @@ class CopyEngine:
         return task
 
     def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.device, torch.Event]]:
-        """Copy tensor by tensor, each pair being where to and where from.
+        """Copy tensor by tensor, each pair being where to and where from; return the events of the ends, by device.
 
         From an accelerator the copies are queued on a stream of their own, behind what the caller has queued so far;
-        the caller's stream is not made to wait.
-
-        Returns:
-            The events of their ends, by device; what comes from host memory is copied already.
+        the caller's stream is not made to wait. What comes from host memory is copied already.
         """
         by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for to, source in pairs:
@@ -156,16 +153,14 @@ def _move(moves: Sequence[_Move], base: int) -> None:
 
 
 def _small_moves(moves: Sequence[_Move]) -> _Piece:
-    """Return what makes up to 1024 moves by one system call, or one by one where a sandbox refuses that.
-
-    ``process_vm_readv`` of Linux copies from one process to another, or within one, which is always allowed.
-    """
+    """Return what makes up to 1024 moves by one system call, or one by one where a sandbox refuses that."""
     count, total = len(moves), sum(nbytes for *_, nbytes in moves)
     theirs = _table(chain.from_iterable(move[1:] for move in moves))  # of struct iovec
     # Blocks of memory are used in turns, so the last few are remembered.
     ours = functools.lru_cache(4)(lambda base: _table(chain.from_iterable((base + to, n) for to, _, n in moves)))
 
     def run(base: int) -> None:
+        # `process_vm_readv` copies from one process to another, or within one, which is always allowed.
         if _readv(os.getpid(), ours(base), count, theirs, count, 0) != total:
             _move(moves, base)
 

@@ -96,12 +96,7 @@ class LocalRanks:
     """The ranks of this task, and the signals that this process gets, for the time of a ``with`` block.
 
     SIGTERM and SIGUSR1 are forwarded: ranks with a checkpointer save and exit, others end. Where the same signal comes
-    again later, and where it is any other one, the ranks are to be ended. Signals that were ignored when the program
-    was started stay ignored, by the ranks too. Only the main thread can handle signals.
-
-    Attributes:
-        forwarded: the first signal that the ranks have got.
-        stopped: the signal that is to end them.
+    again later, and where it is any other one, the ranks are to be ended (``stopped``).
     """
 
     def __init__(self) -> None:
@@ -112,7 +107,7 @@ class LocalRanks:
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> LocalRanks:
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():  # no other can handle signals
             for number in {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *SIGNALS}:
                 handler = signal.getsignal(number)
                 if handler is signal.SIG_IGN:  # by nohup, or a script that has this program in the background

@@ -49,10 +49,8 @@ class PreemptionHandler:
         return _listener.received if self in _listener.handlers else None
 
     def listen(self) -> bool:
-        """Begin to handle the signals; return whether any is handled here.
-
-        Only the main thread can begin to. A signal that has another handler already, or is ignored, is left alone.
-        """
+        """Begin to handle those signals that are neither handled nor ignored, and return whether any is handled."""
+        # Python lets no other thread set a handler.
         if threading.current_thread() is not threading.main_thread() or not _listener.open():
             return False
         _listener.handlers = (*_listener.handlers, self)

@@ -223,16 +223,14 @@ def run_recorded(task: Callable[[Any], Any], cfg: Any) -> Any:
 
 @contextlib.contextmanager
 def _process_group(rank: Rank) -> Iterator[None]:
-    """A process group for the time of the job: gloo for CPU tensors, and the accelerator's own where there is one.
-
-    Ranks that share a device use gloo for it too, because NCCL refuses such groups.
-    """
+    """A process group for the time of the job: gloo for CPU tensors, and the accelerator's own where there is one."""
     import torch
     import torch.distributed as dist
 
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(rank.local_rank % torch.cuda.device_count())
+        # NCCL refuses a group in which ranks share a device.
         enough = rank.local_world_size <= torch.cuda.device_count()
         backend = "cpu:gloo,cuda:nccl" if enough and dist.is_nccl_available() else "cpu:gloo,cuda:gloo"
     dist.init_process_group(backend, store=rank.store.group, rank=rank.rank, world_size=rank.world_size)

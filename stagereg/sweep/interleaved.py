@@ -93,10 +93,9 @@ def interleaved(combinations: Sequence[Sequence[str]], repeats: int) -> list[lis
     """Return the overrides of the jobs that run each of ``combinations`` ``repeats`` times, in their order.
 
     Round r starts with combination r. The job that runs the first one again opens a round near the middle, and never
-    stands beside one of the jobs it is going to be compared with, where there is another combination. With one repeat
-    there is nothing to compare, and nothing is added.
+    stands beside one of the jobs it is going to be compared with, where there is another combination.
     """
-    if repeats == 1:
+    if repeats == 1:  # there is nothing to compare, so no job is added either
         return [list(combination) for combination in combinations]
     number = len(combinations)
     apart = [r for r in range(1, repeats) if r % number and (r - 2) % number] or [1]
@@ -112,10 +111,7 @@ def interleaved(combinations: Sequence[Sequence[str]], repeats: int) -> list[lis
 
 
 class ContainedTask:
-    """A task whose ``sys.exit`` ends it alone, and which returns what an earlier run of the same job has returned.
-
-    Picklable when the task is.
-    """
+    """A task whose ``sys.exit`` ends it alone, and which returns what an earlier run of the same job has returned."""
 
     __wrapped__: Callable[[Any], Any]
 

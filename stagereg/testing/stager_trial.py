@@ -51,10 +51,7 @@ class StagerTrial(Contract):
         raise NotImplementedError(f"{type(self).__name__} must implement make(), which returns a fresh stager")
 
     def expected(self, tensor: Tensor) -> Tensor:
-        """Return what the copy of ``tensor`` is to be; override it for a stager that changes dtypes or values.
-
-        Structure, strides and shared storage are held against the source all the same.
-        """
+        """Return what the copy of ``tensor`` is to be; override it for a stager that changes dtypes or values."""
         return tensor
 
     def opened(self) -> AsyncStager:

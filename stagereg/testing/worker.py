@@ -104,10 +104,9 @@ def is_rank() -> bool:
 
 
 def new_group() -> None:
-    """Every rank of ``run_ranks``, in a function that it runs: end the process group, and go on in a new one.
+    """Every rank of ``run_ranks``: end the process group and all made of its ranks, and go on in a new one.
 
-    All ranks call it at the same point; it waits for them, and whoever calls it bounds the wait (:func:`limited`). Also
-    after the group was aborted on some ranks. Groups made of the old one's ranks are ended too.
+    All ranks call it at the same point; it waits for them, and whoever calls it bounds the wait (:func:`limited`).
     """
     import torch.distributed as dist
 
