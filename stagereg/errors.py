@@ -14,40 +14,6 @@ import re
 import signal
 from collections.abc import Iterable, Sequence
 
-__all__ = [
-    "RESUME_CODE",
-    "BrokenPromiseError",
-    "CheckpointError",
-    "ClosedError",
-    "ConfigError",
-    "DamagedError",
-    "DisagreementError",
-    "InstallationError",
-    "JoinError",
-    "JoinableNotInitializedError",
-    "LaunchError",
-    "NotSavedInTimeError",
-    "NothingSavedError",
-    "PeerFailedError",
-    "Preempted",
-    "RegistryError",
-    "StagerClosedError",
-    "StageregError",
-    "StagingError",
-    "Stopped",
-    "TargetNotAllowedError",
-    "UnevenInputsError",
-    "UnknownNameError",
-    "UnstageableTypeError",
-    "at_least",
-    "kind_of",
-    "listed",
-    "name_ranks",
-    "nearest",
-    "one_of",
-    "reason",
-]
-
 RESUME_CODE = 75
 """Exit code of a run that has saved and exited on a signal: start it again. ``EX_TEMPFAIL`` of sysexits.h."""
 
@@ -279,9 +245,9 @@ def kind_of(errors: Iterable[BaseException]) -> type[CheckpointError]:
     return kind if issubclass(kind, CheckpointError) else CheckpointError
 
 
-def one_of(name: str, given: object, choices: Sequence[str], error: type[StageregError] = ConfigError) -> str:
-    """Return one of ``choices``. Raises: ``error``, with the nearest of them."""
+def one_of(name: str, given: object, choices: Sequence[str]) -> str:
+    """Return one of ``choices``."""
     if given not in choices:
         close = nearest(given, choices) if isinstance(given, str) else ""
-        raise error(f"{name} must be one of {', '.join(choices)}, not {given!r}.{close}")
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {given!r}.{close}")
     return str(given)

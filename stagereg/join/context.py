@@ -75,6 +75,7 @@ class Join:
     Raises:
         JoinError: (a ``ValueError``) no joinables, or joinables with different process groups, or a first one that
             cannot announce, or a step that cannot be shadowed.
+        ConfigError: (a ``ValueError``) there is no such mode or average.
         UnevenInputsError: (a ``RuntimeError``) on leaving, or at the step, with ``throw``.
         PeerFailedError: (a ``RuntimeError``) another rank failed, was killed or does not answer. The process group
             cannot be used any more; end the process.
@@ -116,10 +117,10 @@ class Join:
         self._joinables = list(adapted.values())
         self._enable = enable
         self._throw = throw_on_early_termination
-        self._mode = mode if mode is None else one_of("join.mode", mode, get_args(Mode), JoinError)
+        self._mode = mode if mode is None else one_of("join.mode", mode, get_args(Mode))
         self._loader = loader
         self._timeout = timeout
-        self._average = one_of("join.average", average, get_args(Average), JoinError)
+        self._average = one_of("join.average", average, get_args(Average))
         self._kwargs = kwargs
         self._divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
         self._group = common_group(self._joinables, process_group)
@@ -229,7 +230,7 @@ class Join:
         Returns:
             A scalar: the mean, the same on all ranks, such as for a log.
         """
-        over = self._average if over is None else one_of("over", over, get_args(Average), JoinError)
+        over = self._average if over is None else one_of("over", over, get_args(Average))
         count = float(n)
         if not self._warned and count > 1 and is_mean(loss_sum):
             self._warned = True

@@ -46,8 +46,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "LBFGS": (lambda: stagereg.Join([LBFGS([nn.Parameter(torch.zeros(1))])]), "it needs closure"),
     "a schedule that needs a metric": (lambda: stagereg.Join([ReduceLROnPlateau(sgd())]), "it needs metrics"),
     "a function with an argument": (lambda: stagereg.Join([lambda loss: None]), "it needs loss"),
-    "a misspelt mode": (lambda: optioned(mode="plannd"), "Did you mean 'planned'"),
-    "a misspelt average": (lambda: optioned(average="sample"), "Did you mean 'samples'"),
     "no time": (lambda: optioned(timeout=0), "join.timeout must be a number of seconds above 0"),
     "no DDP": (lambda: bound("ddp", module=nn.Linear(1, 1)), "needs a DistributedDataParallel module"),
     "no ZeRO": (lambda: bound("zero", optimizer=sgd()), "needs a ZeroRedundancyOptimizer"),
@@ -63,12 +61,18 @@ def test_what_cannot_be_joined_is_refused(name: str) -> None:
     assert len(str(error.value)) < 400
 
 
+@pytest.mark.parametrize(("option", "value", "near"), [("mode", "plannd", "planned"), ("average", "sample", "samples")])
+def test_a_misspelt_option_is_refused_with_the_nearest_choice(option: str, value: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=rf"join\.{option} must be one of .*Did you mean '{near}'"):
+        optioned(**{option: value})
+
+
 DECLARATIONS: dict[str, tuple[Any, type[Exception], str]] = {
     "no collective": ([], JoinError, "at least one collective"),
     "no op": ([{"shape": [2]}], ConfigError, "declared by its fields, as in {op: all_reduce}"),
-    "a misspelt op": ([{"op": "allreduce"}], JoinError, "Did you mean 'all_reduce'"),
+    "a misspelt op": ([{"op": "allreduce"}], ConfigError, "Did you mean 'all_reduce'"),
     "a misspelt field": ([{"op": "all_reduce", "shpae": [2]}], ConfigError, "Did you mean 'shape'"),
-    "a misspelt reduction": ([{"op": "all_reduce", "reduce": "sun"}], JoinError, "Did you mean 'sum'"),
+    "a misspelt reduction": ([{"op": "all_reduce", "reduce": "sun"}], ConfigError, "Did you mean 'sum'"),
     "no dtype": ([{"op": "all_reduce", "dtype": "float33"}], JoinError, "must be a torch dtype or its name"),
     "no mapping": (["all_reduce"], ConfigError, "declared by its fields"),
 }

@@ -41,8 +41,8 @@ class Collective:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        one_of("a collective's op", self.op, get_args(Op), JoinError)
-        one_of("a collective's reduce", self.reduce, get_args(Reduction), JoinError)
+        one_of("a collective's op", self.op, get_args(Op))
+        one_of("a collective's reduce", self.reduce, get_args(Reduction))
         dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
         if not isinstance(dtype, torch.dtype):
             raise JoinError(f"a collective's dtype must be a torch dtype or its name, not {self.dtype!r}")
