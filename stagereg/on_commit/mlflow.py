@@ -45,7 +45,7 @@ class MlflowArtifact:
             "step": checkpoint.step,
             "path": str(checkpoint.path),
             "storage": manifest.storage,
-            "bytes": sum(mark.bytes for mark in manifest.files.values()),
+            "bytes": manifest.nbytes,
             "metrics": metrics_to_json(checkpoint.metrics),
         }
         client.log_dict(run_id, about, f"{name}.json")

@@ -35,7 +35,7 @@ class WandbArtifact:
         about = {
             "step": checkpoint.step,
             "storage": manifest.storage,
-            "bytes": sum(mark.bytes for mark in manifest.files.values()),
+            "bytes": manifest.nbytes,
             **metrics_to_json(checkpoint.metrics),
         }
         artifact = wandb.Artifact(self.name or f"checkpoint-{run.id}", self.type, metadata=about)
