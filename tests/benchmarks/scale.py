@@ -46,6 +46,7 @@ from stagereg.checkpoint.save.committing import _Prepared, _Work
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy
 from stagereg.checkpoint.storage.files import FileStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from tests.support.memory_backend import MemoryBackend
 
 LAYERS, HIDDEN, FFN, HEADS, KV_HEADS, VOCAB = 80, 8192, 28672, 64, 8, 128256
 SHARDS, STAGES = 8, 8
@@ -153,24 +154,25 @@ class Clock:
         return found
 
 
+class OfAllRanks(MemoryBackend):
+    """Has the files of so many ranks in each directory."""
+
+    ranks = 0
+
+    def list(self, path: str) -> dict[str, int | str | None]:
+        return super().list(path) | {f"__{rank}_0.distcp": 10**9 for rank in range(self.ranks)}
+
+
 class Nowhere(CheckpointStore):
-    """Keeps what is put there, and has the files of all ranks."""
+    """Keeps what is put there, and commits nothing."""
 
     def __init__(self, ranks: int) -> None:
-        self.root, self.content, self.ranks, self.serials = "", {}, ranks, set()
+        backend = OfAllRanks("/nowhere")
+        backend.ranks = ranks
+        super().__init__(backend)
 
-    def temporary(self, *_: Any) -> str:
-        return ""
-
-    def files(self, *_: Any) -> list[str]:
-        return [*self.content, *(f"__{rank}_0.distcp" for rank in range(self.ranks))]
-
-    def put(self, written: str, name: str, data: bytes) -> FileMark:
-        self.content[name] = data
-        return FileMark(len(data), 0)
-
-    def publish(self, written: str, step: int, size: int, storage: str, files: dict[str, FileMark], *_: Any) -> Any:
-        return Checkpoint("", Manifest(step, size, 1, files, storage))
+    def publish(self, written: str, manifest: Manifest, keep: Any) -> Checkpoint:
+        return Checkpoint("", manifest)
 
 
 class StorageWithoutFiles(FileStorage):

@@ -1,18 +1,11 @@
 """A checkpoint store: which checkpoints there are, and how one is committed; docs/checkpoints.md shows its files.
 
-Where it lies, and what that can do in one step, is its :class:`.Backend`'s. Which checkpoints stay is the business of
-its :class:`.Retention`, and small files beside them of its :class:`.Notes`.
+*Reading*: any process, any rank, at any time, without a lock; what another process writes meanwhile is seen complete or
+not at all. *Writing*: the run that holds the lock, and of that rank 0 alone; only :meth:`CheckpointStore.mark` is for
+each rank. A run calls ``lock`` and ``sweep`` once; for each save ``temporary``, the storage writes there, ``mark``,
+``publish`` and ``retention.clear``, or ``backend.discard`` where something has failed; ``settle`` in the end.
 
-Two kinds of calls. *Reading*: any process, any rank, at any time, and no lock is needed; what another process writes
-meanwhile is either seen complete or not at all, and :meth:`CheckpointStore.reading` keeps it from being deleted.
-*Writing*: the run that holds the lock, and of that rank 0 alone, except for :meth:`CheckpointStore.mark`, with which
-each rank looks after its own files.
-
-The order of calls of one run: :meth:`CheckpointStore.lock` and :meth:`CheckpointStore.sweep` once; then for each save
-:meth:`CheckpointStore.temporary`, the storage writes there, :meth:`CheckpointStore.mark`, and then
-:meth:`CheckpointStore.publish` and :meth:`.Retention.clear`, or ``backend.discard`` where something has failed; in the
-end :meth:`CheckpointStore.settle`. Paths are full paths, or URLs, as text. Errors are ``OSError`` unless
-said otherwise.
+Paths are full paths, or URLs, as text. Errors are ``OSError`` unless said otherwise.
 """
 
 from __future__ import annotations

@@ -76,13 +76,13 @@ class Directory:
         sync(Path(path))
 
     def replace(self, name: str, data: bytes) -> None:
-        if not data:
+        if data:
+            beside = f"{self.root}/.{name}.tmp"
+            self.write(beside, data)
+            os.replace(beside, f"{self.root}/{name}")
+            sync(Path(self.root))
+        else:
             self.delete(f"{self.root}/{name}")
-            return
-        beside = f"{self.root}/.{name}.tmp"
-        self.write(beside, data)
-        os.replace(beside, f"{self.root}/{name}")
-        sync(Path(self.root))
 
     def delete(self, path: str) -> None:
         Path(path).unlink(missing_ok=True)
