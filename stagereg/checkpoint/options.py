@@ -142,6 +142,7 @@ def check_all(given: Mapping[str, Any]) -> None:
             _resumable(value, given.get("dir", ""))
         elif name == "every" and isinstance(value, str):
             one_of("checkpoint.every", value, ("auto", "a number of steps"))
+            at_least(1, "checkpoint.every", 1 if value == "auto" else value)
         elif name == "every" or (name == "keep" and not isinstance(value, Keep)):
             at_least(1, f"checkpoint.{name}", value)
         elif (group := _GROUPS.get(name)) and not isinstance(value, group):

@@ -65,10 +65,12 @@ class Notes:
         if self._late is None:
             self._late = {}
             try:
-                if text := self.read(METRICS).decode().strip():
-                    self._late_text = text
-                    read = json.loads(text)
-                    self._late = {int(serial): metrics_from_json(metrics) for serial, metrics in read.items()}
+                text = self._backend.read(f"{self._backend.root}/{METRICS}").decode().strip()
+                read = json.loads(text)
+                self._late = {int(serial): metrics_from_json(metrics) for serial, metrics in read.items()}
+                self._late_text = text
+            except FileNotFoundError:
+                pass
             except (OSError, ValueError, AttributeError, RecursionError) as error:
                 _log.warning("stagereg: %s/%s is passed over: %s", self._backend.root, METRICS, error)
         return self._late

@@ -144,7 +144,7 @@ def test_saves_behind_a_deletion_that_hangs_are_late_too(write: Write, monkeypat
         deleting.set()
         assert go_on.wait(30)
 
-    monkeypatch.setattr(write.target.store, "clear", clear)
+    monkeypatch.setattr(write.target.store.retention, "clear", clear)
     background = write.background(0.2)
     write.go.set()
     write.submitted(background)
@@ -159,7 +159,7 @@ def test_saves_behind_a_deletion_that_hangs_are_late_too(write: Write, monkeypat
 
 def test_a_deletion_that_hangs_is_no_save_that_has_failed(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr(write.target.store, "clear", lambda: go_on.wait(30))
+    monkeypatch.setattr(write.target.store.retention, "clear", lambda: go_on.wait(30))
     background = write.background(0.2)
     write.go.set()
     write.submitted(background)

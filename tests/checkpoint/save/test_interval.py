@@ -252,7 +252,7 @@ def test_every_is_a_number_from_the_first_step_to_the_last(tmp_path: Path) -> No
 @pytest.mark.parametrize("every", [50, "auto"])
 def test_a_config_takes_a_number_of_steps_or_auto(every: object, tmp_path: Path) -> None:
     typed = OmegaConf.structured(schema.schema(registry.find("checkpoint", "default")))
-    config = OmegaConf.merge(typed, {"dir": str(tmp_path), "every": every, "mtbf": "90m"})
+    config = OmegaConf.merge(typed, {"dir": str(tmp_path), "every": every, "failure": {"mtbf": "90m"}})
     with instantiate(config) as checkpointer:
         assert checkpointer.every == (50 if every == 50 else 10)
 
