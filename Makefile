@@ -11,9 +11,12 @@ TORCH := torch==2.13.0
 WORKERS := --numprocesses 2 --dist worksteal
 # What pages of the site load, in place of a CDN: draws diagrams; lets the search run from file://.
 SCRIPTS := mermaid@11.17.2 iframe-worker@1.0.4
+WITH_FRAMEWORKS := tests/integrations tests/benchmarks/test_integrations.py tests/on_commit/test_components.py \
+	tests/checkpoint/promises/test_torchtitan.py tests/commands/test_convert.py::test_transformers_takes_the_files \
+	tests/test_docs_pages.py::test_schedulers_start_a_job_that_ended_with_75_again
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: train test test-all frameworks docs nightly scale gpu dist check format clean
+.PHONY: train test test-all frameworks docs nightly bench-endurance bench-join bench-replicas bench-integrations scale gpu dist check format clean
 
 train: $(VENV)/.ready  ## train a small language model on two local ranks
 	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
@@ -25,7 +28,7 @@ test-all: $(HYDRA_1_4)/.ready frameworks  ## the tests with their longer matrice
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS)
 
 frameworks: $(FRAMEWORKS)/.ready  ## the tests of stagereg.integrations, with the trainers installed
-	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest $(WORKERS) tests/integrations tests/on_commit/test_components.py
+	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest $(WORKERS) $(WITH_FRAMEWORKS)
 
 docs: $(DOCS)/.ready  ## the documentation site, to site/index.html; without network once its environment is there
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
@@ -33,10 +36,17 @@ docs: $(DOCS)/.ready  ## the documentation site, to site/index.html; without net
 # The last line finds pyenv's interpreters too.
 nightly: $(HYDRA_1_4)/.ready docs  ## three hundred kills, five hundred saves twice, new examples, other versions of torch and Python
 	$(BIN)/python tests/benchmarks/kills.py --kills 300
-	$(BIN)/stagereg bench endurance --saves 500
-	$(BIN)/stagereg bench endurance --saves 500 --stager shared --storage dcp
+	$(MAKE) bench-endurance
+	$(MAKE) bench-endurance ARGS="--stager shared"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --hypothesis-profile=explore $(WORKERS)
 	PYENV_VERSION=$$(pyenv versions --bare 2>/dev/null | paste -sd:) $(BIN)/python -m nox
+
+# With ARGS="--help", and so on.
+bench-endurance bench-join bench-replicas: bench-%: $(VENV)/.ready  ## what the project measures to prove itself
+	$(BIN)/python tests/benchmarks/$*.py $(ARGS)
+
+bench-integrations: $(FRAMEWORKS)/.ready  ## what a checkpoint costs, saved by each trainer itself and through stagereg
+	$(FRAMEWORKS)/bin/python tests/benchmarks/integrations.py $(ARGS)
 
 scale: $(VENV)/.ready  ## what a save sends and costs on thousands of simulated ranks
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python tests/benchmarks/scale.py

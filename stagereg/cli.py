@@ -28,7 +28,7 @@ from stagereg.commands import (
     scaffold,
 )
 from stagereg.errors import StageregError, nearest
-from stagereg.machine import tunables
+from stagereg.machine import become_a_rank
 
 _COMMANDS = (
     listing,
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no command {given[0]!r}.{nearest(given[0], commands.choices)} There is: {known}")
     asked = parser.parse_args(given)
     if arguments is None and asked.as_a_rank:
-        _become_a_rank()
+        become_a_rank("-m", "stagereg", *sys.argv[1:])
     try:
         code: int = asked.run(asked)
         sys.stdout.flush()
@@ -79,11 +79,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return code
-
-
-def _become_a_rank() -> None:
-    """Start this process once more in the environment that ranks get, if it is not in it."""
-    missing = tunables(os.environ)
-    if missing:
-        sys.stdout.flush()
-        os.execve(sys.executable, [sys.executable, "-m", "stagereg", *sys.argv[1:]], {**os.environ, **missing})

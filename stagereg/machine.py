@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import socket
+import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +34,14 @@ def tunables(environment: Mapping[str, str]) -> dict[str, str]:
     if platform.machine() != "x86_64" or _THRESHOLD in before:
         return {}
     return {TUNABLES: ":".join(filter(None, (before, f"{_THRESHOLD}={_THRESHOLD_BYTES:#x}")))}
+
+
+def become_a_rank(*command: str) -> None:
+    """Start this process once more, by the arguments of Python, in the environment that ranks get, if it has it not."""
+    missing = tunables(os.environ)
+    if missing:
+        sys.stdout.flush()
+        os.execve(sys.executable, [sys.executable, *command], {**os.environ, **missing})
 
 
 def describe(device: str) -> dict[str, Any]:

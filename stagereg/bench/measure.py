@@ -208,6 +208,8 @@ def _save_quietly(*args: Any) -> None:
 def in_own_process(task: Callable[..., T], *args: Any, **environment: str) -> T:
     """Run ``task(*args)`` in a fresh process with these environment variables too, and return what it returns.
 
+    Unlike a rank of ``run_ranks``, torch starts with these variables, there is no process group, and progress is shown.
+
     Raises:
         LaunchError: it raised, or its process died.
     """

@@ -2,7 +2,8 @@
 
 The child has the module path of this process and leads a session of its own. It ends with this process, however that
 ends. What it prints is kept out of this process's output. If it hangs, ``faulthandler`` dumps its stack,
-which needs no cooperation of the thread that hangs.
+which needs no cooperation of the thread that hangs. Unlike ``run_ranks``, no torch is needed here or there: whether
+importing it works is one of the questions.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-import stagereg.bench.integration_rows as integration_rows
 from stagereg import cli
+
+from ..support.benched import bench, rows_by_group
 
 FEW = {
     "staging": ["--states", "large,lora", "--rows", "pinned_cached,torch:per_save,first:blocking,again:ceiling"],
@@ -21,32 +21,25 @@ FEW = {
 }
 
 
-def bench(folder: Path, kind: str, *more: str) -> dict[str, Any]:
-    file = folder / "result.json"
-    where = [] if kind == "staging" else ["--dir", str(folder)]
-    arguments = ["bench", kind, "--scale", "0.001", "--rounds", "2", "--json", str(file), *where, *more]
-    assert cli.main(arguments) == 0
-    seen: dict[str, Any] = json.loads(file.read_text())
+def measured(folder: Path, kind: str, *more: str) -> dict[str, Any]:
+    arguments = ["bench", kind, "--scale", "0.001", "--rounds", "2", *more]
+    seen: dict[str, Any] = bench(cli.main, folder, *arguments, disk=kind != "staging")
     return seen
-
-
-def rows(group: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {row["row"]: row for row in group["rows"]}
 
 
 @pytest.mark.parametrize("kind", ["staging", "write"])
 def test_medians_and_ratios_follow_from_the_samples_of_the_run(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen = bench(tmp_path, kind, *FEW[kind])
+    seen = measured(tmp_path, kind, *FEW[kind])
     names = FEW[kind][FEW[kind].index("--rows") + 1].split(",")
     assert seen["settings"]["rounds"] == 2
     environment = seen["environment"]
     assert (environment["torch"], environment["cores"]) == (torch.__version__, len(os.sched_getaffinity(0)))
     assert {"python", "kernel", "cpu", "load"} <= set(environment)
-    assert [group["name"] for group in seen["groups"]] == (["large", "lora"] if kind == "staging" else ["gpt"])
-    for group in seen["groups"]:
-        found = rows(group)
+    groups = rows_by_group(seen)
+    assert list(groups) == (["large", "lora"] if kind == "staging" else ["gpt"])
+    for found in groups.values():
         assert set(found) == {"ceiling", *names}
         top = statistics.median(found["ceiling"]["seconds"]["samples"])
         for row in found.values():
@@ -58,14 +51,12 @@ def test_medians_and_ratios_follow_from_the_samples_of_the_run(
     out = capsys.readouterr().out
     assert all(name in out for name in names)
     assert max(map(len, out.splitlines())) <= 120
-    assert list(tmp_path.iterdir()) == [tmp_path / "result.json"]
 
 
 def test_stall_measures_what_a_checkpoint_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    seen = bench(tmp_path, "stall", *FEW["stall"])
+    seen = measured(tmp_path, "stall", *FEW["stall"])
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 120
-    (group,) = seen["groups"]
-    found = rows(group)
+    (found,) = rows_by_group(seen).values()
     assert list(found) == ["none", "torch:async_save", "pinned_cached+dcp"]
     for row in found.values():
         pairs = zip(row["segment"]["samples"], row["alone"]["samples"], strict=True)
@@ -75,30 +66,12 @@ def test_stall_measures_what_a_checkpoint_costs(tmp_path: Path, capsys: pytest.C
         assert row["lost"]["median"] == pytest.approx(statistics.median(lost))
         assert 0 <= row["blocked"]["median"] < row["segment"]["median"]
     assert found["pinned_cached+dcp"]["blocked"]["median"] > found["none"]["blocked"]["median"]
-    assert list(tmp_path.iterdir()) == [tmp_path / "result.json"]
-
-
-def test_a_trainer_that_is_not_installed_is_a_skipped_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(integration_rows.importlib.util, "find_spec", {"torch": torch}.get)
-    seen = bench(tmp_path, "integrations", "--rows", "accelerate:own,torch:stagereg,torch:async")
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 120
-    assert "skipped: accelerate is not installed (pip install 'hydra-stagereg[accelerate]')" in out
-    skipped, measured = seen["groups"]
-    assert rows(skipped) == {"accelerate": {"row": "accelerate"}}
-    found = rows(measured)
-    assert list(found) == ["torch:none", "torch:async", "torch:stagereg"]
-    assert all(len(row["lost"]["samples"]) == 2 for row in found.values())
-    assert found["torch:stagereg"]["blocked"]["median"] > found["torch:none"]["blocked"]["median"]
-    assert list(tmp_path.iterdir()) == [tmp_path / "result.json"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(FEW))
 def test_every_row_that_is_there_can_be_measured(kind: str, tmp_path: Path) -> None:
-    seen = bench(tmp_path, kind)
+    seen = measured(tmp_path, kind)
     assert [row for group in seen["groups"] for row in group["rows"] if "failure" in row] == []
 
 
@@ -119,21 +92,10 @@ def test_every_row_that_is_there_can_be_measured(kind: str, tmp_path: Path) -> N
         (["staging", "--json", "/"], "is a directory"),
         (["write", "--dir", "/nowhere/at/all"], "cannot write in /nowhere/at/all"),
         (["stall", "--dir", "/proc"], "cannot write in /proc"),
-        (["integrations", "--rows", "acelerate:own"], "Did you mean 'accelerate:own'"),
-        (["join", "--rows", "plannd"], "Did you mean 'planned'"),
-        (["join", "--models", "medum"], "Did you mean 'medium'"),
-        (["join", "--ranks", "2,none"], "--ranks takes whole numbers from 1 on, not 'none'"),
-        (["replicas", "--rows", "torch:sav"], "Did you mean 'torch:save'"),
-        (["replicas", "--models", "fsdp"], "Did you mean 'fsdp2'"),
+        (["restore", "--models", "fsdp"], "Did you mean 'fsdp2'"),
         (["restore", "--rows", "torch:save"], "There is no row 'torch:save'"),
         (["restore", "--ranks", "0"], "--ranks takes whole numbers from 1 on, not '0'"),
         (["restore", "--dir", "/nowhere/at/all"], "cannot write in /nowhere/at/all"),
-        (["endurance", "--saves", "9"], "--saves must be at least 10"),
-        (["endurance", "--keep", "0"], "--keep must be at least 1"),
-        (["endurance", "--stager", "pined_cached"], "Did you mean 'pinned_cached'"),
-        (["endurance", "--storage", "dpc"], "Did you mean 'dcp'"),
-        (["endurance", "--dir", "/nowhere/at/all"], "cannot write in /nowhere/at/all"),
-        (["endurance", "--json", "/"], "is a directory"),
     ],
 )
 def test_wrong_arguments_are_refused_on_one_screen(
@@ -156,7 +118,7 @@ def test_a_missing_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", list(FEW))
 def test_every_kind_runs_with_the_state_on_a_device(kind: str, tmp_path: Path) -> None:
-    seen = bench(tmp_path, kind, *FEW[kind], "--device", "cuda")
+    seen = measured(tmp_path, kind, *FEW[kind], "--device", "cuda")
     assert seen["environment"]["device"]
     assert [row for group in seen["groups"] for row in group["rows"] if "failure" in row] == []
 

@@ -27,6 +27,8 @@ from stagereg.checkpoint.store.failpoints import watch
 from stagereg.errors import ConfigError
 from stagereg.testing.ranks import run_ranks
 
+from ..support.watching import watching
+
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -245,20 +247,16 @@ def test_a_save_beside_another_to_the_same_path_is_refused(tmp_path: Path) -> No
 
     save = partial(dcp.save, no_dist=True)
     save(state(1), storage_writer=stagereg.DcpWriter(tmp_path / "a"))
-    watch(hold)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            first = pool.submit(save, state(2), storage_writer=stagereg.DcpWriter(tmp_path / "a"))
-            assert written.wait(60)
-            try:
-                save(state(4), storage_writer=stagereg.DcpWriter(tmp_path / "b"))
-                with pytest.raises(CheckpointException, match="still being written"):
-                    save(state(3), storage_writer=stagereg.DcpWriter(tmp_path / "a"))
-            finally:
-                goes_on.set()
-            first.result(60)
-    finally:
-        watch(None)
+    with watching(hold), ThreadPoolExecutor(1) as pool:
+        first = pool.submit(save, state(2), storage_writer=stagereg.DcpWriter(tmp_path / "a"))
+        assert written.wait(60)
+        try:
+            save(state(4), storage_writer=stagereg.DcpWriter(tmp_path / "b"))
+            with pytest.raises(CheckpointException, match="still being written"):
+                save(state(3), storage_writer=stagereg.DcpWriter(tmp_path / "a"))
+        finally:
+            goes_on.set()
+        first.result(60)
     found = state(0)
     dcp.load(found, storage_reader=stagereg.DcpReader(tmp_path / "a"), no_dist=True)
     assert same(found, state(2))
@@ -327,6 +325,7 @@ warnings.simplefilter("ignore")
 import torch, torch.distributed.checkpoint as dcp
 import stagereg
 from stagereg.checkpoint.store.failpoints import watch
+from tests.support.forked import forked
 
 root = Path(sys.argv[1])
 
@@ -347,18 +346,6 @@ def check(over, killed):
         assert killed or found["x"][0] == 2
     save(3)
     assert os.listdir(root) == ["a"], os.listdir(root)
-
-def forked(act, *args):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            act(*args)
-            os._exit(0)
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-            os._exit(1)
-    return os.waitpid(pid, 0)[1]
 
 for over in (False, True):
     number, killed = 0, signal.SIGKILL
@@ -383,6 +370,7 @@ def test_a_kill_at_any_moment_leaves_all_or_nothing(tmp_path: Path, apart: int) 
         text=True,
         timeout=100,
         check=False,
+        cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr
     assert all(int(count) > 9 for count in done.stdout.split()), done.stdout

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import stagereg.commands.scaffold as scaffold
 from stagereg.errors import ConfigError
 
-from ..test_packaging import ROOT, build, environment
+from ..support.wheels import ROOT, build, environment
 from .conftest import Command
 
 KINDS = ("stager", "joinable", "join_hook", "on_commit")

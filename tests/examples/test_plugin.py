@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ..support.app import App
-from ..test_packaging import build, environment
+from ..support.wheels import build, environment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
 WIDTH = 32

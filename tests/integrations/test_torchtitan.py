@@ -34,6 +34,8 @@ from stagereg.errors import CheckpointError, ConfigError, InstallationError
 from stagereg.integrations.torchtitan import StageregCheckpointManager
 from stagereg.testing.ranks import run_ranks
 
+from ..support.watching import watching
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "integrations" / "torchtitan_train.py"
 RUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE)]
@@ -563,13 +565,10 @@ def test_a_failed_save_is_raised_by_the_next_one(tmp_path: Path) -> None:
         if point == "writing":
             raise OSError(28, "No space left on device")
 
-    before = watch(fail)
-    try:
+    with watching(fail):
         run.train(4)
         with pytest.raises(CheckpointError, match="No space left"):
             run.manager.maybe_wait_for_saving()
-    finally:
-        watch(before)
     run.train(6).manager.close()
     assert steps_in(tmp_path) == ["step-00000002", "step-00000006"]
 

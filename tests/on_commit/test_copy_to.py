@@ -17,7 +17,6 @@ import torch
 from hydra import compose, initialize_config_dir
 
 import stagereg
-import stagereg.checkpoint.store.failpoints as failpoints
 import stagereg.on_commit.copy_to as copy_to
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import FileMark
@@ -27,6 +26,8 @@ from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.on_commit.copy_to import CopyTo
+
+from ..support.watching import watching
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ROUTES = ["path path", "path url", "url path", "url url"]
@@ -141,12 +142,8 @@ def test_a_copy_killed_anywhere_goes_on_and_is_never_seen(
         if reached == point and seen.count(point) == 1 + (point == "flushed"):
             raise Killed
 
-    before = failpoints.watch(kill)
-    try:
-        with contextlib.suppress(Killed):
-            CopyTo(target, keep=1).committed(newest(source))
-    finally:
-        failpoints.watch(before)
+    with watching(kill), contextlib.suppress(Killed):
+        CopyTo(target, keep=1).committed(newest(source))
     assert point in seen or ("://" in target and point in ("described", "renamed"))
     assert steps(target) in ([1], [2], [2, 1])
     CopyTo(target, keep=1).committed(newest(source))

@@ -30,6 +30,8 @@ from stagereg.errors import CheckpointError, StagingError
 from stagereg.registry import build
 from stagereg.stagers.async_stager import AsyncStager
 
+from ...support.watching import watching
+
 
 @pytest.fixture
 def fail_writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | None], None]:
@@ -296,18 +298,13 @@ def test_the_named_failpoints_are_exactly_those_in_the_code() -> None:
 
 def test_a_save_reaches_its_failpoints_in_their_listed_order(tmp_path: Path) -> None:
     seen: list[str] = []
-    before = failpoints.watch(seen.append)
-    try:
-        with Checkpointer(str(tmp_path), keep=1) as checkpointer:
-            checkpointer.save(1, {"x": 1})
-            checkpointer.wait()
-            first = list(dict.fromkeys(seen))
-            seen.clear()
-            checkpointer.save(2, {"x": 2})
-            checkpointer.wait()
-        assert failpoints.watch(before) == seen.append
-    finally:
-        failpoints.watch(before)
+    with watching(seen.append), Checkpointer(str(tmp_path), keep=1) as checkpointer:
+        checkpointer.save(1, {"x": 1})
+        checkpointer.wait()
+        first = list(dict.fromkeys(seen))
+        seen.clear()
+        checkpointer.save(2, {"x": 2})
+        checkpointer.wait()
     of_a_step_again = ("named", "repointed")
     later = [name for name in failpoints.POINTS if name not in ("locked", "swept", *of_a_step_again)]
     assert first == ["locked", "swept", *(name for name in later if name != "hidden")]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[3]
 # The script imports torch once and forks a child for each moment, before torch has run any thread. A moment is a file
 # system operation below the directory (Python's audit events); the child kills itself right before that one.
 SCRIPT = """
@@ -18,6 +19,7 @@ import torch, torch.distributed.checkpoint
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.store.open_store import open_parent_store
+from tests.support.forked import forked
 
 root = Path(sys.argv[1])
 
@@ -57,18 +59,6 @@ def check():
         assert checkpointer.latest.name.startswith(f"step-{step:08d}")
     assert not [path for path in root.iterdir() if path.name.startswith(".")], os.listdir(root)
 
-def forked(act, *args):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            act(*args)
-            os._exit(0)
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-            os._exit(1)
-    return os.waitpid(pid, 0)[1]
-
 moment = 0
 prepared = root.with_name("prepared")
 assert forked(prepare, prepared) == 0
@@ -94,6 +84,6 @@ EVERY_MOMENT = [pytest.param(what, 1, marks=pytest.mark.slow) for what in ("a st
 def test_a_kill_at_any_moment_leaves_complete_checkpoints(tmp_path: Path, what: str, stride: int) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path / "run"), what, str(stride)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     assert int(done.stdout) > 20

@@ -20,9 +20,10 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import Manifest
 from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.save.logged_metrics import LoggedMetrics
-from stagereg.checkpoint.store.failpoints import watch
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.testing.ranks import run_ranks
+
+from ...support.watching import watching
 
 
 def metrics(root: object) -> dict[int, dict[str, float]]:
@@ -53,15 +54,11 @@ def test_what_is_logged_while_it_is_written_is_not_lost(tmp_path: Path) -> None:
             reached.set()
             go_on.wait(30)
 
-    before = watch(hold)
-    try:
-        with Checkpointer(str(tmp_path)) as checkpointer:
-            checkpointer.save(1, {"x": 1})
-            assert reached.wait(30)
-            stagereg.log(1, held_out=2.5)
-            go_on.set()
-    finally:
-        watch(before)
+    with watching(hold), Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(1, {"x": 1})
+        assert reached.wait(30)
+        stagereg.log(1, held_out=2.5)
+        go_on.set()
     assert written(tmp_path, 1) == {"held_out": 2.5}
 
 

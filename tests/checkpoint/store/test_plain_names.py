@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from stagereg.checkpoint.format.manifest import Manifest, new_token
 from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.save.on_commit import CommittedCheckpoint
 from stagereg.checkpoint.store.open_store import open_store
+
+from ...support.watching import watching
 
 PLAIN, BEFORE = "step-00000002", "step-00000001"
 AGAIN = [*list(failpoints.POINTS)[list(failpoints.POINTS).index("renamed") : -1]]
@@ -65,15 +67,6 @@ def expect_whole(root: Path) -> None:
     assert latest.manifest in [each.manifest for each in complete[:2]]
     for each in complete:
         assert not store.look(each.path, content=True).damages or each.manifest.serial == 2
-
-
-@contextmanager
-def watching(observer: Callable[[str], None]) -> Iterator[None]:
-    before = failpoints.watch(observer)
-    try:
-        yield
-    finally:
-        failpoints.watch(before)
 
 
 def test_the_plain_name_is_back_with_the_commit(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

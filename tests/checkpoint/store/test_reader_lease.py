@@ -22,7 +22,6 @@ import pytest
 import torch
 
 import stagereg
-import stagereg.checkpoint.store.failpoints as failpoints
 import stagereg.checkpoint.store.lease as lease
 import stagereg.checkpoint.store.readers as readers
 from stagereg import cli
@@ -30,6 +29,8 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_store
+
+from ...support.watching import watching
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 BOUND_S = 60
@@ -88,11 +89,8 @@ def test_what_is_read_stays_until_that_has_ended(run: Checkpointer) -> None:
     seen: list[str] = []
     with store.reading(first(run)):
         with store.reading(first(run)):
-            before = failpoints.watch(seen.append)
-            try:
+            with watching(seen.append):
                 save(run, 2)
-            finally:
-                failpoints.watch(before)
             assert there(run) == [1, 2]
             assert len(leases(run)) == 2
             assert "hidden" not in seen  # it was there all the time
@@ -136,11 +134,8 @@ def test_a_reader_that_comes_at_the_last_moment_keeps_it(run: Checkpointer) -> N
     store, path = open_store(str(run.dir)), first(run)
     with contextlib.ExitStack() as held:
         observer = lambda point: held.enter_context(store.reading(path)) if point == "hidden" else None  # noqa: E731
-        before = failpoints.watch(observer)
-        try:
+        with watching(observer):
             save(run, 2)
-        finally:
-            failpoints.watch(before)
         assert there(run) == [1, 2]
         assert store.look(path, content=True).damages == {}
     save(run, 3)

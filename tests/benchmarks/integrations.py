@@ -1,4 +1,4 @@
-"""``stagereg bench integrations``: what a checkpoint costs training, saved by the trainer itself and through stagereg.
+"""What a checkpoint costs training, saved by the trainer itself and through stagereg: ``make bench-integrations``.
 
 Each trainer trains the model of ``stagereg bench stall`` on one rank, in segments as there. With torch, accelerate and
 torchtitan the loop is the user's; Lightning's and Hugging Face's ``Trainer`` have their own, which runs on a thread and
@@ -8,6 +8,7 @@ a trainer has not flushed is flushed after its turn, which is not timed.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import importlib.util
@@ -15,6 +16,7 @@ import io
 import itertools
 import logging
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +30,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+import stagereg.bench.command as command
 import stagereg.bench.stall as stall
 from stagereg.bench.ceiling import flush
 from stagereg.bench.measure import Series, in_own_process, interleave, quiet
@@ -341,3 +344,25 @@ _TRAINERS: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     "torchtitan": (_torchtitan, {"none": "-", "own": "files", "async": "files", "stagereg": "yes"}),
 }
 """Who makes a trainer's ways to save, and of each what has been flushed when a checkpoint is said to be complete."""
+
+
+def groups(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
+    """Measure rows of :func:`row_names`, and of each trainer the one without a checkpoint."""
+    found = []
+    for trainer in dict.fromkeys(row.partition(":")[0] for row in rows):
+        wanted = [f"{trainer}:{way}" for way in _TRAINERS[trainer][1]]
+        wanted = [row for row in wanted if row in rows or row == wanted[0]]
+        with command.folder_below(asked.dir) as folder:
+            found.append(group(trainer, wanted, asked.rounds, asked.scale, Path(folder)))
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what was asked for."""
+    parser = argparse.ArgumentParser(description="What a checkpoint costs training, by the trainer and by stagereg.")
+    command.add_options(parser, 9, lambda asked: row_names(), groups)
+    return command.main(parser, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

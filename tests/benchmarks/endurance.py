@@ -1,16 +1,18 @@
-"""``stagereg bench endurance``: whether hundreds of checkpoints leave anything behind.
+"""Whether hundreds of checkpoints leave anything behind: ``make bench-endurance``.
 
-A small model is trained and saved after every step, with retention at work all the time. At
-ten marks the process waits for its last save, collects garbage, and counts what it and its children hold and what lies
-on the disk. :func:`grown` compares the marks. Needs Linux's ``/proc``.
+A small model is trained and saved after every step, with retention at work all the time. At ten marks the process waits
+for its last save, collects garbage, and counts what it and its children hold and what lies on the disk. :func:`grown`
+compares the marks. The exit code is 1 if something has grown. Needs Linux's ``/proc``.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import os
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch
 
 import stagereg.output as output
 import stagereg.shutdown as shutdown
+from stagereg.bench.command import folder_below
 from stagereg.bench.measure import quiet
 from stagereg.registry import build
 
@@ -101,8 +104,10 @@ def grown(marks: Sequence[Mark]) -> list[str]:
 
 
 def show(title: str, marks: Sequence[Mark]) -> None:
-    """Print a table of at most 120 columns, a line a mark."""
+    """Print a table of at most 120 columns, a line a mark, and what has grown."""
     output.table(title, list(HEADS.values()), [[_cell(name, mark[name]) for name in HEADS] for mark in marks])
+    more = grown(marks)
+    print("\n".join(["This has grown:", *more] if more else ["Nothing has grown."]))
 
 
 def _cell(name: str, value: float) -> str:
@@ -137,3 +142,27 @@ def _children(parent: int) -> list[int]:
 def _status(process: Path) -> dict[str, str]:
     lines = (process / "status").read_text().splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Save as often as was asked for, print the marks; returns 1 if something has grown."""
+    parser = argparse.ArgumentParser(description="Whether hundreds of checkpoints leave anything behind.")
+    add = parser.add_argument
+    add("--saves", type=int, default=500, help=f"how many checkpoints, {MARKS} at least, %(default)s")
+    add("--keep", type=int, default=2, help="how many of them stay, %(default)s")
+    add("--stager", default="pinned_cached", help="by its name, %(default)s")
+    add("--storage", default="dcp", help="by its name, %(default)s")
+    add("--dir", default=".", help="a directory on the disk to write to, the current one")
+    asked = parser.parse_args(arguments)
+    if asked.saves < MARKS:
+        parser.error(f"--saves must be at least {MARKS}, not {asked.saves}.")
+    torch.set_num_threads(1)  # a pool of them would be counted, and comes up whenever torch likes
+    with folder_below(asked.dir) as folder:
+        marks = endure(asked.stager, asked.storage, asked.saves, asked.keep, Path(folder))
+    title = f"endurance: {asked.stager}+{asked.storage}, {asked.saves} checkpoints of which {asked.keep} stay"
+    show(title, marks)
+    return int(bool(grown(marks)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,8 @@
-"""``stagereg bench join``: ratios by round, the same turns on all ranks."""
+"""``make bench-join``: ratios by round, the same turns on all ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,21 +10,18 @@ from typing import Any
 
 import pytest
 
-import stagereg.bench.join_rows as join
-from stagereg import cli
-from stagereg.bench.join_rows import BASE, ENTRY, WAYS, WHOLE, Model, Way, measure
 from stagereg.bench.measure import Series
 from stagereg.testing import run_ranks
+
+from ..support.benched import bench, rows_by_group
+from . import join
+from .join import BASE, ENTRY, WAYS, WHOLE, Model, Way, measure
 
 
 @pytest.mark.slow
 def test_every_row_is_a_ratio_to_the_same_rounds_step(tmp_path: Path) -> None:
-    file = tmp_path / "join.json"
-    arguments = ["--models", "small", "--ranks", "2", "--rounds", "2", "--json", str(file)]
-    assert cli.main(["bench", "join", *arguments]) == 0
-    seen = json.loads(file.read_text())
-    (group,) = seen["groups"]
-    found = {row["row"]: row for row in group["rows"]}
+    seen = bench(join.main, tmp_path, "--models", "small", "--ranks", "2", "--rounds", "2", disk=False)
+    found = rows_by_group(seen)["small/2"]
     assert set(found) == set(join.row_names())
     entries = {row for row in found if row.startswith(ENTRY)}
     blocks = {row for row in found if row.startswith(WHOLE)}

@@ -1,4 +1,4 @@
-"""``stagereg bench join``: what a training step costs in a join, beside torch's, on ranks that all have data.
+"""What a training step costs in a join, beside torch's, on ranks that all have data: ``make bench-join``.
 
 Each group is a model on a number of ranks, and its rows are ways to hold a join around the loop. A block opens a join,
 takes one step to get going, and then the steps that are timed. Entering and leaving are timed by themselves: from the
@@ -13,13 +13,15 @@ blocks against a block.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import itertools
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
+import stagereg.bench.command as command
 import stagereg.bench.on_ranks as on_ranks
 from stagereg.bench.measure import Series, interleave
 from stagereg.bench.on_ranks import Taken, Turn
@@ -57,7 +60,7 @@ class Model:
         """The same one on all ranks."""
         torch.manual_seed(0)
         layers: list[nn.Module] = []
-        for inputs, outputs in pairwise(self.widths):
+        for inputs, outputs in itertools.pairwise(self.widths):
             layers += [nn.Linear(inputs, outputs), nn.ReLU()]
         return nn.Sequential(*layers[:-1])
 
@@ -199,16 +202,13 @@ def measure(rank: int, world: int, model: str, rows: Sequence[str], rounds: int)
 # -- where it is asked for
 
 
-def measured(model: str, ranks: int, rows: Sequence[str], rounds: int) -> list[dict[str, Series]]:
-    """Measure ``rows``, and the two without a join, on fresh local ranks; return what they have come to, by rank.
-
-    Raises:
-        LaunchError: a rank died, or did not come to an end.
-    """
-    asked = dict.fromkeys(row.removeprefix(ENTRY) for row in rows)
-    whole = [f"{WHOLE}{BASE}"] if any(row in WHOLE_ROWS for row in asked) else []
-    wanted = [*dict.fromkeys([BASE, *whole, *(row for row in asked if row != AGAIN), AGAIN])]
-    return on_ranks.measured("join", ranks, measure, model, wanted, rounds)
+def groups(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
+    """Measure ``rows``, and those that they are held against, on fresh local ranks."""
+    wanted = dict.fromkeys(row.removeprefix(ENTRY) for row in rows)
+    whole = [f"{WHOLE}{BASE}"] if any(row in WHOLE_ROWS for row in wanted) else []
+    ordered = [*dict.fromkeys([BASE, *whole, *(row for row in wanted if row != AGAIN), AGAIN])]
+    pairs = itertools.product(asked.models, asked.ranks)
+    return [group(*pair, on_ranks.measured("join", pair[1], measure, pair[0], ordered, asked.rounds)) for pair in pairs]
 
 
 def group(model: str, ranks: int, taken: Taken) -> Group:
@@ -216,7 +216,7 @@ def group(model: str, ranks: int, taken: Taken) -> Group:
     ways = [row for row in taken[0] if row in WAYS]
     whole = [row for row in WHOLE_ROWS if row in taken[0]]
     lines = [_line(row, taken) for row in [*ways, *(f"{ENTRY}{row}" for row in ways), *whole]]
-    parameters = sum((inputs + 1) * outputs for inputs, outputs in pairwise(MODELS[model].widths))
+    parameters = sum((inputs + 1) * outputs for inputs, outputs in itertools.pairwise(MODELS[model].widths))
     title = f"join {model}, {ranks} rank{'s' * (ranks > 1)}: DDP, {parameters:,} parameters"
     return Group(f"{model}/{ranks}", title, ["step ms", "x off", "IQR"], lines)
 
@@ -229,3 +229,15 @@ def _line(row: str, taken: Taken) -> Line:
     ratio = statistics.median(ratios)
     cells = [ms(statistics.median(seconds)), f"{ratio:.3f}", iqr(ratios, "{:.2f}".format)]
     return Line(row, cells, {"x": ratios, "step": seconds}, {"ratio": ratio})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what was asked for."""
+    parser = argparse.ArgumentParser(description="What a join costs a training step, with all ranks having data.")
+    command.add_options(parser, 120, lambda asked: row_names(), groups, disk=False, scale=None)
+    command.add_ranks(parser, list(MODELS), "2,4")
+    return command.main(parser, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
