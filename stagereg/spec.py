@@ -7,19 +7,21 @@ A plugin's author meets it as an error that shows the line to write.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 from stagereg.errors import ConfigError, RegistryError, nearest
 
 _F = TypeVar("_F", bound=Callable[..., None])
 _MISSING = object()
+_RENAMED = {"verify_replicas": "verify_every"}  # what some write for an option that has another name in its group
 _NEAR = 0.7  # how alike two names with one first letter are for one to be a slip of the other: pre_hook, post_hook
 
 REQUIRED = {
@@ -120,9 +122,24 @@ def refuse_unknown(what: str, given: Collection[str], component: Callable[..., A
         return
     takes = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for unknown in (key for key in given if key not in takes):
-        raise ConfigError(
-            f"{what} takes no {unknown!r}.{nearest(unknown, takes)} It takes: {', '.join(takes) or 'nothing'}"
-        )
+        value = repr(given[unknown]) if isinstance(given, Mapping) else "..."
+        near = instead(unknown, component, value) or nearest(unknown, takes)
+        raise ConfigError(f"{what} takes no {unknown!r}.{near} It takes: {', '.join(takes) or 'nothing'}")
+
+
+def find_group(name: str, component: Callable[..., Any]) -> tuple[str, str, str] | None:
+    """Return where ``component`` takes an option in a group: the parameter, its dataclass and the field, by name."""
+    field = _RENAMED.get(name, name)
+    for each in inspect.signature(component).parameters.values():
+        if dataclasses.is_dataclass(each.default) and field in [one.name for one in dataclasses.fields(each.default)]:
+            return each.name, type(each.default).__name__, field
+    return None
+
+
+def instead(name: str, component: Callable[..., Any], value: str) -> str:
+    """Return how an option is written that ``component`` takes in a group; empty where none of its groups has it."""
+    found = find_group(name, component)
+    return " It is {0}.{2}: {0}={1}({2}={value}).".format(*found, value=value) if found else ""
 
 
 def suggests_arguments(init: _F) -> _F:

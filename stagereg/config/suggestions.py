@@ -24,6 +24,7 @@ from stagereg.config.plugins import NAMED
 from stagereg.config.resolved_tree import SWITCHES
 from stagereg.config.schema import options
 from stagereg.errors import ConfigError, nearest
+from stagereg.spec import find_group
 
 _CHOSEN = {"joinable": "+joinable@join.joinables.NAME", "join_hook": "+join_hook@join.joinables.NAME.hook"}
 """How an option of a kind is chosen, where that is not by the name of the kind alone."""
@@ -80,8 +81,18 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
     what = owner.__name__ if dataclasses.is_dataclass(owner) else parent._get_full_key(None) or "the config"
     takes = [str(key) for key in parent if not str(key).startswith("_") and (what, key) != ("the config", "hydra")]
     more = "" if typed else f". To add it, write +{error.full_key}=..."
-    near = nearest(str(error.key), takes)
+    near = _in_a_group(error, what) or nearest(str(error.key), takes)
     return f"{what} takes no {str(error.key)!r}.{near} It takes: {', '.join(takes) or 'nothing'}{more}"
+
+
+def _in_a_group(error: OmegaConfBaseException, component: str) -> str:
+    """What to write where the key is an option in one of the groups that a component's options are in."""
+    kind, _, name = component.partition("/")
+    known = kind in registry.kinds() and name in registry.names(kind)
+    found = find_group(str(error.key), registry.find(kind, name).load()) if known else None
+    given = [each.partition("=")[2] for each in sys.argv if each.lstrip("+").startswith(f"{error.full_key}=")]
+    where = str(error.full_key).rpartition(".")[0]
+    return f" Write {where}.{found[0]}.{found[2]}={given[0] if given else '...'}." if found else ""
 
 
 def _hint(node: DictConfig) -> Any:

@@ -11,7 +11,6 @@ it, and what accelerate alone has saved goes to accelerate's own method.
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import shutil
@@ -29,9 +28,10 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Leave, check_all
 from stagereg.checkpoint.state.entries import per_rank
-from stagereg.errors import CheckpointError, ConfigError, nearest
+from stagereg.errors import CheckpointError, ConfigError
 from stagereg.integrations.accelerate_join import AcceleratorJoin, inner
 from stagereg.integrations.agreed import agreed, expect_known
+from stagereg.spec import refuse_unknown
 
 __all__ = ["attach"]
 
@@ -204,12 +204,9 @@ class _Attached:
 
     def _checked(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return what is given to the Checkpointer, with ``total_limit`` as ``keep``."""
-        known = inspect.signature(Checkpointer).parameters
-        for name in options:
-            if name in _DECIDED:
-                raise ConfigError(f"attach takes no {name}: {_DECIDED[name]}.")
-            if name not in known:
-                raise ConfigError(f"A Checkpointer has no option {name!r}.{nearest(name, known)}")
+        for name in options.keys() & _DECIDED:
+            raise ConfigError(f"attach takes no {name}: {_DECIDED[name]}.")
+        refuse_unknown("attach", options, Checkpointer)
         check_all(options)
         limit = self._project.total_limit
         if not self._automatic:

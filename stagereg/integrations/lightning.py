@@ -35,6 +35,7 @@ from stagereg.integrations.lightning_strategies import SHARDED, kind_of, read_en
 from stagereg.integrations.lightning_uneven import UnevenInputs
 from stagereg.integrations.named import NamedCheckpoints, choose, delete, split
 from stagereg.registry import build, names
+from stagereg.spec import instead
 
 __all__ = ["StageregCheckpointIO", "UnevenInputs"]
 
@@ -78,7 +79,8 @@ class StageregCheckpointIO(CheckpointIO):
         for name in checkpoint_options.keys() - _OPTIONS:
             known = name in inspect.signature(Checkpointer).parameters
             said_by = _FOLLOW if name == "on_commit" else f"in Lightning that is said by {_LIGHTNINGS}"
-            why = f": {said_by}." if known else f".{nearest(name, _OPTIONS)}"
+            grouped = instead(name, Checkpointer, repr(checkpoint_options[name]))
+            why = f": {said_by}." if known else f".{grouped or nearest(name, _OPTIONS)}"
             raise ConfigError(f"StageregCheckpointIO takes no {name!r}{why}")
         check_all(checkpoint_options)
         self._options = checkpoint_options

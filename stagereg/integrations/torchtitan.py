@@ -10,7 +10,6 @@ them, and what these have saved is restored here, sharded over ranks in any othe
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import shutil
@@ -29,9 +28,10 @@ import torch.distributed as dist
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.config.instantiate import instantiate
 from stagereg.data import is_position
-from stagereg.errors import CheckpointError, ConfigError, InstallationError, nearest
+from stagereg.errors import CheckpointError, ConfigError, InstallationError
 from stagereg.integrations.agreed import agreed, expect_known
 from stagereg.registry import build
+from stagereg.spec import refuse_unknown
 
 _WRITTEN_FOR = "0.3"
 _FOUND = version("torchtitan")
@@ -103,11 +103,9 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
 
         def __post_init__(self) -> None:
             base.BaseCheckpointManager.Config.__post_init__(self)
-            known = inspect.signature(Checkpointer).parameters.keys() - set(_DECIDED)
-            for name in self.checkpoint_options.keys() - known:
-                if name in _DECIDED:
-                    raise ConfigError(f"checkpoint_options has {name!r}: torchtitan's options of checkpoint decide it.")
-                raise ConfigError(f"stagereg.Checkpointer has no option {name!r}.{nearest(name, known)}")
+            for name in self.checkpoint_options.keys() & set(_DECIDED):
+                raise ConfigError(f"checkpoint_options has {name!r}: torchtitan's options of checkpoint decide it.")
+            refuse_unknown("checkpoint_options", self.checkpoint_options, Checkpointer)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> StageregCheckpointManager:
         called = {*_METHODS, *base.BaseCheckpointManager.__abstractmethods__}

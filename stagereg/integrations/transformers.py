@@ -32,8 +32,9 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Leave, check_all
-from stagereg.errors import ConfigError, InstallationError, nearest
+from stagereg.errors import ConfigError, InstallationError
 from stagereg.integrations.agreed import expect_known
+from stagereg.spec import refuse_unknown
 
 __all__ = ["StageregCallback"]
 
@@ -68,12 +69,9 @@ class StageregCallback(TrainerCallback):
     """
 
     def __init__(self, **checkpoint_options: Any) -> None:
-        known = inspect.signature(Checkpointer).parameters
-        for name in checkpoint_options:
-            if name == "resume":
-                raise ConfigError("What to resume from is the Trainer's: trainer.train(resume_from_checkpoint=...).")
-            if name not in known:
-                raise ConfigError(f"{name} is no option of stagereg.Checkpointer.{nearest(name, known)}")
+        if "resume" in checkpoint_options:
+            raise ConfigError("What to resume from is the Trainer's: trainer.train(resume_from_checkpoint=...).")
+        refuse_unknown("StageregCallback", checkpoint_options, Checkpointer)
         check_all(checkpoint_options)
         ours = {name: value for name, value in vars(_StageregTrainer).items() if inspect.isfunction(value)}
         overridden = {name: list(inspect.signature(value).parameters) for name, value in ours.items()}
