@@ -380,3 +380,17 @@ def test_what_cannot_be_saved_is_named_by_restore(tmp_path: Path) -> None:
                 checkpointer.restore({"x": {"f": value}})
             assert " at 0x" not in str(error.value)  # which would make another message of it on each rank
         assert checkpointer.restore({"x": {"f": 1}}) is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"verify": "fast"}, "It is restore.verify: restore=Restore(verify='fast')."),
+        ({"grace": None}, "It is leave.grace: leave=Leave(grace=None)."),
+        ({"verify_replicas": 5}, "It is replicas.verify_every: replicas=Replicas(verify_every=5)."),
+    ],
+)
+def test_an_option_in_its_old_place_is_refused_with_its_new_one(tmp_path: Path, old: dict[str, Any], new: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Checkpointer(str(tmp_path), **old)
+    assert new in str(error.value)
