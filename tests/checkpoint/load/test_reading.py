@@ -75,7 +75,9 @@ def test_chunks_of_any_shape_and_order_make_the_tensor(tmp_path_factory: pytest.
     assert torch.equal(part, sub)
 
 
-def test_state_goes_into_the_memory_that_is_there(tmp_path: Path) -> None:
+def test_state_goes_into_the_memory_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_PIECE_BYTES", 8)  # so that most tensors have several
+
     def run(**more: Any) -> dict[str, Any]:
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
         optimizer = torch.optim.Adam(model.parameters())
