@@ -17,7 +17,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from hypothesis import given
+from hypothesis import example, given
 from omegaconf.errors import OmegaConfBaseException
 
 import stagereg
@@ -88,6 +88,7 @@ def union(policy: Keep, checkpoints: list[Checkpoint], values: dict[str, float])
 
 
 @given(POLICIES, directories())
+@example(Keep(newest=2, budget=ByteSize(20)), ([checkpoint(1, 1), checkpoint(2, 2)], {}))  # which fits exactly
 def test_what_stays_is_the_union_within_the_budget(policy: Keep, there: tuple[Any, Any]) -> None:
     checkpoints, values = there
     by_path = {one.path: one for one in checkpoints}
