@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -193,6 +194,9 @@ def test_it_is_renewed_while_it_is_held_and_no_longer(store: Store, monkeypatch:
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)
     assert store.listing(store.root) == {}
+    ended = mock.Mock(**{"wait.return_value": True})
+    lease._keep(mock.Mock(), ended, 0)
+    assert ended.wait.call_args.args[0] <= lease.LEASE_S / 2  # one that is late is not over yet
 
 
 def test_a_lease_that_was_taken_over_fails_the_save_and_stays(store: Store) -> None:
