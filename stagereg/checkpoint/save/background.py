@@ -2,9 +2,8 @@
 
 At most two saves are under way: one being written and one waiting, which matches a stager that hands out two copies.
 
-A failure is kept until a call raises it, or else the end of the job or process (:mod:`stagereg.shutdown`); or it is
-logged where it happens, and the end reports only that the last save has failed. It is kept without tracebacks, which
-would keep the staged memory alive; they are logged at level DEBUG. A save that takes longer than the time-out counts as
+Failures (:mod:`.failures`) are kept without tracebacks, which would keep the staged memory alive; these are logged at
+level DEBUG. A save that takes longer than the time-out counts as
 failed from then on, and as hanging until it ends: a thread that waits for the storage cannot be ended. So it is a
 daemon thread, and every wait here ends with the time-out.
 """
@@ -28,6 +27,7 @@ import stagereg.shutdown as shutdown
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.save.backward import give_way
 from stagereg.checkpoint.save.committing import WAITING, write_and_commit
+from stagereg.checkpoint.save.failures import Failures
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget
 from stagereg.checkpoint.save.schedule import Schedule
 from stagereg.checkpoint.store.advice import advice, causes
@@ -76,27 +76,24 @@ class Background:
 
     Attributes:
         newest: the step of the newest checkpoint there that this run knows to be good.
-        last: why the last save that has ended failed; ``None`` if it did not.
+        failures: of its saves.
         listeners: are called on the thread with the step of each complete checkpoint, before its save has ended.
         calls: is called after these, on rank 0; must neither wait nor raise.
         stats: of its saves.
         timeout_s: as ``timeout``, in seconds.
-        warns: as given.
     """
 
     def __init__(
         self, target: SaveTarget, timeout: datetime.timedelta, schedule: Schedule, warns: bool = False
     ) -> None:
         self.newest: int | None = None
-        self.last: CheckpointError | None = None
+        self.failures = Failures(warns, target.ranks.rank == 0, self.describe_newest)
         self.stats = CheckpointStats()
         self.listeners: list[Callable[[int], object]] = []
         self.calls: Callable[[Checkpoint, CheckpointStore], None] | None = None
         self._target = target
         self.timeout_s = timeout.total_seconds()
         self._schedule = schedule
-        self.warns = warns
-        self._status: CheckpointError | None = None  # what the end reports if failures are warnings
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._look: Callable[[], Callable[[], None] | None] = lambda: None
@@ -106,7 +103,6 @@ class Background:
         self._closed = False
         self._lock = threading.Lock()
         self._under_way: deque[PendingSave] = deque()
-        self._failures: deque[CheckpointError] = deque()
         weakref.finalize(self, self._queue.put, None)  # or the thread of one that was never closed would stay
         shutdown.wait_for(self)
 
@@ -121,7 +117,7 @@ class Background:
         self._wait(_MOST_UNDER_WAY)
         self.raise_failure()
         if self.hanging:
-            self.set_status(save.step)
+            self.failures.set_status(save.step)
             raise CheckpointError(f"Step {save.step} was not saved: an earlier save hangs. {self.describe_newest()}")
 
     def submit(self, save: PendingSave) -> None:
@@ -170,34 +166,12 @@ class Background:
     def failing(self) -> bool:
         """Whether :meth:`raise_failure` would raise."""
         self._first()
-        return bool(self._failures)
+        return bool(self.failures)
 
     def raise_failure(self) -> None:
         """Raise the first failure that no call has raised yet, and log later ones."""
         self._first()
-        failures = [self._failures.popleft() for _ in range(len(self._failures))]
-        for failure in failures:
-            shutdown.withdraw_error(failure)
-        for later in failures[1:]:
-            _log.error("%s", later)
-        if failures:
-            raise failures[0]
-
-    def raise_or_warn(self, error: BaseException) -> None:
-        """Raise what has kept this rank from staging; log it if failures are warnings."""
-        if not self.warns or not isinstance(error, CheckpointError):
-            raise error
-        self._warn(error)
-
-    def set_status(self, failed: int | None) -> None:
-        """Have the end report that the save of step ``failed`` was the last one, if failures are warnings."""
-        if self._status is not None:
-            shutdown.withdraw_error(self._status)
-        self._status = None
-        if self.warns and failed is not None:
-            text = f"the last save has failed, of step {failed}, so the exit status is 1. {self.describe_newest()}"
-            self._status = CheckpointError(text)
-            shutdown.report_error(self._status)
+        self.failures.raise_first()
 
     def describe_newest(self) -> str:
         """Return a sentence on the newest good checkpoint."""
@@ -239,7 +213,7 @@ class Background:
             first.until = min(first.until, time.monotonic() + self.timeout_s)  # its turn may come late
             if not first.late and time.monotonic() >= first.until:
                 first.late = True
-                self._keep(first.step, self._lateness(first), everywhere=first.at == WAITING)
+                self.failures.keep(first.step, self._lateness(first), everywhere=first.at == WAITING)
             return first
 
     def _lateness(self, save: PendingSave) -> CheckpointError:
@@ -250,20 +224,6 @@ class Background:
             f"Step {save.step} was not saved: it has taken longer than {limit} ({who} is at: {save.at}). Does the "
             f"storage hang? Until this ends, no other save begins. {self.describe_newest()}"
         )
-
-    def _keep(self, step: int, failure: CheckpointError, everywhere: bool = True) -> None:
-        self.last = failure
-        self.set_status(step)
-        if self.warns:
-            self._warn(failure, everywhere)
-        else:
-            shutdown.report_error(failure)
-            self._failures.append(failure)
-
-    def _warn(self, failure: CheckpointError, everywhere: bool = False) -> None:
-        """Log a failed save while training goes on; what is reported ``everywhere`` is a warning on rank 0 only."""
-        log = _log.info if everywhere and self._target.ranks.rank > 0 else _log.warning
-        log("stagereg: %s Training goes on.", failure)
 
     # -- on the thread
 
@@ -279,8 +239,8 @@ class Background:
                 connected.__traceback__ = None
         else:
             ended = record.now()
-            self.newest, self.last = save.step, None
-            self.set_status(None)
+            self.newest, self.failures.last = save.step, None
+            self.failures.set_status(None)
             self.stats.saves += 1
             self.stats.write_seconds.append(ended - began)
             self.stats.bytes_staged += save.copy.nbytes or 0
@@ -296,7 +256,7 @@ class Background:
                 state = "is saved after all" if save.step == self.newest else "was not saved"
                 _log.warning("stagereg: storage is responding again; step %d %s", save.step, state)
             elif failure is not None:
-                self._keep(save.step, failure)
+                self.failures.keep(save.step, failure)
             save.over.set()
         try:
             self._target.store.retention.clear()
@@ -326,8 +286,8 @@ class Background:
         record.emit("lost", step=save.step, error=reason(error))
         self._schedule.ended(None)
         if isinstance(error, CheckpointError) and save.copy.failure is not None:
-            self.last = error
-            self.set_status(save.step)
+            self.failures.last = error
+            self.failures.set_status(save.step)
             return None
         known = isinstance(error, CheckpointError)
         text = reason(error) if known else f"Step {save.step} was not saved: {reason(error)}"

@@ -123,7 +123,7 @@ class Saver:
             self._stage(save)
         except BaseException as error:
             save.copy.failure = reason(error)
-            self._background.raise_or_warn(error)
+            self._background.failures.raise_or_warn(error)
         finally:
             # Also when this rank gives up, so that the saves of the ranks stay paired and the others raise too.
             self._background.submit(save)
@@ -168,12 +168,12 @@ class Saver:
                 self._background.wait()
                 self._background.raise_failure()
                 if self._background.newest != step:
-                    raise self._background.last or CheckpointError(f"Step {step} was not saved.")
+                    raise self._background.failures.last or CheckpointError(f"Step {step} was not saved.")
             except CheckpointError as error:
                 failure, newest = error, self._background.describe_newest()
                 if newest not in str(error):
                     failure = CheckpointError(f"{str(error).rstrip('.')}. {newest}")
-                self._background.set_status(None)  # the exception below reports it
+                self._background.failures.set_status(None)  # the exception below reports it
         preemption.exit(step, directory, failure)
 
     def miss(self, step: int) -> None:
@@ -206,7 +206,7 @@ class Saver:
         who = f"stage() of {self._stager_name} has not returned for {limit_s:g} s (checkpoint.failure.timeout)"
         text = f"rank {self._target.ranks.rank}: Step {save.step} was not saved: {who}. "
         print(f"stagereg: {text}{self._background.describe_newest()}", file=sys.stderr, flush=True)
-        if not self._background.warns:
+        if not self._background.failures.warns:
             shutdown.exit_now(1)
 
     def _stage(self, save: PendingSave) -> None:
@@ -266,7 +266,7 @@ class Saver:
             save.copy.failure = reason(error)
             failure = CheckpointError(f"Step {save.step} was not saved: {save.copy.failure}")
             failure.__cause__ = error
-            self._background.raise_or_warn(failure)
+            self._background.failures.raise_or_warn(failure)
         finally:
             save.copy.settled.set()
 

@@ -1,0 +1,81 @@
+"""What has become of saves that failed: kept until a call raises it, or logged where it happens.
+
+A failure that no call raises is reported by the end of the job or process (:mod:`stagereg.shutdown`). Where failures
+are warnings, the end reports only that the last save has failed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+import stagereg.shutdown as shutdown
+from stagereg.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+
+class Failures:
+    """The failures of one checkpointer on this rank.
+
+    Args:
+        warns: whether they are logged, and never raised.
+        first: whether this is the rank that logs what happens on all.
+        describe_newest: returns a sentence on the newest good checkpoint.
+
+    Attributes:
+        last: why the last save that has ended failed; ``None`` if it did not.
+        warns: as given.
+    """
+
+    def __init__(self, warns: bool, first: bool, describe_newest: Callable[[], str]) -> None:
+        self.last: CheckpointError | None = None
+        self.warns = warns
+        self._first, self._describe_newest = first, describe_newest
+        self._status: CheckpointError | None = None  # what the end reports if failures are warnings
+        self._kept: deque[CheckpointError] = deque()
+
+    def __bool__(self) -> bool:
+        """Whether there is one that no call has raised yet."""
+        return bool(self._kept)
+
+    def keep(self, step: int, failure: CheckpointError, everywhere: bool = True) -> None:
+        """Keep why a save failed, or log it; what is reported ``everywhere`` is a warning on the first rank only."""
+        self.last = failure
+        self.set_status(step)
+        if self.warns:
+            self._warn(failure, everywhere)
+        else:
+            shutdown.report_error(failure)
+            self._kept.append(failure)
+
+    def raise_first(self) -> None:
+        """Raise the first failure that no call has raised yet, and log later ones."""
+        failures = [self._kept.popleft() for _ in range(len(self._kept))]
+        for failure in failures:
+            shutdown.withdraw_error(failure)
+        for later in failures[1:]:
+            _log.error("%s", later)
+        if failures:
+            raise failures[0]
+
+    def raise_or_warn(self, error: BaseException) -> None:
+        """Raise what has kept this rank from staging; log it if failures are warnings."""
+        if not self.warns or not isinstance(error, CheckpointError):
+            raise error
+        self._warn(error)
+
+    def set_status(self, failed: int | None) -> None:
+        """Have the end report that the save of step ``failed`` was the last one, if failures are warnings."""
+        if self._status is not None:
+            shutdown.withdraw_error(self._status)
+        self._status = None
+        if self.warns and failed is not None:
+            text = f"the last save has failed, of step {failed}, so the exit status is 1. {self._describe_newest()}"
+            self._status = CheckpointError(text)
+            shutdown.report_error(self._status)
+
+    def _warn(self, failure: CheckpointError, everywhere: bool = False) -> None:
+        log = _log.info if everywhere and not self._first else _log.warning
+        log("stagereg: %s Training goes on.", failure)
