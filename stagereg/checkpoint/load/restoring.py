@@ -18,8 +18,6 @@ where there is none, the error says that the objects hold a mixture.
 from __future__ import annotations
 
 import logging
-import os
-import shlex
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -29,13 +27,20 @@ from typing import Any, NamedTuple
 import stagereg.checkpoint.load.placing as placing
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.rng as rng
-import stagereg.record as record
 from stagereg.checkpoint.format.damage import Condition, Found, Unclear, differences, marks_of_shares, share
 from stagereg.checkpoint.format.encoding import fill
 from stagereg.checkpoint.format.index import INDEX
-from stagereg.checkpoint.format.manifest import MANIFEST, Checkpoint
-from stagereg.checkpoint.load.crashes import CrashCounter, Crashes, is_in_order
-from stagereg.checkpoint.load.matching import MatchedFiles, describe
+from stagereg.checkpoint.format.manifest import Checkpoint
+from stagereg.checkpoint.load.choosing import (
+    candidates,
+    log_fallback,
+    not_that_one,
+    nothing_good,
+    warn,
+    without_given_up,
+)
+from stagereg.checkpoint.load.crashes import CrashCounter, is_in_order
+from stagereg.checkpoint.load.matching import MatchedFiles
 from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.load.reading import CheckpointFiles, Transfer
 from stagereg.checkpoint.load.shared_read import SharedRead, shared_index
@@ -63,10 +68,6 @@ class _Asked(NamedTuple):
     touched: list[str]
     counter: CrashCounter
     fresh: Sequence[str]
-
-
-class _GivenUp(str):
-    """What stands in the place of damage, of a checkpoint that runs crash after."""
 
 
 def restore(
@@ -132,16 +133,16 @@ def _tried(store: CheckpointStore, resume: str, ready: Callable[[], object], ask
 
     def look() -> tuple[list[Condition], str, bool]:
         ready()
-        listed = _choice(store, resume) if ranks.rank == 0 else []
+        listed = candidates(store, resume) if ranks.rank == 0 else []
         shared = is_url(where) or is_on_network(Path(where))
-        return _without_given_up(store, resume, asked.counter, listed), machine_name(), shared
+        return without_given_up(store, resume, asked.counter, listed), machine_name(), shared
 
     def answer(seen: list[tuple[list[Condition], str, bool]]) -> list[tuple[list[Condition], _Machines]]:
         return [(seen[0][0], _machines(seen))] * ranks.size
 
     listed, machines = ranks.round_trip(f"Nothing was restored from {where}", look, answer, ranks.limit)
     if resume == "auto":
-        _warn([each for each in listed if each.damages], ranks)
+        warn([each for each in listed if each.damages], ranks)
     passed: list[Condition] = []
     for condition in listed:
         candidate = condition.checkpoint
@@ -149,17 +150,17 @@ def _tried(store: CheckpointStore, resume: str, ready: Callable[[], object], ask
             parent = store if resume in ("auto", "latest") else open_parent_store(candidate.path)
             with parent.reading(candidate.path) if ranks.rank == 0 else nullcontext():
                 asked.counter.begin(parent, candidate)
-                condition = _restored(parent, candidate, machines, asked)
+                condition = _Attempt(parent, candidate, machines, asked).run()
             if not condition.damages:
-                _log_fallback(candidate, passed, ranks)
+                log_fallback(candidate, passed, ranks)
                 return candidate
             parent.retention.distrusted.add(candidate.path)
             if resume == "auto":
-                _warn([condition], ranks)
+                warn([condition], ranks)
         passed.append(condition)
     if not passed:
         return None
-    raise DamagedError(_nothing_good(store, passed) if resume == "auto" else _not_that_one(resume, passed[0]))
+    raise DamagedError(nothing_good(store, passed) if resume == "auto" else not_that_one(resume, passed[0]))
 
 
 class _Machines(NamedTuple):
@@ -176,70 +177,6 @@ def _machines(seen: Sequence[tuple[object, str, bool]]) -> _Machines:
     for rank, (_, name, _) in enumerate(seen):
         by_name.setdefault(name, []).append(rank)
     return _Machines([*by_name.values()], False)
-
-
-# -- which checkpoint
-
-
-def _choice(store: CheckpointStore, resume: str) -> list[Condition]:
-    """Return what there is to go on from by manifests and sizes, in the order in which it is tried or reported.
-
-    Raises:
-        CheckpointError: there is none, or one could not be looked at.
-    """
-    if resume not in ("auto", "latest") and is_plain_dcp(resume):
-        described = describe(resume)
-        return [Condition(described.path, described.manifest)]
-    if resume not in ("auto", "latest"):
-        condition = open_parent_store(resume).look(resume)
-        _expect_certain(condition)
-        return [condition]
-    complete, damaged = store.checkpoints()
-    pointed = store.latest()
-    found = [Condition(each.path, each.manifest) for each in complete]
-    for each in damaged:
-        _expect_certain(each)
-        older = (at for at, other in enumerate(found) if _is_newer(each, other.checkpoint, pointed))
-        found.insert(next(older, len(found)), each)
-    if resume == "auto":
-        return found
-    if not found:
-        raise CheckpointError(
-            f"resume=latest, but there is no complete checkpoint in {store.root}; resume=auto starts from scratch."
-        )
-    return found[:1]
-
-
-def _without_given_up(
-    store: CheckpointStore, resume: str, counter: CrashCounter, listed: list[Condition]
-) -> list[Condition]:
-    """Return what was listed, with what ``"auto"`` does not try for crashes as if it were damaged; warn of others."""
-    crashes = counter.of(store if resume in ("auto", "latest") else open_parent_store(resume)) if listed else {}
-    for number, each in enumerate(listed):
-        known = crashes.get(each.path, Crashes())
-        if known.given_up and resume == "auto":
-            what = f"{known.times} times, and each time the run died before its next checkpoint"
-            listed[number] = Condition(each.path, each.manifest, {**each.damages, "restored": _GivenUp(what)})
-        elif known.given_up:
-            _log.warning("%s is restored since it was asked for, although it is %s.", each.path, known)
-    return listed
-
-
-def _is_newer(damaged: Condition, than: Checkpoint | None, latest: Checkpoint | None) -> bool:
-    """Whether it was committed after a complete checkpoint, as far as is known."""
-    if than is None or (latest is not None and than.manifest == latest.manifest):
-        return False
-    if damaged.manifest is not None:
-        return damaged.manifest.order > than.manifest.order
-    return damaged.step is None or damaged.step > than.manifest.step
-
-
-def _expect_certain(condition: Condition) -> None:
-    if any(isinstance(what, Unclear) for what in condition.damages.values()):
-        raise CheckpointError(
-            f"{condition.path} may be a good checkpoint, and it could not be looked at: {condition}. "
-            "To go on from another one, name it: checkpoint.resume=PATH."
-        )
 
 
 # -- reading it
@@ -263,72 +200,94 @@ class _Found(NamedTuple):
     rests: dict[str, set[str]]
 
 
-def _restored(store: CheckpointStore, chosen: Checkpoint, machines: _Machines, asked: _Asked) -> Condition:
-    """Restore a checkpoint, or return what is wrong with its files. Collective.
+class _Attempt:
+    """The restoring of one checkpoint, on all ranks together. Nothing has changed until its path is in ``touched``."""
 
-    Nothing has changed then, unless its path is in ``touched``.
+    def __init__(self, store: CheckpointStore, chosen: Checkpoint, machines: _Machines, asked: _Asked) -> None:
+        passed_on = asked.read == "once" or (asked.read == "auto" and machines.shared and asked.ranks.size > 1)
+        self._once = passed_on and INDEX in chosen.manifest.files
+        # With ``once`` each byte is checked as it is read, and reading all of them before would be in vain.
+        self._checks = asked.verify == "full" and not self._once
+        self._store, self._chosen, self._machines, self._asked = store, chosen, machines, asked
+        self._ranks, self._failing = asked.ranks, f"{chosen.path} could not be restored"
+        self._loading = _Loading(chosen, asked, self._once)
+        self._failure: Exception | None = None  # of this rank; not raised before all know whether files are damaged
 
-    Raises:
-        CheckpointError: on all ranks, if some rank cannot read it although its files are what was written.
-    """
-    ranks, failing = asked.ranks, f"{chosen.path} could not be restored"
-    passed_on = asked.read == "once" or (asked.read == "auto" and machines.shared and ranks.size > 1)
-    once = passed_on and INDEX in chosen.manifest.files
-    checks = asked.verify == "full" and not once
-    loading = _Loading(chosen, asked, once)
-    failure: Exception | None = None
+    def run(self) -> Condition:
+        """Restore the checkpoint, or return what is wrong with its files. Collective.
 
-    def exchange(look: Callable[[], _Looked]) -> tuple[_Found, Condition]:
-        def answer(looked: list[_Looked]) -> list[_Found]:
-            return [_together(chosen, machines, looked)] * ranks.size
-
-        found = ranks.round_trip(failing, look, answer, ranks.limit)
-        return found, _condition(store, chosen, ranks, found)
-
-    def check() -> _Looked:
-        [own] = [machine for machine in machines.ranks if ranks.rank in machine]
-        return _Looked(store.contents(chosen.path, share(chosen.manifest.files, own.index(ranks.rank), len(own))))
-
-    def prepare() -> _Looked:
-        nonlocal failure
-        looked = check() if checks else _Looked({})
-        try:
-            if failure is None:
-                loading.prepare(opened, index)
-        except Exception as error:
-            failure = error
-        return looked._replace(can_load=failure is None, left={name: [*rest] for name, rest in loading.left.items()})
-
-    with ExitStack() as opened:
-        try:
-            index = shared_index(chosen, ranks) if once else None
-        except CheckpointError as error:  # on all ranks
-            failure = error
-        found, condition = exchange(prepare)
-        if checks and condition.damages:
-            return condition
-        failed = found.failed
-        if any(found.rests.values()) and not failed:
-            try:
-                loading.keep(found.rests)
-            except Exception as error:
-                failure = error
-            failed = any(ranks.run_on_all(failing, lambda: failure is not None))
-        if once and not failed:
-            try:
-                shared_read = SharedRead(chosen, loading.files, loading.transfer, ranks, asked.verify == "full")
-                asked.touched.append(chosen.path)
-                if damages := shared_read.run():
-                    return Condition(chosen.path, chosen.manifest, damages)
-            except CheckpointError as error:  # on all ranks
-                failed, failure = True, error
-        if failed:
-            _, condition = exchange(check)
-            if condition.damages:
+        Raises:
+            CheckpointError: on all ranks, if some rank cannot read it although its files are what was written.
+        """
+        with ExitStack() as opened:
+            found, condition = self._exchange(partial(self._prepare, opened, self._shared_index()))
+            if self._checks and condition.damages:
                 return condition
-            ranks.run_on_all(failing, partial(_raise, failure))
-        ranks.run_on_all(failing, loading.assign)
-    return Condition(chosen.path, chosen.manifest)
+            failed = found.failed or self._keep(found.rests)
+            if self._once and not failed:
+                damages = self._read_once()
+                if damages:
+                    return Condition(self._chosen.path, self._chosen.manifest, damages)
+                failed = self._failure is not None
+            if failed:
+                # What could not be read may be damaged: then it is passed over, and is no error.
+                _, condition = self._exchange(self._check)
+                if condition.damages:
+                    return condition
+                self._ranks.run_on_all(self._failing, partial(_raise, self._failure))
+            self._ranks.run_on_all(self._failing, self._loading.assign)
+        return Condition(self._chosen.path, self._chosen.manifest)
+
+    def _exchange(self, look: Callable[[], _Looked]) -> tuple[_Found, Condition]:
+        def answer(looked: list[_Looked]) -> list[_Found]:
+            return [_together(self._chosen, self._machines, looked)] * self._ranks.size
+
+        found = self._ranks.round_trip(self._failing, look, answer, self._ranks.limit)
+        return found, _condition(self._store, self._chosen, self._ranks, found)
+
+    def _check(self) -> _Looked:
+        """Read this rank's share of the files that the ranks of its machine see."""
+        [own] = [machine for machine in self._machines.ranks if self._ranks.rank in machine]
+        parts = share(self._chosen.manifest.files, own.index(self._ranks.rank), len(own))
+        return _Looked(self._store.contents(self._chosen.path, parts))
+
+    def _prepare(self, opened: ExitStack, index: bytes | None) -> _Looked:
+        looked = self._check() if self._checks else _Looked({})
+        try:
+            if self._failure is None:
+                self._loading.prepare(opened, index)
+        except Exception as error:
+            self._failure = error
+        left = {name: [*rest] for name, rest in self._loading.left.items()}
+        return looked._replace(can_load=self._failure is None, left=left)
+
+    def _shared_index(self) -> bytes | None:
+        try:
+            return shared_index(self._chosen, self._ranks) if self._once else None
+        except CheckpointError as error:  # on all ranks
+            self._failure = error
+            return None
+
+    def _keep(self, rests: Mapping[str, set[str]]) -> bool:
+        """Have objects take what no rank takes, if there is something; whether that fails on some rank."""
+        if not any(rests.values()):
+            return False
+        try:
+            self._loading.keep(rests)
+        except Exception as error:
+            self._failure = error
+        return any(self._ranks.run_on_all(self._failing, lambda: self._failure is not None))
+
+    def _read_once(self) -> Mapping[str, str]:
+        """Read each byte on one rank, which checks it, into the objects of all; return what is wrong with files."""
+        loading, full = self._loading, self._asked.verify == "full"
+        try:
+            shared_read = SharedRead(self._chosen, loading.files, loading.transfer, self._ranks, full)
+            self._asked.touched.append(self._chosen.path)
+            return shared_read.run()
+        except CheckpointError as error:  # on all ranks
+            self._failure = error
+            return {}
 
 
 def _raise(failure: Exception | None) -> None:
@@ -438,58 +397,3 @@ class _Loading:
             more = f", and {', '.join(own)} (each rank's own) stay as they are" if own else ""
             by = f"of {saved_size} rank{'s' * (saved_size > 1)}" if saved_size else "of plain torch"
             _log.warning("%s is %s: random numbers start anew%s.", self._chosen.path, by, more)
-
-
-# -- messages
-
-
-def _warn(damaged: Sequence[Condition], ranks: RankGroup) -> None:
-    for each in damaged if ranks.rank == 0 else ():
-        _log.warning("%s is %s and passed over:\n%s%s", each.path, _word(each), _indented(each), _how_to_try(each))
-
-
-def _log_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGroup) -> None:
-    """Log what is lost by resuming from ``chosen`` although others are newer."""
-    if not passed or ranks.rank != 0:
-        return
-    step = chosen.manifest.step
-    newest = max(passed, key=lambda each: -1 if each.step is None else each.step)
-    lost = max(0, (newest.step or 0) - step)
-    text = f"{_word(newest)}{f': {lost} step' + ('s are' if lost > 1 else ' is') + ' lost' if lost else ''}"
-    _log.warning("Resumed from step %d, NOT from step %s, which is %s.", step, newest.step, text)
-    record.emit("fallback", step=step, damaged=newest.step, lost=lost, why=str(newest))
-
-
-def _nothing_good(store: CheckpointStore, damaged: Sequence[Condition]) -> str:
-    every = "\n".join(f"  {each.name}: {each}" for each in damaged)
-    more = next(filter(None, map(_how_to_try, damaged)), "").strip()
-    more = f"{more}\n" if more else ""
-    return (
-        f"There are checkpoints in {store.root}, and none of them is good:\n{every}\n{more}"
-        "Starting from scratch would give the run up, so no step was taken. Put back what is missing, or start from "
-        f"scratch with checkpoint.resume=never. `stagereg verify {shlex.quote(store.root)}` shows them again."
-    )
-
-
-def _not_that_one(resume: str, damaged: Condition) -> str:
-    what = f"it is damaged:\n{_indented(damaged)}\n"
-    if damaged.manifest is None and set(damaged.damages.values()) == {"missing"}:
-        there = is_url(damaged.path) or os.path.exists(damaged.path)
-        what = f"there is no {MANIFEST} in it. " if there else "it is not there. "
-    named = resume if resume == damaged.path else f"{resume}: {damaged.path}"
-    beside = shlex.quote(open_parent_store(damaged.path).root)
-    return f"resume={named} is not a complete checkpoint: {what}`stagereg verify {beside}` shows which are good."
-
-
-def _word(condition: Condition) -> str:
-    return "given up" if any(isinstance(what, _GivenUp) for what in condition.damages.values()) else "damaged"
-
-
-def _how_to_try(condition: Condition) -> str:
-    ways = "checkpoint.resume=PATH or checkpoint.restore.give_up_after=null"
-    more = f"\n  If that had another cause, go on from it with {ways}."
-    return more if _word(condition) == "given up" else ""
-
-
-def _indented(condition: Condition) -> str:
-    return "\n".join(f"  {line}" for line in condition.lines())

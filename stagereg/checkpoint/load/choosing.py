@@ -1,0 +1,138 @@
+"""Which checkpoint a run goes on from, and what is said of those that it passes over or refuses."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+from collections.abc import Sequence
+
+import stagereg.record as record
+from stagereg.checkpoint.format.damage import Condition, Unclear
+from stagereg.checkpoint.format.manifest import MANIFEST, Checkpoint
+from stagereg.checkpoint.load.crashes import CrashCounter, Crashes
+from stagereg.checkpoint.load.matching import describe
+from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
+from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.open_store import is_url, open_parent_store
+from stagereg.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+
+class _GivenUp(str):
+    """What stands in the place of damage, of a checkpoint that runs crash after."""
+
+
+def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
+    """Return what there is to go on from by manifests and sizes, in the order in which it is tried or reported.
+
+    Raises:
+        CheckpointError: there is none, or one could not be looked at.
+    """
+    if resume not in ("auto", "latest") and is_plain_dcp(resume):
+        described = describe(resume)
+        return [Condition(described.path, described.manifest)]
+    if resume not in ("auto", "latest"):
+        condition = open_parent_store(resume).look(resume)
+        _expect_certain(condition)
+        return [condition]
+    complete, damaged = store.checkpoints()
+    pointed = store.latest()
+    found = [Condition(each.path, each.manifest) for each in complete]
+    for each in damaged:
+        _expect_certain(each)
+        older = (at for at, other in enumerate(found) if _is_newer(each, other.checkpoint, pointed))
+        found.insert(next(older, len(found)), each)
+    if resume == "auto":
+        return found
+    if not found:
+        raise CheckpointError(
+            f"resume=latest, but there is no complete checkpoint in {store.root}; resume=auto starts from scratch."
+        )
+    return found[:1]
+
+
+def without_given_up(
+    store: CheckpointStore, resume: str, counter: CrashCounter, listed: list[Condition]
+) -> list[Condition]:
+    """Return what was listed, with what ``"auto"`` does not try for crashes as if it were damaged; warn of others."""
+    crashes = counter.of(store if resume in ("auto", "latest") else open_parent_store(resume)) if listed else {}
+    for number, each in enumerate(listed):
+        known = crashes.get(each.path, Crashes())
+        if known.given_up and resume == "auto":
+            what = f"{known.times} times, and each time the run died before its next checkpoint"
+            listed[number] = Condition(each.path, each.manifest, {**each.damages, "restored": _GivenUp(what)})
+        elif known.given_up:
+            _log.warning("%s is restored since it was asked for, although it is %s.", each.path, known)
+    return listed
+
+
+def _is_newer(damaged: Condition, than: Checkpoint | None, latest: Checkpoint | None) -> bool:
+    """Whether it was committed after a complete checkpoint, as far as is known."""
+    if than is None or (latest is not None and than.manifest == latest.manifest):
+        return False
+    if damaged.manifest is not None:
+        return damaged.manifest.order > than.manifest.order
+    return damaged.step is None or damaged.step > than.manifest.step
+
+
+def _expect_certain(condition: Condition) -> None:
+    if any(isinstance(what, Unclear) for what in condition.damages.values()):
+        raise CheckpointError(
+            f"{condition.path} may be a good checkpoint, and it could not be looked at: {condition}. "
+            "To go on from another one, name it: checkpoint.resume=PATH."
+        )
+
+
+def warn(damaged: Sequence[Condition], ranks: RankGroup) -> None:
+    for each in damaged if ranks.rank == 0 else ():
+        _log.warning("%s is %s and passed over:\n%s%s", each.path, _word(each), _indented(each), _how_to_try(each))
+
+
+def log_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGroup) -> None:
+    """Log what is lost by resuming from ``chosen`` although others are newer."""
+    if not passed or ranks.rank != 0:
+        return
+    step = chosen.manifest.step
+    newest = max(passed, key=lambda each: -1 if each.step is None else each.step)
+    lost = max(0, (newest.step or 0) - step)
+    text = f"{_word(newest)}{f': {lost} step' + ('s are' if lost > 1 else ' is') + ' lost' if lost else ''}"
+    _log.warning("Resumed from step %d, NOT from step %s, which is %s.", step, newest.step, text)
+    record.emit("fallback", step=step, damaged=newest.step, lost=lost, why=str(newest))
+
+
+def nothing_good(store: CheckpointStore, damaged: Sequence[Condition]) -> str:
+    every = "\n".join(f"  {each.name}: {each}" for each in damaged)
+    more = next(filter(None, map(_how_to_try, damaged)), "").strip()
+    more = f"{more}\n" if more else ""
+    return (
+        f"There are checkpoints in {store.root}, and none of them is good:\n{every}\n{more}"
+        "Starting from scratch would give the run up, so no step was taken. Put back what is missing, or start from "
+        f"scratch with checkpoint.resume=never. `stagereg verify {shlex.quote(store.root)}` shows them again."
+    )
+
+
+def not_that_one(resume: str, damaged: Condition) -> str:
+    what = f"it is damaged:\n{_indented(damaged)}\n"
+    if damaged.manifest is None and set(damaged.damages.values()) == {"missing"}:
+        there = is_url(damaged.path) or os.path.exists(damaged.path)
+        what = f"there is no {MANIFEST} in it. " if there else "it is not there. "
+    named = resume if resume == damaged.path else f"{resume}: {damaged.path}"
+    beside = shlex.quote(open_parent_store(damaged.path).root)
+    return f"resume={named} is not a complete checkpoint: {what}`stagereg verify {beside}` shows which are good."
+
+
+def _word(condition: Condition) -> str:
+    return "given up" if any(isinstance(what, _GivenUp) for what in condition.damages.values()) else "damaged"
+
+
+def _how_to_try(condition: Condition) -> str:
+    ways = "checkpoint.resume=PATH or checkpoint.restore.give_up_after=null"
+    more = f"\n  If that had another cause, go on from it with {ways}."
+    return more if _word(condition) == "given up" else ""
+
+
+def _indented(condition: Condition) -> str:
+    return "\n".join(f"  {line}" for line in condition.lines())
