@@ -132,13 +132,13 @@ def restore_counting(rank: int, world_size: int, root: str) -> dict[str, Any]:
     small()
     save_steps(root, rank, 1)
     seen, found = count(), {}
-    for name, own, options in (
-        ("full", state(rank, 0), {}),
-        ("fast", {"plain": state(rank, 0)["plain"]}, {"verify": "fast"}),
-        ("shards", {f"shard{rank}": state(rank, 0)[f"shard{rank}"]}, {}),
+    for name, own, how in (
+        ("full", state(rank, 0), Restore(read="once")),
+        ("fast", {"plain": state(rank, 0)["plain"]}, Restore(verify="fast", read="once")),
+        ("shards", {f"shard{rank}": state(rank, 0)[f"shard{rank}"]}, Restore(read="once")),
     ):
         seen.clear()
-        with Checkpointer(root, restore=Restore(read="once"), **options) as checkpointer:
+        with Checkpointer(root, restore=how) as checkpointer:
             assert checkpointer.restore(own) == 1
         assert holds({**state(rank, 1), **own}, rank, 1)
         found[name] = dict(seen)
@@ -167,7 +167,7 @@ def restore_as_chosen(rank: int, world_size: int, root: str) -> list[int]:
     save_steps(root, rank, 1)
     seen, found = count(), []
     for read, shared in (("auto", False), ("auto", True), ("each", True), ("once", False)):
-        restoring.is_shared = lambda path, shared=shared: shared and rank == 1  # type: ignore[assignment]
+        restoring.is_on_network = lambda path, shared=shared: shared and rank == 1  # type: ignore[assignment]
         seen.clear()
         into = state(rank, 0)
         with Checkpointer(root, restore=Restore(read=read)) as checkpointer:  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ def test_auto_reads_once_where_one_of_several_ranks_shares(tmp_path: Path) -> No
     assert run_ranks(restore_as_chosen, args=(str(tmp_path),)) == [[0, 1, 0, 1]] * 2
     state: dict[str, Any] = {"n": 0}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restoring, "is_shared", lambda path: True)
+        patch.setattr(restoring, "is_on_network", lambda path: True)
         patch.setattr(SharedRead, "run", lambda self: pytest.fail("one process reads for itself"))
         with Checkpointer(str(tmp_path)) as checkpointer:
             assert checkpointer.restore(state) == 1

@@ -272,7 +272,7 @@ def unreadable(files: CheckpointFiles, leaves: Any) -> Any:
 def restore_on_two_ranks(rank: int, world_size: int, root: str) -> tuple[list[tuple[int | str, int, float]], list[str]]:
     found: list[tuple[int | str, int, float]] = []
     logged: list[str] = []
-    logging.getLogger("stagereg.checkpoint.load.restoring").addFilter(lambda each: logged.append(each.getMessage()))
+    logging.getLogger("stagereg.checkpoint.load.choosing").addFilter(lambda each: logged.append(each.getMessage()))
     own = f"own.rank{rank}"
     with Checkpointer(root, keep=9) as checkpointer:
         for step in (1, 2):
