@@ -43,7 +43,7 @@ ROOMS = [
     {"store", "state"},
     {"storage", "ranks"},
     {"save", "load"},
-    {"options", "dcp_writer"},
+    {"options", "dcp_writer", "hold", "together"},
     {"checkpointer"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}

@@ -8,31 +8,30 @@ of is described in :mod:`stagereg.checkpoint.format.manifest`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
 import weakref
 from collections.abc import Callable, MutableMapping
 from functools import partial
-from operator import methodcaller
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import torch.distributed as dist
 
+import stagereg.checkpoint.load.choosing as choosing
 import stagereg.checkpoint.load.restoring as restoring
 import stagereg.checkpoint.options as options
 import stagereg.checkpoint.state.entries as entries
 import stagereg.record as record
-from stagereg.checkpoint.format.manifest import LATEST, new_token, step_of
+from stagereg.checkpoint.format.manifest import new_token
+from stagereg.checkpoint.hold import let_go, take_hold
 from stagereg.checkpoint.load.crashes import CrashCounter, is_in_order
-from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.options import Failure, Leave, Replicas, Restore
 from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.ranks.requests import Ending, Requests
+from stagereg.checkpoint.ranks.requests import Requests
 from stagereg.checkpoint.ranks.shares import ShareBook
 from stagereg.checkpoint.save.background import Background, CheckpointStats
 from stagereg.checkpoint.save.on_commit_calls import CommitCalls
@@ -40,14 +39,11 @@ from stagereg.checkpoint.save.pending_save import SaveTarget
 from stagereg.checkpoint.save.saver import Saver, a_state, a_step
 from stagereg.checkpoint.save.schedule import Automatic, Schedule
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
-from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store, path_or_url
-from stagereg.checkpoint.store.retry import answered, within
-from stagereg.checkpoint.store.sweep_job import take_for_job
-from stagereg.errors import CheckpointError, ClosedError, DisagreementError, name_ranks
+from stagereg.checkpoint.together import LEAVE, MOVE, RESTORE, SAVE, Together
+from stagereg.errors import CheckpointError, ClosedError
 from stagereg.join.peers import followers
 from stagereg.launch.rank import command_to_go_on
 from stagereg.registry import register
@@ -56,8 +52,6 @@ from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesP
 
 _log = logging.getLogger(__name__)
 
-_SAVE, _LEAVE, _RESTORE, _MOVE = "save", "leave", "restore", "move_to"
-"""What a request begins with: to save a step, to save it and exit, to restore, to go to another directory."""
 _NO_STEP = (
     "stagereg: NO STEP WAS TAKEN: this run resumed from step %d, in %s, and had none left. To train anew, give it "
     "another checkpoint.dir, or checkpoint.resume=never; to train on, more steps."
@@ -200,20 +194,19 @@ class Checkpointer:
         if self._ranks.rank == 0:
             self._target.metrics.listen(self._background.note_metrics)
         training = None if self._ranks.group is None else process_group or dist.group.WORLD
-        self._requests = Requests(training, f"checkpoint/{opened[0]}/saves")
-        self._ending = Ending(training, f"checkpoint/{opened[0]}/end")
         if leave.grace is not None:
             newest = self._background.describe_newest
             exchanges = Requests(training, f"checkpoint/{opened[0]}/signals")
             ranks = RankGroup(process_group)
             self.preemption = PreemptionConsensus(ranks, leave.grace.total_seconds(), newest, exchanges)
+        self._together = Together(training, f"checkpoint/{opened[0]}", self._ranks, self._saver, self.preemption)
         components = components if self._ranks.rank == 0 else {}
         self._calls = CommitCalls(components, self._background, self._target.metrics, self.preemption)
         self._unclosed: Any = None
         if self._ranks.rank == 0 and leave.save_last:
             self._unclosed = weakref.finalize(self, _warn_of_unclosed, self.dir, self._saver, self._pid)
         if training is not None:
-            self._background.look_out(self._look_for_missed)
+            self._background.look_out(self._together.look_for_missed)
             followers.add(self)
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
@@ -267,22 +260,22 @@ class Checkpointer:
         if not self.enable:
             return
         self.remember(state)
-        what = _SAVE
+        what = SAVE
         if not self._saver.leaving:
             if self.preemption is not None and self.preemption.agreed_before_save(step):
-                what = _LEAVE
-            self._requests.post(f"{what} {a_step(step)}")
+                what = LEAVE
+            self._together.post(f"{what} {a_step(step)}")
         self._save(what, step)
 
     def follow(self) -> None:
         """Save, or leave, as ranks in a loop do that this rank has left. Called by a join, between two steps."""
         if self.preemption is not None:
             self.preemption.follow()
-        while not self._closed and (entry := self._requests.take()) is not None:
+        while not self._closed and (entry := self._together.take()) is not None:
             what, _, step = entry.partition(" ")  # or where to
-            if what == _RESTORE:
-                self._answer(entry)
-            elif what == _MOVE:
+            if what == RESTORE:
+                self._together.answer(entry)
+            elif what == MOVE:
                 self._finish("saved")
                 self._move(step)
             else:
@@ -302,7 +295,7 @@ class Checkpointer:
                 self.dir,
                 ", ".join(sorted(os.path.basename(each) for each in self._store.retention.spared)[-2:]),
             )
-        if what == _LEAVE:
+        if what == LEAVE:
             assert self.preemption is not None
             self._calls.leave()
             self._saver.leave(step, self.preemption, str(self.dir), follows)
@@ -343,7 +336,7 @@ class Checkpointer:
         options.at_directory(where)
         if self.enable and path_or_url(open_store(where).root) != self.dir:
             self._finish("saved")
-            self._requests.post(f"{_MOVE} {where}")
+            self._together.post(f"{MOVE} {where}")
             self._move(where)
 
     def _move(self, dir: str) -> None:
@@ -357,7 +350,7 @@ class Checkpointer:
             if self._ranks.rank == 0:
                 if hidden:
                     store.hide()
-                taken.append(self._lock(store))
+                taken.append(take_hold(store, self.timeout.total_seconds(), self.resume))
             return hidden
 
         try:
@@ -410,11 +403,11 @@ class Checkpointer:
             return None
         a_state(state)
         self._finish("restored")
-        self._requests.post(_RESTORE)
+        self._together.post(RESTORE)
         self.remember(state)
-        store, resume = (self._store, self.resume) if source is None else _sought(os.fspath(source))
+        store, resume = (self._store, self.resume) if source is None else choosing.sought(os.fspath(source))
         if resume not in options.RESUME and os.path.basename(resume) == resume:  # a bare name
-            [resume, *_] = self._ranks.run_on_all("Nothing was restored", partial(_located, store, resume))
+            [resume, *_] = self._ranks.run_on_all("Nothing was restored", partial(choosing.path_named, store, resume))
         if resume == "never":
             self._ranks.run_on_all("Nothing was restored", self.wait)
             return None
@@ -457,9 +450,7 @@ class Checkpointer:
             return
         if self._unclosed is not None:
             self._unclosed.detach()
-        self._ending.leave()
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            self._answer_all()
+        self._together.leave()
         ended = self._background.finish()
         self._closed = True
         self._calls.close()
@@ -489,7 +480,11 @@ class Checkpointer:
         self._crashes.crashed = True  # unless all ranks come to the end
         try:
             if error is None and self.save_last:
-                self._come_to_the_end()
+                try:
+                    self._together.end(self._seen)
+                except CheckpointError:
+                    self._background.raise_failure()  # of a save, which says more
+                    raise
             self._crashes.crashed = not is_in_order(error)
             if error is None and self.save_last:
                 self._saver.save_last(self._seen)
@@ -527,39 +522,6 @@ class Checkpointer:
         if self.enable:
             self._saver.remember(a_state(state))
 
-    def _look_for_missed(self) -> None:
-        """Answer what other ranks wait for, where this one has passed over it; on the background thread."""
-        self._saver.look_for_hang()
-        if self.preemption is not None:
-            self.preemption.look_for_missed()
-        self._answer(self._requests.missed())
-        self._ending.look()
-
-    def _answer_all(self) -> None:
-        """Answer what ranks still ask for, now that this one has come to its end."""
-        while (entry := self._requests.take()) is not None:
-            self._answer(entry)
-
-    def _come_to_the_end(self) -> None:
-        try:
-            self._ending.wait(self._seen, self._answer_all, self._ranks.limit.total_seconds())
-        except CheckpointError:
-            self._background.raise_failure()  # of a save, which says more
-            raise
-
-    def _answer(self, entry: str | None) -> None:
-        """Have other ranks know that this one does not save what they do."""
-        what, _, step = (entry or "").partition(" ")
-        if what in (_RESTORE, _MOVE):
-            with contextlib.suppress(CheckpointError):
-                failing = f"Nothing was {'restored' if what == _RESTORE else 'saved'}"
-                self._ranks.run_on_all(failing, partial(self._refuse, what))
-        elif what:
-            self._saver.miss(int(step))
-
-    def _refuse(self, what: str) -> None:
-        raise DisagreementError(f"{name_ranks([self._ranks.rank])} did not call {what}(), which is for all ranks")
-
     def _describe_end(self, finished: bool) -> str:
         """Return what there is to go on from, and how."""
         newest = self._background.describe_newest()
@@ -573,22 +535,13 @@ class Checkpointer:
     def _open(self) -> str:
         """Take hold of the directory on rank 0; return a token of this run, of which that of rank 0 counts."""
         if self._ranks.rank == 0:
-            self._hold = self._lock(self._store)
+            self._hold = take_hold(self._store, self.timeout.total_seconds(), self.resume)
         return new_token()
 
     def _let_go(self) -> None:
-        """Let other runs write to the directory; on rank 0, which holds it."""
         self._crashes.leave()
         if self._hold is not None:
-            if self._store.appears_as:  # its first save has failed
-                self._store.backend.discard(self._store.root)
-            self._store.settle()
-            self._hold.release()
-
-    def _lock(self, store: CheckpointStore) -> StoreLock:
-        limit = self.timeout.total_seconds()
-        take = partial(_taken, store, limit, self.resume)
-        return answered(store.root, limit, take, methodcaller("release")) if is_url(store.root) else take()
+            let_go(self._store, self._hold)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -609,38 +562,3 @@ def _warn_of_unclosed(dir: Path | str, saver: Saver, pid: int) -> None:
             "the loop into `with Checkpointer(...) as checkpointer:`, whose end saves it; or call close() at the end.",
             dir,
         )
-
-
-def _sought(source: str) -> tuple[CheckpointStore, str]:
-    """Return the store and what is sought in it, of the path of one checkpoint or of a directory of them."""
-    inside, above = open_store(source), open_parent_store(source)
-    name = source.rstrip("/").rpartition("/")[2]
-    one = name == LATEST or step_of(name) is not None or is_plain_dcp(source) or above.look(source).manifest
-    return (above, source) if one and not any(inside.checkpoints()) else (inside, "auto")
-
-
-def _located(store: CheckpointStore, name: str) -> str:
-    """Return the path of a checkpoint by its bare name: in ``store``, unless the working folder alone has it."""
-    inside, here = f"{store.root}/{name}", os.path.realpath(name)
-    if not os.path.exists(here) or here == os.path.realpath(inside):
-        return inside
-    if not os.path.lexists(inside) and store.look(inside).manifest is None:
-        return here
-    raise CheckpointError(
-        f"resume={name} is both in {store.root} and in the working folder: write which, {inside} or {here}"
-    )
-
-
-def _taken(store: CheckpointStore, seconds: float, resume: str) -> StoreLock:
-    """Make sure that ``store`` can be written to, take hold of it, and clear away what dead runs have left."""
-    with within(seconds):
-        hold = store.lock()
-        failpoint("locked")
-        try:
-            store.sweep()
-            take_for_job(store, resume)
-        except BaseException:
-            hold.release()
-            raise
-        failpoint("swept")
-        return hold

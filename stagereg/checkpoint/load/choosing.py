@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import stagereg.record as record
 from stagereg.checkpoint.format.damage import Condition, Unclear
-from stagereg.checkpoint.format.manifest import MANIFEST, Checkpoint
+from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, step_of
 from stagereg.checkpoint.load.crashes import CrashCounter, Crashes
 from stagereg.checkpoint.load.matching import describe
 from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.open_store import is_url, open_parent_store
+from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
 from stagereg.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -136,3 +136,23 @@ def _how_to_try(condition: Condition) -> str:
 
 def _indented(condition: Condition) -> str:
     return "\n".join(f"  {line}" for line in condition.lines())
+
+
+def sought(source: str) -> tuple[CheckpointStore, str]:
+    """Return the store and what is sought in it, of the path of one checkpoint or of a directory of them."""
+    inside, above = open_store(source), open_parent_store(source)
+    name = source.rstrip("/").rpartition("/")[2]
+    one = name == LATEST or step_of(name) is not None or is_plain_dcp(source) or above.look(source).manifest
+    return (above, source) if one and not any(inside.checkpoints()) else (inside, "auto")
+
+
+def path_named(store: CheckpointStore, name: str) -> str:
+    """Return the path of a checkpoint by its bare name: in ``store``, unless the working folder alone has it."""
+    inside, here = f"{store.root}/{name}", os.path.realpath(name)
+    if not os.path.exists(here) or here == os.path.realpath(inside):
+        return inside
+    if not os.path.lexists(inside) and store.look(inside).manifest is None:
+        return here
+    raise CheckpointError(
+        f"resume={name} is both in {store.root} and in the working folder: write which, {inside} or {here}"
+    )

@@ -312,7 +312,7 @@ def many_while_it_ends():
 
 def signal_on_another_rank():
     checkpointer = opened("another rank", 0.3)
-    checkpointer.preemption.update([1.0, 0.0])
+    checkpointer.preemption._update([1.0, 0.0])
     hang()
 
 def closed():
@@ -452,7 +452,7 @@ def test_a_rank_alone_with_the_signal_reports_else_rank_0_does(rank: int) -> Non
         consensus = preemption_consensus.PreemptionConsensus(mock.Mock(rank=rank, size=2), 1.0, str, mock.Mock())
         handler.return_value.reports = PreemptionHandler(1.0, str).reports
         assert handler.return_value.reports
-        consensus.update([1.0, 0.0])
+        consensus._update([1.0, 0.0])
         assert handler.return_value.reports == (rank == 0)
 
 

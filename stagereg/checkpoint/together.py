@@ -1,0 +1,88 @@
+"""What the ranks of a checkpointer do together beside training: this rank's part in it, and its answers to others.
+
+A rank puts what it does into the list of requests first. One that has left its loop does the same; one that has passed
+over something says so, in place of others' waiting for it; and in the end all wait for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+
+import torch.distributed as dist
+
+from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
+from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.ranks.requests import Ending, Requests
+from stagereg.checkpoint.save.saver import Saver
+from stagereg.errors import CheckpointError, DisagreementError, name_ranks
+
+SAVE, LEAVE, RESTORE, MOVE = "save", "leave", "restore", "move_to"
+"""What a request begins with: to save a step, to save it and exit, to restore, to go to another directory."""
+
+
+class Together:
+    """This rank's part.
+
+    Args:
+        training: the ranks that train together; ``None`` for a process alone.
+        name: the same on all ranks, and of nothing else in the job.
+        ranks: that save together.
+        saver: of this rank.
+        preemption: whether the ranks are to leave; ``None`` if signals are left alone.
+    """
+
+    def __init__(
+        self,
+        training: dist.ProcessGroup | None,
+        name: str,
+        ranks: RankGroup,
+        saver: Saver,
+        preemption: PreemptionConsensus | None,
+    ) -> None:
+        self._requests, self._ending = Requests(training, f"{name}/saves"), Ending(training, f"{name}/end")
+        self._ranks, self._saver, self._preemption = ranks, saver, preemption
+
+    def post(self, what: str) -> None:
+        """This rank does ``what`` now; all others are to. On the training thread."""
+        self._requests.post(what)
+
+    def take(self) -> str | None:
+        """Return the next request that this rank, which has left its loop, has not met."""
+        return self._requests.take()
+
+    def answer(self, entry: str | None) -> None:
+        """Have other ranks know that this one does not do what they do."""
+        what, _, step = (entry or "").partition(" ")
+        if what in (RESTORE, MOVE):
+            with contextlib.suppress(CheckpointError):
+                failing = f"Nothing was {'restored' if what == RESTORE else 'saved'}"
+                self._ranks.run_on_all(failing, partial(self._refuse, what))
+        elif what:
+            self._saver.miss(int(step))
+
+    def answer_all(self) -> None:
+        """Answer what ranks still ask for, now that this one has come to its end."""
+        while (entry := self._requests.take()) is not None:
+            self.answer(entry)
+
+    def look_for_missed(self) -> None:
+        """Answer what other ranks wait for, where this one has passed over it; on the background thread."""
+        self._saver.look_for_hang()
+        if self._preemption is not None:
+            self._preemption.look_for_missed()
+        self.answer(self._requests.missed())
+        self._ending.look()
+
+    def end(self, seen: int | None) -> None:
+        """Wait until all ranks have come to the end. Raises: ``CheckpointError`` if one will not come, or has not."""
+        self._ending.wait(seen, self.answer_all, self._ranks.limit.total_seconds())
+
+    def leave(self) -> None:
+        """This rank does nothing together with others any more."""
+        self._ending.leave()
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            self.answer_all()
+
+    def _refuse(self, what: str) -> None:
+        raise DisagreementError(f"{name_ranks([self._ranks.rank])} did not call {what}(), which is for all ranks")
