@@ -160,7 +160,7 @@ def test_every_command_of_stagereg_is_understood() -> None:
     given = [each for page in (CHECKPOINTS, SWEEPS, SLURM) for each in page.started("stagereg") if len(each) > 1]
     for arguments in given:
         parser.parse_args(arguments)
-    assert {arguments[0] for arguments in given} == {"ls", "verify", "convert", "bench", "report", "plan", "follow"}
+    assert {arguments[0] for arguments in given} == {"ls", "verify", "convert", "report", "plan", "follow"}
 
 
 def test_the_tables_of_moments_figures_and_files_are_the_codes() -> None:
@@ -176,9 +176,13 @@ def test_the_tables_of_moments_figures_and_files_are_the_codes() -> None:
 def test_every_option_that_the_page_names_is_the_checkpointers() -> None:
     from stagereg.checkpoint.checkpointer import Checkpointer
 
-    named = set(re.findall(r"`checkpoint\.(\w+)", CHECKPOINTS.text))
-    assert {"verify", "on_error", "timeout", "grace", "resume", "dir"} <= named
-    assert named <= set(inspect.signature(Checkpointer).parameters)
+    named = set(re.findall(r"`checkpoint\.(\w+)(?:\.(\w+))?", CHECKPOINTS.text))
+    assert {("restore", "verify"), ("failure", "on_error"), ("leave", "grace"), ("resume", ""), ("dir", "")} <= named
+    takes = inspect.signature(Checkpointer).parameters
+    assert [each for each in named if each[0] not in takes] == []
+    assert [
+        each for each in named if each[1] and each[0] != "on_commit" and not hasattr(takes[each[0]].default, each[1])
+    ] == []
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))

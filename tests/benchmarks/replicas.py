@@ -22,6 +22,7 @@ from stagereg.bench.measure import Series, interleave
 from stagereg.bench.report import Group
 from stagereg.bench.restore import AGAIN, MODELS, SplitTraining, SplitTurn, line, moved, nbytes, title
 from stagereg.bench.write import storages
+from stagereg.checkpoint.options import Replicas
 from stagereg.stagers.pinned_cached import PinnedCachedStager
 
 _SAVE, _ASYNC, _FIRST = "torch:save", "torch:async_save", "first:"
@@ -59,7 +60,7 @@ class Saving(SplitTurn):
         """Save once more."""
         storage = self.way.removeprefix(_FIRST)
         if storage in storages():
-            self.begin(storage, stager=self._stager, replicas="share" if storage == self.way else "first")
+            self.begin(storage, stager=self._stager, replicas=Replicas(share=storage == self.way))
         elif dist.get_rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
         dist.barrier()

@@ -195,8 +195,8 @@ def test_a_save_is_reported_before_the_old_one_is_deleted(tmp_path: Path, monkey
         assert goes_on.wait(60)
         discard(place, path)
 
-    monkeypatch.setattr(Directory, "discard", slow)
     with Checkpointer(str(tmp_path), keep=1) as checkpointer:
+        monkeypatch.setattr(Directory, "discard", slow)
         for step in (1, 2):
             checkpointer.save(step, {"x": torch.ones(3)})
             checkpointer.wait()

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import stagereg.checkpoint.store.directory as directory
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import Checkpoint, Manifest, new_token
+from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.bucket import Bucket
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -185,7 +186,7 @@ def test_the_error_of_a_save_says_that_its_commit_failed(
     kind: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dir = str(tmp_path / "run") if kind == "directory" else f"memory://{uuid.uuid4().hex}/run"
-    with Checkpointer(dir, save_last=False) as checkpointer:
+    with Checkpointer(dir, leave=Leave(save_last=False)) as checkpointer:
         checkpointer.save(1, {"x": 1})
         checkpointer.wait()
         with monkeypatch.context() as patch:
