@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import logging
 import os
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -394,3 +396,15 @@ def test_an_option_in_its_old_place_is_refused_with_its_new_one(tmp_path: Path, 
     with pytest.raises(ConfigError) as error:
         Checkpointer(str(tmp_path), **old)
     assert new in str(error.value)
+
+
+def test_what_a_program_no_longer_wants_saved_is_not_kept_in_memory(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), leave=Leave(save_last=False)) as checkpointer:
+        model = torch.nn.Linear(2, 2)
+        checkpointer.save(1, {"model": model})
+        checkpointer.wait()
+        checkpointer.remember({})
+        gone = weakref.ref(model)
+        del model
+        gc.collect()
+        assert gone() is None

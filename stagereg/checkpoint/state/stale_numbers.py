@@ -23,7 +23,7 @@ class StaleNumbers:
     """What numbers a state had in the saves so far, and what the variables of their names have had."""
 
     def __init__(self) -> None:
-        self._state: Mapping[str, Any] | None = None
+        self._state = 0  # which dict it was; by its address, since a reference would keep all objects in it alive
         self._seen: dict[str, tuple[float, set[float]]] = {}
         self._left = _LOOKS
 
@@ -32,9 +32,9 @@ class StaleNumbers:
         if not self._left:
             return
         self._left -= 1
-        if state is not self._state:
+        if id(state) != self._state:
             numbers = {name: value for name, value in state.items() if type(value) in (int, float)}
-            self._state, self._seen = state, {name: (value, set()) for name, value in numbers.items()}
+            self._state, self._seen = id(state), {name: (value, set()) for name, value in numbers.items()}
         self._seen = {name: each for name, each in self._seen.items() if state.get(name) == each[0]}
         for name, value in _variables(self._seen).items():
             saved, others = self._seen[name]

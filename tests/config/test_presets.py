@@ -1,0 +1,51 @@
+"""Where a decision of checkpoints has a name, that name is an option; what it sets can still be set by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+
+def composed(folder: Path, *overrides: str) -> dict[str, Any]:
+    (folder / "app.yaml").write_text("defaults: [stagereg, _self_]\n")
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        config = compose("app", list(overrides))
+    return {
+        name: OmegaConf.to_container(config.checkpoint[name])
+        if OmegaConf.is_config(config.checkpoint[name])
+        else config.checkpoint[name]
+        for name in ("restore", "keep")
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "group", "differ"),
+    [
+        (["checkpoint/restore=safe"], "restore", {}),
+        (["checkpoint/restore=fast"], "restore", {"verify": "fast"}),
+        (["checkpoint/restore=bucket"], "restore", {"read": "once"}),
+        (["checkpoint/restore=bucket", "checkpoint.restore.read=each"], "restore", {"read": "each"}),
+        (["checkpoint/keep=newest"], "keep", {}),
+        (["checkpoint/keep=best"], "keep", {"newest": 1, "best": 3, "metric": "loss"}),
+        (["checkpoint/keep=best", "checkpoint.keep.best=1"], "keep", {"newest": 1, "best": 1, "metric": "loss"}),
+    ],
+)
+def test_a_preset_sets_what_it_is_for_and_nothing_else(
+    tmp_path: Path, overrides: list[str], group: str, differ: dict[str, Any]
+) -> None:
+    usual, found = composed(tmp_path), composed(tmp_path, *overrides)
+    assert found.pop(group) == {**usual.pop(group), **differ}
+    assert found == usual
+
+
+def test_a_number_still_says_how_many_are_kept(tmp_path: Path) -> None:
+    assert composed(tmp_path, "checkpoint.keep=5")["keep"] == 5
+
+
+def test_of_two_presets_the_last_one_counts(tmp_path: Path) -> None:
+    found = composed(tmp_path, "checkpoint/restore=fast", "checkpoint/restore=bucket")
+    assert found["restore"] == composed(tmp_path, "checkpoint/restore=bucket")["restore"]
