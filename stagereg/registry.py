@@ -37,7 +37,6 @@ _BUILT_IN = {
     ("joinable", "auto"): "stagereg.join.adapt:auto",
     ("on_commit", "copy_to"): "stagereg.on_commit.copy_to:CopyTo",
     ("storage", "dcp"): "stagereg.checkpoint.storage.dcp:DcpStorage",
-    ("storage", "direct"): "stagereg.checkpoint.storage.dcp:direct",
     ("storage", "safetensors"): "stagereg.checkpoint.storage.safetensors:SafetensorsStorage",
     ("storage", "torch_dcp"): "stagereg.checkpoint.storage.dcp:TorchDcpStorage",
     ("on_commit", "command"): "stagereg.on_commit.shell_command:ShellCommand",

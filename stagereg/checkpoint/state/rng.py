@@ -84,9 +84,7 @@ def _listed(state: Any) -> Any:
     return state.tolist() if hasattr(state, "tolist") else state
 
 
-def _bytes(x: torch.Tensor | bytes) -> bytes:
-    if isinstance(x, bytes):  # of a version that kept them so
-        return x
+def _bytes(x: torch.Tensor) -> bytes:
     if not isinstance(x, torch.Tensor) or x.dtype is not torch.uint8:
         raise ValueError("they are no tensors of bytes, as of another version of stagereg")
     return ctypes.string_at(x.data_ptr(), x.nbytes)

@@ -15,7 +15,6 @@ only the order, and what lies between them, differ. A tensor goes one of three w
 from __future__ import annotations
 
 import ctypes
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,19 +111,6 @@ class TorchDcpStorage(FileSystemWriter, Storage):
     def reader(self, path: StrPath) -> StorageReader:
         """See :class:`.Storage`."""
         return FileSystemReader(path)
-
-
-@register("storage", "direct")
-def direct(path: StrPath | None = None, buffer_mb: int = 4) -> DcpStorage:
-    """The former name of ``dcp``.
-
-    Args:
-        path: see :class:`DcpStorage`.
-        buffer_mb: see :class:`DcpStorage`.
-    """
-    text = "storage=direct is deprecated: storage=dcp writes the same, in the same way."
-    warnings.warn(text, FutureWarning, stacklevel=2)
-    return DcpStorage(path, buffer_mb=buffer_mb)
 
 
 def _write_item(file: AlignedFile, name: str, item: WriteItem, data: Any) -> WriteResult:

@@ -23,7 +23,6 @@ from stagereg.errors import CheckpointError, StageregError
 from stagereg.installed import DISTRIBUTION
 
 _OURS = f"@{DISTRIBUTION}"
-_FORMER = {"direct": "dcp"}  # names in manifests of storages that have another one now
 
 
 class Storage(StorageWriter):
@@ -119,7 +118,6 @@ def named(name: str, own: Storage) -> Storage:
     Raises:
         CheckpointError: it is not there, or cannot be built.
     """
-    name = _FORMER.get(name, name)
     if name == name_of(own):
         return own
     try:

@@ -346,14 +346,13 @@ def test_a_storage_keeps_its_name_when_another_package_claims_it(recwarn: pytest
     own = stagereg.build("storage", "torch_dcp")
     assert name_of(DcpStorage()) == "dcp"
     assert named("torch_dcp", own) is own
-    for name in ("dcp", "direct"):  # the former name is in older manifests
-        assert type(named(name, own)) is DcpStorage
+    assert type(named("dcp", own)) is DcpStorage
     assert not recwarn
 
 
 def test_an_unknown_storage_is_reported_with_the_list() -> None:
     assert name_of(FaultyStorage(saves=())) == "dcp", "it wraps that one"
-    with pytest.raises(CheckpointError, match=r"(?s)storage 'gone', which cannot be built.*There is: dcp, direct"):
+    with pytest.raises(CheckpointError, match=r"(?s)storage 'gone', which cannot be built.*There is: dcp, "):
         named("gone", DcpStorage())
 
 

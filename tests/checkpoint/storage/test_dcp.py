@@ -23,7 +23,6 @@ from stagereg.checkpoint.format.index import TensorResult
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.envelope import _asked
-from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.local_files import mark_file
 from stagereg.errors import ConfigError
 
@@ -234,15 +233,6 @@ def test_a_refusal_of_o_direct_is_logged_once(
         assert entries(tmp_path / str(step)) == {"x": form(torch.ones(5))}
     seen = [record.message for record in caplog.records if "O_DIRECT" in record.message]
     assert [str(tmp_path / "0") in message for message in seen] == ([True] if direct == "auto" else [])
-
-
-def test_the_former_name_is_deprecated_and_writes_the_same(tmp_path: Path) -> None:
-    with pytest.warns(FutureWarning, match="storage=direct is deprecated: storage=dcp"):
-        storage: Storage = stagereg.build("storage", "direct", buffer_mb=2)
-    assert type(storage) is DcpStorage
-    with stagereg.Checkpointer(str(tmp_path), storage=storage) as saving:
-        saving.save(1, {"x": 1})
-    assert '"storage": "dcp"' in (tmp_path / "latest" / "manifest.json").read_text()
 
 
 @pytest.mark.parametrize("given", [{"buffer_mb": 0}, {"buffer_mb": True}, {"buffer_mb": 1.5}, {"direct": "always"}])
