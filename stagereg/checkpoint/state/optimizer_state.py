@@ -278,7 +278,7 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
     missing = [name for name in source if source[name] not in group_of]
     if missing:
         raise CheckpointError(f"it has nothing of {len(missing)} parameters of the optimizer: {listed(missing)}")
-    _refuse_another_kind(optimizer, [*groups.values()])
+    _refuse_another_kind(optimizer, [group_of[name] for name in source.values()])  # others are of other optimizers
     _warn_of_one_group(optimizer, [{id(group_of[source[name]]) for name in own} for own in here], here)
     found: dict[str, Any] = {}
     for own in here:

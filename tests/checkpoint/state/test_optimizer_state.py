@@ -262,3 +262,21 @@ def test_a_scaler_that_was_off_when_it_was_saved_may_begin_from_scratch(tmp_path
     assert "source state dict is empty" in refused(tmp_path, **state)
     with Checkpointer(str(tmp_path), restore=Restore(fresh=["scaler"])) as keeper:
         assert keeper.restore(state) == 1
+
+
+def test_optimizers_of_different_kinds_beside_each_other_are_restored(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+
+    def optimizers() -> list[torch.optim.Optimizer]:
+        return [torch.optim.Adam([model.bias]), torch.optim.AdamW([model.weight], weight_decay=0.1)]
+
+    state: dict[str, Any] = {"model": model, "optimizer": optimizers()}
+    model(torch.ones(2)).sum().backward()
+    for each in state["optimizer"]:
+        each.step()
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(1, state)
+    again: dict[str, Any] = {"model": model, "optimizer": optimizers()}
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        assert checkpointer.restore(again) == 1
+    assert [len(each.state) for each in again["optimizer"]] == [1, 1]
