@@ -365,7 +365,7 @@ def test_a_failed_save_is_raised_by_the_next_call(tmp_path: Path) -> None:
     program = Program()
     program.accelerator.save_state(tmp_path / "a")
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError):
+    with pytest.raises(ConfigError, match="is a file"):
         program.accelerator.save_state(tmp_path / "file/b")
     program.counter.n = lambda: None  # type: ignore[assignment]
     with contextlib.suppress(CheckpointError):

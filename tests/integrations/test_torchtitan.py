@@ -577,7 +577,7 @@ def test_a_failed_save_is_raised_by_the_next_one(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"checkpoint_options": {"every": 3}}, "'every': torchtitan's options of checkpoint decide it"),
-        ({"checkpoint_options": {"restor": {}}}, "no option 'restor'. Did you mean 'restore'"),
+        ({"checkpoint_options": {"restor": {}}}, r"takes no 'restor'\. Did you mean 'restore'"),
         ({"stager": "overlaped"}, "overlapped"),
         ({"last_save_in_hf": True, "last_save_model_only": True}, "last_save_in_hf needs a state dict adapter"),
     ],
