@@ -87,7 +87,8 @@ class Background:
         self, target: SaveTarget, timeout: datetime.timedelta, schedule: Schedule, warns: bool = False
     ) -> None:
         self.newest: int | None = None
-        self.failures = Failures(warns, target.ranks.rank == 0, self.describe_newest)
+        describe = weakref.WeakMethod(self.describe_newest)  # a cycle would keep the thread of one that was dropped
+        self.failures = Failures(warns, target.ranks.rank == 0, lambda: (describe() or str)())
         self.stats = CheckpointStats()
         self.listeners: list[Callable[[int], object]] = []
         self.calls: Callable[[Checkpoint, CheckpointStore], None] | None = None
