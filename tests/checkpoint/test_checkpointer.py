@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.options import Failure, Leave, Restore
+from stagereg.checkpoint.options import Failure, Leave, Replicas, Restore
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError, ConfigError, UnknownNameError
@@ -169,6 +169,8 @@ def test_random_number_generators_continue(tmp_path: Path) -> None:
         (Restore, {"verify": "fsat"}, r"verify must be one of full, fast, not 'fsat'\. Did you mean 'fast'\?"),
         (Restore, {"read": "twice"}, "read must be one of auto, each, once"),
         (Restore, {"cast": 1}, "cast must be true or false"),
+        (Replicas, {"share": "first"}, "share must be true or false"),
+        (Replicas, {"verify_every": -1}, "verify_every must be a whole number of at least 0"),
     ],
 )
 def test_a_group_of_options_checks_itself(group: type, values: dict[str, Any], message: str) -> None:
