@@ -175,6 +175,7 @@ def test_an_evaluation_changes_nothing_or_soon_ends_with_its_cause() -> None:
             Cell("fsdp2", "planned", False, "rank 0", "first", "no_grad"),
             Cell("fsdp2", "torch", False, "all", "last", "no_grad"),
             Cell("plain", "counted", False, "rank 0", "first", "no_grad"),
+            Cell("plain", "planned", False, "rank 0", "last", "eval"),
         ]
     )
 
