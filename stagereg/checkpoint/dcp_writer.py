@@ -2,8 +2,8 @@
 
 ``DcpWriter`` writes as the storage ``dcp`` does, into a directory beside, which the coordinator renames when all ranks
 have written and flushed their files. ``checksums.json`` in it has size and CRC-32 of each other file, as a manifest
-(:mod:`.manifest`) has them. ``DcpReader`` compares them before anything is loaded. Staging, retention, the choice of
-what is loaded, and a state that does not fit are left to torch and its callers.
+(:mod:`.manifest`) has them. ``DcpReader`` compares them before anything is loaded. Retention, the choice of what is
+loaded, and a state that does not fit are left to torch and its callers.
 """
 
 from __future__ import annotations
@@ -11,39 +11,50 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from stagereg.checkpoint.format.damage import WHOLE, Condition, Found, differences, marks_of_shares, share
 from stagereg.checkpoint.format.manifest import Manifest, step_within
+from stagereg.checkpoint.format.pickled import expect_dense
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.files import StrPath
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.local_files import exchange, local_path, sync
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
 from stagereg.errors import CheckpointError, ConfigError, DamagedError
+from stagereg.kernel.state_dict import why_without_data
+from stagereg.registry import build
+from stagereg.stagers.async_stager import AsyncStager, StateDict
 
 _CHECKSUMS = "checksums.json"
 _METADATA = ".metadata"
 _PATIENCE_S = 1.0  # for the end of a save that has just failed
+_LOOK_S = 0.01
+STAGER = "overlapped"
 
 _log = logging.getLogger(__name__)
-_lock = threading.Lock()
-_saving: dict[Path, threading.Thread] = {}
-"""By path, what other threads than the main one are saving, in a process that is the coordinator."""
+_lock, _staging = threading.Lock(), threading.Lock()
+_saving: weakref.WeakValueDictionary[Path, threading.Thread] = weakref.WeakValueDictionary()
+"""By path, who was the last to save there, if it was not the main thread, in a process that is the coordinator."""
+_stagers: weakref.WeakValueDictionary[str, AsyncStager] = weakref.WeakValueDictionary()
+"""The default stager, which keeps its memory for the next checkpoint as long as one of the writers is there."""
 
 
-class DcpWriter(StorageWriter):
+class DcpWriter(StorageWriter, AsyncStager):
     """Writes a checkpoint that is complete or absent: ``dcp.save(state, storage_writer=stagereg.DcpWriter(path))``.
 
     For ``save`` and ``async_save`` of ``torch.distributed.checkpoint``. What it wrote plain ``dcp.load`` reads, and
@@ -53,6 +64,10 @@ class DcpWriter(StorageWriter):
     the same path deletes them. A checkpoint that is at ``path`` already is replaced in one step, and in two where the
     file system cannot exchange directories (NFS): killed between them, it is at ``.NAME.old``. Saves that are under way
     at the same time may share a writer, and need a path each.
+
+    As torch's ``FileSystemWriter``, it stages for ``async_save``, unless that is given an ``async_stager``: with
+    ``stager=overlapped``, whose copies are complete when :meth:`stage` returns. Writers that are there at the same time
+    share its memory, two copies at most, which is free again when the last of them is gone.
 
     Args:
         path: the directory of this one checkpoint; ``checkpoint_id`` of ``save`` names another.
@@ -68,6 +83,7 @@ class DcpWriter(StorageWriter):
     def __init__(self, path: StrPath | None = None, direct: str = "auto") -> None:
         self.path: Path | None = None
         self._direct = direct
+        self._stager: Any = None
         self._save = _Save()
         self.reset(path)
 
@@ -78,6 +94,25 @@ class DcpWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         """Whether it is a path of this machine's file systems."""
         return not is_url(checkpoint_id)
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """False: a copy is complete when it is handed out."""
+        return False
+
+    def stage(self, state_dict: StateDict) -> StateDict:
+        """Return a complete copy of ``state_dict`` in host memory. Raises: as the default stager does."""
+        with _staging:
+            if self._stager is None:
+                self._stager = _stagers.get(STAGER) or build("stager", STAGER)
+                _stagers[STAGER] = self._stager
+                self._stager.reserve_padding(*DcpStorage.padding)
+            copied: StateDict = self._stager.stage(state_dict).result()
+            return copied
+
+    def close(self) -> None:
+        """Let the stager go, which :meth:`stage` takes again. Nothing else is to be closed."""
+        self._stager = None
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin another checkpoint, at ``checkpoint_id`` if that is given. Raises: ``ConfigError``."""
@@ -92,7 +127,11 @@ class DcpWriter(StorageWriter):
         self._save.storage.set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan. Raises: ``CheckpointError`` if no path was given, or what is there is no checkpoint."""
+        """Return the plan.
+
+        Raises:
+            CheckpointError: no path was given, what is there is no checkpoint, or a tensor could not be loaded.
+        """
         if self._save.path is None:
             raise CheckpointError("DcpWriter was given no directory: DcpWriter(path), or checkpoint_id=path.")
         there = os.listdir(self._save.path) if self._save.path.is_dir() else [""] * self._save.path.exists()
@@ -103,6 +142,9 @@ class DcpWriter(StorageWriter):
                 f"{self._save.path} has what is no part of a checkpoint ({what}), and would be replaced "
                 "as a whole: give each checkpoint a directory of its own."
             )
+        for item in plan.items:
+            if item.tensor_data is not None:
+                expect_dense(item.index.fqn, item.tensor_data.properties.dtype, item.tensor_data.properties.layout)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -134,12 +176,7 @@ class DcpWriter(StorageWriter):
             CheckpointError: a file is not there as it was written. ``OSError``.
         """
         assert self._save.path is not None
-        try:
-            self._commit(Path(self._save.storage.path), self._save.path, metadata, results)
-        finally:
-            _saving.pop(self._save.path, None)
-
-    def _commit(self, beside: Path, path: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        beside, path = Path(self._save.storage.path), self._save.path
         marks = [each for part in results for each in part if isinstance(each, _FileResult)]
         self._save.storage.finish(
             metadata, [[each for each in part if not isinstance(each, _FileResult)] for part in results]
@@ -181,11 +218,14 @@ class DcpReader(FileSystemReader):
         path: the directory of the checkpoint; ``checkpoint_id`` of ``load`` names another.
 
     Raises:
-        ConfigError: ``path`` is a URL. From ``dcp.load``, which wraps it into a ``CheckpointException``,
-            ``CheckpointError``: a file is damaged, with its name and what is wrong with it.
+        ConfigError: ``path`` is a URL, or None. From ``dcp.load``, which wraps it into a ``CheckpointException``,
+            ``CheckpointError``: a file is damaged, with its name and what is wrong with it; or a tensor of the state is
+        sparse, quantized or on the meta device, which torch would leave as it is or scale by itself.
     """
 
     def __init__(self, path: StrPath) -> None:
+        if path is None:
+            raise ConfigError(f"{type(self).__name__} takes the directory of a checkpoint, and not None.")
         super().__init__(_local(path, type(self).__name__))
         self._manifest: Manifest | None = None
 
@@ -218,6 +258,10 @@ class DcpReader(FileSystemReader):
         self._expect(self._manifest, marks_of_shares(found))
         return [replace(plan, storage_data=None) for plan in plans]
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read as torch does. Raises: ``CheckpointError`` for a tensor that torch would leave as it is."""
+        return super().read_data(plan, _Filled(planner))  # type: ignore[arg-type]
+
     def _contents(self, parts: dict[str, range]) -> dict[str, Found]:
         return open_parent_store(self.path).contents(os.fspath(self.path), parts)
 
@@ -227,6 +271,23 @@ class DcpReader(FileSystemReader):
                 f"{self.path} is damaged, and nothing of it was loaded: "
                 f"{Condition(os.fspath(self.path), manifest, damages)}"
             )
+
+
+class _Filled:
+    """A planner whose tensors ``copy_`` fills."""
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self._planner = planner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        x, name = self._planner.resolve_tensor(read_item), read_item.dest_index.fqn
+        expect_dense(name, x.dtype, x.layout)
+        if why := why_without_data(x):
+            raise CheckpointError(f"{name!r} cannot be loaded: {why.replace('to stage', 'to load into')}.")
+        return x
 
 
 @dataclass(frozen=True)
@@ -246,11 +307,22 @@ def _world_size() -> int:
 
 def _expect_sole(path: Path) -> None:
     """Note that this thread saves to ``path``. Raises: ``CheckpointError`` if another one still does."""
+    this, until = threading.current_thread(), time.monotonic() + _PATIENCE_S
     with _lock:
-        other, this = _saving.get(path), threading.current_thread()
-        if other is not None and other is not this:
-            other.join(_PATIENCE_S)
-            if other.is_alive() and _saving.get(path) is other:
+        other = _saving.get(path)
+        while other is not None and other is not this and _is_saving(other):
+            if time.monotonic() > until:
                 raise CheckpointError(f"An earlier save to {path} is still being written: wait for its future first.")
+            time.sleep(_LOOK_S)
+        for earlier in [each for each, thread in _saving.items() if thread is this]:
+            del _saving[earlier]
         if this is not threading.main_thread():  # which comes to a save when its last one has ended, or has failed
             _saving[path] = this
+
+
+def _is_saving(thread: threading.Thread) -> bool:
+    """Whether a thread is in torch's code; a save that fails on another rank leaves it without a call to the writer."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint."):
+        frame = frame.f_back
+    return frame is not None

@@ -1,10 +1,13 @@
 """Take a state dict apart into plain tensors, and put a copy of it together around other ones.
 
 :func:`flatten` walks a state dict once, with a pickler: what it pickles is the structure (same types, order, keys,
-sharing, cycles). The plain strided tensors it meets are listed, and anything else that is no container is copied at
-once. :meth:`TreeSpec.unflatten` unpickles the structure with the staged tensors where the source had theirs: wrapped
-again as ``Parameter``, DTensor, ShardedTensor or whatever traceable subclass they were, with their Python attributes.
-What cannot be staged is refused with its path in the dict.
+sharing, cycles). Objects such as dataclasses are taken apart like containers, by what pickle would keep of them. The
+plain strided tensors it meets are listed; what has its own way to be deep-copied, and no tensors, is copied at once.
+:meth:`TreeSpec.unflatten` unpickles the structure with the staged tensors where the source had theirs: wrapped again as
+``Parameter``, DTensor, ShardedTensor or whatever traceable subclass they were, with their Python attributes. What
+cannot be staged is refused with its path in the dict.
+
+A lazy conjugation or negation is carried out, since what sends tensors to other processes loses it.
 
 Most calls stage a state dict of the same structure over the same memory as the call before. :class:`Recognizer`
 remembers one and recognises it at a third of the cost of :func:`flatten` and a layout.
@@ -13,10 +16,12 @@ remembers one and recognises it at a third of the cost of :func:`flatten` and a 
 from __future__ import annotations
 
 import copy
+import copyreg
 import io
 import pickle
 import types
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -43,6 +48,9 @@ ATOMS = frozenset({
     types.FunctionType, types.BuiltinFunctionType,
 })  # fmt: skip
 
+# Of kinds that have many types: ``copy.deepcopy`` takes these for immutable too.
+_ATOMIC = (types.CodeType, property, weakref.ref)
+
 # What torch's type_check admits besides containers and tensors.
 _CHECKED = (bool, int, float, str, bytes, io.BytesIO, type(None), torch.Tensor)
 
@@ -53,17 +61,20 @@ class TreeSpec:
     """A state dict's copy without its tensors.
 
     ``tensors`` are the plain strided ones of the source, each object once, neither detached nor copied yet.
+    ``lazy`` are those, by index, that have been flipped into memory of their own.
     """
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.lazy: dict[int, torch.Tensor] = {}
         self._constants: list[Any] = []
         self._finish: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
         self._pickled = b""
 
     def release_sources(self) -> None:
-        """Empty ``tensors``; what is left is enough for :meth:`unflatten`."""
+        """Empty ``tensors`` and ``lazy``; what is left is enough for :meth:`unflatten`."""
         self.tensors.clear()
+        self.lazy.clear()
 
     def unflatten(self, staged: Sequence[torch.Tensor]) -> Any:
         """Return the finished copy, ``staged[i]`` standing where ``tensors[i]`` stood. To be called once."""
@@ -74,10 +85,10 @@ class TreeSpec:
 
 
 def flatten(state: Any, type_check: bool = False) -> TreeSpec:
-    """Take ``state``, nested dicts, lists and tuples, apart; the error has the path of what cannot be staged.
+    """Take ``state``, nested containers and objects, apart; the error has the path of what cannot be staged.
 
     ``type_check``: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None, as torch does under
-    that name; otherwise such a leaf is deep-copied.
+    that name; otherwise such a leaf is copied as ``copy.deepcopy`` would, but for its tensors, which are listed.
     """
     try:
         return _flatten(state, type_check)
@@ -88,21 +99,25 @@ def flatten(state: Any, type_check: bool = False) -> TreeSpec:
 
 def path_to(state: Any, index: int) -> tuple[object, ...]:
     """Return the keys that lead to the tensor that :func:`flatten` lists at ``index``; for error messages."""
-    wanted = _identity(flatten(state).tensors[index])
-    return _path_to(state, lambda x: wanted in map(_identity, flatten(x).tensors), {})
+    wanted = _identities(flatten(state))[index]
+    return _path_to(state, lambda x: wanted in _identities(flatten(x)), {})
 
 
-def _identity(x: torch.Tensor) -> tuple[Any, ...]:
-    return x.untyped_storage()._cdata, x.storage_offset(), x.dtype, x.shape, x.stride()
+def _identities(spec: TreeSpec) -> list[tuple[Any, ...]]:
+    sources = (spec.lazy.get(i, x) for i, x in enumerate(spec.tensors))
+    return [
+        (x.untyped_storage()._cdata, x.storage_offset(), x.dtype, x.shape, x.stride(), x.is_conj(), x.is_neg())
+        for x in sources
+    ]
 
 
 def _path_to(x: Any, is_there: Callable[[Any], bool], met: dict[int, Any]) -> tuple[object, ...]:
     """Return the keys that lead to the innermost value for which ``is_there`` is true."""
     met[id(x)] = x  # what has its id there must not be freed; a dict may make its values
     entries: list[Any] = list(
-        x.items() if isinstance(x, dict) else enumerate(x if isinstance(x, (list, tuple)) else ())
+        x.items() if isinstance(x, dict) else enumerate(x if isinstance(x, (list, tuple, deque)) else ())
     )
-    if entries or (isinstance(x, torch.Tensor) and not why_without_data(x)):
+    if type(x) not in ATOMS and not (isinstance(x, torch.Tensor) and why_without_data(x)):
         entries += getattr(x, "__dict__", {}).items()
     for key, value in entries:
         if id(value) not in met and is_there(value):
@@ -182,11 +197,29 @@ class _StructurePickler(pickle.Pickler):
             return (lambda items: tuple.__new__(kind, items)), (tuple(x),)  # whatever its constructor takes
         if issubclass(kind, torch.Tensor):
             return self._subclass(x)
-        return self._constant(_attempt(copy.deepcopy, x))
+        return self._object(x)
 
     def _constant(self, x: Any) -> _Reduced:
         self._spec._constants.append(x)
         return _constant, (len(self._spec._constants) - 1,)
+
+    def _object(self, x: Any) -> _Reduced:
+        """What ``copy.deepcopy`` would copy, in the same order of ways: atoms, ``__deepcopy__``, pickle's protocol."""
+        kind = type(x)
+        if isinstance(x, (type, *_ATOMIC)):
+            return self._constant(x)
+        if not hasattr(kind, "__deepcopy__"):
+            reduced = _attempt(copyreg.dispatch_table.get(kind, lambda x: x.__reduce_ex__(4)), x)
+            return self._constant(x) if isinstance(reduced, str) else reduced
+        copied: dict[int, Any] = {}
+        constant = self._constant(_attempt(lambda x: copy.deepcopy(x, copied), x))
+        if any(isinstance(each, torch.Tensor) for each in copied.values()):
+            raise UnstageableTypeError(
+                [],
+                f"a {kind.__module__}.{kind.__qualname__} has tensors, and a __deepcopy__ of its own, which would copy "
+                "them where they are, one by one; put them into the state dict themselves",
+            )
+        return constant
 
     def _subclass(self, x: Any) -> _Reduced:
         if hasattr(x, "trigger_wait"):  # an asynchronous collective's result: its value is there after the wait
@@ -200,10 +233,9 @@ class _StructurePickler(pickle.Pickler):
         return self._plain(x)
 
     def _plain(self, x: torch.Tensor) -> _Reduced:
-        kind, wants_grad, negative, conjugate = type(x), x.requires_grad and x.is_leaf, x.is_neg(), x.is_conj()
+        kind, wants_grad = type(x), x.requires_grad and x.is_leaf
 
         def finish(y: torch.Tensor) -> torch.Tensor:
-            y = flip(y, negative, conjugate)
             if kind is torch.nn.Parameter:
                 return torch.nn.Parameter(y, requires_grad=wants_grad)
             if kind is not torch.Tensor:
@@ -214,8 +246,10 @@ class _StructurePickler(pickle.Pickler):
             copied = self._constant(finish(_attempt(lambda y: y.detach().cpu().clone(), x)))
             return self._with_attributes(copied, vars(x))
         index = len(self._spec.tensors)
-        self._spec.tensors.append(flip(x.detach(), negative, conjugate) if negative or conjugate else x)
-        if kind is not torch.Tensor or wants_grad or negative or conjugate:
+        if x.is_neg() or x.is_conj():
+            self._spec.lazy[index] = x
+        self._spec.tensors.append(_flipped(x.detach()) if index in self._spec.lazy else x)
+        if kind is not torch.Tensor or wants_grad:
             self._spec._finish[index] = finish
         return self._with_attributes((_tensor, (index,)), vars(x))
 
@@ -276,11 +310,10 @@ def why_without_data(x: torch.Tensor) -> str | None:
     return f"a {type(x).__name__} on {x.device} has no data to stage; materialize it first, as by a forward pass"
 
 
-def flip(x: torch.Tensor, negative: bool, conjugate: bool) -> torch.Tensor:
-    """Turn the lazy negation and conjugation of ``x`` on or off; its memory stays the same."""
-    if negative:
-        x = torch._neg_view(x)
-    return x.conj() if conjugate else x
+def _flipped(x: torch.Tensor) -> torch.Tensor:
+    """Carry out the lazy negation and conjugation of ``x``, in new memory with the same strides."""
+    span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return x.as_strided((span,), (1,)).clone().as_strided(x.shape, x.stride(), 0)
 
 
 # -- the same state dict once more

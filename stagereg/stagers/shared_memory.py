@@ -32,7 +32,6 @@ from torch.multiprocessing.reductions import reduce_storage, reduce_tensor
 
 from stagereg.errors import StagingError
 from stagereg.kernel.memory import Block, view_of
-from stagereg.kernel.state_dict import flip
 
 _PAGE = 4096
 _TOKEN_BYTES = 16  # at the start of the last page; each byte after them is a slot for one message
@@ -244,7 +243,7 @@ def _file_of(address: int) -> _SharedFile | None:
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Whether a tensor is fully described by its memory, dtype, shape, strides and lazy flags, and lies on the CPU."""
+    """Whether a tensor is fully described by its memory, dtype, shape and strides, and lies on the CPU."""
     plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.layout is torch.strided
     return plain and not x.is_quantized
 
@@ -275,23 +274,16 @@ def _storage_over(view: memoryview, offset: int, nbytes: int) -> torch.UntypedSt
 
 
 def _reduce_tensor(x: torch.Tensor) -> Any:
-    """As torch's reducer; of tensors in a block also conjugation, negation and attributes, which torch's drops."""
-    negative, conjugate = x.is_neg(), x.is_conj()
+    """As torch's reducer; of tensors in a block also the attributes, which torch's drops."""
     is_copy = is_plain(x) and (not x.numel() or _file_of(x.untyped_storage().data_ptr()) is not None)
-    if not is_copy or not (negative or conjugate or vars(x)):
+    if not is_copy or not vars(x):
         return reduce_tensor(x)
-    return _restore, (flip(x.detach(), negative, conjugate), negative, conjugate, type(x), x.requires_grad, vars(x))
+    return _restore, (x.detach(), type(x), x.requires_grad, vars(x))
 
 
 def _restore(
-    bare: torch.Tensor,
-    negative: bool,
-    conjugate: bool,
-    kind: type[torch.Tensor],
-    requires_grad: bool,
-    attributes: dict[str, Any],
+    bare: torch.Tensor, kind: type[torch.Tensor], requires_grad: bool, attributes: dict[str, Any]
 ) -> torch.Tensor:
-    made = flip(bare, negative, conjugate)
-    made = torch.nn.Parameter(made, requires_grad) if kind is torch.nn.Parameter else made.requires_grad_(requires_grad)
+    made = torch.nn.Parameter(bare, requires_grad) if kind is torch.nn.Parameter else bare.requires_grad_(requires_grad)
     vars(made).update(attributes)
     return made

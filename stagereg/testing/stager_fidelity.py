@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,14 @@ float64 complex64 complex128"""
 """Those that checkpoints are made of."""
 
 Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Box:
+    """An object that is no container, and has tensors."""
+
+    tensor: Tensor
+    more: dict[str, Tensor]
 
 
 class StagerFidelity(StagerTrial):
@@ -70,6 +79,33 @@ class StagerFidelity(StagerTrial):
             if taken > limit:
                 self.broken(f"the copy of a view of {tuple(x.shape)} takes {taken} bytes, more than {limit}")
             self.agree(copied.clone(), x.clone(), f"of a view of {tuple(x.shape)}")  # which have the strides they like
+
+    def test_lazy_flips_are_carried_out(self) -> None:
+        """A view that is conjugated or negated when it is read has its values in memory in the copy."""
+        c = torch.complex(self.counted(6), self.ones(6))
+        state = {"conjugate": c.conj(), "negative": c.conj().imag, "plain": c}
+        noted = {name: x.resolve_conj().resolve_neg().contiguous().clone() for name, x in state.items()}
+        copied = self.settled(self.opened(), state)
+        c.fill_(-1)
+        for name, x in copied.items():
+            if x.is_conj() or x.is_neg():
+                self.broken(f"the copy of {name!r} has a lazy flip, which is lost on the way to another process")
+        self.agree({name: x.contiguous() for name, x in copied.items()}, noted, "of lazy views")
+
+    def test_tensors_inside_objects_are_staged(self) -> None:
+        """Tensors in dataclasses, deques and other objects are copied like those in dicts, their ties included."""
+        w = self.counted(16)
+        state: StateDict = {"w": w, "box": Box(w[4:], {"w": w}), "deque": deque([w])}
+        noted = self.noted({"w": w, "tail": w[4:]})
+        copied = self.settled(self.opened(), state)
+        w.fill_(-1)
+        box, queue = copied["box"], copied["deque"]
+        if (type(box), type(queue)) != (Box, deque):
+            self.broken(f"copies of a dataclass and a deque are a {type(box).__name__} and a {type(queue).__name__}")
+        self.agree({"w": copied["w"], "tail": box.tensor}, noted, "of a dataclass")
+        at, size = copied["w"].data_ptr(), w.element_size()
+        if (box.tensor.data_ptr(), box.more["w"].data_ptr(), queue[0].data_ptr()) != (at + 4 * size, at, at):
+            self.broken("a tensor in an object shares memory with another in the source, and not in the copy")
 
     def test_tensors_keep_what_makes_them_more(self) -> None:
         """Parameters stay parameters; requires_grad and attributes of tensors are kept, and copied."""

@@ -132,7 +132,13 @@ def test_memory_is_shared_exactly_where_the_source_shares_it(kind: str, data: st
     stager.close()
     for x, mine in zip(state, copies, strict=True):
         for y, other in zip(state, copies, strict=True):
-            if x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and is_dense(x) and is_dense(y):
+            lazy = x.is_conj() or y.is_conj()  # these get memory of their own
+            if (
+                not lazy
+                and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+                and is_dense(x)
+                and is_dense(y)
+            ):
                 apart = x.data_ptr() - y.data_ptr()
                 if -span(x) < apart < span(y):
                     assert mine.data_ptr() - other.data_ptr() == apart

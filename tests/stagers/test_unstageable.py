@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +35,14 @@ class Uncopyable:
         raise ValueError("I am one of a kind")
 
 
+class CopiesItself:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiesItself:
+        return CopiesItself(copy.deepcopy(self.x, memo))
+
+
 TENSORS: dict[str, Callable[[], Any]] = {
     "meta": lambda: torch.empty(3, device="meta"),
     "meta parameter": lambda: torch.nn.Linear(2, 2, device="meta").weight,
@@ -47,9 +57,13 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "lock": threading.Lock,
     "python generator": lambda: (i for i in ()),
     "socket": socket.socket,
-    "thread": threading.current_thread,
     "uncopyable": Uncopyable,
-    "non-leaf in an object": lambda: SimpleNamespace(x=torch.ones(1, requires_grad=True) * 2),
+    "tensors in what copies itself": lambda: CopiesItself(torch.ones(3)),
+}
+INSIDE: dict[str, tuple[Callable[[], Any], str]] = {
+    "thread": (threading.Thread, "_started"),
+    "meta in an object": (lambda: SimpleNamespace(x=torch.empty(3, device="meta")), "x"),
+    "lock in a deque": (lambda: deque([1, threading.Lock()]), "1"),
 }
 
 
@@ -67,6 +81,13 @@ def test_what_has_no_data_or_cannot_be_copied_is_named(stager: AsyncStager, kind
     assert kind in TENSORS or type(value).__name__ in str(caught.value)
     if isinstance(value, socket.socket):
         value.close()
+
+
+@pytest.mark.parametrize("kind", INSIDE)
+def test_what_is_wrong_inside_an_object_is_named(stager: AsyncStager, kind: str) -> None:
+    make, inside = INSIDE[kind]
+    with pytest.raises(StagingError, match=rf"model\.0\.{inside}\b"):
+        stager.stage({"model": [make()]})
 
 
 def test_a_bad_attribute_or_value_in_a_tuple_is_named(stager: AsyncStager) -> None:

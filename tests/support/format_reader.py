@@ -56,6 +56,8 @@ class FormatReader:
             return self.tensor(name)
         if tree["type"] == "float":
             return float(tree["value"])
+        if tree["type"].startswith("numpy."):
+            return numpy.dtype(tree["type"][6:]).type(self._value(tree["value"], ""))
         if tree["type"] == "bytes":
             return base64.b64decode(tree["value"])
         if tree["type"] in ("tuple", "set", "frozenset"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import is_dataclass
@@ -270,6 +272,12 @@ def share_attributes(source: Tensor, copied: Tensor) -> Tensor:
     return copied
 
 
+def as_lazy_as(source: Tensor, copied: Tensor) -> Tensor:
+    if source.is_conj():
+        return copied.conj().resolve_conj().conj()
+    return torch._neg_view(-copied) if source.is_neg() else copied
+
+
 def with_shard(copied: Any, offset: int = 0, device: str = "cpu") -> Any:
     """The copy with another offset, or another placement, in the metadata of its shards, if it has shards."""
     if isinstance(copied, ShardedTensor):
@@ -307,6 +315,9 @@ Complex64Only = of_tensors("Complex64Only", lambda s, c: c.to(torch.complex64) i
 ZeroHasNoSign = of_tensors("ZeroHasNoSign", lambda s, c: c.add_(0) if c.dtype is torch.float16 else c)
 EverythingContiguous = of_tensors("EverythingContiguous", lambda s, c: c.contiguous())
 OnlyWholeTies = of_tensors("OnlyWholeTies", lambda s, c: c.clone() if c.storage_offset() else c)
+LazyOnesStayLazy = of_tensors("LazyOnesStayLazy", as_lazy_as)
+ObjectsAreDeepCopied = of_values("ObjectsAreDeepCopied", lambda k, s, c: copy.deepcopy(c) if is_dataclass(c) else c)
+DequesAreLists = of_values("DequesAreLists", lambda k, s, c: list(c) if isinstance(c, deque) else c)
 ParametersAreTensors = of_tensors(
     "ParametersAreTensors", lambda s, c: c.detach() if isinstance(c, torch.nn.Parameter) else c
 )
@@ -351,6 +362,8 @@ MUTANTS: dict[str, tuple[type[Any], ...]] = {
     "test_dtypes_and_strides_are_kept": (Complex64Only, ZeroHasNoSign, EverythingContiguous),
     "test_tied_tensors_stay_tied": (OnlyWholeTies, TiesOfTheFirst),
     "test_a_view_costs_its_own_bytes": (WholeStorages, ExpandedOnesInflated),
+    "test_lazy_flips_are_carried_out": (LazyOnesStayLazy,),
+    "test_tensors_inside_objects_are_staged": (ObjectsAreDeepCopied, DequesAreLists),
     "test_tensors_keep_what_makes_them_more": (ParametersAreTensors, WithoutAttributes, AttributesAsTheyAre),
     "test_distributed_tensors_keep_their_parts": (WithoutMeshes, Replicates, WithoutShards, ShardsAreMoved),
     "test_keys_shapes_and_dtypes_may_change": (KeysOfTheFirst, Broadcasts, Casts),

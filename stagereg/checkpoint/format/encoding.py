@@ -18,6 +18,7 @@ import contextlib
 import gc
 import json
 import math
+import re
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -35,6 +36,9 @@ PER_RANK = "per_rank"
 _DEEPEST = 200
 _LONGEST_INTEGER_BITS = 255 * 8 - 1  # what torch reads back
 _CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
+_NUMPY = "numpy."
+"""Before the dtype, the type of a scalar of NumPy; without NumPy it is read as Python's number."""
+_NUMBERS = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)")
 _COLLECTIONS: dict[str, Any] = {kind.__name__: kind for kind in (tuple, set, frozenset)}
 
 
@@ -171,7 +175,7 @@ def _plain(value: Any) -> Any:
     numpy = sys.modules.get("numpy")
     is_number = numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf"
     if is_number and value.dtype.itemsize <= 8:  # a wider one is none of Python's
-        return _plain(value.item())
+        return {"type": f"{_NUMPY}{value.dtype.name}", "value": _plain(value.item())}
     raise TypeError(f"a {kind.__name__} is no plain data")
 
 
@@ -237,6 +241,8 @@ def _decode(tree: Any, name: str | None, rank: str) -> Any:
         return base64.b64decode(value, validate=True)
     if kind == "float":
         return float(value)
+    if kind.startswith(_NUMPY):
+        return _of_numpy(kind.removeprefix(_NUMPY), _decode(value, None, rank))
     if kind not in _CONTAINERS:
         raise ValueError(f"it has a {kind:.100}, which is not read")
     made = _CONTAINERS[kind]()
@@ -249,6 +255,16 @@ def _decode(tree: Any, name: str | None, rank: str) -> Any:
             raise ValueError(f"it gives a container a {attribute:.50} of its own")
         setattr(made, attribute, item)
     return made
+
+
+def _of_numpy(dtype: str, number: Any) -> Any:
+    if not _NUMBERS.fullmatch(dtype) or type(number) not in (bool, int, float):
+        raise ValueError(f"it has a number of the dtype {dtype:.100}, which is not read")
+    try:
+        import numpy
+    except ImportError:
+        return number
+    return numpy.dtype(dtype).type(number)
 
 
 def fill(structure: Any) -> Any:

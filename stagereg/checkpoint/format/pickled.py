@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from stagereg.errors import CheckpointError, reason
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 _MESH = b"ctorch.distributed.device_mesh\n"  # the instruction that names one; torch reads no other, nor compressed ones
 _SHOWN = 5
 
@@ -35,14 +37,8 @@ def expect_loadable(name: str, value: Any) -> None:
     """
     if type(value) is ShardedTensor:  # of dense shards
         return
-    if type(value) in _TENSORS:
-        if value.is_quantized:
-            raise CheckpointError(
-                f"{name!r} would not load back: it is quantized. Save x.dequantize() or x.int_repr()."
-            )
-        if value.is_nested or value.layout is not torch.strided:
-            kind = "nested" if value.is_nested else str(value.layout)
-            raise CheckpointError(f"{name!r} cannot be saved: it is {kind}, not dense. Save the dense tensors it has.")
+    if type(value) in _TENSORS or isinstance(value, NestedTensor):
+        expect_dense(name, value.dtype, "nested" if value.is_nested else value.layout)
         return
     stream = io.BytesIO()
     try:
@@ -59,6 +55,14 @@ def expect_loadable(name: str, value: Any) -> None:
     except Exception as error:
         text = "Save numbers, text or tensors instead (such as float(x), torch.as_tensor(x)), or allow"
         raise CheckpointError(f"{name!r} would not load back: {_refusal(stream, error, text)}") from error
+
+
+def expect_dense(name: str, dtype: torch.dtype, layout: torch.layout | str) -> None:
+    """Let a tensor of this kind pass that ``copy_`` fills when it is read. Raises: as :func:`expect_loadable`."""
+    if dtype in _QUANTIZED:
+        raise CheckpointError(f"{name!r} would not load back: it is quantized. Save x.dequantize() or x.int_repr().")
+    if layout is not torch.strided:
+        raise CheckpointError(f"{name!r} cannot be saved: it is {layout}, not dense. Save the dense tensors it has.")
 
 
 def load(name: str, data: bytes | bytearray) -> Any:

@@ -158,7 +158,8 @@ def memory_of(x: Any) -> object:
     """Return what is the same for tensors in the same memory; 0 for what has none."""
     if isinstance(x, ShardedTensor):  # of FSDP1, which copies
         return id(x)
-    return local_part(x).untyped_storage().data_ptr()
+    x = local_part(x)
+    return x.untyped_storage().data_ptr() if x.layout is torch.strided and not x.is_nested else id(x)
 
 
 def local_part(x: Any) -> torch.Tensor:
