@@ -36,7 +36,6 @@ from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.local_files import exchange, local_path, sync
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
 from stagereg.errors import CheckpointError, ConfigError, DamagedError
-from stagereg.kernel.state_dict import why_without_data
 from stagereg.registry import build
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 
@@ -218,9 +217,9 @@ class DcpReader(FileSystemReader):
         path: the directory of the checkpoint; ``checkpoint_id`` of ``load`` names another.
 
     Raises:
-        ConfigError: ``path`` is a URL, or None. From ``dcp.load``, which wraps it into a ``CheckpointException``,
-            ``CheckpointError``: a file is damaged, with its name and what is wrong with it; or a tensor of the state is
-        sparse, quantized or on the meta device, which torch would leave as it is or scale by itself.
+        ConfigError: ``path`` is a URL, or None.
+        CheckpointError: a file is damaged, or a tensor of the state is sparse, which torch would leave as it is, or
+            quantized; from ``dcp.load``, which wraps it into a ``CheckpointException``.
     """
 
     def __init__(self, path: StrPath) -> None:
@@ -283,10 +282,8 @@ class _Filled:
         return getattr(self._planner, name)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        x, name = self._planner.resolve_tensor(read_item), read_item.dest_index.fqn
-        expect_dense(name, x.dtype, x.layout)
-        if why := why_without_data(x):
-            raise CheckpointError(f"{name!r} cannot be loaded: {why.replace('to stage', 'to load into')}.")
+        x = self._planner.resolve_tensor(read_item)
+        expect_dense(read_item.dest_index.fqn, x.dtype, x.layout, "loaded")
         return x
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.staging
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -98,6 +102,32 @@ def staged(rank: int, world_size: int, root: str) -> None:
     dcp.load(found, storage_reader=stagereg.DcpReader(f"{root}/a"))
     stager.close()
     assert same(found, state(3))
+
+
+def stages_itself(rank: int, world_size: int, root: str) -> None:
+    """As torch's writer: the copy is complete when the call returns, and what it returns is a future of the save."""
+    writers = [stagereg.DcpWriter(f"{root}/{value}") for value in (1, 2)]
+    assert isinstance(writers[0], dcp.staging.AsyncStager)
+    for value, writer in enumerate(writers, 1):
+        given = state(value)
+        saved = dcp.async_save(given, storage_writer=writer)
+        given["x"].zero_()
+        saved.result(timeout=60)
+        found = state(0)
+        dcp.load(found, storage_reader=stagereg.DcpReader(f"{root}/{value}"))
+        assert same(found, state(value))
+    stager = weakref.ref(writers[0]._stager)
+    assert writers[1]._stager is stager(), "writers share their memory"
+    pickle.loads(pickle.dumps(writers[0]))
+    writers[0].close()
+    assert stager() is not None
+    del writers, writer, saved
+    gc.collect()
+    assert stager() is None, "its memory goes with the last writer"
+
+
+def test_async_save_stages_with_the_default_stager(tmp_path: Path) -> None:
+    run_ranks(stages_itself, nproc=1, args=(str(tmp_path),))
 
 
 def test_plan_caching_of_torch_writes_the_new_values(tmp_path: Path) -> None:
@@ -263,6 +293,45 @@ def test_a_save_beside_another_to_the_same_path_is_refused(tmp_path: Path) -> No
     save(state(3), storage_writer=stagereg.DcpWriter(tmp_path / "a"))
 
 
+def test_a_save_that_failed_blocks_no_later_one(tmp_path: Path) -> None:
+    """The thread lives on; what fails on another rank, or in the planner, does not call the writer again."""
+
+    class Failing(dcp.DefaultSavePlanner):
+        def finish_plan(self, *args: Any) -> Any:
+            raise ValueError("mine")
+
+    save = partial(dcp.save, state(1), no_dist=True)
+    with ThreadPoolExecutor(1) as pool:
+        failed = pool.submit(save, storage_writer=stagereg.DcpWriter(tmp_path / "a"), planner=Failing())
+        with pytest.raises(CheckpointException, match="mine"):
+            failed.result(60)
+        save(storage_writer=stagereg.DcpWriter(tmp_path / "a"))
+    found = state(0)
+    dcp.load(found, storage_reader=stagereg.DcpReader(tmp_path / "a"), no_dist=True)
+    assert same(found, state(1))
+
+
+ODD = {
+    "torch.sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3, 3), 0.5, 1, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ODD)
+def test_a_tensor_that_torch_would_not_fill_is_refused_with_its_name(tmp_path: Path, kind: str) -> None:
+    """torch's reader leaves a sparse target as it is, and fills a quantized one in its own scale."""
+    state = {"a": {"x": ODD[kind]()}}
+    dcp.save({"a": {"x": torch.ones(3, 3)}}, storage_writer=dcp.FileSystemWriter(tmp_path / "torchs"), no_dist=True)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state, storage_reader=stagereg.DcpReader(tmp_path / "torchs"), no_dist=True)
+    assert f"'a.x' cannot be loaded: it is {kind}" in str(caught.value)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state, storage_writer=stagereg.DcpWriter(tmp_path / "ours"), no_dist=True)
+    assert f"'a.x' cannot be saved: it is {kind}" in str(caught.value)
+    assert not (tmp_path / "ours").exists()
+
+
 def overlapping(rank: int, world_size: int, root: str) -> None:
     """Two saves with one writer, each of which goes on when the other one has come as far."""
     writer, both = stagereg.DcpWriter(), threading.Barrier(2)
@@ -291,6 +360,8 @@ def test_a_url_is_refused_when_a_writer_or_reader_is_made() -> None:
     for kind in (stagereg.DcpWriter, stagereg.DcpReader):
         with pytest.raises(ConfigError, match="s3://bucket/a"):
             kind("s3://bucket/a")
+    with pytest.raises(ConfigError, match="takes the directory of a checkpoint"):
+        stagereg.DcpReader(None)  # type: ignore[arg-type]
     with pytest.raises(CheckpointException, match="was given no directory"):
         dcp.save(state(1), storage_writer=stagereg.DcpWriter(), no_dist=True)
 

@@ -57,12 +57,15 @@ def expect_loadable(name: str, value: Any) -> None:
         raise CheckpointError(f"{name!r} would not load back: {_refusal(stream, error, text)}") from error
 
 
-def expect_dense(name: str, dtype: torch.dtype, layout: torch.layout | str) -> None:
+def expect_dense(name: str, dtype: torch.dtype, layout: torch.layout | str, verb: str = "saved") -> None:
     """Let a tensor of this kind pass that ``copy_`` fills when it is read. Raises: as :func:`expect_loadable`."""
     if dtype in _QUANTIZED:
-        raise CheckpointError(f"{name!r} would not load back: it is quantized. Save x.dequantize() or x.int_repr().")
+        raise CheckpointError(
+            f"{name!r} cannot be {verb}: it is quantized, and would get the scale of what it is loaded into. "
+            "Save x.int_repr() and its scale, or x.dequantize()."
+        )
     if layout is not torch.strided:
-        raise CheckpointError(f"{name!r} cannot be saved: it is {layout}, not dense. Save the dense tensors it has.")
+        raise CheckpointError(f"{name!r} cannot be {verb}: it is {layout}, not dense. Save the dense tensors it has.")
 
 
 def load(name: str, data: bytes | bytearray) -> Any:

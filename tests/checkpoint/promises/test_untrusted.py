@@ -436,6 +436,7 @@ class Marked(torch.Tensor):
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 2, torch.qint8), "it is quantized"),
         (lambda: torch.eye(2).to_sparse(), "it is torch.sparse_coo, not dense"),
         (lambda: torch.eye(2).to_sparse_csr(), "it is torch.sparse_csr, not dense"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "it is nested, not dense"),
         (lambda: {Colour.RED: 1}, "cannot be the key"),
         (lambda: Mine(b=1), "test_untrusted.Mine; save dict"),
         (lambda: {"f": lambda: 1}, "cannot be saved: it is a function"),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -373,6 +374,7 @@ def test_another_program_reads_what_was_saved(tmp_path: Path, storage: str) -> N
     optimizer.step()
     tied = torch.arange(6.0).reshape(2, 3)
     values = {1: (2, 3), "text": "ü\ud800", "inf": math.inf, "list": [1, None], "count": Counter("aab"), "bytes": b"x"}
+    values["numpy"] = numpy.float32(0.1)
     state = {
         "model": model,
         "optimizer": optimizer,
