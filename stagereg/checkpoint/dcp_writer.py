@@ -8,6 +8,7 @@ loaded, and a state that does not fit are left to torch and its callers.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -43,14 +44,11 @@ _CHECKSUMS = "checksums.json"
 _METADATA = ".metadata"
 _PATIENCE_S = 1.0  # for the end of a save that has just failed
 _LOOK_S = 0.01
-STAGER = "overlapped"
 
 _log = logging.getLogger(__name__)
 _lock, _staging = threading.Lock(), threading.Lock()
 _saving: weakref.WeakValueDictionary[Path, threading.Thread] = weakref.WeakValueDictionary()
 """By path, who was the last to save there, if it was not the main thread, in a process that is the coordinator."""
-_stagers: weakref.WeakValueDictionary[str, AsyncStager] = weakref.WeakValueDictionary()
-"""The default stager, which keeps its memory for the next checkpoint as long as one of the writers is there."""
 
 
 class DcpWriter(StorageWriter, AsyncStager):
@@ -65,8 +63,8 @@ class DcpWriter(StorageWriter, AsyncStager):
     at the same time may share a writer, and need a path each.
 
     As torch's ``FileSystemWriter``, it stages for ``async_save``, unless that is given an ``async_stager``: with
-    ``stager=overlapped``, whose copies are complete when :meth:`stage` returns. Writers that are there at the same time
-    share its memory, two copies at most, which is free again when the last of them is gone.
+    ``stager=overlapped``, whose copies are complete when :meth:`stage` returns. All writers of the process share its
+    memory, that of one copy, and of two while saves overlap; :meth:`close` frees it.
 
     Args:
         path: the directory of this one checkpoint; ``checkpoint_id`` of ``save`` names another.
@@ -82,7 +80,6 @@ class DcpWriter(StorageWriter, AsyncStager):
     def __init__(self, path: StrPath | None = None, direct: str = "auto") -> None:
         self.path: Path | None = None
         self._direct = direct
-        self._stager: Any = None
         self._save = _Save()
         self.reset(path)
 
@@ -102,16 +99,15 @@ class DcpWriter(StorageWriter, AsyncStager):
     def stage(self, state_dict: StateDict) -> StateDict:
         """Return a complete copy of ``state_dict`` in host memory. Raises: as the default stager does."""
         with _staging:
-            if self._stager is None:
-                self._stager = _stagers.get(STAGER) or build("stager", STAGER)
-                _stagers[STAGER] = self._stager
-                self._stager.reserve_padding(*DcpStorage.padding)
-            copied: StateDict = self._stager.stage(state_dict).result()
+            copied: StateDict = _default_stager().stage(state_dict).result()
             return copied
 
     def close(self) -> None:
-        """Let the stager go, which :meth:`stage` takes again. Nothing else is to be closed."""
-        self._stager = None
+        """Free the memory that is kept for the next :meth:`stage`, of any writer. Nothing else is to be closed."""
+        with _staging:
+            if _default_stager.cache_info().currsize:
+                _default_stager().close()
+                _default_stager.cache_clear()
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin another checkpoint, at ``checkpoint_id`` if that is given. Raises: ``ConfigError``."""
@@ -300,6 +296,14 @@ def _local(path: StrPath, what: str) -> Path:
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+@functools.cache
+def _default_stager() -> Any:
+    """The stager of all writers: a program may make one a checkpoint, and fresh memory costs more than a copy."""
+    stager = build("stager", "overlapped")
+    stager.reserve_padding(*DcpStorage.padding)
+    return stager
 
 
 def _expect_sole(path: Path) -> None:

@@ -249,7 +249,7 @@ class Real:
         """Return what it sends when it has written."""
         self.work.take(answer)
         found = clock(self.work.write)
-        self.target.before = self.work.entries.structures
+        self.target.last.structures = self.work.entries.structures
         return found
 
 
@@ -361,7 +361,8 @@ class Simulation:
         answers = exchange(self.plans, (self.first(rank, sent, step) for rank in clocks), zeroth.share_out)
         wrote = {rank: real.write(answers[rank], clocks[rank]) for rank, real in self.reals.items()}
         exchange(self.results, (self.second(rank, sent, wrote, answers[rank]) for rank in clocks), zeroth.commit)
-        row["index"] = len(self.reals[0].target.store.content[INDEX])  # type: ignore[attr-defined]
+        files = self.reals[0].target.store.backend.files  # type: ignore[attr-defined]
+        row["index"] = next(len(data) for path, data in reversed(files.items()) if path.endswith(INDEX))
         seconds = statistics.median(clocks[rank].seconds for rank in self.reals if rank)
         return {**row, "seconds": seconds, "seconds of rank 0": zero.seconds + clocks[0].seconds}
 

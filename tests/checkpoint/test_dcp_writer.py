@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -27,8 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import stagereg
+import stagereg.checkpoint.dcp_writer as dcp_writer
 from stagereg.checkpoint.store.failpoints import watch
-from stagereg.errors import ConfigError
+from stagereg.errors import ConfigError, StagerClosedError
 from stagereg.testing.ranks import run_ranks
 
 from ..support.watching import watching
@@ -116,14 +116,16 @@ def stages_itself(rank: int, world_size: int, root: str) -> None:
         found = state(0)
         dcp.load(found, storage_reader=stagereg.DcpReader(f"{root}/{value}"))
         assert same(found, state(value))
-    stager = weakref.ref(writers[0]._stager)
-    assert writers[1]._stager is stager(), "writers share their memory"
-    pickle.loads(pickle.dumps(writers[0]))
-    writers[0].close()
-    assert stager() is not None
-    del writers, writer, saved
+    pool = dcp_writer._default_stager()._copier.pool
+    del saved
     gc.collect()
-    assert stager() is None, "its memory goes with the last writer"
+    assert pool.in_flight == 0, "writers share memory, and the copies have gone"
+    assert pickle.loads(pickle.dumps(writers[0])).path == writers[0].path
+    for _ in range(2):
+        writers[0].close()
+    with pytest.raises(StagerClosedError):
+        pool.check_open()
+    assert torch.equal(writers[1].stage({"x": torch.ones(3)})["x"], torch.ones(3))
 
 
 def test_async_save_stages_with_the_default_stager(tmp_path: Path) -> None:
