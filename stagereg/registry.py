@@ -43,6 +43,7 @@ _BUILT_IN = {
     ("on_commit", "huggingface"): "stagereg.on_commit.huggingface:HuggingFaceExport",
     ("on_commit", "mlflow"): "stagereg.on_commit.mlflow:MlflowArtifact",
     ("on_commit", "wandb"): "stagereg.on_commit.wandb:WandbArtifact",
+    ("keep", "policy"): "stagereg.checkpoint.store.keep:Keep",
     ("join", "default"): "stagereg.join.context:configured",
     ("checkpoint", "default"): "stagereg.checkpoint.checkpointer:Checkpointer",
 }
@@ -148,7 +149,7 @@ class Registry:
         return annotation if that is a class, otherwise by what it returns each time it builds.
 
         Args:
-            kind: ``"stager"``, ``"storage"``, ``"on_commit"``, ``"join_hook"`` or ``"joinable"``.
+            kind: ``"stager"``, ``"storage"``, ``"on_commit"``, ``"keep"``, ``"join_hook"`` or ``"joinable"``.
             name: letters, digits, ``_`` and ``-``; what a user writes in ``stager=name``.
 
         Raises:

@@ -1,8 +1,8 @@
 """What a component of each kind has to have and may have, held against a class or an object without importing torch.
 
 The contracts are in the protocols: ``stagers.async_stager``, ``join.joinable``, ``checkpoint.storage.protocol``,
-``checkpoint.save.on_commit``. Their shape is here, as the registry checks it: names, call signatures, attributes.
-A plugin's author meets it as an error that shows the line to write.
+``checkpoint.save.on_commit``, ``checkpoint.store.keep``. Their shape is here, as the registry checks it: names, call
+signatures, attributes. A plugin's author meets it as an error that shows the line to write.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ REQUIRED = {
         "def reader(self, path) -> StorageReader",
     ],
     "on_commit": ["def committed(self, checkpoint) -> None"],
+    "keep": ["def kept(self, checkpoints, metrics) -> dict[str, str]"],
     "join": [],
     "checkpoint": [],
 }

@@ -39,7 +39,7 @@ from stagereg.checkpoint.save.pending_save import SaveTarget
 from stagereg.checkpoint.save.saver import Saver, a_state, a_step
 from stagereg.checkpoint.save.schedule import Automatic, Schedule
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
-from stagereg.checkpoint.store.keep import Keep
+from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store, path_or_url
 from stagereg.checkpoint.together import LEAVE, MOVE, RESTORE, SAVE, Together
@@ -87,8 +87,9 @@ class Checkpointer:
         every: ``maybe_save`` saves at the steps that are multiples of this, at least 1. ``"auto"`` saves as often as
             loses least time to checkpoints and failures together, from what saves turn out to cost: first after 10
             steps, then at the interval that is best for ``failure.mtbf``.
-        keep: how many of the newest checkpoints stay, at least 1, or which of all: :class:`stagereg.Keep`. The disk
-            needs space for one more, since an old one goes only when the new one is complete.
+        keep: how many of the newest checkpoints stay, at least 1, or which of all: :class:`stagereg.Keep`, or a
+            component of the kind ``keep``. The disk needs space for one more, since an old one goes only when the new
+            one is complete.
         resume: what ``restore`` loads: ``"auto"`` the newest undamaged checkpoint, if there is one; ``"never"``
             nothing; ``"latest"`` the newest, which must be there; or the path of a checkpoint directory, also of one
             that ``torch.distributed.checkpoint.save`` wrote. A bare name, ``step-00000300``, is one in ``dir``, or if
@@ -134,7 +135,7 @@ class Checkpointer:
         self,
         dir: str,
         every: int | Literal["auto"] = 100,
-        keep: int | Keep = Keep(),  # noqa: B008  # it cannot change
+        keep: int | Keep | KeepRule = Keep(),  # noqa: B008  # it cannot change
         resume: str = "auto",
         stager: AsyncStager | str | None = None,
         storage: Storage | str | None = None,
@@ -174,7 +175,9 @@ class Checkpointer:
         self._ranks = RankGroup(process_group, failure.timeout)
         if not enable:
             return
-        alike = options.compared(every=every, keep=Keep.of(keep), resume=resume, **groups)
+        policy = Keep.of(keep)
+        compared = policy if isinstance(policy, Keep) else policy.name
+        alike = options.compared(every=every, keep=compared, resume=resume, **groups)
         alike |= {"dir": self._store.root, "storage": name_of(self._storage)}
         options.expect_alike(self._ranks.run_on_all("The ranks could not compare their options", lambda: alike))
         opened = self._ranks.run_on_all(f"checkpoint.dir={dir} cannot be written to", self._open)
@@ -184,7 +187,7 @@ class Checkpointer:
         # each, and those of two kinds must not meet.
         if every == "auto":
             self._schedule = Automatic(failure.mtbf.total_seconds(), RankGroup(process_group))
-        self._target = SaveTarget(self._store, keep, self._storage, self._ranks, opened[0])
+        self._target = SaveTarget(self._store, policy, self._storage, self._ranks, opened[0])
         self._background = Background(self._target, failure.timeout, self._schedule, failure.on_error == "warn")
         shared = ShareBook(replicas.verify_every, replicas.share)
         self._saver = Saver(self._target, self._stager, self._background, self._schedule, shared, restore.cast)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from stagereg.checkpoint.save.on_commit import CommittedCheckpoint, OnCommit
-from stagereg.checkpoint.store.keep import Keep
+from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.errors import ConfigError, RegistryError, at_least, one_of
 from stagereg.registry import build
 from stagereg.spec import check
@@ -143,7 +143,9 @@ def check_all(given: Mapping[str, Any]) -> None:
         elif name == "every" and isinstance(value, str):
             one_of("checkpoint.every", value, ("auto", "a number of steps"))
             at_least(1, "checkpoint.every", 1 if value == "auto" else value)
-        elif name == "every" or (name == "keep" and not isinstance(value, Keep)):
+        elif name == "keep" and isinstance(value, KeepRule):
+            Keep.of(value)
+        elif name in ("every", "keep"):
             at_least(1, f"checkpoint.{name}", value)
         elif (group := _GROUPS.get(name)) and not isinstance(value, group):
             parts = "=..., ".join(field.name for field in fields(group))
@@ -220,7 +222,8 @@ def compared(**given: Any) -> dict[str, Any]:
     """Return options as ranks compare them: a group of them as its fields."""
     found: dict[str, Any] = {}
     for name, value in given.items():
-        found |= {f"{name}.{key}": x for key, x in vars(value).items()} if is_dataclass(value) else {name: value}
+        parts = {f"{name}.{key}": x for key, x in vars(value).items()} if is_dataclass(value) else {}
+        found |= {name: type(value).__name__, **parts} if parts else {name: value}
     return found
 
 

@@ -183,11 +183,14 @@ class _Constructor:
         return registry.checked(self.entry, self.__wrapped__, made) if self.entry else made
 
 
-def _plan(path: NodePath, node: dict[str, Any], hint: Any, allow_list: TargetAllowList, kind: str = "") -> Call:
+def _plan(
+    path: NodePath, node: dict[str, Any], hint: Any, allow_list: TargetAllowList, kind: str = "", below: Any = None
+) -> Call:
     """Check the node of a component and everything in it; return the call that it describes.
 
     ``hint`` is the annotation of the parameter that it is for. ``kind`` is that parameter's name if it is a kind. Where
-    the hint asks for a factory, the component that gets it makes the call.
+    the hint asks for a factory, the component that gets it makes the call. ``below`` is the parameter's default: what
+    the node still has of it, since Hydra merges a chosen component over that, is left out.
     """
     component, product = _Component(allow_list.find(node["_target_"], str(path))), schema.factory_of(hint)
     needed = kind or product
@@ -205,11 +208,13 @@ def _plan(path: NodePath, node: dict[str, Any], hint: Any, allow_list: TargetAll
     # A factory is called with what no config holds, and with other components.
     later = {*registry.kinds(), *schema.runtime(component.function)} if component.entry and product is not None else ()
     named = dict(zip(component.positional, args, strict=False))
+    takes, below = [p.name for p in component.parameters], below if isinstance(below, dict) else {}
     kwargs = {
         name: value
         for name, value in node.items()
         if name not in schema.HYDRA_KEYS
         and not (is_missing(value) and (partial or name in later))
+        and (name in takes or name not in below or value != below[name])
         and not isinstance(named.get(name), Given)  # what the program gives by position replaces the config's
     }
     component.refuse_misfit(args, kwargs, path)
@@ -230,8 +235,8 @@ def _argument(component: _Component, name: str, value: Any, path: NodePath, allo
         if hint is Any:
             return value
         value = plain(value.value) if OmegaConf.is_config(value.value) else value.value
-    if option and isinstance(value, dict) and isinstance(option.default, dict):
+    if option and isinstance(value, dict) and isinstance(option.default, dict) and "_target_" not in value:
         value = {**option.default, **value}  # fields of a dataclass; the default of a mapping is a DictConfig
     kind = name if component.entry and name in registry.kinds() else ""  # also of each in a list or a mapping
-    build = functools.partial(_plan, allow_list=allow_list, kind=kind)
+    build = functools.partial(_plan, allow_list=allow_list, kind=kind, below=option and option.default)
     return schema.from_config(inner, value, hint, build)

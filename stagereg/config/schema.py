@@ -2,8 +2,9 @@
 
 Each parameter that a config can hold becomes a field of a generated dataclass, with the signature's default. What a
 config cannot hold (process groups, modules, tensors) is *runtime only*: passed to ``stagereg.instantiate`` by the
-program. A parameter named like a kind of the registry takes a component of that kind, so its field holds any config. So
-does one annotated ``Callable[..., X]``, and a mapping or list of those: it gets callables that build what is described.
+program. A parameter named like a kind of the registry takes a component of that kind, so its field holds any config; by
+its annotation too, where it has a default. So does one annotated ``Callable[..., X]``, and a mapping or list of those:
+it gets callables that build what is described.
 
 OmegaConf checks ``int``, ``float``, ``bool``, ``str``, paths and enums while a config is composed, and ``X | None`` and
 ``list[X]`` of those; every other field is untyped. What :func:`to_config` makes of a value, :func:`from_config` checks
@@ -59,7 +60,7 @@ def options(component: Callable[..., Any]) -> dict[str, Option]:
     help_ = docstring.parameters(component)
     found = {}
     for name, (hint, default) in parameters(component).items():
-        nested = name in registry.kinds()
+        nested = name in registry.kinds() and default in (MISSING, None)
         hint = Any if nested else hint
         if not _can_hold(hint, anything=nested or default not in (MISSING, None)):
             continue  # where neither annotation nor default says what a config has to hold, the program passes it
@@ -231,7 +232,9 @@ def factory_of(hint: Any) -> str | None:
 def _first_that_reads(path: NodePath, value: Any, members: tuple[Any, ...], inner: Callable[..., Any]) -> Any:
     """What a union gets: from the first member that takes ``value``; ``str``, which takes most, is the last."""
     refusals = []
-    found = [member for member in members if member is not type(None) or value is None]
+    given = [member for member in members if member is not type(None) or value is None]
+    # A protocol is for objects of the program: of a text, it has nothing to say.
+    found = [each for each in given if not getattr(each, "_is_protocol", False) or not _misfit(value, each)] or given
     for member in sorted(found, key=lambda m: (_parts(m)[0] is not Literal, bool(_misfit(value, m)), m is str)):
         try:
             return inner(path, value, member)

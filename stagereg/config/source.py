@@ -107,17 +107,18 @@ class RegistrySearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         plugins.noted.clear()  # of the app that was set up before
         search_path.prepend("stagereg", "stagereg://plugins")
-        search_path.append("stagereg", "stagereg://")
         # A checkout that is not installed has the files beside the package.
         beside = f"file://{Path(__file__).parents[2] / 'conf'}"
         search_path.append("stagereg", "pkg://stagereg.conf" if importlib.util.find_spec("stagereg.conf") else beside)
+        search_path.append("stagereg", "stagereg://")
 
 
 def _split(config_path: str) -> tuple[str, str]:
-    kind, _, name = config_path.removesuffix(".yaml").strip("/").rpartition("/")
-    return kind, name
+    group, _, name = config_path.removesuffix(".yaml").strip("/").rpartition("/")
+    return _kind(group), name
 
 
 def _kind(config_path: str) -> str:
     """The kind of a group; TAB completion asks for one with its package, ``joinable@join.joinables.model``."""
-    return config_path.partition("@")[0]
+    group = config_path.partition("@")[0]
+    return "keep" if group == "checkpoint/keep" else group  # beside the presets, which are files

@@ -20,7 +20,7 @@ from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
 from stagereg.checkpoint.save.on_commit import CommittedCheckpoint
 from stagereg.checkpoint.storage.aligned import AlignedFile, DiskFile, Upload, make_buffers
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.keep import Keep
+from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
 from stagereg.checkpoint.store.retry import retrying
@@ -38,13 +38,14 @@ class CopyTo:
 
     Args:
         dir: where the copies go, a path or a URL; a directory of checkpoints like any other, to restore from.
-        keep: how many of the newest stay there, or which of all: :class:`stagereg.Keep`.
+        keep: how many of the newest stay there, or which of all: :class:`stagereg.Keep`, or a component of
+            the kind ``keep``.
 
     Raises:
         ConfigError: fsspec does not know the protocol of the URL, or the package for it is not installed.
     """
 
-    def __init__(self, dir: str, keep: int | Keep = Keep()) -> None:  # noqa: B008  # it cannot change
+    def __init__(self, dir: str, keep: int | Keep | KeepRule = Keep()) -> None:  # noqa: B008  # it cannot change
         self.dir, self.keep = dir, Keep.of(keep)
         open_store(dir)
 

@@ -52,13 +52,14 @@ def test_choosing_an_option_imports_nothing_else(app: App) -> None:
 
 
 def test_tab_completes_groups_options_and_fields_without_torch(app: App) -> None:
-    lines = ("sta", "stager=", "stager=the", "stager.s", "stager=other stager.p")
-    group, options, option, field, of_another = app.completes_each(*lines)
+    lines = ("sta", "stager=", "stager=the", "stager.s", "stager=other stager.p", "+checkpoint/keep=")
+    group, options, option, field, of_another, kept = app.completes_each(*lines)
     assert "stager=" in group
     assert {"stager=theirs", "stager=other", "stager=pinned_cached"} <= set(options)
     assert option == ["stager=theirs"]
     assert set(field) == {"stager.slots="}
     assert of_another == ["stager.path="]
+    assert {each.rpartition("=")[2] for each in kept} == {"newest", "best", "policy"}  # presets and components
 
 
 PARTS = """

@@ -24,7 +24,7 @@ from stagereg.checkpoint.format.damage import WHOLE, Condition, Found, differenc
 from stagereg.checkpoint.format.manifest import LATEST, Checkpoint, FileMark, Manifest, plain_name, step_name
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.keep import Keep
+from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.checkpoint.store.lease import LeaseRecord
 from stagereg.checkpoint.store.local_files import sync
 from stagereg.checkpoint.store.lock import LOCK, StoreLock
@@ -192,7 +192,7 @@ class CheckpointStore:
         """Have one file in the directory ``written`` safely stored, read it back, and return its mark. Any rank."""
         return self.backend.mark(f"{written}/{name}", flush=True)
 
-    def publish(self, written: str, manifest: Manifest, keep: int | Keep) -> Checkpoint:
+    def publish(self, written: str, manifest: Manifest, keep: int | KeepRule) -> Checkpoint:
         """Commit the checkpoint in ``written``, and take out of sight what is not to be kept.
 
         The order makes every moment safe to be killed in: the lock is still held; the files have their sizes; one step

@@ -1,21 +1,47 @@
-"""Which checkpoints stay, and why: the policy of ``checkpoint.keep``. It touches no disk.
+"""Which checkpoints stay, and why: the policy of ``checkpoint.keep``, or a rule in its place. It touches no disk.
 
 A checkpoint stays if one of the rules keeps it. The budget is an upper bound for all of them together: of what the
 rules keep, the least recent go first, until the rest fits. The newest stays whatever the rules and the budget are.
+
+A component of the kind ``keep`` decides in the place of the policy. One that fails deletes nothing.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 from stagereg.checkpoint.format.manifest import Checkpoint
-from stagereg.errors import ConfigError, nearest
+from stagereg.crash_report import summarize_exception
+from stagereg.errors import ConfigError, RegistryError, nearest
+from stagereg.registry import register
 from stagereg.sizes import ByteSize
+from stagereg.spec import check
+
+_log = logging.getLogger(__name__)
 
 
+@runtime_checkable
+class KeepRule(Protocol):
+    """What ``Checkpointer(keep=...)`` takes in the place of a number, and ``checkpoint/keep`` in a config.
+
+    All ranks construct it; ``kept`` is called on rank 0 alone, on the thread that saves, after each commit. The newest
+    checkpoint stays whatever it returns. If it raises, keeps nothing, or returns something else, none is deleted then.
+    """
+
+    def kept(self, checkpoints: list[Checkpoint], metrics: Mapping[str, Mapping[str, float]], /) -> Mapping[str, str]:
+        """Return those that stay, by their paths, and why each does, in a few words for ``stagereg ls``.
+
+        Args:
+            checkpoints: the complete ones, the newest first, which is the new one.
+            metrics: of each, by its path, what was logged.
+        """
+
+
+@register("keep", "policy")
 @dataclass(frozen=True)
 class Keep:
     """Which complete checkpoints stay: all that one of the rules keeps, as far as they fit into the budget.
@@ -60,9 +86,11 @@ class Keep:
             object.__setattr__(self, "budget", ByteSize(self.budget))
 
     @classmethod
-    def of(cls, keep: int | Keep) -> Keep:
-        """Return what ``keep`` of a checkpointer means: a policy, or how many of the newest."""
-        return keep if isinstance(keep, Keep) else cls(keep)
+    def of(cls, keep: int | KeepRule) -> Keep | GuardedRule:
+        """Return what ``keep`` of a checkpointer means: a policy, how many of the newest, or another rule, guarded."""
+        if isinstance(keep, GuardedRule) or type(keep) is Keep:
+            return keep
+        return GuardedRule(keep) if isinstance(keep, KeepRule) else cls(keep)
 
     def kept(self, checkpoints: Iterable[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
         """Return those that stay, the newest first, by their paths, and why each does.
@@ -92,3 +120,43 @@ class Keep:
                 break
             stay[each.path] = "; ".join(why[each.path])
         return stay
+
+
+class GuardedRule:
+    """A rule of which nothing reaches the save: where it fails all stay, and the log says so once.
+
+    Raises:
+        ConfigError: it is no component of the kind ``keep``.
+    """
+
+    def __init__(self, rule: KeepRule) -> None:
+        if isinstance(rule, type):
+            raise ConfigError(f"checkpoint.keep is a class; call it: keep={rule.__name__}(...)")
+        self.name = f"{type(rule).__module__}.{type(rule).__qualname__}"
+        self._rule, self._warned = rule, False
+        try:
+            check("keep", type(rule).__name__, rule)
+        except RegistryError as error:
+            raise ConfigError(f"checkpoint.keep must be a number, a stagereg.Keep or a rule: {error}") from None
+
+    def kept(self, checkpoints: Iterable[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+        """Return what the rule keeps, and the newest."""
+        newest_first = sorted(checkpoints, key=lambda each: each.manifest.order, reverse=True)
+        paths = [each.path for each in newest_first]
+        try:
+            kept = self._rule.kept(newest_first, metrics) if paths else {}
+            if not isinstance(kept, Mapping):
+                wrong = f"it returned {kept!r:.100}, which is no mapping"
+            elif bad := [item for item in kept.items() if item[0] not in paths or not isinstance(item[1], str)]:
+                wrong = f"it returned {bad[0]!r:.200}, which is not the path of a checkpoint and a text"
+            elif kept or not paths:
+                return {**dict.fromkeys(paths[:1], "newest"), **kept}
+            else:
+                wrong = "it keeps none"
+        except Exception as error:
+            wrong = summarize_exception(error, __file__)
+        if not self._warned:
+            self._warned = True
+            text = "stagereg: checkpoint.keep failed, %s: %s. While it does, none is deleted, and the disk may fill up."
+            _log.warning(text, self.name, wrong)
+        return dict.fromkeys(paths, f"{self.name} failed")

@@ -18,7 +18,7 @@ from stagereg.checkpoint.format.manifest import KEPT, LATEST, Checkpoint, plain_
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.conditions import complete, conditions
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.keep import Keep
+from stagereg.checkpoint.store.keep import GuardedRule, Keep
 from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.notes import Notes
 from stagereg.checkpoint.store.readers import Readers
@@ -61,7 +61,7 @@ class Retention:
             return {name: why for name, why in read.items() if isinstance(why, str) and why.isprintable()}
         return {}
 
-    def retire(self, before: list[Condition], made: Checkpoint, keep: Keep) -> list[Condition]:
+    def retire(self, before: list[Condition], made: Checkpoint, keep: Keep | GuardedRule) -> list[Condition]:
         """Take out of sight what is not to be kept now that ``made`` is there beside ``before``; return what stays."""
         if not self._backend.in_place and made.name != plain_name(made.name):
             self._again.add(made.manifest.step)
@@ -114,7 +114,9 @@ class Retention:
         """Return the complete ones but those that are distrusted, the one committed last first."""
         return [each for each in complete(found) if each.path not in self.distrusted]
 
-    def _choose(self, before: list[Condition], made: Checkpoint, keep: Keep) -> tuple[dict[str, str], Collection[str]]:
+    def _choose(
+        self, before: list[Condition], made: Checkpoint, keep: Keep | GuardedRule
+    ) -> tuple[dict[str, str], Collection[str]]:
         """Return why checkpoints are kept, and the paths of those that are not.
 
         Nor are those of ``before`` whose step was saved again.
@@ -126,7 +128,8 @@ class Retention:
         replaced = _replaced(before, trusted) - spared | {each.path for each in before if each.step == step}
         counted = [each for each in trusted if each.path not in replaced | spared]
         metrics = {each.path: self._notes.metrics_of(each.manifest) for each in [made, *counted]}
-        self._warn_of_policy(keep, made, metrics)
+        if isinstance(keep, Keep):
+            self._warn_of_policy(keep, made, metrics)
         why = keep.kept([made, *counted], metrics)
         old = {each.path for each in counted} - why.keys() | replaced
         return why | dict.fromkeys(spared, "earlier run"), old

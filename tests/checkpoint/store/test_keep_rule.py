@@ -1,0 +1,263 @@
+"""A rule of one's own decides what stays; one that fails deletes nothing, and the newest stays whatever it says."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+import stagereg
+from stagereg import cli
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.format.manifest import Checkpoint
+from stagereg.checkpoint.options import Leave
+from stagereg.checkpoint.store.keep import Keep, KeepRule
+from stagereg.checkpoint.store.open_store import open_store
+from stagereg.errors import ConfigError, RegistryError
+from stagereg.on_commit.copy_to import CopyTo
+from stagereg.testing.ranks import run_ranks
+
+Metrics = Mapping[str, Mapping[str, float]]
+
+
+@stagereg.register("keep", "of_steps")
+class OfSteps:
+    """Keeps those of some steps. It has a parameter that the usual policy has as well, and attributes of any kind."""
+
+    def __init__(self, steps: list[int], every: int | None = 7) -> None:
+        self.steps, self.every, self.lock = steps, every, threading.Lock()
+
+    def kept(self, checkpoints: list[Checkpoint], metrics: Metrics) -> dict[str, str]:
+        return {one.path: "of a step" for one in checkpoints if one.manifest.step in self.steps}
+
+
+OF_STEPS = f"{__name__}.OfSteps"
+
+
+class Does:
+    """Does as a function does."""
+
+    def __init__(self, function: Callable[[list[Checkpoint]], Any]) -> None:
+        self.function = function
+
+    def kept(self, checkpoints: list[Checkpoint], metrics: Metrics) -> dict[str, str]:
+        found: dict[str, str] = self.function(checkpoints)
+        return found
+
+
+def broken(checkpoints: list[Checkpoint]) -> Any:
+    raise ValueError("of the rule")
+
+
+FAILURES = {
+    "ValueError: of the rule (": broken,
+    "it returned None, which is no mapping": lambda there: None,
+    "it returned ['step-": lambda there: [Path(one.path).name for one in there],
+    "it returned ('elsewhere', 'why'), which is not the path of a checkpoint and a text": lambda there: {
+        "elsewhere": "why"
+    },
+    ", 3), which is not the path of a checkpoint and a text": lambda there: {one.path: 3 for one in there},
+    "it keeps none": lambda there: {},
+}
+failing = pytest.mark.parametrize(("said", "does"), FAILURES.items(), ids=["raise", "none", "list", "path", "no", "0"])
+
+
+def train(dir: str, keep: Any, steps: Iterable[int], **options: Any) -> None:
+    with Checkpointer(dir, every=1, keep=keep, leave=Leave(save_last=False), **options) as checkpointer:
+        checkpointer.restore({"x": torch.zeros(64)})
+        for step in steps:
+            stagereg.log(step, loss=1 / (step + 1))
+            checkpointer.save(step, {"x": torch.full((64,), float(step))})
+            checkpointer.wait()
+
+
+def steps(dir: str | Path) -> list[int]:
+    return sorted(one.manifest.step for one in open_store(str(dir)).checkpoints()[0])
+
+
+def test_a_rule_says_what_stays_and_ls_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(str(tmp_path), OfSteps([1, 3]), range(1, 6))
+    assert steps(tmp_path) == [1, 3, 5]
+    assert cli.main(["ls", str(tmp_path), "--json"]) == 0
+    listed = {each["step"]: each["kept"] for each in json.loads(capsys.readouterr().out)["checkpoints"]}
+    assert listed == {5: "newest", 3: "of a step", 1: "of a step"}
+
+
+def test_a_rule_gets_what_was_logged(tmp_path: Path) -> None:
+    class Least:
+        def kept(self, checkpoints: list[Checkpoint], metrics: Metrics) -> dict[str, str]:
+            assert metrics.keys() == {one.path for one in checkpoints}
+            return {max(metrics, key=lambda path: metrics[path]["loss"]): "greatest loss"}
+
+    train(str(tmp_path), Least(), range(1, 5))
+    assert steps(tmp_path) == [1, 4]
+
+
+@failing
+def test_a_rule_that_fails_deletes_nothing_and_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, said: str, does: Any
+) -> None:
+    train(str(tmp_path), Does(does), [1, 2, 3, 3])  # a step that is saved again is replaced all the same
+    assert steps(tmp_path) == [1, 2, 3]
+    assert len(list(tmp_path.glob("*step-*"))) == 3
+    (warned,) = [each.getMessage() for each in caplog.records]
+    assert warned.startswith(f"stagereg: checkpoint.keep failed, {__name__}.Does: ")
+    assert said in warned
+
+
+def test_a_rule_that_failed_once_is_followed_at_the_next_save(tmp_path: Path) -> None:
+    calls = iter([broken, broken])
+    rule = Does(lambda there: next(calls, lambda there: {there[0].path: "first"})(there))
+    train(str(tmp_path), rule, [1, 2])
+    assert steps(tmp_path) == [1, 2]
+    train(str(tmp_path), rule, [3])
+    assert steps(tmp_path) == [3]
+
+
+def test_a_rule_cannot_change_what_there_is(tmp_path: Path) -> None:
+    def takes_all(there: list[Checkpoint]) -> dict[str, str]:
+        oldest = there.pop()
+        there.clear()
+        return {oldest.path: "oldest"}
+
+    train(str(tmp_path), Does(takes_all), [1, 2, 3])
+    assert steps(tmp_path) == [1, 3]
+
+
+def test_a_subclass_of_the_policy_is_guarded_as_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Stricter(Keep):
+        def kept(self, checkpoints: Iterable[Checkpoint], metrics: Metrics) -> dict[str, str]:
+            raise KeyError("metric")
+
+    train(str(tmp_path), Stricter(newest=1), [1, 2, 3])
+    assert steps(tmp_path) == [1, 2, 3]
+    (warned,) = [each.getMessage() for each in caplog.records]
+    assert "Stricter: KeyError: 'metric'" in warned
+
+
+@failing
+def test_a_copy_is_of_all_and_deletes_none_where_its_rule_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, said: str, does: Any
+) -> None:
+    copies = CopyTo(str(tmp_path / "copies"), keep=Does(does))
+    train(str(tmp_path / "run"), 9, [1, 2, 3], on_commit=copies)
+    assert steps(tmp_path / "copies") == [1, 2, 3]
+    (warned,) = [each.getMessage() for each in caplog.records]
+    assert said in warned
+
+
+def test_copies_are_kept_by_a_rule(tmp_path: Path) -> None:
+    train(str(tmp_path / "run"), 9, range(1, 6), on_commit=CopyTo(str(tmp_path / "copies"), keep=OfSteps([2])))
+    assert steps(tmp_path / "copies") == [2, 5]
+
+
+@pytest.mark.parametrize(
+    ("keep", "line"),
+    [
+        (OfSteps, "checkpoint.keep is a class; call it: keep=OfSteps(...)"),
+        (type("Bare", (), {"kept": lambda self: {}})(), "def kept(self, checkpoints, metrics) -> dict[str, str]"),
+        (object(), "checkpoint.keep must be a whole number of at least 1"),
+    ],
+)
+def test_what_is_no_rule_is_refused(tmp_path: Path, keep: Any, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Checkpointer(str(tmp_path), keep=keep)
+    assert line in str(caught.value)
+
+
+def test_a_class_without_the_method_is_refused_where_it_is_registered() -> None:
+    with pytest.raises(RegistryError, match=r"def kept\(self, checkpoints, metrics\)"):
+        stagereg.register("keep", "none")(type("Nothing", (), {}))
+
+
+def comparing(rank: int, size: int, root: str) -> str:
+    Checkpointer(root, keep=OfSteps([rank])).close()  # one of rank 0 decides; its attributes are not compared
+    keep: Keep | KeepRule = OfSteps([]) if rank else Keep(5)
+    with pytest.raises(ConfigError) as caught:
+        Checkpointer(root, keep=keep)
+    return str(caught.value)
+
+
+def test_ranks_with_another_kind_of_rule_all_raise(tmp_path: Path) -> None:
+    line = f"checkpoint.keep is not the same on all ranks: rank 0 has Keep, rank 1 has {OF_STEPS}."
+    assert all(line in text for text in run_ranks(comparing, nproc=2, args=(str(tmp_path),)))
+
+
+# -- in a config
+
+
+def composed(folder: Path, *overrides: str, app: str = "defaults: [stagereg, _self_]") -> Any:
+    (folder / "app.yaml").write_text(app)
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        return compose("app", overrides=[f"checkpoint.dir={folder / 'run'}", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "app"),
+    [
+        (["checkpoint/keep=of_steps", "checkpoint.keep.steps=[4]"], "defaults: [stagereg, _self_]"),
+        ([], "defaults: [stagereg, override checkpoint/keep: of_steps, _self_]\ncheckpoint: {keep: {steps: [4]}}"),
+        ([], f"defaults: [stagereg, _self_]\ncheckpoint: {{keep: {{_target_: {OF_STEPS}, steps: [4], every: 7}}}}"),
+    ],
+    ids=["command line", "chosen", "target"],
+)
+def test_a_config_chooses_a_rule(tmp_path: Path, overrides: list[str], app: str) -> None:
+    for more, every in ([], 7), (["checkpoint.keep.every=5"], 5), (["checkpoint.keep.every=null"], None):
+        with stagereg.instantiate(composed(tmp_path, *overrides, *more, app=app).checkpoint) as checkpointer:
+            assert type(checkpointer.keep) is OfSteps
+            assert (checkpointer.keep.steps, checkpointer.keep.every) == ([4], every)
+
+
+def test_a_config_chooses_the_rule_of_copies(tmp_path: Path) -> None:
+    at = "checkpoint.on_commit.backup"
+    chosen = [f"+on_commit@{at}=copy_to", f"{at}.dir={tmp_path}", f"+keep@{at}.keep=of_steps", f"{at}.keep.steps=[1]"]
+    config = composed(tmp_path, *chosen)
+    with stagereg.instantiate(config.checkpoint) as checkpointer:
+        assert checkpointer.keep == Keep()
+    assert "OfSteps" in stagereg.instantiate(config.checkpoint.on_commit.backup).keep.name
+
+
+def test_the_program_passes_a_rule(tmp_path: Path) -> None:
+    rule = OfSteps([1])
+    with stagereg.instantiate(composed(tmp_path).checkpoint, keep=rule) as checkpointer:
+        assert checkpointer.keep is rule
+
+
+def test_a_rule_in_a_plain_mapping_has_its_own_defaults(tmp_path: Path) -> None:
+    keep = {"_target_": OF_STEPS, "steps": [1]}
+    plain = {"_target_": "stagereg.checkpoint.checkpointer.Checkpointer", "dir": str(tmp_path), "keep": keep}
+    with stagereg.instantiate(plain) as checkpointer:
+        assert checkpointer.keep.every == 7
+
+
+def test_of_a_text_the_error_names_what_a_config_can_hold(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        stagereg.instantiate(composed(tmp_path, "checkpoint.keep=abc").checkpoint)
+    assert str(caught.value).splitlines() == [
+        "checkpoint.keep: 'abc' is not a whole number.",
+        "Or: checkpoint.keep is 'abc', where a mapping of the fields of Keep is needed.",
+    ]
+
+
+def test_what_a_chosen_rule_does_not_take_is_refused(tmp_path: Path) -> None:
+    config = composed(tmp_path, "checkpoint/keep=of_steps", "checkpoint.keep.steps=[1]", "checkpoint.keep.best=3")
+    with pytest.raises(ConfigError, match=r"keep/of_steps takes no 'best'.* It takes: steps, every"):
+        stagereg.instantiate(config.checkpoint)
+
+
+def test_another_kind_of_component_is_no_rule(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint.keep takes a keep, not storage/dcp"):
+        stagereg.instantiate(composed(tmp_path, "+storage@checkpoint.keep=dcp").checkpoint)
+
+
+def test_a_preset_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stagereg.registry.REGISTRY, "decorated", [])
+    stagereg.register("keep", "newest")(OfSteps)
+    with stagereg.instantiate(composed(tmp_path).checkpoint) as checkpointer:
+        assert checkpointer.keep == Keep()
