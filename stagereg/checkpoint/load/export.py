@@ -89,7 +89,7 @@ def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: boo
     parts = checkpoint.structures if only is None else {only: checkpoint.structure(only)}
     if out.suffix != SAFETENSORS:
         checkpoint.files.read([leaf for structure in parts.values() for leaf in encoding.marks(structure)])
-        state = {name: encoding.fill(structure) for name, structure in parts.items()}
+        state = {name: _without_numpy(encoding.fill(structure)) for name, structure in parts.items()}
         _write({out: partial(_write_pt, state if only is None else state[only])}, [out], replace)
         return Exported(sorted(state), [], [out])
     prefix = "" if only is None else f"{only}."
@@ -249,6 +249,16 @@ def _write_index(divided: Mapping[Path, _Kinds], file: IO[bytes]) -> None:
     names = {name: path.name for path, kinds in divided.items() for name in kinds}
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2)
     file.write(f"{text}\n".encode())
+
+
+def _without_numpy(value: Any) -> Any:
+    """Return a structure, changed in place, with Python's numbers for NumPy's, which ``weights_only`` refuses."""
+    if isinstance(value, (dict, list)):
+        for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            value[key] = _without_numpy(item)
+    elif type(value) in (tuple, set, frozenset):
+        return type(value)(map(_without_numpy, value))
+    return value.item() if type(value).__module__ == "numpy" else value
 
 
 def _write_pt(state: Any, file: IO[bytes]) -> None:
