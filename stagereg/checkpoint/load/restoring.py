@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import stagereg.checkpoint.load.placing as placing
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.rng as rng
-from stagereg.checkpoint.format.damage import Condition, Found, Unclear, differences, marks_of_shares, share
+from stagereg.checkpoint.format.damage import Condition, Found, Unclear, differences, marks_of_shares, share_of_rank
 from stagereg.checkpoint.format.encoding import fill
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import Checkpoint
@@ -248,7 +248,7 @@ class _Attempt:
     def _check(self) -> _Looked:
         """Read this rank's share of the files that the ranks of its machine see."""
         [own] = [machine for machine in self._machines.ranks if self._ranks.rank in machine]
-        parts = share(self._chosen.manifest.files, own.index(self._ranks.rank), len(own))
+        parts = share_of_rank(self._chosen.manifest.files, own.index(self._ranks.rank), len(own))
         return _Looked(self._store.contents(self._chosen.path, parts))
 
     def _prepare(self, opened: ExitStack, index: bytes | None) -> _Looked:

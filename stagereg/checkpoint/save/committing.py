@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -32,7 +33,7 @@ from torch.distributed.tensor import DTensor
 import stagereg.checkpoint.state.rng as rng
 import stagereg.record as record
 from stagereg.checkpoint.format.encoding import walk
-from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult, describe_tensors, make_index
+from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult, make_index, tables
 from stagereg.checkpoint.format.manifest import FileMark, Manifest
 from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, compare, content_digests, expect_alike
 from stagereg.checkpoint.ranks.merging import Asked, EntryDigests, Merging, RankEntries, Sent, groups_in
@@ -291,7 +292,7 @@ class _Work:
                 self._plan_all([plans for _, *plans in lasting])
             metadata, results = cast("Metadata", self._metadata), [[*each[0]] for each in lasting]
             objects = {name for encoded in state.values() for name in encoded.objects}
-            to.last.described = describe_tensors(metadata, results, objects)
+            to.last.described = json.dumps(tables(metadata, results, objects))
             name_for_each(metadata, results, groups_in(state))
             to.storage.finish(metadata, results)
             if to.repeats:
