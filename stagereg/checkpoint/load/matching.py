@@ -57,7 +57,7 @@ class MatchedFiles(CheckpointFiles):
             if modules := module_state.modules_of(value):
                 structure = _module(name, tree, leaves, module_state.state_of(modules).keys(), state)
             elif each:
-                own = {of for one in each for of in names.of(one, state).of.values()}
+                own = {of for one in each for of in names.for_optimizer(one, state).by_parameter.values()}
                 structure = _optimizer(name, optimizers, own)
             else:
                 structure = tree.get(name, {} if _is_empty(value) else None)

@@ -22,8 +22,8 @@ from stagereg.checkpoint.format.encoding import Leaf, leaves, marks
 from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.state.entries import (
     RESERVED,
-    Kind,
     PerRank,
+    TensorKind,
     current_value,
     local_part,
     memory_of,
@@ -164,7 +164,7 @@ def _taken(
     optimizers = optimizer_state.optimizers_of(value)
     if saved is None or not optimizers:
         return structure, {}
-    each = [optimizer_state.select(one, names.of(one, state), saved) for one in optimizers]
+    each = [optimizer_state.select(one, names.for_optimizer(one, state), saved) for one in optimizers]
     known = set().union(*(names for _, names in each))
     rest = {of: None for group in saved["param_groups"].values() for of in group["params"] if of not in known}
     return optimizer_state.joined([one for one, _ in each]), rest
@@ -188,7 +188,7 @@ def _expect_all_fits(live: Mapping[str, Any], saved: Mapping[str, Any], cast: bo
     for key, leaf in saved.items():
         if not isinstance(leaf, Leaf) or leaf.stored.dtype is None or not isinstance(live[key], torch.Tensor):
             continue
-        there, here = Kind.of(leaf.stored), Kind.of(live[key])
+        there, here = TensorKind.of(leaf.stored), TensorKind.of(live[key])
         if not there.fits(here, cast):
             converts &= there.fits(here, True)
             other.append(f"{key} ({there} in it, {here} here)")
@@ -238,7 +238,7 @@ def pair(structure: Any, name: str, state: Mapping[str, Any], names: ParameterNa
     each = [*modules, *optimizers] or [value]
     _pair(structure, current_value(state, name, names), all(map(_is_torchs_own, each)), cast)
     for optimizer in optimizers if optimizer_state.is_by_name(structure) else ():
-        for param, of in names.of(optimizer, state).of.items():
+        for param, of in names.for_optimizer(optimizer, state).by_parameter.items():
             for leaf in marks(structure["state"].get(of)) if isinstance(param, DTensor) else ():
                 leaf.live = param if leaf.live is None else leaf.live
     users = Counter(memory_of(leaf.live) for leaf in found if leaf.in_place)
@@ -251,9 +251,10 @@ def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
     if isinstance(structure, Leaf):
         if isinstance(live, torch.Tensor):
             structure.live = live
-            fits = structure.stored.dtype is not None and Kind.of(structure.stored).fits(Kind.of(live), cast)
+            stored, wanted = structure.stored, TensorKind.of(live)
+            fits = stored.dtype is not None and TensorKind.of(stored).fits(wanted, cast)
             structure.dtype = live.dtype if fits else None
-            in_place = in_place and fits and structure.stored.chunks is not None and _is_plain(live)
+            in_place = in_place and fits and stored.chunks is not None and _is_plain(live)
             structure.in_place = in_place or isinstance(live, ShardedTensor)
     elif isinstance(structure, Mapping) and isinstance(live, Mapping):
         for key, item in structure.items():
@@ -318,7 +319,7 @@ def assign(
         module_state.load(modules, loaded)
     elif optimizers := optimizer_state.optimizers_of(value):
         for optimizer in optimizers:
-            optimizer_state.load(optimizer, names.of(optimizer, state), loaded)
+            optimizer_state.load(optimizer, names.for_optimizer(optimizer, state), loaded)
     elif is_stateful(value):
         value.load_state_dict(loaded)
     elif isinstance(state[name], PerRank):
