@@ -94,11 +94,11 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
             failpoint("ended")
         to.last.structures = work.entries.structures
         if save.sharing.book is not None:
-            save.sharing.book.end(save.sharing.number, save.sharing.shares if save.sharing.compares else None)
+            save.sharing.book.end_save(save.sharing.number, save.sharing.shares if save.sharing.compares else None)
     except BaseException:
-        to.last.forget()
+        to.last.forget_sent()
         if save.sharing.book is not None:
-            save.sharing.book.end(save.sharing.number, failed=True)
+            save.sharing.book.end_save(save.sharing.number, failed=True)
         if ranks.rank == 0:
             with within(save.until - time.monotonic()):
                 to.store.backend.discard(work.path)
@@ -204,7 +204,7 @@ class _Work:
         save.copy.nbytes = self._to.last.nbytes if save.copy.nbytes is None else save.copy.nbytes
         save.at = WAITING
         digests = self.entries.digests(self._to.last.structures)
-        of = None if own is None else own.of
+        of = None if own is None else own.found_in
         sent = _Prepared(save.step, True, save.follows, save.taken, of, {}, digests, differing)
         return sent, (*self._plans, (save.follows, self.entries.kinds)), ()
 
@@ -237,7 +237,7 @@ class _Work:
         self._order = sorted(range(len(prepared)), key=lambda rank: prepared[rank].follows)
         expect_alike({rank: prepared[rank].differing for rank in self._order})
         self._merging = Merging([each.digests for each in prepared], self._order, self._follows, self._to.last.entries)
-        asked = self._merging.ask()
+        asked = self._merging.ask_ranks()
         if lasting is None:
             return [(None, each) for each in asked]
         given = [each[:-1] for each in lasting]
@@ -257,7 +257,7 @@ class _Work:
         self._more = self._plans if dealt is None else []
         if dealt is not None:
             self._to.last.dealt = from_numbers(dealt, joined(self._plans))
-            self._to.last.results.forget()  # the same places may hold something else: of another dtype
+            self._to.last.results.forget_sent()  # the same places may hold something else: of another dtype
 
     def write(self) -> tuple[_Written, Sequence[Any], Sequence[Any]]:
         """Write this rank's files, and let go of its copy."""
@@ -276,7 +276,7 @@ class _Work:
         marks = self._marks() if self._ranks.rank > 0 else {}  # those of rank 0 come with the metadata's
         failpoint("written")
         save.at = WAITING
-        return (marks, self.entries.answer(self.asked, self._to.last.structures)), [self._results], self._more
+        return (marks, self.entries.structures_for(self.asked, self._to.last.structures)), [self._results], self._more
 
     def commit(self, written: Sequence[_Written], lasting: Sequence[Sequence[Any]] | None) -> list[int]:
         """Commit what all have written, and return the bytes of each rank's files."""

@@ -185,7 +185,7 @@ class Saver:
 
     def _number(self, save: PendingSave) -> None:
         if self._target.ranks.size > 1:
-            save.sharing.book, save.sharing.number = self._replicas, self._replicas.begin()
+            save.sharing.book, save.sharing.number = self._replicas, self._replicas.begin_save()
 
     def _share(self, save: PendingSave, captured: dict[str, Any]) -> dict[str, Any]:
         """Return what this rank stages of what it has, and note what the save has to know of it."""
