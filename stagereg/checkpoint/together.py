@@ -59,7 +59,7 @@ class Together:
                 failing = f"Nothing was {'restored' if what == RESTORE else 'saved'}"
                 self._ranks.run_on_all(failing, partial(self._refuse, what))
         elif what:
-            self._saver.miss(int(step))
+            self._saver.miss_save(int(step))
 
     def answer_all(self) -> None:
         """Answer what ranks still ask for, now that this one has come to its end."""

@@ -247,7 +247,7 @@ class Real:
 
     def write(self, answer: Any, clock: Clock) -> Any:
         """Return what it sends when it has written."""
-        self.work.take(answer)
+        self.work.take_answer(answer)
         found = clock(self.work.write)
         self.target.before = self.work.entries.structures
         return found

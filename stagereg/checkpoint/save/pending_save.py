@@ -84,7 +84,7 @@ class StagedCopy:
     stager: str = ""  # its class
     names: Collection[str] = ()  # of the entries that it was given
     release: Callable[[dict[str, Any]], None] = lambda copy: None  # called with the copy when it has been written
-    look: Callable[[dict[str, Any]], object] = lambda copy: None  # called with the copy when it is complete
+    inspect: Callable[[dict[str, Any]], object] = lambda copy: None  # called with the copy when it is complete
     # Why this rank could not stage, which its training loop has raised. Text: the loop still has the error itself.
     failure: str | None = None
     settled: threading.Event = field(default_factory=threading.Event)  # ``failure`` is as it will be
