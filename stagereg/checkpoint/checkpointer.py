@@ -412,7 +412,8 @@ class Checkpointer:
             self._ranks.run_on_all("Nothing was restored", self.wait)
             return None
         where = store, resume, self.verify, self.read, self.cast, state, self._storage
-        restored = restoring.restore(*where, self._ranks, self._saver.names, self.wait, self._crashes, self.fresh)
+        who = self._ranks, self._saver.names, self.wait, self._crashes, self.fresh
+        restored = restoring.restore(restoring.RestoreRequest(*where, *who))
         self._store.retention.spared.clear()
         self._target.metrics.forget_steps()
         if self._ranks.rank == 0:

@@ -31,13 +31,7 @@ _STEP_NAME = re.compile(r"\bstep[-=_](\d{1,18})\b")
 
 
 class MatchedFiles(CheckpointFiles):
-    """The files of such a directory, with structures under the names of a state.
-
-    Args:
-        path: the directory.
-        state: as given to ``Checkpointer.restore``.
-        names: of the parameters of ``state``.
-        fresh: the entries that need not be in it.
+    """The files of such a directory, with structures under the names of a state, but for ``fresh`` that it has not.
 
     Raises:
         CheckpointError: it is damaged, or has something else than data; several things fit an entry.
