@@ -36,7 +36,7 @@ from stagereg.checkpoint.ranks.shares import ShareBook
 from stagereg.checkpoint.save.background import Background, CheckpointStats
 from stagereg.checkpoint.save.on_commit_calls import CommitCalls
 from stagereg.checkpoint.save.pending_save import SaveTarget
-from stagereg.checkpoint.save.saver import Saver, a_state, a_step
+from stagereg.checkpoint.save.saver import Saver, checked_state, checked_step
 from stagereg.checkpoint.save.schedule import Automatic, Schedule
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.keep import Keep, KeepRule
@@ -209,7 +209,7 @@ class Checkpointer:
         if self._ranks.rank == 0 and leave.save_last:
             self._unclosed = weakref.finalize(self, _warn_of_unclosed, self.dir, self._saver, self._pid)
         if training is not None:
-            self._background.look_out(self._together.look_for_missed)
+            self._background.call_when_idle(self._together.look_for_missed)
             followers.add(self)
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
@@ -233,7 +233,7 @@ class Checkpointer:
         For programs that call :meth:`save` themselves, once a step in place of :meth:`maybe_save`. Of the ranks that
         call it with the same step, all get the same answer.
         """
-        record.emit("step", step=a_step(step))
+        record.emit("step", step=checked_step(step))
         self._seen = step
         if not self.enable:
             return False
@@ -267,7 +267,7 @@ class Checkpointer:
         if not self._saver.leaving:
             if self.preemption is not None and self.preemption.agreed_before_save(step):
                 what = LEAVE
-            self._together.post(f"{what} {a_step(step)}")
+            self._together.post(f"{what} {checked_step(step)}")
         self._save(what, step)
 
     def follow(self) -> None:
@@ -371,7 +371,7 @@ class Checkpointer:
         self._store = self._target.store = store
         self._crashes.move(store)
         self._saver.reached = -1
-        self._target.metrics.forget()
+        self._target.metrics.forget_steps()
         self.dir = path_or_url(store.appears_as or store.root)
         self._background.newest = None
         if self.resume == "never":
@@ -404,7 +404,7 @@ class Checkpointer:
         self._check_open()
         if not self.enable:
             return None
-        a_state(state)
+        checked_state(state)
         self._finish("restored")
         self._together.post(RESTORE)
         self.remember(state)
@@ -415,9 +415,10 @@ class Checkpointer:
             self._ranks.run_on_all("Nothing was restored", self.wait)
             return None
         where = store, resume, self.verify, self.read, self.cast, state, self._storage
-        restored = restoring.restore(*where, self._ranks, self._saver.names, self.wait, self._crashes, self.fresh)
+        who = self._ranks, self._saver.names, self.wait, self._crashes, self.fresh
+        restored = restoring.restore(restoring.RestoreRequest(*where, *who))
         self._store.retention.spared.clear()
-        self._target.metrics.forget()
+        self._target.metrics.forget_steps()
         if self._ranks.rank == 0:
             begins = "training starts from scratch" if restored is None else f"resumed from {restored.path}"
             _log.info("stagereg: %s%s", "" if source else f"checkpoints go to {self.dir}; ", begins)
@@ -523,7 +524,7 @@ class Checkpointer:
     def remember(self, state: MutableMapping[str, Any]) -> None:
         """Keep what this rank would have to save if it left a loop; done by :meth:`maybe_save` and :meth:`restore`."""
         if self.enable:
-            self._saver.remember(a_state(state))
+            self._saver.remember(checked_state(state))
 
     def _describe_end(self, finished: bool) -> str:
         """Return what there is to go on from, and how."""

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from stagereg.checkpoint.format.damage import WHOLE, Condition, Found, differences, marks_of_shares, share
+from stagereg.checkpoint.format.damage import WHOLE, Condition, Found, differences, marks_of_shares, share_of_rank
 from stagereg.checkpoint.format.manifest import Manifest, step_within
 from stagereg.checkpoint.format.pickled import expect_dense
 from stagereg.checkpoint.storage.dcp import DcpStorage
@@ -240,7 +240,9 @@ class DcpReader(FileSystemReader):
         """Read this rank's share of the bytes; what was found goes to the coordinator with the plan."""
         if self._manifest is None:
             return plan
-        return replace(plan, storage_data=self._contents(share(self._manifest.files, self.rank or 0, _world_size())))
+        return replace(
+            plan, storage_data=self._contents(share_of_rank(self._manifest.files, self.rank or 0, _world_size()))
+        )
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Compare what the ranks have found. Called on the coordinator. Raises: ``CheckpointError``."""

@@ -49,7 +49,7 @@ class Together:
 
     def take(self) -> str | None:
         """Return the next request that this rank, which has left its loop, has not met."""
-        return self._requests.take()
+        return self._requests.take_next()
 
     def answer(self, entry: str | None) -> None:
         """Have other ranks know that this one does not do what they do."""
@@ -59,11 +59,11 @@ class Together:
                 failing = f"Nothing was {'restored' if what == RESTORE else 'saved'}"
                 self._ranks.run_on_all(failing, partial(self._refuse, what))
         elif what:
-            self._saver.miss(int(step))
+            self._saver.miss_save(int(step))
 
     def answer_all(self) -> None:
         """Answer what ranks still ask for, now that this one has come to its end."""
-        while (entry := self._requests.take()) is not None:
+        while (entry := self._requests.take_next()) is not None:
             self.answer(entry)
 
     def look_for_missed(self) -> None:
@@ -71,7 +71,7 @@ class Together:
         self._saver.look_for_hang()
         if self._preemption is not None:
             self._preemption.look_for_missed()
-        self.answer(self._requests.missed())
+        self.answer(self._requests.take_missed())
         self._ending.look()
 
     def end(self, seen: int | None) -> None:

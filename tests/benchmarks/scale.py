@@ -41,7 +41,7 @@ from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult
 from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
 from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, HeldTensor, Kind
 from stagereg.checkpoint.ranks.merging import Asked, Sent
-from stagereg.checkpoint.ranks.unchanged import Post, Unchanged
+from stagereg.checkpoint.ranks.unchanged import Post, RepeatedExchange
 from stagereg.checkpoint.save.committing import _Prepared, _Work
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy
 from stagereg.checkpoint.storage.files import FileStorage
@@ -247,7 +247,7 @@ class Real:
 
     def write(self, answer: Any, clock: Clock) -> Any:
         """Return what it sends when it has written."""
-        self.work.take(answer)
+        self.work.take_answer(answer)
         found = clock(self.work.write)
         self.target.last.structures = self.work.entries.structures
         return found
@@ -300,7 +300,7 @@ class Derived:
 class Exchange:
     """One of the two of a save: what ranks send, and what rank 0 makes of it, as the bytes that go over the network."""
 
-    def __init__(self, unchanged: Unchanged) -> None:
+    def __init__(self, unchanged: RepeatedExchange) -> None:
         self._unchanged, self._digests = unchanged, dict[int, bytes]()
 
     def post(self, rank: int, act: Any) -> bytes:

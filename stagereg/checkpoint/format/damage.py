@@ -1,11 +1,7 @@
-"""What is wrong with a checkpoint, file by file, and what may have happened to it.
+"""What is wrong with a checkpoint: what a store has found under its names, compared with the manifest.
 
-A store (:mod:`stagereg.checkpoint.store`) reports what it has found under the names of a checkpoint: a size, or size
-and checksum where it has read the content, or nothing. This module compares that with the manifest and names each
-difference. It touches no disk.
-
-Found without reading content: a manifest that is missing, damaged, or of another step; a file that is missing, is no
-regular file, or has another size. Found by reading: any other content of the same size, down to a single bit.
+Touches no disk. Found without reading content: a manifest that is missing, damaged, or of another step; a file that is
+missing, is no regular file, or has another size. Found by reading: any other content, down to a single bit.
 """
 
 from __future__ import annotations
@@ -19,10 +15,9 @@ from typing import TypeAlias
 from stagereg.checkpoint.format.checksum import combined
 from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest, step_within
 
-_SHOWN = 8
-"""Files that a message names, of one checkpoint."""
+_SHOWN = 8  # files that a message names, of one checkpoint
+# Errors of a file system for a file whose bytes it has lost, as against one that cannot be reached now.
 _BROKEN = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, errno.EILSEQ})
-"""Errors of a file system for a file whose bytes it has lost, as against one that cannot be reached now."""
 
 
 class Unclear(str):
@@ -80,7 +75,7 @@ def differences(manifest: Manifest, found: Mapping[str, Found]) -> dict[str, str
     return {name: what for name, what in compared.items() if what}
 
 
-def of_error(error: OSError) -> str:
+def damage_of(error: OSError) -> str:
     """Return what an error on the way to a file means for the file."""
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return "missing"
@@ -106,7 +101,7 @@ WHOLE = range(sys.maxsize)
 """All bytes of a file, however many there are."""
 
 
-def share(files: Mapping[str, FileMark], rank: int, size: int) -> dict[str, range]:
+def share_of_rank(files: Mapping[str, FileMark], rank: int, size: int) -> dict[str, range]:
     """Return which bytes of which files one of ``size`` ranks reads, as many as each other rank; in order of names.
 
     A part with the last byte of a file goes to its end, however far away that is, so a longer file is noticed.

@@ -1,14 +1,10 @@
 """The structure of a state as JSON: its containers and plain values, and a mark for each tensor and object.
 
-Each entry of a checkpoint has its structure in ``index.json`` (docs/format.md). Reading needs no template, so an
-optimizer that has not stepped yet, or a scheduler with integer keys, comes back whole. A *leaf*, written ``{}``, is a
-tensor, or an object that JSON cannot carry (:mod:`.pickled`); it lies in a file under its dotted
-name: ``optimizer.state.0.exp_avg``. Names and leaves are those of torch's ``traverse_state_dict``
-(torch/distributed/checkpoint/_traverse.py): mappings are always walked; a list is walked when a tensor or a walked
-container is in it.
-
-What could not be read back is refused when it is saved, with its name. Reading makes plain data and the containers of a
-state dict; it runs nothing.
+Each entry of a checkpoint has its structure in ``index.json`` (docs/format.md), so reading needs no template. A *leaf*,
+``{}``, is a tensor, or an object that JSON cannot carry (:mod:`.pickled`); it lies in a file under its dotted name:
+``optimizer.state.0.exp_avg``. Names and leaves are those of torch's ``traverse_state_dict``
+(torch/distributed/checkpoint/_traverse.py). What could not be read back is refused when it is saved; reading makes
+plain data and the containers of a state dict, and runs nothing.
 """
 
 from __future__ import annotations
@@ -51,23 +47,14 @@ class Encoded(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Leaf:
-    """Stands for a tensor or an object in a structure that was read.
+    """Stands for a tensor or an object in a structure that was read."""
 
-    Attributes:
-        name: its dotted name in the checkpoint.
-        stored: where it lies, if that was looked up.
-        live: the tensor that the program has in its place, if that was looked up.
-        in_place: whether it is to be read into the memory of that.
-        dtype: that it is converted to while it is read, if any.
-        value: what was read.
-    """
-
-    name: str
-    stored: Any = None
-    live: torch.Tensor | None = None
-    in_place: bool = False
-    dtype: torch.dtype | None = None
-    value: Any = None
+    name: str  # its dotted name in the checkpoint
+    stored: Any = None  # where it lies, if that was looked up
+    live: torch.Tensor | None = None  # the tensor that the program has in its place, if that was looked up
+    in_place: bool = False  # whether it is to be read into the memory of that
+    dtype: torch.dtype | None = None  # that it is converted to while it is read, if any
+    value: Any = None  # what was read
 
 
 @contextlib.contextmanager
@@ -113,9 +100,9 @@ def marks(structure: Any) -> Iterator[Leaf]:
 
 
 def _is_walked(value: object) -> bool:
-    if isinstance(value, list):
-        return any(isinstance(item, (torch.Tensor, Leaf, Mapping)) or _is_walked(item) for item in value)
-    return False
+    """Whether it is a list with a tensor or a walked container in it; mappings are always walked."""
+    holders = (torch.Tensor, Leaf, Mapping)
+    return isinstance(value, list) and any(isinstance(item, holders) or _is_walked(item) for item in value)
 
 
 # -- writing
@@ -206,12 +193,9 @@ def _key(key: Any) -> Any:
 
 @without_gc()
 def decode(tree: Any, name: str, rank: int | None = None) -> Any:
-    """Return the structure of the entry called ``name``, with a :class:`Leaf` for each tensor and object.
+    """Return the structure that JSON has of the entry ``name``, with a :class:`Leaf` for each tensor and object.
 
-    Args:
-        tree: what JSON has of it.
-        name: of the entry.
-        rank: whose values it is to have, where ranks had different ones; else the lowest rank's.
+    It has the values of ``rank`` where ranks had different ones; else the lowest rank's.
 
     Raises:
         CheckpointError: it is none; nothing of it was run.

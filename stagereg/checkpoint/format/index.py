@@ -1,12 +1,9 @@
 """The index of a checkpoint: where the bytes of every tensor lie, and the structure of the state, as one JSON file.
 
-``index.json`` is written at the commit, is listed in the manifest, and is all that is needed to read a checkpoint:
-docs/format.md specifies it, so that another program can read it too. :func:`make_index` makes it, on rank 0, of what
-the ranks have written. :meth:`Index.loads` reads it with every number in it checked: against the sizes of the files,
-against each other, and against what memory can hold. What has passed needs no further check; nothing is opened,
-allocated or loaded before.
-
-The structure of the state is text of :mod:`stagereg.checkpoint.format.encoding`.
+``index.json`` is all that is needed to read a checkpoint (docs/format.md), so that another program can read it too.
+:func:`make_index` makes it, on rank 0, of what the ranks have written. :meth:`Index.loads` checks every number in it:
+against the sizes of the files, against each other, and against what memory can hold, before anything is opened,
+allocated or loaded. What has passed needs no further check.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from stagereg.checkpoint.format.encoding import Encoded, without_gc
+from stagereg.checkpoint.format.manifest import MOST
 from stagereg.errors import CheckpointError
 
 INDEX = "index.json"
@@ -34,7 +32,6 @@ DTYPES = {name: value for value, name in _NAMES.items() if not name.startswith("
 ARCHIVE = "archive"
 """What a chunk says that lies in its file as ``torch.save`` has made it."""
 _FORMAT = 1
-_MOST = (1 << 63) - 1
 _MOST_DIMENSIONS = 64
 _Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its shape
 
@@ -62,38 +59,24 @@ class ArchiveResult(WriteResult):
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor in a file.
+    """A part of a tensor in a file."""
 
-    Attributes:
-        file: its name in the checkpoint's directory.
-        offset: of the first byte.
-        length: how many bytes.
-        start: where the part begins in the whole tensor, in each dimension.
-        shape: of the part.
-        layout: ``None`` if the bytes are the elements in row-major order; the strides, in elements, if they lie in
-            another order, without holes; ``"archive"`` if they are what ``torch.save`` has made of the part.
-    """
-
-    file: str
-    offset: int
-    length: int
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
+    file: str  # its name in the checkpoint's directory
+    offset: int  # of the first byte
+    length: int  # how many bytes
+    start: tuple[int, ...]  # where the part begins in the whole tensor, in each dimension
+    shape: tuple[int, ...]  # of the part
+    # ``None`` if the bytes are the elements in row-major order; the strides, in elements, if they lie in another order,
+    # without holes; ``"archive"`` if they are what ``torch.save`` has made of the part
     layout: tuple[int, ...] | str | None
 
 
 class Stored(NamedTuple):
-    """A tensor or an object of a checkpoint.
+    """A tensor or an object of a checkpoint."""
 
-    Attributes:
-        dtype: of the tensor; ``None`` if it is an object.
-        shape: of the whole tensor.
-        chunks: its parts, which cover it once, an object's single one; ``None`` if only the storage that wrote it can
-            read it.
-    """
-
-    dtype: torch.dtype | None
-    shape: torch.Size
+    dtype: torch.dtype | None  # of the tensor; ``None`` if it is an object
+    shape: torch.Size  # of the whole tensor
+    # its parts, which cover it once, an object's single one; ``None`` if only the storage that wrote it can read it
     chunks: tuple[Chunk, ...] | None
 
 
@@ -159,30 +142,14 @@ def _part(whole: list[int], part: list[Any]) -> tuple[tuple[int, ...], tuple[int
 # -- writing
 
 
-@without_gc()
-def describe_tensors(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects: Container[str]) -> str:
-    """Return what ``index.json`` has of tensors and objects.
-
-    Args:
-        metadata: of the checkpoint, as torch has planned it.
-        results: of each rank's ``write_data``.
-        objects: their names; all else that is no tensor stands in the structure, and torch alone reads it.
-    """
-    return json.dumps(tables(metadata, results, objects))[:-1]
-
-
 def make_index(tensors: str, state: Mapping[str, Encoded]) -> bytes:
-    """Return the content of ``index.json``.
-
-    Args:
-        tensors: as :func:`describe_tensors` returns it.
-        state: the structures of the entries, by name.
+    """Return the content of ``index.json``, of what :func:`tables` returns, as JSON, and the structures of entries.
 
     Raises:
         CheckpointError: it would be longer than what is read back.
     """
     texts = ",\n".join(f"{json.dumps(name)}: {encoded.text}" for name, encoded in state.items())
-    data = f'{tensors},\n"state": {{\n{texts}\n}}}}\n'.encode()
+    data = f'{tensors[:-1]},\n"state": {{\n{texts}\n}}}}\n'.encode()
     if len(data) > INDEX_BYTES:
         largest = max(state, key=lambda name: len(state[name].text))
         raise CheckpointError(
@@ -192,8 +159,15 @@ def make_index(tensors: str, state: Mapping[str, Encoded]) -> bytes:
     return data
 
 
+@without_gc()
 def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects: Container[str]) -> dict[str, Any]:
-    """Return the content of ``index.json`` without the structures, of ``objects`` and of all tensors."""
+    """Return the content of ``index.json`` without the structures.
+
+    Args:
+        metadata: of the checkpoint, as torch has planned it.
+        results: of each rank's ``write_data``.
+        objects: their names; all else that is no tensor stands in the structure, and torch alone reads it.
+    """
     files: dict[str, int] = {}
 
     def place(result: WriteResult, offset: int, length: int) -> list[Any]:
@@ -261,7 +235,7 @@ def _elements(shape: Any) -> int:
         if type(size) is not int or size < 0:
             raise ValueError(f"{size!r:.50} is no size")
         elements *= size
-    if elements > _MOST:
+    if elements > MOST:
         raise ValueError("a tensor has more elements than memory has addresses")
     return elements
 

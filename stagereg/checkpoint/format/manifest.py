@@ -1,13 +1,8 @@
 """What a checkpoint is made of, wherever it lies: the names, the manifest, and the marks of its files.
 
-``step-00000100/manifest.json`` has size and CRC-32 of each other file in that directory, step, world size, serial,
-storage, time and metrics. ``latest`` names the directory committed last, and ``metrics.json`` beside it has what was
-logged about a step after its manifest was written.
-
 A directory without a readable manifest, or with a file missing or of another size, is not a checkpoint. Serials count
-commits, so "newest" means committed last, also after a run was resumed from an older step. A manifest has a CRC-32 of
-itself, and nothing in it is believed that could lead out of its directory. This module touches no disk: how a
-checkpoint is found, read and committed is described in :mod:`stagereg.checkpoint.store`.
+commits, so "newest" means committed last, also after a run was resumed from an older step. How a checkpoint is found,
+read and committed is described in :mod:`stagereg.checkpoint.store`. This module touches no disk.
 """
 
 from __future__ import annotations

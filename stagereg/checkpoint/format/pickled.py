@@ -26,11 +26,7 @@ _SHOWN = 5
 
 
 def expect_loadable(name: str, value: Any) -> None:
-    """Let a tensor or an object pass that can be read back.
-
-    Args:
-        name: its dotted name in the state, for the message.
-        value: the tensor or object.
+    """Let a tensor or an object with that dotted name pass that can be read back.
 
     Raises:
         CheckpointError: it could not be read back, and what to do.
@@ -58,7 +54,7 @@ def expect_loadable(name: str, value: Any) -> None:
 
 
 def expect_dense(name: str, dtype: torch.dtype, layout: torch.layout | str, verb: str = "saved") -> None:
-    """Let a tensor of this kind pass that ``copy_`` fills when it is read. Raises: as :func:`expect_loadable`."""
+    """Raise ``CheckpointError`` for a tensor of a kind that ``copy_`` does not fill right when it is read."""
     if dtype in _QUANTIZED:
         raise CheckpointError(
             f"{name!r} cannot be {verb}: it is quantized, and would get the scale of what it is loaded into. "

@@ -58,7 +58,7 @@ def without_given_up(
     store: CheckpointStore, resume: str, counter: CrashCounter, listed: list[Condition]
 ) -> list[Condition]:
     """Return what was listed, with what ``"auto"`` does not try for crashes as if it were damaged; warn of others."""
-    crashes = counter.of(store if resume in ("auto", "latest") else open_parent_store(resume)) if listed else {}
+    crashes = counter.crashes_of(store if resume in ("auto", "latest") else open_parent_store(resume)) if listed else {}
     for number, each in enumerate(listed):
         known = crashes.get(each.path, Crashes())
         if known.given_up and resume == "auto":
@@ -86,7 +86,7 @@ def _expect_certain(condition: Condition) -> None:
         )
 
 
-def warn(damaged: Sequence[Condition], ranks: RankGroup) -> None:
+def warn_of_damaged(damaged: Sequence[Condition], ranks: RankGroup) -> None:
     for each in damaged if ranks.rank == 0 else ():
         _log.warning("%s is %s and passed over:\n%s%s", each.path, _word(each), _indented(each), _how_to_try(each))
 

@@ -2,11 +2,8 @@
 
 A process that is killed can write nothing, so rank 0 notes which checkpoint it is about to restore, before any file of
 it is loaded, in ``.restored.json`` of the directory. The run's next commit takes the note back, and so does an end in
-good order (:func:`is_in_order`). A note that the next run finds there is a crash, on whatever machine either of them
-was. Nothing else is known of a crash: a lost machine counts as a fault of the program does.
-
-Only the run that holds the directory writes here, and of that rank 0 alone. What cannot be read or written counts
-nothing: it must not keep a run from training.
+good order (:func:`is_in_order`). A note that the next run finds there is a crash, whatever its cause. Only the run that
+holds the directory writes here. What cannot be read or written counts nothing: it must not keep a run from training.
 """
 
 from __future__ import annotations
@@ -67,7 +64,7 @@ class CrashCounter:
         self._restored = ""  # by this run, which has committed nothing since
         shutdown.wait_for(self)
 
-    def of(self, store: CheckpointStore) -> dict[str, Crashes]:
+    def crashes_of(self, store: CheckpointStore) -> dict[str, Crashes]:
         """Return what is known of the checkpoints of a store, by their paths; those of this run's it distrusts."""
         if not self._is_ours(store):
             return {path: each._replace(most=self.give_up_after) for path, each in crashes_in(store).items()}
@@ -79,8 +76,8 @@ class CrashCounter:
         self._store.retention.distrusted |= {path for path, each in found.items() if each.given_up}
         return found
 
-    def begin(self, store: CheckpointStore, checkpoint: Checkpoint) -> None:
-        """Note that this run is about to restore a checkpoint, after :meth:`of`."""
+    def begin_restore(self, store: CheckpointStore, checkpoint: Checkpoint) -> None:
+        """Note that this run is about to restore a checkpoint, after :meth:`crashes_of`."""
         if self._is_ours(store):
             self._restored, times = checkpoint.key, self._times or {}
             self._store.retention.distrusted.discard(checkpoint.path)

@@ -1,13 +1,12 @@
 """A checkpoint as files that need no checkpointer: for ``torch.load``, or for whatever reads safetensors.
 
-Read by one process without a process group, whatever number of ranks wrote it: sharded tensors become whole, the
-shards of a ``ZeroRedundancyOptimizer`` the state dict of the optimizer inside. Each file is written beside its final
-name and flushed first, so it is complete or absent.
+Read by one process without a process group: sharded tensors become whole. Each file is written beside its final name
+and flushed first, so it is complete or absent.
 
-A ``.pt`` holds everything, and so does the memory of the process for a while. A ``.safetensors`` holds tensors only; it
-is written tensor by tensor, since its layout (huggingface.co/docs/safetensors, "Format") is known before the first one
-is read. It may be several files, with an index that says which has what: those that ``save_pretrained`` of
-transformers makes and ``from_pretrained`` reads. The index is written last. Tied tensors are in them once a name.
+A ``.pt`` holds everything, and so does the memory of the process for a while. A ``.safetensors`` holds tensors only,
+tied ones once a name; it is written tensor by tensor, since its layout (huggingface.co/docs/safetensors, "Format") is
+known before the first one is read. It may be several files, with an index that says which has what, as
+``from_pretrained`` of transformers reads; that is written last.
 """
 
 from __future__ import annotations
@@ -44,32 +43,22 @@ _Contents: TypeAlias = dict[Path, Callable[[IO[bytes]], object]]
 
 
 class TensorOptions(NamedTuple):
-    """How tensors get into a ``.safetensors``.
+    """How tensors get into a ``.safetensors``."""
 
-    Attributes:
-        dtype: of floating-point tensors of 16 bits or more; ``None`` for what they have.
-        renames: patterns and what ``re.sub`` puts in their place in each name, one after the other. A tensor whose name
-            becomes empty is left out.
-        file_bytes: how many bytes of tensors a file may have, if there may be several; a tensor is not divided.
-    """
-
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # of floating-point tensors of 16 bits or more; ``None`` for what they have
+    # patterns and what ``re.sub`` puts in their place in each name, one after the other. A tensor whose name becomes
+    # empty is left out
     renames: Sequence[tuple[re.Pattern[str], str]] = ()
+    # how many bytes of tensors a file may have, if there may be several; a tensor is not divided
     file_bytes: int | None = None
 
 
 class Exported(NamedTuple):
-    """What was written.
+    """What was written."""
 
-    Attributes:
-        names: of the state, those of which something is in the files.
-        left_out: dotted names of what such a file cannot hold.
-        files: what was written; the last one is what to open.
-    """
-
-    names: list[str]
-    left_out: list[str]
-    files: list[Path]
+    names: list[str]  # of the state, those of which something is in the files
+    left_out: list[str]  # dotted names of what such a file cannot hold
+    files: list[Path]  # what was written; the last one is what to open
 
 
 def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: bool, options: TensorOptions) -> Exported:

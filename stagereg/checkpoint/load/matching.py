@@ -31,13 +31,7 @@ _STEP_NAME = re.compile(r"\bstep[-=_](\d{1,18})\b")
 
 
 class MatchedFiles(CheckpointFiles):
-    """The files of such a directory, with structures under the names of a state.
-
-    Args:
-        path: the directory.
-        state: as given to ``Checkpointer.restore``.
-        names: of the parameters of ``state``.
-        fresh: the entries that need not be in it.
+    """The files of such a directory, with structures under the names of a state, but for ``fresh`` that it has not.
 
     Raises:
         CheckpointError: it is damaged, or has something else than data; several things fit an entry.
@@ -57,7 +51,7 @@ class MatchedFiles(CheckpointFiles):
             if modules := module_state.modules_of(value):
                 structure = _module(name, tree, leaves, module_state.state_of(modules).keys(), state)
             elif each:
-                own = {of for one in each for of in names.of(one, state).of.values()}
+                own = {of for one in each for of in names.for_optimizer(one, state).by_parameter.values()}
                 structure = _optimizer(name, optimizers, own)
             else:
                 structure = tree.get(name, {} if _is_empty(value) else None)

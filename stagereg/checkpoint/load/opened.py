@@ -2,9 +2,7 @@
 
 One process, without a process group, whatever number of ranks wrote it. Opening reads the manifest and the index; a
 tensor is read when it is asked for. One that lies in a local file as a whole is not even read: its memory is that of
-the file, mapped, and the system reads the parts that are used. One that is in several parts, in an archive of
-``torch.save``, at a URL, or at an offset that its dtype does not allow, is read into memory of its own. The names are
-those that ``stagereg convert`` writes.
+the file, mapped, and the system reads the parts that are used. The names are those that ``stagereg convert`` writes.
 """
 
 from __future__ import annotations
@@ -108,7 +106,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         if name not in self.structures:
             known = f"only {listed(self.entries)}.{nearest(name, self.entries)}"
             raise CheckpointError(f"There is no {own!r} in {self.path}, {known}")
-        return self.structures[name] if self.manifest is None else placing.part(self.files, name, rank)
+        return self.structures[name] if self.manifest is None else placing.entry_structure(self.files, name, rank)
 
     def close(self) -> None:
         """Close the files. Nothing can be read any more."""
@@ -170,8 +168,7 @@ def first_good(path: str, verify: bool, passing_over: Callable[[Condition], obje
     """Open a checkpoint as :func:`open_checkpoint`; of plain torch also where it was to be verified.
 
     Args:
-        path: see there.
-        verify: see there.
+        path, verify: as there.
         passing_over: is told of each newer one that is not good.
 
     Raises:
@@ -189,7 +186,7 @@ def first_good(path: str, verify: bool, passing_over: Callable[[Condition], obje
         except OSError as error:
             more = "If a run has just deleted it, there is a newer one: try again."
             raise CheckpointError(f"{chosen.path} was not read: {error}. {more}") from error
-        return OpenCheckpoint(files, placing.parts(files), chosen.manifest, verify, reading.pop_all())
+        return OpenCheckpoint(files, placing.entry_structures(files), chosen.manifest, verify, reading.pop_all())
 
 
 def tensors_of(structures: Mapping[str, Any]) -> dict[str, Leaf]:

@@ -1,7 +1,7 @@
 """Where what was saved goes: the entries of a checkpoint put back into the caller's objects and values.
 
-:func:`find` says what of a checkpoint each object takes, with leaves that are yet to be read; :func:`pair` gives these
-the tensors that they may be read into; :func:`assign` loads what was read. What does not fit is refused before
+:func:`find` says what of a checkpoint each object takes, with leaves that are yet to be read; :func:`pair_live` gives
+these the tensors that they may be read into; :func:`assign` loads what was read. What does not fit is refused before
 anything is read.
 """
 
@@ -16,21 +16,11 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 from stagereg.checkpoint.format.encoding import Leaf, leaves, marks
 from stagereg.checkpoint.load.reading import CheckpointFiles
-from stagereg.checkpoint.state.entries import (
-    RESERVED,
-    Kind,
-    PerRank,
-    current_value,
-    local_part,
-    memory_of,
-    rank_name,
-    rng_name,
-    value_of,
-)
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import LoadsEveryRank, is_position, is_stateful
 from stagereg.errors import CheckpointError, NothingSavedError, listed, nearest
@@ -64,18 +54,11 @@ def find(
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return the structures of what the objects and values of ``state`` take. Each rank on its own.
 
-    Args:
-        files: of the checkpoint.
-        state: as given to ``Checkpointer.restore``.
-        saved_size: how many ranks wrote it.
-        rank: this rank.
-        size: how many ranks there are now.
-        names: of the parameters of ``state``.
-        cast: whether another dtype is no reason to refuse it, where both are of floating point.
-        fresh: what is left out where nothing was saved for it.
+    ``saved_size`` ranks wrote the checkpoint, and there are ``size`` now. With ``cast`` another dtype is no reason to
+    refuse it, where both are of floating point; ``fresh`` is left out where nothing was saved for it.
 
     Returns:
-        For each name what :func:`assign` takes, with leaves that are yet to be read; under :func:`rng_name` this
+        For each name what :func:`assign` takes, with leaves that are yet to be read; under :func:`.rng_name` this
         rank's random number generators, if as many ranks wrote it. And for each name what there is of it that this
         rank does not take, by the names of parameters.
 
@@ -92,7 +75,7 @@ def find(
             )
     for name, value in state.items():
         try:
-            if isinstance(value, PerRank) or (saved_size and is_position(value)):
+            if isinstance(value, entries.PerRank) or (saved_size and is_position(value)):
                 if (own := _own(files, state, name, saved_size, rank, size)) is not None:
                     found[name] = own
                 continue
@@ -103,7 +86,7 @@ def find(
         except NothingSavedError:
             if name not in fresh:
                 raise
-    own = rng_name(rank)
+    own = entries.rng_name(rank)
     return {**found, own: files.structure(own)} if saved_size == size else found, left
 
 
@@ -113,15 +96,15 @@ def _own(
     """Return what this rank takes of what each rank has for itself; ``None`` if nothing."""
 
     def of(rank: int) -> Any:
-        own = rank_name(name, rank)
+        own = entries.rank_name(name, rank)
         return files.structure(own) if own in files.index.state else _structure(files, name, rank)
 
-    value = value_of(state, name)
+    value = entries.value_of(state, name)
     if isinstance(value, LoadsEveryRank):
         return [of(each) for each in range(saved_size)]
     if saved_size == size:
         return of(rank)
-    if isinstance(state[name], PerRank):
+    if isinstance(state[name], entries.PerRank):
         return None
     raise CheckpointError(
         f"{name!r} is a position in data that each of {saved_size} ranks had for itself, and there are {size} now: a "
@@ -135,9 +118,9 @@ def _structure(files: CheckpointFiles, name: str, rank: int | None = None) -> An
     there = files.index.state
     if name in there:
         return files.structure(name, rank)
-    if rank_name(name, 0) in there:
+    if entries.rank_name(name, 0) in there:
         raise CheckpointError(f"{name!r} was saved by each rank for itself: restore it into per_rank({name}).")
-    others = sorted(other for other in there if not other.startswith(f"{RESERVED}."))
+    others = sorted(other for other in there if not other.startswith(f"{entries.RESERVED}."))
     only = f"only {listed(others)}.{nearest(name, others)} {from_scratch(name)}"
     raise NothingSavedError(f"There is no {name!r} in it, {only}.")
 
@@ -164,7 +147,7 @@ def _taken(
     optimizers = optimizer_state.optimizers_of(value)
     if saved is None or not optimizers:
         return structure, {}
-    each = [optimizer_state.select(one, names.of(one, state), saved) for one in optimizers]
+    each = [optimizer_state.select(one, names.for_optimizer(one, state), saved) for one in optimizers]
     known = set().union(*(names for _, names in each))
     rest = {of: None for group in saved["param_groups"].values() for of in group["params"] if of not in known}
     return optimizer_state.joined([one for one, _ in each]), rest
@@ -188,7 +171,7 @@ def _expect_all_fits(live: Mapping[str, Any], saved: Mapping[str, Any], cast: bo
     for key, leaf in saved.items():
         if not isinstance(leaf, Leaf) or leaf.stored.dtype is None or not isinstance(live[key], torch.Tensor):
             continue
-        there, here = Kind.of(leaf.stored), Kind.of(live[key])
+        there, here = entries.TensorKind.of(leaf.stored), entries.TensorKind.of(live[key])
         if not there.fits(here, cast):
             converts &= there.fits(here, True)
             other.append(f"{key} ({there} in it, {here} here)")
@@ -212,18 +195,19 @@ def take_rest(state: Mapping[str, Any], name: str, structure: Any, rest: Mapping
         raise CheckpointError(refusal(name, f"{len(rest)} in it that nothing here takes: {listed(sorted(rest))}"))
 
 
-def parts(files: CheckpointFiles) -> dict[str, Any]:
+def entry_structures(files: CheckpointFiles) -> dict[str, Any]:
     """Return the structures of all there is, by the names that the caller's state had; optimizers' as torch has it."""
-    return {name: part(files, name) for name in sorted(files.index.state) if name.split(".")[0] != RESERVED}
+    names = sorted(name for name in files.index.state if name.split(".")[0] != entries.RESERVED)
+    return {name: entry_structure(files, name) for name in names}
 
 
-def part(files: CheckpointFiles, name: str, rank: int | None = None) -> Any:
+def entry_structure(files: CheckpointFiles, name: str, rank: int | None = None) -> Any:
     """Return one of them, with the values of ``rank`` where ranks had different ones, else of the lowest."""
     structure = files.structure(name, rank)
     return optimizer_state.as_torchs(structure) if optimizer_state.is_by_name(structure) else structure
 
 
-def pair(structure: Any, name: str, state: Mapping[str, Any], names: ParameterNames, cast: bool) -> list[Leaf]:
+def pair_live(structure: Any, name: str, state: Mapping[str, Any], names: ParameterNames, cast: bool) -> list[Leaf]:
     """Give the leaves of a structure the tensors of the object or value that is to take it, and return them.
 
     A parameter of an optimizer stands for the state that there is not of it yet. Tensors may be written to in place
@@ -231,19 +215,19 @@ def pair(structure: Any, name: str, state: Mapping[str, Any], names: ParameterNa
     ``cast`` leaves get the dtype of these, where both are of floating point.
     """
     found = list(marks(structure))
-    if name not in state or is_position(value_of(state, name)):
+    if name not in state or is_position(entries.value_of(state, name)):
         return found
-    value = value_of(state, name)
+    value = entries.value_of(state, name)
     modules, optimizers = module_state.modules_of(value), optimizer_state.optimizers_of(value)
     each = [*modules, *optimizers] or [value]
-    _pair(structure, current_value(state, name, names), all(map(_is_torchs_own, each)), cast)
+    _pair(structure, entries.current_value(state, name, names), all(map(_is_torchs_own, each)), cast)
     for optimizer in optimizers if optimizer_state.is_by_name(structure) else ():
-        for param, of in names.of(optimizer, state).of.items():
+        for param, of in names.for_optimizer(optimizer, state).by_parameter.items():
             for leaf in marks(structure["state"].get(of)) if isinstance(param, DTensor) else ():
                 leaf.live = param if leaf.live is None else leaf.live
-    users = Counter(memory_of(leaf.live) for leaf in found if leaf.in_place)
+    users = Counter(entries.memory_of(leaf.live) for leaf in found if leaf.in_place)
     for leaf in found:
-        leaf.in_place = leaf.in_place and users[memory_of(leaf.live)] == 1
+        leaf.in_place = leaf.in_place and users[entries.memory_of(leaf.live)] == 1
     return found
 
 
@@ -251,9 +235,10 @@ def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
     if isinstance(structure, Leaf):
         if isinstance(live, torch.Tensor):
             structure.live = live
-            fits = structure.stored.dtype is not None and Kind.of(structure.stored).fits(Kind.of(live), cast)
+            stored, wanted = structure.stored, entries.TensorKind.of(live)
+            fits = stored.dtype is not None and entries.TensorKind.of(stored).fits(wanted, cast)
             structure.dtype = live.dtype if fits else None
-            in_place = in_place and fits and structure.stored.chunks is not None and _is_plain(live)
+            in_place = in_place and fits and stored.chunks is not None and _is_plain(live)
             structure.in_place = in_place or isinstance(live, ShardedTensor)
     elif isinstance(structure, Mapping) and isinstance(live, Mapping):
         for key, item in structure.items():
@@ -266,7 +251,7 @@ def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
 
 def _is_plain(live: torch.Tensor) -> bool:
     """Whether bytes can go straight into the memory of a tensor."""
-    x = local_part(live)
+    x = entries.local_part(live)
     return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.is_contiguous() and not x.is_inference()
 
 
@@ -296,18 +281,13 @@ def assign(
 ) -> None:
     """Load one entry into ``state[name]``: into the object in place, or in place of the plain value.
 
-    Args:
-        state: as given to ``Checkpointer.restore``.
-        name: of the entry.
-        loaded: what was read.
-        names: of the parameters of ``state``.
-        rank: this rank, if as many ranks saved it.
+    ``rank`` is this one, if as many ranks saved it.
 
     Raises:
         CheckpointError: a tensor of it is on the meta device still, where torch loads nothing and raises nothing. And
             what the object raises.
     """
-    value = value_of(state, name)
+    value = entries.value_of(state, name)
     if is_position(value):  # whose state would start a loader's workers
         if isinstance(value, LoadsEveryRank) and isinstance(loaded, list):  # of plain torch there is one
             value.load_state_dicts(loaded, rank)
@@ -318,14 +298,14 @@ def assign(
         module_state.load(modules, loaded)
     elif optimizers := optimizer_state.optimizers_of(value):
         for optimizer in optimizers:
-            optimizer_state.load(optimizer, names.of(optimizer, state), loaded)
+            optimizer_state.load(optimizer, names.for_optimizer(optimizer, state), loaded)
     elif is_stateful(value):
         value.load_state_dict(loaded)
-    elif isinstance(state[name], PerRank):
+    elif isinstance(state[name], entries.PerRank):
         state[name].value = _merged(value, loaded)
     else:
         state[name] = _merged(value, loaded)
-    for path, x in leaves(current_value(state, name, names), name):
+    for path, x in leaves(entries.current_value(state, name, names), name):
         shards = [each.tensor for each in x.local_shards()] if isinstance(x, ShardedTensor) else [x]
         if any(isinstance(each, torch.Tensor) and each.is_meta for each in shards):
             raise CheckpointError(

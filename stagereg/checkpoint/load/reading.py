@@ -54,10 +54,7 @@ _PIECE_BYTES = 1 << 23
 class CheckpointFiles(ExitStack):
     """The index and the files of one checkpoint; a context manager, which closes them. One thread at a time.
 
-    Args:
-        path: its directory, a path or a URL.
-        index: what is in it.
-        storage: what wrote it, where that alone can read some of it.
+    ``storage`` is what wrote it, where that alone can read some of it.
     """
 
     def __init__(self, path: str, index: Index, storage: Storage | None = None) -> None:
@@ -67,12 +64,9 @@ class CheckpointFiles(ExitStack):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, own: Storage, index: bytes | None = None) -> CheckpointFiles:
-        """Return those of a complete checkpoint.
+        """Return those of a complete checkpoint, with the content of its ``index``, if that is read already.
 
-        Args:
-            checkpoint: which.
-            own: the storage of the program; another one that wrote the checkpoint is built by its name.
-            index: the content of its index, if that is read already.
+        Another storage than the program's ``own`` that wrote the checkpoint is built by its name.
 
         Raises:
             CheckpointError: it has no index, or one that is refused; it was written by a storage that is not there.
@@ -102,7 +96,7 @@ class CheckpointFiles(ExitStack):
                 raise CheckpointError(f"{name!r:.100} has {leaf.name!r:.100} by its structure, and it is not stored.")
         return found
 
-    def open(self, leaves: Iterable[Leaf]) -> None:
+    def open_for(self, leaves: Iterable[Leaf]) -> None:
         """Open what leaves lie in. Raises: ``CheckpointError`` if a file is no regular one; ``OSError``."""
         for leaf in leaves:
             for chunk in leaf.stored.chunks or ():
@@ -133,8 +127,8 @@ class CheckpointFiles(ExitStack):
             elif leaf.stored.dtype is None:
                 transfer.add_object(leaf)
             else:
-                for start, part in _parts(leaf.value):
-                    transfer.add(part, start, leaf.stored, leaf.name)
+                for start, part in _local_parts(leaf.value):
+                    transfer.add_tensor(part, start, leaf.stored, leaf.name)
         if elsewhere:
             self._read_elsewhere(elsewhere)
             for leaf in leaves:
@@ -177,7 +171,7 @@ class CheckpointFiles(ExitStack):
             raise CheckpointError(reason(error)) from error
 
     def file(self, name: str) -> File:
-        """Return one of them, open. Raises as :meth:`open`."""
+        """Return one of them, open. Raises as :meth:`open_for`."""
         if name not in self._files:
             self._files[name] = File(os.path.join(self.path, name))
             self.callback(self._files[name].stream.close)
@@ -263,7 +257,7 @@ def _memory_for(leaf: Leaf) -> torch.Tensor:
     return torch.empty(leaf.stored.shape, dtype=dtype)
 
 
-def _parts(x: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+def _local_parts(x: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
     """Yield what this process has of a tensor, each part with the place in the whole at which it begins."""
     if isinstance(x, ShardedTensor):
         for shard in x.local_shards():
@@ -310,7 +304,7 @@ class Transfer:
         self.wholes: list[Whole] = []
         self._kept: list[torch.Tensor] = []  # so that no address is of freed memory
 
-    def add(self, part: torch.Tensor, start: tuple[int, ...], stored: Stored, name: str) -> None:
+    def add_tensor(self, part: torch.Tensor, start: tuple[int, ...], stored: Stored, name: str) -> None:
         """Have ``part``, which begins at ``start``, filled from the chunks of a tensor."""
         plain = part.is_cpu and part.is_contiguous() and part.dtype == stored.dtype
         for chunk in stored.chunks or ():

@@ -1,18 +1,13 @@
 """Chooses a checkpoint to resume from, and loads it into the objects of a run.
 
-Rank 0 lists the store, so that all ranks use the same list: complete checkpoints, newest first, and directories that
-are none by their manifest or a size. ``"auto"`` passes over those that runs crash after (:mod:`.crashes`), too. Then
-the content of the files is compared with the manifest. Each rank reads a share, of a disk of its machine among those of
-the machine, else among all. A file that could not be looked at (no permission, a server that does not answer) is not
-damage but an error: passing over it would give up steps that may be fine. Every rank also opens what it needs, and
-reads what does not go straight into a live tensor.
-
-The ranks agree once on all of that, and no object changes before. What is read into live tensors comes last, from files
-that were checked; if the disk fails then, the error says that the objects have changed in part.
+Rank 0 lists the store, so that all ranks use the same list. The content of the files is compared with the manifest:
+each rank reads a share, of a disk of its machine among those of the machine, else among all. A file that could not be
+looked at (no permission, a server that does not answer) is not damage but an error: passing over it would give up steps
+that may be fine. Every rank also opens what it needs, and reads what does not go straight into a live tensor. The ranks
+agree once on all of that, and no object changes before.
 
 From an object store or a network file system each byte is read by one rank only (:mod:`.shared_read`) and checked on
-the way, so objects may have changed in part when damage is found. The checkpoint before then overwrites all of that;
-where there is none, the error says that the objects hold a mixture.
+the way, so objects may have changed in part when damage is found. The checkpoint before then overwrites all of that.
 """
 
 from __future__ import annotations
@@ -20,25 +15,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import stagereg.checkpoint.load.choosing as choosing
 import stagereg.checkpoint.load.placing as placing
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.rng as rng
-from stagereg.checkpoint.format.damage import Condition, Found, Unclear, differences, marks_of_shares, share
+from stagereg.checkpoint.format.damage import Condition, Found, Unclear, differences, marks_of_shares, share_of_rank
 from stagereg.checkpoint.format.encoding import fill
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import Checkpoint
-from stagereg.checkpoint.load.choosing import (
-    candidates,
-    log_fallback,
-    not_that_one,
-    nothing_good,
-    warn,
-    without_given_up,
-)
 from stagereg.checkpoint.load.crashes import CrashCounter, is_in_order
 from stagereg.checkpoint.load.matching import MatchedFiles
 from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
@@ -55,54 +44,31 @@ from stagereg.machine import is_on_network, machine_name
 _log = logging.getLogger(__name__)
 
 
-class _Asked(NamedTuple):
-    """The arguments of :func:`restore`, and the paths of checkpoints that have got into objects in part."""
+@dataclass(frozen=True)
+class RestoreRequest:
+    """What is to be restored."""
 
-    verify: str
-    read: str
-    cast: bool
-    state: MutableMapping[str, Any]
-    own: Storage
-    ranks: RankGroup
-    names: ParameterNames
-    touched: list[str]
-    counter: CrashCounter
-    fresh: Sequence[str]
+    store: CheckpointStore  # the directory of checkpoints
+    resume: str  # ``"auto"``, ``"latest"`` or the path of a checkpoint
+    verify: str  # ``"full"`` looks at the content of every file first, ``"fast"`` at manifest and sizes
+    read: str  # ``"each"``, ``"once"`` or ``"auto"``, as ``Checkpointer`` has it
+    cast: bool  # whether what was saved is converted to the dtypes of the objects
+    state: MutableMapping[str, Any]  # as given to ``Checkpointer.restore``
+    own: Storage  # the checkpointer's storage
+    ranks: RankGroup  # who restores
+    names: ParameterNames  # of the parameters of ``state``
+    ready: Callable[[], object]  # called first; what it raises keeps all ranks from restoring
+    counter: CrashCounter  # of the crashes after checkpoints of this run's directory
+    fresh: Sequence[str]  # the entries of ``state`` that stay as they are where nothing was saved for them
+    touched: list[str] = field(default_factory=list)  # the paths of checkpoints that have got into objects in part
 
 
-def restore(
-    store: CheckpointStore,
-    resume: str,
-    verify: str,
-    read: str,
-    cast: bool,
-    state: MutableMapping[str, Any],
-    own: Storage,
-    ranks: RankGroup,
-    names: ParameterNames,
-    ready: Callable[[], object],
-    counter: CrashCounter,
-    fresh: Sequence[str],
-) -> Checkpoint | None:
-    """Load what ``resume`` stands for into the objects and values of ``state``. Collective.
+def restore(asked: RestoreRequest) -> Checkpoint | None:
+    """Load what ``asked.resume`` stands for into the objects and values of ``asked.state``. Collective.
 
     A checkpoint is read through the storage that wrote it: ``own``, the checkpointer's, if it is that one. One that is
     found to be damaged before the reading into live tensors begins has got into no object; ``"auto"`` then goes on to
     the one before, and logs that. With ``"once"`` that one overwrites what the damaged one has changed.
-
-    Args:
-        store: the directory of checkpoints.
-        resume: ``"auto"``, ``"latest"`` or the path of a checkpoint.
-        verify: ``"full"`` looks at the content of every file first, ``"fast"`` at manifest and sizes.
-        read: ``"each"``, ``"once"`` or ``"auto"``, as :class:`.Checkpointer` has it.
-        cast: whether what was saved is converted to the dtypes of the objects.
-        state: as given to ``Checkpointer.restore``.
-        own: the checkpointer's storage.
-        ranks: who restores.
-        names: of the parameters of ``state``.
-        ready: called first; what it raises keeps all ranks from restoring.
-        counter: of the crashes after checkpoints of this run's directory.
-        fresh: the entries of ``state`` that stay as they are where nothing was saved for them.
 
     Returns:
         The checkpoint, or ``None`` if ``resume`` is ``"auto"`` and there is nothing to go on from.
@@ -112,12 +78,11 @@ def restore(
             ``"auto"`` found none of them good; some rank's objects do not take what was saved; reading failed after
             the check, and the objects have changed in part.
     """
-    asked = _Asked(verify, read, cast, state, own, ranks, names, [], counter, fresh)
     try:
-        return _tried(store, resume, ready, asked)
+        return _tried(asked)
     except CheckpointError as error:
         if is_in_order(error):  # it was refused, and crashed nothing
-            counter.leave()
+            asked.counter.leave()
         if not asked.touched:
             raise
         raise kind_of([error])(
@@ -127,40 +92,41 @@ def restore(
         ) from error
 
 
-def _tried(store: CheckpointStore, resume: str, ready: Callable[[], object], asked: _Asked) -> Checkpoint | None:
-    """As :func:`restore`."""
-    ranks, where = asked.ranks, resume if resume not in ("auto", "latest") else store.root
+def _tried(asked: RestoreRequest) -> Checkpoint | None:
+    store, resume, ranks = asked.store, asked.resume, asked.ranks
+    where = resume if resume not in ("auto", "latest") else store.root
 
     def look() -> tuple[list[Condition], str, bool]:
-        ready()
-        listed = candidates(store, resume) if ranks.rank == 0 else []
+        asked.ready()
+        listed = choosing.candidates(store, resume) if ranks.rank == 0 else []
         shared = is_url(where) or is_on_network(Path(where))
-        return without_given_up(store, resume, asked.counter, listed), machine_name(), shared
+        return choosing.without_given_up(store, resume, asked.counter, listed), machine_name(), shared
 
     def answer(seen: list[tuple[list[Condition], str, bool]]) -> list[tuple[list[Condition], _Machines]]:
         return [(seen[0][0], _machines(seen))] * ranks.size
 
     listed, machines = ranks.round_trip(f"Nothing was restored from {where}", look, answer, ranks.limit)
     if resume == "auto":
-        warn([each for each in listed if each.damages], ranks)
+        choosing.warn_of_damaged([each for each in listed if each.damages], ranks)
     passed: list[Condition] = []
     for condition in listed:
         candidate = condition.checkpoint
         if candidate is not None:
             parent = store if resume in ("auto", "latest") else open_parent_store(candidate.path)
             with parent.reading(candidate.path) if ranks.rank == 0 else nullcontext():
-                asked.counter.begin(parent, candidate)
+                asked.counter.begin_restore(parent, candidate)
                 condition = _Attempt(parent, candidate, machines, asked).run()
             if not condition.damages:
-                log_fallback(candidate, passed, ranks)
+                choosing.log_fallback(candidate, passed, ranks)
                 return candidate
             parent.retention.distrusted.add(candidate.path)
             if resume == "auto":
-                warn([condition], ranks)
+                choosing.warn_of_damaged([condition], ranks)
         passed.append(condition)
     if not passed:
         return None
-    raise DamagedError(nothing_good(store, passed) if resume == "auto" else not_that_one(resume, passed[0]))
+    text = choosing.nothing_good(store, passed) if resume == "auto" else choosing.not_that_one(resume, passed[0])
+    raise DamagedError(text)
 
 
 class _Machines(NamedTuple):
@@ -190,7 +156,7 @@ class _Looked(NamedTuple):
     left: Mapping[str, Sequence[str]] = {}
 
 
-class _Found(NamedTuple):
+class _Findings(NamedTuple):
     """What all ranks have found: what is wrong with the files, whether one cannot load, and what none of them takes."""
 
     unclear: list[str]
@@ -203,7 +169,7 @@ class _Found(NamedTuple):
 class _Attempt:
     """The restoring of one checkpoint, on all ranks together. Nothing has changed until its path is in ``touched``."""
 
-    def __init__(self, store: CheckpointStore, chosen: Checkpoint, machines: _Machines, asked: _Asked) -> None:
+    def __init__(self, store: CheckpointStore, chosen: Checkpoint, machines: _Machines, asked: RestoreRequest) -> None:
         passed_on = asked.read == "once" or (asked.read == "auto" and machines.shared and asked.ranks.size > 1)
         self._once = passed_on and INDEX in chosen.manifest.files
         # With ``once`` each byte is checked as it is read, and reading all of them before would be in vain.
@@ -223,7 +189,7 @@ class _Attempt:
             found, condition = self._exchange(partial(self._prepare, opened, self._shared_index()))
             if self._checks and condition.damages:
                 return condition
-            failed = found.failed or self._keep(found.rests)
+            failed = found.failed or self._take_rests(found.rests)
             if self._once and not failed:
                 damages = self._read_once()
                 if damages:
@@ -238,8 +204,8 @@ class _Attempt:
             self._ranks.run_on_all(self._failing, self._loading.assign)
         return Condition(self._chosen.path, self._chosen.manifest)
 
-    def _exchange(self, look: Callable[[], _Looked]) -> tuple[_Found, Condition]:
-        def answer(looked: list[_Looked]) -> list[_Found]:
+    def _exchange(self, look: Callable[[], _Looked]) -> tuple[_Findings, Condition]:
+        def answer(looked: list[_Looked]) -> list[_Findings]:
             return [_together(self._chosen, self._machines, looked)] * self._ranks.size
 
         found = self._ranks.round_trip(self._failing, look, answer, self._ranks.limit)
@@ -248,7 +214,7 @@ class _Attempt:
     def _check(self) -> _Looked:
         """Read this rank's share of the files that the ranks of its machine see."""
         [own] = [machine for machine in self._machines.ranks if self._ranks.rank in machine]
-        parts = share(self._chosen.manifest.files, own.index(self._ranks.rank), len(own))
+        parts = share_of_rank(self._chosen.manifest.files, own.index(self._ranks.rank), len(own))
         return _Looked(self._store.contents(self._chosen.path, parts))
 
     def _prepare(self, opened: ExitStack, index: bytes | None) -> _Looked:
@@ -268,12 +234,12 @@ class _Attempt:
             self._failure = error
             return None
 
-    def _keep(self, rests: Mapping[str, set[str]]) -> bool:
+    def _take_rests(self, rests: Mapping[str, set[str]]) -> bool:
         """Have objects take what no rank takes, if there is something; whether that fails on some rank."""
         if not any(rests.values()):
             return False
         try:
-            self._loading.keep(rests)
+            self._loading.take_rests(rests)
         except Exception as error:
             self._failure = error
         return any(self._ranks.run_on_all(self._failing, lambda: self._failure is not None))
@@ -295,7 +261,7 @@ def _raise(failure: Exception | None) -> None:
         raise failure
 
 
-def _together(chosen: Checkpoint, machines: _Machines, looked: Sequence[_Looked]) -> _Found:
+def _together(chosen: Checkpoint, machines: _Machines, looked: Sequence[_Looked]) -> _Findings:
     """Put together what the ranks have sent; on rank 0."""
     marks = [(rank, name, mark) for rank, each in enumerate(looked) for name, mark in each.marks.items()]
     unclear = [f"rank {rank}: {name}: {mark}" for rank, name, mark in marks if isinstance(mark, Unclear)]
@@ -305,10 +271,10 @@ def _together(chosen: Checkpoint, machines: _Machines, looked: Sequence[_Looked]
         wrong |= differences(chosen.manifest, marks_of_shares([looked[rank].marks for rank in machine]))
     left = [each.left for each in looked]
     rests = {name: set.intersection(*(set(each[name]) for each in left if name in each)) for name in set().union(*left)}
-    return _Found(unclear, missed, wrong, not all(each.can_load for each in looked), rests)
+    return _Findings(unclear, missed, wrong, not all(each.can_load for each in looked), rests)
 
 
-def _condition(store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup, found: _Found) -> Condition:
+def _condition(store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup, found: _Findings) -> Condition:
     """Return what is wrong with a checkpoint, of which each rank has read a share. Collective.
 
     Raises:
@@ -340,24 +306,26 @@ class _Loading:
     files: CheckpointFiles
     transfer: Transfer
 
-    def __init__(self, chosen: Checkpoint, asked: _Asked, once: bool) -> None:
+    def __init__(self, chosen: Checkpoint, asked: RestoreRequest, once: bool) -> None:
         self._chosen, self._asked, self._once = chosen, asked, once
         self._found: dict[str, Any] = {}
         self.left: dict[str, dict[str, Any]] = {}
 
     def prepare(self, opened: ExitStack, index: bytes | None) -> None:
         """Open the files, which ``opened`` closes, and read all that does not go straight into the objects."""
-        chosen, (_, _, cast, state, own, ranks, names, touched, _, fresh) = self._chosen, self._asked
-        plain = is_plain_dcp(chosen.path)
-        self.files = MatchedFiles(chosen.path, state, names, fresh) if plain else CheckpointFiles.of(chosen, own, index)
+        chosen, asked = self._chosen, self._asked
+        if is_plain_dcp(chosen.path):
+            self.files = MatchedFiles(chosen.path, asked.state, asked.names, asked.fresh)
+        else:
+            self.files = CheckpointFiles.of(chosen, asked.own, index)
         opened.enter_context(self.files)
-        world_size = chosen.manifest.world_size
-        self._found, self.left = placing.find(self.files, state, world_size, ranks.rank, ranks.size, names, cast, fresh)
-        if touched and state.keys() - self._found.keys():
-            raise CheckpointError(f"it does not have {', '.join(sorted(state.keys() - self._found.keys()))}")
+        sizes = chosen.manifest.world_size, asked.ranks.rank, asked.ranks.size
+        self._found, self.left = placing.find(self.files, asked.state, *sizes, asked.names, asked.cast, asked.fresh)
+        if asked.touched and (lacking := asked.state.keys() - self._found.keys()):
+            raise CheckpointError(f"it does not have {', '.join(sorted(lacking))}")
         self._read()
 
-    def keep(self, rests: Mapping[str, set[str]]) -> None:
+    def take_rests(self, rests: Mapping[str, set[str]]) -> None:
         """Take what is left of entries on all ranks as well, where an object may want it."""
         for name, rest in self.left.items():
             more = {key: rest[key] for key in rest if key in rests[name]}
@@ -366,16 +334,16 @@ class _Loading:
 
     def _read(self) -> None:
         files, own = self.files, (self._asked.state, self._asked.names, self._asked.cast)
-        leaves = [leaf for name, each in self._found.items() for leaf in placing.pair(each, name, *own)]
+        leaves = [leaf for name, each in self._found.items() for leaf in placing.pair_live(each, name, *own)]
         into = leaves if self._once else [leaf for leaf in leaves if leaf.in_place]
         self.transfer = files.plan(into)
         if not self._once:
-            files.open(into)
+            files.open_for(into)
             files.read([leaf for leaf in leaves if not leaf.in_place])
 
     def assign(self) -> None:
         """Have the objects take what was read, and read the rest straight into them."""
-        saved_size, (_, _, _, state, _, ranks, names, *_) = self._chosen.manifest.world_size, self._asked
+        saved_size, state, ranks = self._chosen.manifest.world_size, self._asked.state, self._asked.ranks
         rank = ranks.rank if saved_size == ranks.size else None
         own = [name for name in state if name not in self._found]
         if (fresh := [name for name in own if name in self._asked.fresh]) and ranks.rank == 0:
@@ -387,7 +355,7 @@ class _Loading:
             raise CheckpointError(f"the objects have changed in part: {error}") from error
         for name in (each for each in state if each in self._found):
             try:
-                placing.assign(state, name, fill(self._found[name]), names, rank)
+                placing.assign(state, name, fill(self._found[name]), self._asked.names, rank)
             except Exception as error:
                 raise CheckpointError(placing.refusal(name, reason(error))) from error
         if rank is not None:

@@ -1,13 +1,10 @@
 """Reads each byte of a checkpoint on one rank, and passes it on to the ranks that want it.
 
-The files, one after the other in the order of their names, are one stream of bytes, which is cut into pieces. Of n
-ranks rank r reads pieces r, r + n and so on, takes their checksums, and passes them on: by a broadcast what the ranks
-want more than half of on average, else to each rank what it wants. What arrives is copied to where it belongs. So a
-rank has two pieces in memory, the one that it reads next and the one that it gets. Chunks whose elements lie in another
-order than the tensor's, and objects, are collected whole beside that.
-
-Tensors go over the gloo group of the checkpointer, from host memory to host memory; those of an accelerator are copied
-there from it.
+The files, in the order of their names, are one stream of bytes, which is cut into pieces. Of n ranks rank r reads
+pieces r, r + n and so on, takes their checksums, and passes them on: by a broadcast what the ranks want more than half
+of on average, else to each rank what it wants. So a rank has two pieces in memory, the one that it reads next and the
+one that it gets; chunks whose elements lie in another order than the tensor's, and objects, are collected whole beside
+that. All goes over the gloo group of the checkpointer, from host memory to host memory.
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ def shared_index(checkpoint: Checkpoint, ranks: RankGroup) -> bytes:
     return bytes(data)
 
 
-class _Part(NamedTuple):
+class _MarkedBytes(NamedTuple):
     """Bytes of a file that a rank has read."""
 
     name: str
@@ -70,9 +67,9 @@ class _Collected:
         self._whole, self._left = whole, whole.length
         self._data: bytearray | None = None
 
-    def add(self, at: int, source: int, count: int) -> None:
+    def add(self, at: int, address: int, count: int) -> None:
         data = self._data = self._data or bytearray(self._whole.length)
-        ctypes.memmove((ctypes.c_char * count).from_buffer(data, at), source, count)
+        ctypes.memmove((ctypes.c_char * count).from_buffer(data, at), address, count)
         self._left -= count
         if not self._left:
             self._data = None
@@ -90,12 +87,8 @@ class _Want(NamedTuple):
 class SharedRead:
     """One such reading. Collective: all ranks construct it, which changes no object yet, and call :meth:`run`.
 
-    Args:
-        checkpoint: what is read.
-        files: of it.
-        transfer: what this rank wants of it.
-        ranks: who reads.
-        check: whether all files are read to their ends and compared with the manifest; else what is wanted is read.
+    ``transfer`` is what this rank wants. With ``check`` all files are read to their ends and compared with the
+    manifest; else what is wanted is read.
 
     Raises:
         CheckpointError: on all ranks: one of them could not read its first piece.
@@ -115,9 +108,9 @@ class SharedRead:
         self._pieces = [range(at, min(at + self._size, total)) for at in range(0, total, self._size)]
         self._wants = self._wants_of(transfer)
         with ranks.explaining(f"{checkpoint.path} could not be read"):
-            self._agree()
+            self._agree_on_pieces()
         self._failure: Exception | None = None
-        self._parts: list[_Part] = []
+        self._parts: list[_MarkedBytes] = []
         self._read = torch.empty(min(self._size, total), dtype=torch.uint8)
         self._received = torch.empty(0 if ranks.size == 1 else len(self._read), dtype=torch.uint8)
         self._threads = files.enter_context(ThreadPoolExecutor(_FETCHES, thread_name_prefix="stagereg-read"))
@@ -157,7 +150,7 @@ class SharedRead:
             low, high = begin, end
         return [*found, (low, high)][1:]
 
-    def _agree(self) -> None:
+    def _agree_on_pieces(self) -> None:
         """Find out how each piece is passed on, and what the other ranks want of those that this one reads."""
         size, rank = self._ranks.size, self._ranks.rank
         ranges = {number: self._ranges(number) for number in self._wants}
@@ -210,7 +203,7 @@ class SharedRead:
         """Wait until the piece is read."""
         for name, offset, fetch in self._fetches:
             try:
-                self._parts.append(_Part(name, offset, fetch.result()))
+                self._parts.append(_MarkedBytes(name, offset, fetch.result()))
             except Exception as error:
                 self._failure = self._failure or error
 
@@ -232,7 +225,7 @@ class SharedRead:
         failing = f"{self._checkpoint.path} could not be read"
         with self._ranks.explaining(failing):
             self._pass_on()
-        return self._ranks.round_trip(failing, self._own_parts, self._damages, self._ranks.limit)
+        return self._ranks.round_trip(failing, self._own_marks, self._damages, self._ranks.limit)
 
     def _pass_on(self) -> None:
         group, size, rank = self._ranks.group, self._ranks.size, self._ranks.rank
@@ -271,12 +264,12 @@ class SharedRead:
         except Exception as error:
             self._failure = error
 
-    def _own_parts(self) -> list[_Part]:
+    def _own_marks(self) -> list[_MarkedBytes]:
         if self._failure is not None:
             raise self._failure
         return self._parts
 
-    def _damages(self, ranks: list[list[_Part]]) -> list[dict[str, str]]:
+    def _damages(self, ranks: list[list[_MarkedBytes]]) -> list[dict[str, str]]:
         """Compare what the ranks have read with the manifest; on rank 0."""
         found: dict[str, list[FileMark]] = {name: [] for name in self._names}
         for part in sorted(part for parts in ranks for part in parts):

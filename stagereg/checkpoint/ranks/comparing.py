@@ -1,10 +1,9 @@
 """What several ranks have alike, found by comparing checksums of the bytes before they are written.
 
-Under DDP all ranks have the same parameters and optimizer state, under HSDP those that hold the same shards, under
-tensor parallelism what is not split. Nothing declares that, so it is compared. What has one name and is not alike is
-refused: of two values one would be lost without a word. Ranks that have the same parts of the tensors of an entry, or
-the same whole ones, are a group of replicas. Buffers are no part of it, since replicas may drift there (running
-statistics): of them the lowest rank's is stored.
+Nothing declares what is a replica, under DDP, HSDP or tensor parallelism, so it is compared. What has one name and is
+not alike is refused: of two values one would be lost without a word. Ranks that have the same parts of the tensors of
+an entry, or the same whole ones, are a group of replicas. Buffers are no part of it, since replicas may drift there
+(running statistics): of them the lowest rank's is stored.
 """
 
 from __future__ import annotations
@@ -22,15 +21,13 @@ from torch.utils import _pytree as pytree
 
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import walk
+from stagereg.checkpoint.state.entries import TensorKind, local_part
 from stagereg.errors import DisagreementError, name_ranks
 from stagereg.kernel.memory import view_of
 
 T = TypeVar("T", bound=Hashable)
 
-
 _SHOWN = 10
-
-
 _OBJECTS = "stagereg.objects"
 
 
@@ -62,15 +59,10 @@ class HeldTensor(NamedTuple):
 
 
 class EntryContents(NamedTuple):
-    """What a rank has of one kind of tensors of an entry.
+    """What a rank has of one kind of tensors of an entry."""
 
-    Attributes:
-        pieces: of its tensors.
-        checksums: of their bytes, in the same order.
-    """
-
-    pieces: list[HeldTensor]
-    checksums: list[int]
+    pieces: list[HeldTensor]  # of its tensors
+    checksums: list[int]  # of their bytes, in the same order
 
 
 class Place(NamedTuple):
@@ -82,17 +74,12 @@ class Place(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What rank 0 tells a rank of what they have compared.
+    """What rank 0 tells a rank of what they have compared."""
 
-    Attributes:
-        differing: the kinds of which others have something else, for the rank to send all that it knows of them.
-        places: of the rank, among those that have the same of a kind.
-        mixed: the names that are not shared, since ranks have them that have other things beside.
-    """
-
+    # the kinds of which others have something else, for the rank to send all that it knows of them
     differing: list[Kind]
-    places: dict[Kind, Place]
-    mixed: set[str]
+    places: dict[Kind, Place]  # of the rank, among those that have the same of a kind
+    mixed: set[str]  # the names that are not shared, since ranks have them that have other things beside
 
 
 def contents(
@@ -118,7 +105,7 @@ def contents(
             part = _part(x) if isinstance(x, torch.Tensor) else None
             if part is None or _ends_like_one(dotted, buffers):
                 continue
-            local = (x.to_local() if isinstance(x, DTensor) else x).detach()
+            local = local_part(x).detach()
             parts = _parts_of(x)
             kind = name, parts == 1
             pieces, checksums = found.setdefault(kind, EntryContents([], []))
@@ -149,7 +136,7 @@ def _text(x: Any) -> str:
 
 
 def _checksum(x: torch.Tensor) -> int:
-    local = (x.to_local() if isinstance(x, DTensor) else x).detach()
+    local = local_part(x).detach()
     return crc32(view_of(local.cpu().contiguous())) if local.numel() else 0
 
 
@@ -192,12 +179,7 @@ def content_digests(contents: Mapping[Kind, EntryContents]) -> dict[tuple[str, b
 def compare(
     digests: Sequence[Mapping[tuple[str, bytes], bytes]], names: Sequence[Mapping[Kind, Sequence[str]]]
 ) -> list[Compared]:
-    """Return what to tell each rank. On rank 0.
-
-    Args:
-        digests: of what each rank has, as :func:`content_digests` returns them.
-        names: of these tensors; one object where ranks have the same.
-    """
+    """Return what to tell each rank, by digests and names of what each has; of alike ``names`` it is one object."""
     lists = {id(one): {kind: tuple(found) for kind, found in one.items()} for one in names}
     each_once = {item for one in lists.values() for item in one.items()}
     counts = Counter(name for _, found in each_once for name in found)
@@ -222,20 +204,15 @@ def compare(
 
 
 def expect_alike(tables: Mapping[int, Sequence[EntryContents]]) -> None:
-    """Raise ``CheckpointError`` if ranks have different values of one name.
-
-    Args:
-        tables: what each rank has sent, or some.
-    """
+    """Raise ``CheckpointError`` if ranks, by what each of them or some have sent, have different values of one name."""
     seen: dict[tuple[str, torch.Size], tuple[int, Any]] = {}
     wrong: list[str] = []
     for rank, of_rank in tables.items():
         for piece, checksum in (pair for each in of_rank for pair in zip(each.pieces, each.checksums, strict=True)):
-            what = (piece.part.whole, piece.shape, piece.dtype, checksum)
+            what = (piece.part.whole, TensorKind(piece.dtype, piece.shape), checksum)
             other, there = seen.setdefault((piece.name, piece.part.offset), (rank, what))
             if there != what:
-                same_kind = there[:3] == what[:3]
-                kind = "other values" if same_kind else f"{_kind(*what[1:3])}, not {_kind(*there[1:3])}"
+                kind = "other values" if there[:2] == what[:2] else f"{what[1]}, not {there[1]}"
                 wrong.append(f"{piece.name!r} is not the same on {name_ranks([other, rank])} ({kind})")
     if wrong:
         more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
@@ -244,7 +221,3 @@ def expect_alike(tables: Mapping[int, Sequence[EntryContents]]) -> None:
             "of a model, they have drifted apart; parts of one tensor have to be a DTensor; and what each rank has for "
             "itself is marked stagereg.per_rank(value), or has a name of its own."
         )
-
-
-def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {[*shape]}"

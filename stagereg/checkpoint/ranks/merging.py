@@ -1,14 +1,10 @@
 """Puts together what ranks have of one entry: pipeline stages its parts, all of them what differs between ranks.
 
-Each rank has encoded the structure of its own (:mod:`.encoding`), and sends a digest of it; of alike ones rank 0 asks
-for one, and for none that it has from the save before. One that it does not have is sent as a whole, or by its
-:class:`Changes` to one that it has: a learning rate that a schedule sets is a few bytes between the names of all
-parameters. Mappings are joined, key by key. A plain value that differs between ranks, such as a loss or a position in
-the data, is kept for each of them::
-
-    {"type": "per_rank", "value": {"0": 0.25, "1": 0.5}}
-
-In the state of an optimizer that is refused: there it means that the ranks train different models.
+Each rank sends digests of its structures (:mod:`.encoding`); of alike ones rank 0 asks for one, and for none that it
+has from the save before. One that it does not have is sent as a whole, or by its :class:`Changes` to one that it has: a
+learning rate that a schedule sets is a few bytes between the names of all parameters. Mappings are joined, key by key.
+A plain value that differs between ranks, such as a loss, is kept for each of them (``per_rank``); in the state of an
+optimizer that is refused: there it means that the ranks train different models.
 """
 
 from __future__ import annotations
@@ -30,17 +26,11 @@ _BETWEEN = ", "  # the parts of a text; JSON has it between the items of contain
 
 
 class EntryDigests(NamedTuple):
-    """What a rank sends of its entries first: digests of their structures.
+    """What a rank sends of its entries first: digests of their structures."""
 
-    Attributes:
-        structures: by name.
-        before: of those that have changed, their digests in the save before.
-        samples: of what ranks share.
-    """
-
-    structures: dict[str, bytes]
-    before: dict[str, bytes]
-    samples: dict[str, int]
+    structures: dict[str, bytes]  # by name
+    before: dict[str, bytes]  # of those that have changed, their digests in the save before
+    samples: dict[str, int]  # of what ranks share
 
 
 Asked: TypeAlias = dict[str, bytes]
@@ -106,8 +96,8 @@ class RankEntries:
             self._samples,
         )
 
-    def answer(self, asked: Asked, before: Mapping[str, Encoded]) -> Sent:
-        """Return what rank 0 asks for."""
+    def structures_for(self, asked: Asked, before: Mapping[str, Encoded]) -> Sent:
+        """Return what rank 0 has asked for."""
         sent: Sent = {}
         for name, base in asked.items():
             own = self.structures[name]
@@ -135,7 +125,7 @@ class Merging:
         self._digests, self._order, self._stale, self._before = digests, order, stale, before
         self._alike = alike([each.structures for each in digests], order)
 
-    def ask(self) -> list[Asked]:
+    def ask_ranks(self) -> list[Asked]:
         """Return what to ask each rank for; of what several ranks have alike, the first one.
 
         Raises:
@@ -184,12 +174,9 @@ def groups_in(state: Mapping[str, Encoded]) -> dict[str, dict[str, list[str]]]:
 
 
 def merge(name: str, parts: Sequence[tuple[Encoded, Sequence[int]]]) -> Encoded:
-    """Return one structure of those that ranks have of the entry ``name``.
+    """Return one structure of those that ranks have of the entry ``name``, each with the ranks that have it.
 
-    Args:
-        name: of the entry.
-        parts: each structure with the ranks that have it; none, if nothing of it goes for them where others have
-            something else, as on ranks that have left their loop.
+    With none, nothing of it goes where others have something else, as on ranks that have left their loop.
 
     Raises:
         CheckpointError: ranks have different kinds of values at one place, or different states of one optimizer.

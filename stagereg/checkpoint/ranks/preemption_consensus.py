@@ -2,14 +2,10 @@
 
 About once a second the training threads exchange whether one of them has been signalled: an all-reduce that is begun in
 one call and read in the next, so no rank waits for it while the ranks go in step. How many calls lie between two
-exchanges follows from the slowest rank's time of a step, which is exchanged along; all ranks begin and read in the same
-calls, and so learn of a signal at the same step. That is the step to save and exit at.
-
-This needs all ranks to call at the same steps. A rank that has left its loop, in a join, learns of each exchange by
-:class:`.Requests` and takes part. Where it does not, the first exchange that a rank is missing from is the last,
-after a bounded wait.
-
-Signals are received by :mod:`stagereg.launch.preemption`; saving is left to the checkpointer.
+exchanges follows from the slowest rank's time of a step, which is exchanged along; so all ranks begin and read in the
+same calls, and learn of a signal at the same step, the one to save and exit at. A rank that has left its loop, in a
+join, takes part by :class:`.Requests`; of an exchange that a rank is missing from the wait is bounded, and it is the
+last.
 """
 
 from __future__ import annotations
@@ -114,10 +110,10 @@ class PreemptionConsensus:
         if self.agreed is not None or not self._exchanging:
             return
         try:
-            self._take_up()
-            while self._requests.take() is not None:
-                self._begin()
-                self._take_up()
+            self._read_exchange()
+            while self._requests.take_next() is not None:
+                self._begin_exchange()
+                self._read_exchange()
         except (CheckpointError, RuntimeError) as error:
             self._give_up(error)
 
@@ -128,8 +124,8 @@ class PreemptionConsensus:
 
     def look_for_missed(self) -> None:
         """Take part in an exchange that this rank has passed over, or others would wait. On the background thread."""
-        if self._requests.missed() is not None:
-            self._begin()
+        if self._requests.take_missed() is not None:
+            self._begin_exchange()
 
     def close(self) -> None:
         """This rank calls no more, and handles no signals. Twice is harmless."""
@@ -139,20 +135,20 @@ class PreemptionConsensus:
     def _exchange(self) -> None:
         self._calls += 1
         try:
-            self._take_up()
+            self._read_exchange()
             if self.agreed is None and self._calls >= self._next:
                 self._requests.post()
-                self._begin()
+                self._begin_exchange()
         except (CheckpointError, RuntimeError) as error:
             self._give_up(error)
 
-    def _begin(self) -> None:
+    def _begin_exchange(self) -> None:
         now = record.now()
         step_s = (now - self._since) / self._calls if self._calls else 0.0
         self._since, self._calls = now, 0
         self._pending = self._ranks.max_async([*self.signal_flags(), step_s])
 
-    def _take_up(self) -> None:
+    def _read_exchange(self) -> None:
         """Wait for what was exchanged last, if that is still to be read."""
         if self._pending is not None:
             *signalled, step_s = self._pending(_PATIENCE_S)

@@ -53,9 +53,9 @@ class Requests:
         with self._lock:
             self._number += 1
             if self._store is not None:
-                self._store.set(str(self._number), f"{self._position()} {what}")
+                self._store.set(str(self._number), f"{position_in(self._group)} {what}")
 
-    def take(self) -> str | None:
+    def take_next(self) -> str | None:
         """Return the next entry that this rank has not met, as it has left its loop, and count it as met."""
         with self._lock:
             entry = self._next()
@@ -64,11 +64,11 @@ class Requests:
             self._number += 1
             return entry[1]
 
-    def missed(self) -> str | None:
+    def take_missed(self) -> str | None:
         """Return an entry that this rank has passed over, and count it as met. On any thread, about once a second."""
         with self._lock:
             entry = self._next()
-            if entry is None or entry[0] >= self._position():
+            if entry is None or entry[0] >= position_in(self._group):
                 return None
             if self._suspected <= self._number:  # it may be about to do it: look once more
                 self._suspected = self._number + 1
@@ -81,9 +81,6 @@ class Requests:
             return None
         position, what = self._store.get(str(self._number + 1)).decode().split(" ", 1)
         return int(position), what
-
-    def _position(self) -> int:
-        return position_in(self._group)
 
 
 def position_in(group: dist.ProcessGroup | None) -> int:

@@ -1,10 +1,10 @@
 """What ranks have alike each writes a share of, and stages no more than that.
 
 In the first save and every ``replicas.verify_every``-th one ranks stage all that they have, and compare
-(:mod:`.comparing`). Of what a group of replicas has alike each writes a share: the bytes in order, cut at rows into as
-many parts as there are ranks. Large tensors are cut, small ones stay whole. From the next save on a rank stages its
-share alone. Every save carries which comparison its shares are of, so ranks never put together shares of different
-ones; and a few elements of what is shared from each rank, which find out at once where ranks have begun to train apart.
+(:mod:`.comparing`). From the next save on each stages its share alone: the bytes in order, cut at rows into as many
+parts as there are ranks; small tensors stay whole. Every save carries which comparison its shares are of, so ranks
+never put together shares of different ones; and a few elements of what is shared, which find out at once where ranks
+have begun to train apart.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.ranks.comparing import EntryContents, HeldTensor, Kind, Part, Place
+from stagereg.checkpoint.state.entries import local_part
 from stagereg.errors import DisagreementError, name_ranks
 from stagereg.kernel.memory import view_of
 
@@ -31,39 +32,24 @@ SAMPLES = "stagereg.samples"
 
 
 class Cut(NamedTuple):
-    """What one rank stages of a tensor that its replicas have as well.
+    """What one rank stages of a tensor that its replicas have as well."""
 
-    Attributes:
-        holder: the keys that lead to the mapping or list with the tensor, in its entry.
-        key: of the tensor, there.
-        shape: of the whole tensor.
-        dtype: of the tensor.
-        rows: the dimension, the first row and how many; ``None`` if it stages all of it, or nothing.
-        part: where that lies in the whole; ``None`` if it stages nothing.
-    """
-
-    holder: tuple[str | int, ...]
-    key: str | int
-    shape: torch.Size
-    dtype: torch.dtype
+    holder: tuple[str | int, ...]  # the keys that lead to the mapping or list with the tensor, in its entry
+    key: str | int  # of the tensor, there
+    shape: torch.Size  # of the whole tensor
+    dtype: torch.dtype  # of the tensor
+    # the dimension, the first row and how many; ``None`` if it stages all of it, or nothing
     rows: tuple[int, int, int] | None
-    part: Part | None
+    part: Part | None  # where that lies in the whole; ``None`` if it stages nothing
 
 
 class Shares(NamedTuple):
-    """What one rank stages and writes of what others have as well.
+    """What one rank stages and writes of what others have as well."""
 
-    Attributes:
-        of: the number of the save in which that was found.
-        cuts: by kind.
-        parts: where it lies in the whole by dotted name; ``None`` for what others write.
-        first: of the ranks that share a kind, the lowest.
-    """
-
-    of: int
-    cuts: dict[Kind, list[Cut]]
-    parts: dict[str, Part | None]
-    first: dict[Kind, int]
+    found_in: int  # the number of the save in which ranks have compared that
+    cuts: dict[Kind, list[Cut]]  # by kind
+    parts: dict[str, Part | None]  # where it lies in the whole by dotted name; ``None`` for what others write
+    first: dict[Kind, int]  # of the ranks that share a kind, the lowest
 
 
 class ShareBook:
@@ -84,11 +70,11 @@ class ShareBook:
         self._numbers = itertools.count()
         self._known: dict[int, Shares | None] = {-2: None, -1: None}  # what goes after the last saves that have ended
 
-    def begin(self) -> int:
+    def begin_save(self) -> int:
         """Return the number of the save that begins. On any thread."""
         return next(self._numbers)
 
-    def end(self, number: int, found: Shares | None = None, failed: bool = False) -> None:
+    def end_save(self, number: int, found: Shares | None = None, failed: bool = False) -> None:
         """Note how a save has ended, once all ranks know it, and the shares found in it. On the background thread.
 
         After one that has failed nothing is shared that was found before.
@@ -137,7 +123,7 @@ def _sample(value: Any, cuts: Sequence[Cut]) -> list[torch.Tensor]:
     found = []
     for holder, key, *_ in cuts[:: max(1, len(cuts) // _SAMPLED)]:
         x = functools.reduce(lambda at, step: at[step], (*holder, key), value)
-        x = (x.to_local() if isinstance(x, DTensor) else x).detach()
+        x = local_part(x).detach()
         if x.is_contiguous():
             found.append(x.view(-1)[x.numel() // 2 :][:_SAMPLED])
     return found
@@ -155,7 +141,7 @@ def _staged(value: Any, cuts: Sequence[Cut]) -> Any:
             if part is None:
                 there[key] = _NOTHING
             elif rows is not None:
-                there[key] = (x.to_local() if isinstance(x, DTensor) else x).detach().narrow(*rows)
+                there[key] = local_part(x).detach().narrow(*rows)
             elif isinstance(x, DTensor):
                 there[key] = x.to_local()
     except (AttributeError, LookupError, TypeError):

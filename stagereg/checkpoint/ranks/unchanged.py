@@ -2,9 +2,8 @@
 
 What a rank would write, and where its storage has put it, is large and the same in every save of a state that keeps its
 shapes. Rank 0 keeps a checksum of each rank's, and what came of all of them together, so its memory and time do not
-grow with the number of ranks and tensors. As long as no rank has something new, that goes for the next save too. If one
-has, all send everything once more: rank 0 asks them to. It does so as well when a rank has nothing to go by, as after a
-save that has failed, of which all ranks forget what they sent.
+grow with the number of ranks and tensors. If a rank has something new, or nothing to go by, as after a save that has
+failed, of which all ranks forget what they sent, rank 0 asks all to send everything once more.
 """
 
 from __future__ import annotations
@@ -24,20 +23,14 @@ V = TypeVar("V")
 
 
 class Post(NamedTuple):
-    """What a rank sends.
+    """What a rank sends."""
 
-    Attributes:
-        varying: what is another in each save.
-        digest: of what hardly ever is.
-        packed: that itself, and more, part by part; ``None`` if it is as in the save before.
-    """
-
-    varying: Any
-    digest: bytes = b""
-    packed: list[bytes] | None = None
+    varying: Any  # what is another in each save
+    digest: bytes = b""  # of what hardly ever is
+    packed: list[bytes] | None = None  # that itself, and more, part by part; ``None`` if it is as in the save before
 
 
-class Unchanged:
+class RepeatedExchange:
     """One of the exchanges of a save. One thread at a time.
 
     Args:
@@ -50,7 +43,7 @@ class Unchanged:
         self._pickled: list[tuple[Any, bytes]] = []  # of its parts
         self._all: list[bytes] = []  # of what each rank has, on rank 0
 
-    def forget(self) -> None:
+    def forget_sent(self) -> None:
         """Send everything next time."""
         self._own, self._pickled, self._all = b"", [], []
 
@@ -64,8 +57,6 @@ class Unchanged:
         """As :meth:`.RankGroup.round_trip`, which has the arguments that are not here.
 
         Args:
-            ranks: those that take part.
-            failing: see there.
             act: returns three things: what differs in every save; the parts that rarely change; and what is sent along
                 with these when they are sent. A part that is the same object as in the save before has to be as it was.
             answer: is given the first of these, and all parts of the others, those that ranks have alike as one object;

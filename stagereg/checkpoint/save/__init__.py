@@ -1,4 +1,1 @@
-"""One save: ``saver`` stages on the training thread, ``background`` is the thread, ``committing`` what it does.
-
-Knows nothing of :mod:`stagereg.checkpoint.load`.
-"""
+"""One save: staged, written, committed, and what follows. Knows nothing of :mod:`stagereg.checkpoint.load`."""

@@ -2,10 +2,9 @@
 
 At most two saves are under way: one being written and one waiting, which matches a stager that hands out two copies.
 
-Failures (:mod:`.failures`) are kept without tracebacks, which would keep the staged memory alive; these are logged at
-level DEBUG. A save that takes longer than the time-out counts as
-failed from then on, and as hanging until it ends: a thread that waits for the storage cannot be ended. So it is a
-daemon thread, and every wait here ends with the time-out.
+Failures (:mod:`.failures`) are kept without tracebacks, which would keep the staged memory alive. A save that takes
+longer than the time-out counts as failed from then on, and as hanging until it ends: a thread that waits for the
+storage cannot be ended. So it is a daemon thread, and every wait here ends with the time-out.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.save.backward import give_way
-from stagereg.checkpoint.save.committing import WAITING, write_and_commit
+from stagereg.checkpoint.save.committing import WAITING_FOR_OTHERS, write_and_commit
 from stagereg.checkpoint.save.failures import Failures
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget
 from stagereg.checkpoint.save.schedule import Schedule
@@ -78,7 +77,7 @@ class Background:
         newest: the step of the newest checkpoint there that this run knows to be good.
         failures: of its saves.
         listeners: are called on the thread with the step of each complete checkpoint, before its save has ended.
-        calls: is called after these, on rank 0; must neither wait nor raise.
+        on_committed: is called after these, on rank 0; must neither wait nor raise.
         stats: of its saves.
         timeout_s: as ``timeout``, in seconds.
     """
@@ -91,7 +90,7 @@ class Background:
         self.failures = Failures(warns, target.ranks.rank == 0, lambda: (describe() or str)())
         self.stats = CheckpointStats()
         self.listeners: list[Callable[[int], object]] = []
-        self.calls: Callable[[Checkpoint, CheckpointStore], None] | None = None
+        self.on_committed: Callable[[Checkpoint, CheckpointStore], None] | None = None
         self._target = target
         self.timeout_s = timeout.total_seconds()
         self._schedule = schedule
@@ -115,7 +114,7 @@ class Background:
 
     def admit(self, save: PendingSave) -> None:
         """Wait until ``save`` may be staged. Raises ``CheckpointError`` if an earlier save has failed, or hangs."""
-        self._wait(_MOST_UNDER_WAY)
+        self.wait(_MOST_UNDER_WAY)
         self.raise_failure()
         if self.hanging:
             self.failures.set_status(save.step)
@@ -127,7 +126,7 @@ class Background:
         self._under_way.append(save)
         self._queue.put(partial(self._write, save))
 
-    def look_out(self, look: Callable[[], None]) -> None:
+    def call_when_idle(self, look: Callable[[], None]) -> None:
         """Call ``look`` on the thread about once a second while nothing is written. A bound method, held weakly."""
         self._look = weakref.WeakMethod(look)
         self._start()
@@ -142,13 +141,17 @@ class Background:
                 raise CheckpointError(f"No thread to write checkpoints could be started: {error}") from error
             self._thread = thread
 
-    def wait(self) -> bool:
-        """Wait until every save has ended, well or not; False if one takes too long."""
-        return self._wait(1)
+    def wait(self, most: int = 1) -> bool:
+        """Wait until fewer than ``most`` saves have not ended, well or not; False if one of them takes too long."""
+        while (first := self._first()) is not None and not first.late and len(self._under_way) >= most:
+            for save in list(self._under_way):
+                save.hurried.set()
+            first.over.wait(_LOOK_S)
+        return first is None or not first.late
 
     def finish(self) -> bool:
         """As :meth:`wait`, and until what follows a save is done, which may take as long: what is old is deleted."""
-        ended, until = self._wait(1), time.monotonic() + self.timeout_s
+        ended, until = self.wait(), time.monotonic() + self.timeout_s
         while ended and self._is_busy() and time.monotonic() < until:
             time.sleep(_LOOK_S)
         return ended
@@ -180,7 +183,7 @@ class Background:
             return f"This run has no complete checkpoint in {self._target.store.root} yet."
         return f"The newest good checkpoint is step {self.newest}, in {self._target.store.root}."
 
-    def lost(self, step: int, store: CheckpointStore) -> str:
+    def note_lost(self, step: int, store: CheckpointStore) -> str:
         """Note that the checkpoint of a step is gone or damaged; return a sentence on the newest good one."""
         if self.newest == step and store is self._target.store:
             self.newest = next((each.manifest.step for each in store.checkpoints()[0]), None)
@@ -192,14 +195,6 @@ class Background:
             save.abandoned = True
         self._closed = True
         self._queue.put(None)
-
-    def _wait(self, most: int) -> bool:
-        """Wait until fewer than ``most`` saves are under way; False if one of them has taken too long."""
-        while (first := self._first()) is not None and not first.late and len(self._under_way) >= most:
-            for save in list(self._under_way):
-                save.hurried.set()
-            first.over.wait(_LOOK_S)
-        return first is None or not first.late
 
     def _first(self) -> PendingSave | None:
         """Return the first save that has not ended, if there is one; report it once it takes too long."""
@@ -214,7 +209,7 @@ class Background:
             first.until = min(first.until, time.monotonic() + self.timeout_s)  # its turn may come late
             if not first.late and time.monotonic() >= first.until:
                 first.late = True
-                self.failures.keep(first.step, self._lateness(first), everywhere=first.at == WAITING)
+                self.failures.keep_failure(first.step, self._lateness(first), everywhere=first.at == WAITING_FOR_OTHERS)
             return first
 
     def _lateness(self, save: PendingSave) -> CheckpointError:
@@ -249,15 +244,15 @@ class Background:
             where = {"bytes": nbytes, "dir": self._target.store.root}
             record.emit("write", step=save.step, start=began, seconds=ended - began, **where)
             self._call_listeners(save.step)
-            if self.calls is not None and self._target.committed is not None:
-                self.calls(self._target.committed, self._target.store)
+            if self.on_committed is not None and self._target.committed is not None:
+                self.on_committed(self._target.committed, self._target.store)
         with self._lock:
             self._clearing = True
             if save.late:
                 state = "is saved after all" if save.step == self.newest else "was not saved"
                 _log.warning("stagereg: storage is responding again; step %d %s", save.step, state)
             elif failure is not None:
-                self.failures.keep(save.step, failure)
+                self.failures.keep_failure(save.step, failure)
             save.over.set()
         try:
             self._target.store.retention.clear()
@@ -268,7 +263,7 @@ class Background:
     def _write_metrics(self) -> None:
         asked = self._late
         try:
-            self._target.store.notes.add_metrics(self._target.metrics.late())
+            self._target.store.notes.add_metrics(self._target.metrics.late_metrics())
             self._target.store.notes.write_metrics()
         except Exception as error:
             _log.warning("stagereg: metrics are not written in %s yet: %s", self._target.store.root, error)

@@ -1,12 +1,10 @@
 """The moment for work in the background: while the training thread is in a backward pass, which needs no interpreter.
 
-A forward pass is Python that starts many short operations, so a second thread that runs Python makes it wait for the
-interpreter's lock again and again; of a save that begins there training loses twice as much. The backward pass is one
-call into C++. Whether a thread is in it shows in its stack, for whichever model, wrapper or schedule of stages.
-
-It needs the lock now and then even so, to free what the forward pass kept, and Python hands it over every 5 ms only. So
-while a save is written, threads take :func:`short_turns`. Nor does it take a core from training when it wakes up, as it
-does after each write to the disk (:func:`give_way`).
+A forward pass is Python that starts many short operations: of a save that begins there training loses twice as much.
+The backward pass is one call into C++, which shows in the thread's stack, for whichever model, wrapper or schedule of
+stages. It needs the interpreter's lock now and then even so, to free what the forward pass kept, and Python hands it
+over every 5 ms only. So while a save is written, threads take :func:`short_turns`; and they do not take a core from
+training when they wake up, as after each write to the disk (:func:`give_way`).
 """
 
 from __future__ import annotations
@@ -48,12 +46,9 @@ def short_turns() -> Generator[None, None, None]:
 
 
 def wait_for_backward(thread: int, hurried: threading.Event, limit_s: float) -> None:
-    """Return when a thread is in a backward pass, when the event is set, or after so many seconds.
+    """Return when a thread, by its ``get_ident()``, is in a backward pass, or else when the event is set.
 
-    Args:
-        thread: its ``threading.get_ident()``.
-        hurried: set where somebody waits for what comes next.
-        limit_s: for programs that have no backward pass, or none for a while.
+    At the latest after ``limit_s`` seconds, for programs that have no backward pass, or none for a while.
     """
     until = time.monotonic() + limit_s
     while _BACKWARD is not None and time.monotonic() < until and not _is_in_backward(thread):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -27,26 +28,25 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 
 import stagereg.checkpoint.state.rng as rng
 import stagereg.record as record
 from stagereg.checkpoint.format.encoding import walk
-from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult, describe_tensors, make_index
+from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult, make_index, tables
 from stagereg.checkpoint.format.manifest import FileMark, Manifest
 from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, compare, content_digests, expect_alike
 from stagereg.checkpoint.ranks.merging import Asked, EntryDigests, Merging, RankEntries, Sent, groups_in
 from stagereg.checkpoint.ranks.shares import SAMPLES, ShareBook, Shares, cut, shares
 from stagereg.checkpoint.save.backward import short_turns, wait_for_backward
 from stagereg.checkpoint.save.pending_save import PendingSave
-from stagereg.checkpoint.save.state_planner import by_number, from_numbers, joined, name_for_each, split
-from stagereg.checkpoint.state.entries import rng_name
+from stagereg.checkpoint.save.state_planner import from_numbers, join_plans, name_for_each, numbered, split_plan
+from stagereg.checkpoint.state.entries import local_part, rng_name
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.retry import within
 from stagereg.errors import CheckpointError, DisagreementError, NotSavedInTimeError, name_ranks
 
-WAITING = "waiting for the others"
+WAITING_FOR_OTHERS = "waiting for the others"
 """What a rank that has done its part is doing."""
 
 _COMPARING = -1  # in place of the number of the save in which ranks have compared
@@ -86,18 +86,18 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
             answer = to.last.plans.round_trip(ranks, failing, work.prepare, work.share_out)
             if save.sharing.compares:
                 answer = to.last.plans.round_trip(ranks, failing, partial(work.prepare_shares, answer), work.share_out)
-            work.take(answer)
+            work.take_answer(answer)
             began = record.now()
             nbytes = to.last.results.round_trip(ranks, failing, work.write, work.commit)
             to.store.appeared()
             failpoint("ended")
         to.last.structures = work.entries.structures
         if save.sharing.book is not None:
-            save.sharing.book.end(save.sharing.number, save.sharing.shares if save.sharing.compares else None)
+            save.sharing.book.end_save(save.sharing.number, save.sharing.shares if save.sharing.compares else None)
     except BaseException:
-        to.last.forget()
+        to.last.forget_sent()
         if save.sharing.book is not None:
-            save.sharing.book.end(save.sharing.number, failed=True)
+            save.sharing.book.end_save(save.sharing.number, failed=True)
         if ranks.rank == 0:
             with within(save.until - time.monotonic()):
                 to.store.backend.discard(work.path)
@@ -143,17 +143,16 @@ class _Work:
         if save.copy.failure is None:
             wait_for_backward(save.caller, save.hurried, _CALM_S)
         copy = dict(_expect_whole(save, save.copy.get()))
-        save.copy.look(copy)
+        save.copy.inspect(copy)
         if (own := rng_name(self._ranks.rank)) in copy:
             copy[own] = rng.as_tensors(copy[own])
         self._copy = self._cut(copy) if save.sharing.shares is None and save.sharing.book is not None else copy
-        self.entries = RankEntries(
-            self._copy, save.sharing.buffers if save.sharing.compares else None
-        )  # refuses what cannot be saved
+        buffers = save.sharing.buffers if save.sharing.compares else None
+        self.entries = RankEntries(self._copy, buffers)  # refuses what cannot be saved
         failpoint("staged")
         if not save.sharing.compares:
             return self._plan(save.sharing.shares)
-        save.at = WAITING
+        save.at = WAITING_FOR_OTHERS
         contents = self.entries.contents
         sent = _Prepared(save.step, True, save.follows, save.taken, _COMPARING, content_digests(contents))
         return sent, [{kind: [piece.name for piece in each.pieces] for kind, each in contents.items()}], ()
@@ -195,15 +194,13 @@ class _Work:
         plan = storage.prepare_local_plan(self.planner.create_local_plan())
         if plan is not self._to.last.plan:
             self._to.last.nbytes = self._nbytes(copy, self.planner.state_dict.values())
-            self._to.last.plan, self._to.last.sent = (
-                plan,
-                [plan] if self._ranks.size == 1 else split(plan, self._ranks.rank),
-            )
+            self._to.last.plan = plan
+            self._to.last.sent = [plan] if self._ranks.size == 1 else split_plan(plan, self._ranks.rank)
         self._plans = self._to.last.sent
         save.copy.nbytes = self._to.last.nbytes if save.copy.nbytes is None else save.copy.nbytes
-        save.at = WAITING
+        save.at = WAITING_FOR_OTHERS
         digests = self.entries.digests(self._to.last.structures)
-        of = None if own is None else own.of
+        of = None if own is None else own.found_in
         sent = _Prepared(save.step, True, save.follows, save.taken, of, {}, digests, differing)
         return sent, (*self._plans, (save.follows, self.entries.kinds)), ()
 
@@ -236,27 +233,27 @@ class _Work:
         self._order = sorted(range(len(prepared)), key=lambda rank: prepared[rank].follows)
         expect_alike({rank: prepared[rank].differing for rank in self._order})
         self._merging = Merging([each.digests for each in prepared], self._order, self._follows, self._to.last.entries)
-        asked = self._merging.ask()
+        asked = self._merging.ask_ranks()
         if lasting is None:
             return [(None, each) for each in asked]
         given = [each[:-1] for each in lasting]
         plans = self._plan_all(given)
         dealt = self._to.storage.prepare_global_plan([plans[rank] for rank in range(len(given))])
-        return list(zip(map(by_number, dealt, map(joined, given)), asked, strict=True))
+        return list(zip(map(numbered, dealt, map(join_plans, given)), asked, strict=True))
 
     def _plan_all(self, given: Sequence[Sequence[SavePlan]]) -> dict[int, SavePlan]:
         given = _without_shared(given, self._follows)
         plans, self._metadata = self.planner.create_global_plan([x for rank in self._order for x in given[rank]])
         parts = iter(plans)
-        return {rank: joined([next(parts) for _ in given[rank]]) for rank in self._order}
+        return {rank: join_plans([next(parts) for _ in given[rank]]) for rank in self._order}
 
-    def take(self, answer: tuple[SavePlan | None, Asked]) -> None:
+    def take_answer(self, answer: tuple[SavePlan | None, Asked]) -> None:
         """Note what rank 0 has answered."""
         dealt, self.asked = answer
         self._more = self._plans if dealt is None else []
         if dealt is not None:
-            self._to.last.dealt = from_numbers(dealt, joined(self._plans))
-            self._to.last.results.forget()  # the same places may hold something else: of another dtype
+            self._to.last.dealt = from_numbers(dealt, join_plans(self._plans))
+            self._to.last.results.forget_sent()  # the same places may hold something else: of another dtype
 
     def write(self) -> tuple[_Written, Sequence[Any], Sequence[Any]]:
         """Write this rank's files, and let go of its copy."""
@@ -274,8 +271,8 @@ class _Work:
         save.copy.record(save.step)
         marks = self._marks() if self._ranks.rank > 0 else {}  # those of rank 0 come with the metadata's
         failpoint("written")
-        save.at = WAITING
-        return (marks, self.entries.answer(self.asked, self._to.last.structures)), [self._results], self._more
+        save.at = WAITING_FOR_OTHERS
+        return (marks, self.entries.structures_for(self.asked, self._to.last.structures)), [self._results], self._more
 
     def commit(self, written: Sequence[_Written], lasting: Sequence[Sequence[Any]] | None) -> list[int]:
         """Commit what all have written, and return the bytes of each rank's files."""
@@ -291,7 +288,7 @@ class _Work:
                 self._plan_all([plans for _, *plans in lasting])
             metadata, results = cast("Metadata", self._metadata), [[*each[0]] for each in lasting]
             objects = {name for encoded in state.values() for name in encoded.objects}
-            to.last.described = describe_tensors(metadata, results, objects)
+            to.last.described = json.dumps(tables(metadata, results, objects))
             name_for_each(metadata, results, groups_in(state))
             to.storage.finish(metadata, results)
             if to.repeats:
@@ -305,8 +302,8 @@ class _Work:
         files |= {name: to.store.mark(self.path, name) for name in there if name not in files}
         failpoint("marked")
         to.last.entries = self._merging.entries
-        to.store.notes.add_metrics(to.metrics.late())
-        made = Manifest(save.step, self._ranks.size, 0, files, to.storage_name, metrics=to.metrics.of(save.step))
+        to.store.notes.add_metrics(to.metrics.late_metrics())
+        made = Manifest(save.step, self._ranks.size, 0, files, to.storage_name, metrics=to.metrics.of_step(save.step))
         done = to.store.publish(self.path, made, to.keep)
         to.metrics.committed(done.manifest, to.store.retention.serials)
         to.committed = done
@@ -383,4 +380,4 @@ def _parts(x: Any) -> list[torch.Tensor]:
     """Return what this rank has of a tensor."""
     if isinstance(x, ShardedTensor):
         return [shard.tensor for shard in x.local_shards()]
-    return [x.to_local() if isinstance(x, DTensor) else x] if isinstance(x, torch.Tensor) else []
+    return [local_part(x)] if isinstance(x, torch.Tensor) else []

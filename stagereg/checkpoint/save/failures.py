@@ -40,7 +40,7 @@ class Failures:
         """Whether there is one that no call has raised yet."""
         return bool(self._kept)
 
-    def keep(self, step: int, failure: CheckpointError, everywhere: bool = True) -> None:
+    def keep_failure(self, step: int, failure: CheckpointError, everywhere: bool = True) -> None:
         """Keep why a save failed, or log it; what is reported ``everywhere`` is a warning on the first rank only."""
         self.last = failure
         self.set_status(step)

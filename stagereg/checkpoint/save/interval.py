@@ -1,31 +1,18 @@
 """How often to save: what failures and checkpoints cost together, and the interval at which that is least.
 
-The model is Daly's, with the one extension that asynchronous checkpoints need. A run works for the interval *T*, then
-saves, over and over. Failures come at random, independently, *M* seconds apart on average (exponentially distributed),
-also while the run is being restarted. Each failure costs the restart *R* and all work since the state that the newest
-complete checkpoint holds.
-
-- *C*, the cost, is what a checkpoint takes from training: the time the loop is held plus what the steps take longer
-  while the checkpoint is copied and written. It is not how long the checkpoint takes.
-- *L*, the write time, is how old the state is when its checkpoint is complete; until then a failure falls back to the
-  one before. Written synchronously, L is C.
-- A save that comes before the last one is complete waits for it, so T + C is at least L.
-
-From one complete checkpoint to the next, T of work come to pass in (Vaidya 1997, where C is the overhead and L the
-latency)
+The model is Daly's, with the one extension that asynchronous checkpoints need (Vaidya). A run works for the interval
+*T*, then saves, over and over. Failures come at random, *M* seconds apart on average (exponentially distributed), also
+while the run is restarted. Each costs the restart *R* and all work since the newest complete checkpoint. *C* is what a
+checkpoint takes from training: the loop is held, and steps beside the copying and writing take longer. *L*, the write
+time, is how old the state is when its checkpoint is complete; a save that comes before waits for it. T of work take
 
     M · exp((R + L - C) / M) · (exp((T + C) / M) - 1)   seconds,
 
-which for L = C is the total wall-clock time of Daly 2006. So the best interval depends on C and M alone: R and L make
-every interval worse by the same factor.
+which for L = C is the time of Daly 2006. So the best interval depends on C and M alone. All times are seconds, from 0
+on, and M is above 0; anything else is a ``ConfigError``.
 
-Sources: J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974,
-doi:10.1145/361147.361115. N. H. Vaidya, Impact of checkpoint latency on overhead ratio of a checkpointing scheme, IEEE
-Transactions on Computers 46(8), 1997, doi:10.1109/12.609281. J. T. Daly, A higher order estimate of the optimum
-checkpoint interval for restart dumps, Future Generation Computer Systems 22(3), 2006, doi:10.1016/j.future.2004.11.016.
-
-All times are seconds, from 0 on, and M is above 0; anything else is a ``ConfigError``. Nothing here measures anything,
-and nothing heavy is imported.
+Sources: J. W. Young, CACM 17(9), 1974, doi:10.1145/361147.361115. N. H. Vaidya, IEEE Transactions on Computers 46(8),
+1997, doi:10.1109/12.609281. J. T. Daly, FGCS 22(3), 2006, doi:10.1016/j.future.2004.11.016.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ at most 256. A value may be NaN or infinite, which JSON has as a text here.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import weakref
 from collections import OrderedDict
@@ -66,7 +65,7 @@ class LoggedMetrics:
         if late and self._on_late is not None and (call := self._on_late()) is not None:
             call()
 
-    def begin(self, step: int) -> None:
+    def begin_save(self, step: int) -> None:
         """Hold what is known of a step, and what will be, since it is being saved."""
         with self._lock:
             known = self._saved.pop(step, None)
@@ -75,7 +74,7 @@ class LoggedMetrics:
             for lost in [each for each in self._saved if each not in self._manifests][:-_UNDER_WAY]:
                 del self._saved[lost]
 
-    def of(self, step: int) -> dict[str, float]:
+    def of_step(self, step: int) -> dict[str, float]:
         """Return what is known of a step."""
         with self._lock:
             return dict(self._saved.get(step) or self._recent.get(step) or {})
@@ -88,13 +87,13 @@ class LoggedMetrics:
             if manifest.step in self._saved:
                 self._manifests[manifest.step] = manifest
 
-    def late(self) -> dict[int, dict[str, float]]:
+    def late_metrics(self) -> dict[int, dict[str, float]]:
         """Return what manifests do not have, by their serials."""
         with self._lock:
             found = {each.serial: _changed(each.metrics, self._saved[step]) for step, each in self._manifests.items()}
         return {serial: metrics for serial, metrics in found.items() if metrics}
 
-    def forget(self) -> None:
+    def forget_steps(self) -> None:
         """Forget all steps, as training goes back, or saves go to another directory."""
         with self._lock:
             for each in (self._recent, self._saved, self._manifests):
@@ -102,7 +101,5 @@ class LoggedMetrics:
 
 
 def _changed(old: Mapping[str, float], new: Mapping[str, float]) -> dict[str, float]:
-    def same(a: float, b: float) -> bool:
-        return a == b or (math.isnan(a) and math.isnan(b))
-
-    return {name: value for name, value in new.items() if name not in old or not same(old[name], value)}
+    # As texts, in which NaN is what it was.
+    return {name: value for name, value in new.items() if name not in old or str(old[name]) != str(value)}

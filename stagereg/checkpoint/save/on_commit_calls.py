@@ -1,16 +1,9 @@
 """Calls the ``on_commit`` components of a checkpointer for each checkpoint that is complete; on rank 0.
 
-Each component has a thread of its own, which takes one checkpoint after the other, so nothing waits for it: neither
-training, nor the next save, nor another component. A call begins when the training step is over too (the next ``due``
-or ``maybe_save``), so that what an evaluation after ``maybe_save`` logs is in its metrics. While it runs, it reads its
-checkpoint, which is not deleted then; one that is still waiting when that is deleted is left out, loudly.
-
-What a call raises, ``SystemExit`` included, is logged and counted. So are a call that has not returned in time and a
-checkpoint that is not complete any more after a call. A call is made on a further thread, since a thread that hangs
-cannot be ended: until it returns, further calls of that component are left out, loudly.
-
-The end of a run waits for the calls, at most as long as one may take. A run that is preempted waits for none and begins
-none: its time is for the last save.
+Each component has a thread of its own, so nothing waits for it (docs/checkpoints.md). A call begins when the training
+step is over too (the next ``due`` or ``maybe_save``), so that what an evaluation after ``maybe_save`` logs is in its
+metrics. It is made on a further thread, since a thread that hangs cannot be ended. What a call raises, ``SystemExit``
+included, and whatever else goes wrong is logged and counted.
 """
 
 from __future__ import annotations
@@ -44,10 +37,6 @@ _DELETED = (
 )
 
 
-class _DeletedError(Exception):
-    """There is no checkpoint any more to call a component for."""
-
-
 @dataclass
 class _Commit:
     """A checkpoint that is complete, and whether its training step is over."""
@@ -58,14 +47,7 @@ class _Commit:
 
 
 class CommitCalls:
-    """The calls of all components.
-
-    Args:
-        components: by the names that messages have for them.
-        background: whose saves they follow.
-        metrics: what was logged.
-        preemption: whether the process was signalled to exit.
-    """
+    """The calls of all components, by the names that messages have for them, for the saves of ``background``."""
 
     def __init__(
         self,
@@ -80,7 +62,7 @@ class CommitCalls:
         self._waiting: deque[_Commit] = deque()  # for their steps to be over
         self._process, self._leaving = os.getpid(), False
         if components:
-            background.calls = self.committed
+            background.on_committed = self.committed
             shutdown.wait_for(self)
 
     def committed(self, checkpoint: Checkpoint, store: CheckpointStore) -> None:
@@ -189,7 +171,7 @@ class _Caller:
         if self.calling:
             self._fail(step, f"is not called: its call for step {self._called_for} has still not returned")
             return
-        failures: list[BaseException] = []
+        failures: list[BaseException | str] = []
         self._called_for, began = step, record.now()
         self._call = threading.Thread(target=self._run, args=(checkpoint, store, failures), daemon=True)
         try:
@@ -197,23 +179,24 @@ class _Caller:
             self._call.join(self.limit_s)
         except RuntimeError:  # while a process ends, Python 3.12 starts no thread any more; the end waits no longer
             self._run(checkpoint, store, failures)
-        if failures and isinstance(failures[0], _DeletedError):
-            self._fail(step, str(failures[0]))
+        failure = failures[0] if failures else None
+        if isinstance(failure, str):  # it was not called
+            self._fail(step, failure)
             return
         self._stats.on_commit_calls += 1
         record.emit("on_commit", step=step, name=self._name, start=began, seconds=record.now() - began)
         if self.calling:
             limit = f"{self.limit_s:g} s (checkpoint.failure.timeout)"
             self._fail(step, f"has not returned for {limit} and is given up; until it does, it is not called again")
-        elif failures:
-            self._fail(step, f"has failed: {summarize_exception(failures[0], __file__)}", failures[0])
+        elif failure is not None:
+            self._fail(step, f"has failed: {summarize_exception(failure, __file__)}", failure)
         if store.path_of(checkpoint) is None:
-            newest = self._background.lost(step, store)
+            newest = self._background.note_lost(step, store)
             self._fail(step, f"has deleted or changed the checkpoint {checkpoint.path}, which it must not. {newest}")
 
-    def _run(self, checkpoint: Checkpoint, store: CheckpointStore, failures: list[BaseException]) -> None:
+    def _run(self, checkpoint: Checkpoint, store: CheckpointStore, failures: list[BaseException | str]) -> None:
         manifest = checkpoint.manifest
-        metrics = manifest.metrics | self._metrics.late().get(manifest.serial, {})
+        metrics = manifest.metrics | self._metrics.late_metrics().get(manifest.serial, {})
         try:
             while (path := store.path_of(checkpoint)) is not None:
                 with store.reading(path):
@@ -221,7 +204,7 @@ class _Caller:
                         given = CommittedCheckpoint(manifest.step, path_or_url(path), manifest, metrics)
                         self._component.committed(given)
                         return
-            raise _DeletedError(_DELETED)
+            failures.append(_DELETED)
         except BaseException as error:  # SystemExit too: in a thread it would end that alone, and in silence
             failures.append(error)
 

@@ -22,7 +22,7 @@ from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.ranks.merging import Structures
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.shares import ShareBook, Shares
-from stagereg.checkpoint.ranks.unchanged import Unchanged
+from stagereg.checkpoint.ranks.unchanged import RepeatedExchange
 from stagereg.checkpoint.save.logged_metrics import LoggedMetrics
 from stagereg.checkpoint.save.state_planner import StatePlanner
 from stagereg.checkpoint.storage.protocol import Storage, name_of
@@ -35,7 +35,7 @@ class LastSave:
     """What a rank keeps of its last save, so that in the next one it need not send again what has not changed."""
 
     def __init__(self, repeats: bool) -> None:
-        self.plans, self.results = Unchanged(repeats), Unchanged(repeats)
+        self.plans, self.results = RepeatedExchange(repeats), RepeatedExchange(repeats)
         self.planner = StatePlanner()
         self.plan: SavePlan | None = None  # what this rank would have written
         self.sent: list[SavePlan] = []  # the same, as it is sent
@@ -46,10 +46,10 @@ class LastSave:
         self.finished = b""  # on rank 0: what the storage's ``finish_again`` needs
         self.described = ""  # on rank 0: the tensors in the index
 
-    def forget(self) -> None:
+    def forget_sent(self) -> None:
         """Send everything in the next save: this one has failed."""
-        self.plans.forget()
-        self.results.forget()
+        self.plans.forget_sent()
+        self.results.forget_sent()
         self.structures, self.entries = {}, {}
 
 
@@ -84,7 +84,7 @@ class StagedCopy:
     stager: str = ""  # its class
     names: Collection[str] = ()  # of the entries that it was given
     release: Callable[[dict[str, Any]], None] = lambda copy: None  # called with the copy when it has been written
-    look: Callable[[dict[str, Any]], object] = lambda copy: None  # called with the copy when it is complete
+    inspect: Callable[[dict[str, Any]], object] = lambda copy: None  # called with the copy when it is complete
     # Why this rank could not stage, which its training loop has raised. Text: the loop still has the error itself.
     failure: str | None = None
     settled: threading.Event = field(default_factory=threading.Event)  # ``failure`` is as it will be

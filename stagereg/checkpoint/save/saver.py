@@ -50,12 +50,12 @@ _A_COPY = (
 
 
 class Saver:
-    """For the training thread, but for :meth:`miss` and :meth:`look_for_hang`.
+    """For the training thread, but for :meth:`miss_save` and :meth:`look_for_hang`.
 
     Attributes:
         state: as it was given last; ``None`` before.
         saved: the step that was saved last, well or not.
-        reached: the step that was saved last; -1 before, and after a restore.
+        reached: the same; -1 before, and after a restore.
         leaving: whether the ranks are about to exit.
         names: of the parameters in it.
     """
@@ -109,14 +109,14 @@ class Saver:
     def save(self, step: int, follows: bool = False) -> None:
         """Stage and submit; ``follows`` if this rank has left its loop, and saves since others do."""
         schedules = {name: x.last_epoch for name, x in (self.state or {}).items() if isinstance(x, LRScheduler)}
-        save = PendingSave(a_step(step), self._target, follows=follows, taken={**schedules, **self._taken})
+        save = PendingSave(checked_step(step), self._target, follows=follows, taken={**schedules, **self._taken})
         if step < self.reached and not self._went_back:
             self._went_back = True
             _log.warning(_BACKWARDS, step, self.reached)
         if self.state is not None and self._target.ranks.rank == 0:
             self._stale.look(self.state)
         self.saved = self.reached = step
-        self._target.metrics.begin(step)
+        self._target.metrics.begin_save(step)
         self._number(save)
         try:
             self._background.admit(save)
@@ -176,7 +176,7 @@ class Saver:
                 self._background.failures.set_status(None)  # the exception below reports it
         preemption.exit(step, directory, failure)
 
-    def miss(self, step: int) -> None:
+    def miss_save(self, step: int) -> None:
         """Have the other ranks know that this one does not save ``step``; on any thread."""
         save = PendingSave(step, self._target, missed=True)
         self._number(save)
@@ -185,7 +185,7 @@ class Saver:
 
     def _number(self, save: PendingSave) -> None:
         if self._target.ranks.size > 1:
-            save.sharing.book, save.sharing.number = self._replicas, self._replicas.begin()
+            save.sharing.book, save.sharing.number = self._replicas, self._replicas.begin_save()
 
     def _share(self, save: PendingSave, captured: dict[str, Any]) -> dict[str, Any]:
         """Return what this rank stages of what it has, and note what the save has to know of it."""
@@ -226,7 +226,7 @@ class Saver:
                 self._looked = True
                 first_save.warn_of_foreign_parameters(self.state, captured)
                 kinds = first_save.kinds_of(self.state, captured, self._cast)
-                save.copy.look = partial(first_save.warn_of_other_kinds, kinds, self._stager_name)
+                save.copy.inspect = partial(first_save.warn_of_other_kinds, kinds, self._stager_name)
             if ranks.size > 1:
                 captured = self._share(save, captured)
             save.copy.began = record.now()
@@ -271,14 +271,14 @@ class Saver:
             save.copy.settled.set()
 
 
-def a_step(step: int) -> int:
+def checked_step(step: int) -> int:
     """Return a step. Raises: ``CheckpointError`` if it is none."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MOST:
         raise CheckpointError(f"A step is a whole number from 0 on, below 2**63, not {step!r:.100}.")
     return step
 
 
-def a_state(state: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+def checked_state(state: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Return a state. Raises: ``CheckpointError`` if it is none."""
     if not isinstance(state, MutableMapping):
         raise CheckpointError(

@@ -1,20 +1,12 @@
 """When to save: at fixed steps, or as often as is best for what checkpoints turn out to cost.
 
-:class:`Schedule` saves at the multiples of a number. :class:`Automatic` measures and plans with
-:mod:`stagereg.checkpoint.save.interval`:
-
-1. The first save comes after ten steps, of a fresh run and of a resumed one: the first few steps compile, allocate and
-   warm up, and their median over ten is that of a usual step; and ten steps are little to do once more.
-2. After each save the plan is made anew from the last few: what they held the loop for, by how much the steps beside
-   them were slower, how old each was when it was complete, and the time of an undisturbed step. The next save is at
-   most ten times as many steps away as were measured, since the first steps of a run may be unlike the later ones: on
-   an accelerator they may be no more than queued.
+:class:`Schedule` saves at the multiples of a number. :class:`Automatic` saves after ten steps, then plans anew after
+each save (:mod:`.interval`), from the last few: what they held the loop for, by how much the steps beside them were
+slower, how old each was when it was complete, and the time of an undisturbed step.
 
 Each rank makes its own plan, and the greatest holds for all: that of the rank that loses most, for which all others
 wait. The ranks exchange these numbers in every save, on a group of their own and without waiting: the result is taken
-up at the next call, so all ranks always know the same next step.
-
-:class:`.Checkpointer` calls all this; nothing here saves.
+up at the next call, so all ranks always know the same next step. Nothing here saves.
 """
 
 from __future__ import annotations
@@ -30,9 +22,13 @@ from stagereg.checkpoint.ranks.rank_group import RankGroup
 
 _log = logging.getLogger(__name__)
 
-_FIRST_STEPS = 10  # until the first save
+# Until the first save of a run, resumed or not: the first few steps compile, allocate and warm up, and the median over
+# ten is that of a usual step; and ten steps are little to do once more.
+_FIRST_STEPS = 10
 _STEPS = 200  # undisturbed ones whose median counts, the newest
-_FORESIGHT = 10  # how many times the steps that were measured a plan goes ahead at most
+# How many times the steps that were measured a plan goes ahead at most, since the first steps of a run may be unlike
+# the later ones: on an accelerator they may be no more than queued.
+_FORESIGHT = 10
 _SAVES = 5  # that count, the newest: a disk that becomes slow is noticed within so many
 
 

@@ -17,10 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
-from torch.distributed.checkpoint.default_planner import (
-    DefaultSavePlanner,
-    create_default_local_save_plan,
-)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -159,14 +156,10 @@ class StatePlanner(DefaultSavePlanner):
 def _expect_whole(name: str, tensor: TensorStorageMetadata) -> None:
     """Torch's own check takes the square of the ranks for what is not cut along its longest dimension."""
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
-    outside = any(
-        begin < 0 or begin + size > whole for box in boxes for begin, size, whole in zip(*box, tensor.size, strict=True)
-    )
-    if (
-        outside
-        or sum(math.prod(sizes) for _, sizes in boxes) != tensor.size.numel()
-        or (len(boxes) > 1 and overlap(boxes))
-    ):
+    ends = [extent for box in boxes for extent in zip(*box, tensor.size, strict=True)]
+    outside = any(begin < 0 or begin + size > whole for begin, size, whole in ends)
+    covers = sum(math.prod(sizes) for _, sizes in boxes) == tensor.size.numel()
+    if outside or not covers or (len(boxes) > 1 and overlap(boxes)):
         raise CheckpointError(
             f"The ranks' parts do not fit together: those of {name!r} do not make up {[*tensor.size]}."
         )
@@ -195,7 +188,7 @@ def _shard(name: str, x: torch.Tensor, part: Part) -> WriteItem:
     return WriteItem(MetadataIndex(name, part.offset), WriteItemType.SHARD, tensor_data=data)
 
 
-def split(plan: SavePlan, rank: int) -> list[SavePlan]:
+def split_plan(plan: SavePlan, rank: int) -> list[SavePlan]:
     """Return two plans: of entries that all replicas plan alike, and of those of this rank alone (``name.rank3``)."""
     own = {name for name, path in plan.planner_data.items() if str(path[0]).endswith(f".rank{rank}")}
     return [
@@ -208,13 +201,13 @@ def split(plan: SavePlan, rank: int) -> list[SavePlan]:
     ]
 
 
-def joined(plans: Sequence[SavePlan]) -> SavePlan:
-    """Undo :func:`split`, but for the order of items."""
+def join_plans(plans: Sequence[SavePlan]) -> SavePlan:
+    """Undo :func:`split_plan`, but for the order of items."""
     paths = {name: path for plan in plans for name, path in plan.planner_data.items()}
     return dataclasses.replace(plans[0], items=[item for plan in plans for item in plan.items], planner_data=paths)
 
 
-def by_number(dealt: SavePlan, given: SavePlan) -> SavePlan:
+def numbered(dealt: SavePlan, given: SavePlan) -> SavePlan:
     """Return what a rank was dealt, with the numbers that items have in the plan that it has ``given``, to be sent."""
     if len(dealt.items) == len(given.items) and all(map(operator.is_, dealt.items, given.items)):
         return dataclasses.replace(dealt, items=range(len(given.items)), planner_data=None)  # type: ignore[arg-type]
@@ -224,7 +217,7 @@ def by_number(dealt: SavePlan, given: SavePlan) -> SavePlan:
 
 
 def from_numbers(dealt: SavePlan, given: SavePlan) -> SavePlan:
-    """Undo :func:`by_number`, on the rank."""
+    """Undo :func:`numbered`, on the rank."""
     sent: list[Any] = dealt.items
     items = [given.items[item] if type(item) is int else item for item in sent]
     return dataclasses.replace(dealt, items=items, planner_data=given.planner_data)
@@ -236,12 +229,8 @@ def name_for_each(
 ) -> None:
     """Have the options of a group of parameters found under the name of each, as torch's flattened state dicts have it.
 
-    What was written once, for the first parameter, gets further names in the metadata that torch alone reads.
-
-    Args:
-        metadata: of the checkpoint; changes.
-        results: of each rank's ``write_data``; change.
-        groups: of each optimizer the parameters by the first one's name.
+    What was written once, for the first parameter, gets further names in the metadata that torch alone reads, and in
+    each rank's results. ``groups`` has of each optimizer the parameters by the first one's name.
     """
     for share in results:
         for result in list(share):

@@ -1,11 +1,9 @@
 """What a checkpoint holds: the caller's objects as entries.
 
 An entry is a name and a state dict or plain value, of modules and optimizers by the names of parameters
-(:mod:`.module_state`, :mod:`.optimizer_state`). What several ranks have of an entry is put together: of what is the
-same on all of them the lowest rank's copy is stored, and every rank reads what it needs, of a ``DTensor`` its own
-shard, however many ranks it was sharded over. What belongs to a rank is an entry per rank, ``name.rank0``,
-``name.rank1``: what :class:`PerRank` marks, and positions in data (:mod:`stagereg.data`). Beside the caller's entries,
-those under ``stagereg.`` hold the step, the number of ranks and each rank's random number generators.
+(:mod:`.module_state`, :mod:`.optimizer_state`). Of what is the same on all ranks one copy is stored; what belongs to a
+rank is an entry per rank, ``name.rank0``: what :class:`PerRank` marks, and positions in data (:mod:`stagereg.data`).
+Entries under ``stagereg.`` hold the step, the number of ranks and each rank's random number generators.
 """
 
 from __future__ import annotations
@@ -97,7 +95,7 @@ def current_value(state: Mapping[str, Any], name: str, names: ParameterNames) ->
     if modules := module_state.modules_of(value):
         return module_state.state_of(modules)
     if optimizers := optimizer_state.optimizers_of(value):
-        each = [optimizer_state.state_of(one, names.of(one, state)) for one in optimizers]
+        each = [optimizer_state.state_of(one, names.for_optimizer(one, state)) for one in optimizers]
         return optimizer_state.joined(each)
     return value.state_dict() if is_stateful(value) else value
 
@@ -134,18 +132,18 @@ def replicated(state: Mapping[str, Any]) -> list[str]:
     return [name for name, x in state.items() if module_state.modules_of(x) or optimizer_state.optimizers_of(x)]
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     """What has to be the same of a tensor that is saved and of the one that takes it."""
 
     dtype: torch.dtype
     shape: torch.Size
 
     @classmethod
-    def of(cls, x: Any) -> Kind:
+    def of(cls, x: Any) -> TensorKind:
         """Return that of a tensor, or of one that is stored."""
         return cls(x.dtype, x.shape)
 
-    def fits(self, other: Kind, cast: bool) -> bool:
+    def fits(self, other: TensorKind, cast: bool) -> bool:
         """Whether they are the same, or with ``cast`` of one shape and both of floating point."""
         floating = cast and self.dtype.is_floating_point and other.dtype.is_floating_point
         return self.shape == other.shape and (self.dtype == other.dtype or floating)

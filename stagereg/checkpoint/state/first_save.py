@@ -15,34 +15,31 @@ import torch
 import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 from stagereg.checkpoint.format.encoding import leaves
-from stagereg.checkpoint.state.entries import Kind, memory_of
+from stagereg.checkpoint.state.entries import TensorKind, memory_of
 from stagereg.data import is_stateful
 from stagereg.errors import listed
 
 _log = logging.getLogger(__name__)
 
 
-def kinds_of(state: Mapping[str, Any], captured: Mapping[str, Any], cast: bool) -> dict[str, tuple[Kind, bool]]:
+def kinds_of(state: Mapping[str, Any], captured: Mapping[str, Any], cast: bool) -> dict[str, tuple[TensorKind, bool]]:
     """Return of each tensor of an object, by its dotted name, what its copy has to be, and whether dtypes may differ.
 
-    Args:
-        state: as given to ``Checkpointer.save``.
-        captured: the entries of it that are staged.
-        cast: the option of the checkpointer.
+    Of ``state`` the entries ``captured`` are staged.
     """
-    found: dict[str, tuple[Kind, bool]] = {}
+    found: dict[str, tuple[TensorKind, bool]] = {}
     for name, value in state.items():
         converts = cast or bool(optimizer_state.optimizers_of(value))  # which torch gives the parameters' dtypes
         if name in captured and (converts or module_state.modules_of(value) or is_stateful(value)):
             tensors = ((path, x) for path, x in leaves(captured[name], name) if isinstance(x, torch.Tensor))
-            found |= {path: (Kind.of(x), converts) for path, x in tensors}
+            found |= {path: (TensorKind.of(x), converts) for path, x in tensors}
     return found
 
 
-def warn_of_other_kinds(kinds: Mapping[str, tuple[Kind, bool]], stager: str, copy: Mapping[str, Any]) -> None:
+def warn_of_other_kinds(kinds: Mapping[str, tuple[TensorKind, bool]], stager: str, copy: Mapping[str, Any]) -> None:
     """Log what has another dtype or shape in a copy. Any thread."""
     every = (pair for name, value in copy.items() for pair in leaves(value, name))
-    there = {path: Kind.of(x) for path, x in every if isinstance(x, torch.Tensor) and path in kinds}
+    there = {path: TensorKind.of(x) for path, x in every if isinstance(x, torch.Tensor) and path in kinds}
     other = {path: kind for path, kind in there.items() if not kind.fits(*kinds[path])}
     if not other:
         return

@@ -1,16 +1,10 @@
 """The state of optimizers by the names of parameters, so that any split of a model over ranks restores it.
 
 torch numbers the parameters of an optimizer from 0, and so do two pipeline stages, each for itself. Here a name stands
-for each of them, and a group goes by that of its first parameter::
-
-    {"state": {"fc.weight": {"exp_avg": ...}},
-     "param_groups": {"fc.weight": {"lr": 0.1, "params": ["fc.weight", "fc.bias"]}},
-     "aliases": {"head.weight": "emb.weight"}}
-
-The dotted names, ``optimizer.state.fc.weight.exp_avg``, are those of torch's flattened optimizer state dicts
-(``StateDictOptions(flatten_optimizer_state_dict=True)``). ``aliases`` are the other names of tied parameters, if there
-are some: in another split one may stand alone. What several ranks have of an optimizer, as stages, ``FSDP2`` and
-``ZeroRedundancyOptimizer`` do, is put together by name.
+for each of them, and a group goes by that of its first parameter (docs/format.md), so what several ranks have, as
+stages, ``FSDP2`` and ``ZeroRedundancyOptimizer`` do, is put together by name. The dotted names are those of torch's
+flattened optimizer state dicts (``StateDictOptions(flatten_optimizer_state_dict=True)``). ``aliases`` are the other
+names of tied parameters: in another split one may stand alone.
 
 A parameter of no module in the state goes by its number. Numbers, and names where only numbers are known, are matched
 by position, as torch does it.
@@ -45,17 +39,11 @@ _DECOUPLED = "decoupled_weight_decay"  # by which AdamW is no Adam
 
 
 class Names(NamedTuple):
-    """Of the parameters of an optimizer.
+    """Of the parameters of an optimizer."""
 
-    Attributes:
-        of: the name of each, in the order of the groups.
-        aliases: further names of tied ones, each with the first.
-        flat: the module of FSDP1 that has them, for torch to take apart.
-    """
-
-    of: dict[torch.Tensor, str]
-    aliases: dict[str, str]
-    flat: torch.nn.Module | None
+    by_parameter: dict[torch.Tensor, str]  # the name of each, in the order of the groups
+    aliases: dict[str, str]  # further names of tied ones, each with the first
+    flat: torch.nn.Module | None  # the module of FSDP1 that has them, for torch to take apart
 
 
 class ParameterNames:
@@ -64,14 +52,18 @@ class ParameterNames:
     def __init__(self) -> None:
         self._found: WeakKeyDictionary[Optimizer, Names] = WeakKeyDictionary()
 
-    def of(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Names:
+    def for_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Names:
         """Return the names that go with ``state``.
 
         Raises:
             CheckpointError: two parameters have one name.
         """
         params, found = parameters_of(optimizer), self._found.get(optimizer)
-        if found is None or len(params) != len(found.of) or not all(map(operator.is_, params, found.of)):
+        if (
+            found is None
+            or len(params) != len(found.by_parameter)
+            or not all(map(operator.is_, params, found.by_parameter))
+        ):
             found = self._found[optimizer] = _names(optimizer, params, state)
         return found
 
@@ -228,8 +220,8 @@ def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
         return {_STATE: whole[_STATE], _GROUPS: {each[_PARAMS][0]: each for each in whole[_GROUPS] if each[_PARAMS]}}
     inner = _inner(optimizer)
     found = inner.state_dict()
-    every = [*names.of.values()]
-    order = every if inner is optimizer else [names.of[param] for param in parameters_of(inner)]
+    every = [*names.by_parameter.values()]
+    order = every if inner is optimizer else [names.by_parameter[param] for param in parameters_of(inner)]
     if not _is_torchs(found) or not all(type(number) is int for number in found[_STATE]):
         return found
     groups: dict[str, Any] = {}
@@ -293,7 +285,9 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
                 )
         if own:
             found[own[0]] = {**first, _PARAMS: own}
-    local = [names.of[param] for param in parameters_of(_inner(optimizer))] if names.flat is None else [*source]
+    local = (
+        [names.by_parameter[param] for param in parameters_of(_inner(optimizer))] if names.flat is None else [*source]
+    )
     state = {name: saved[_STATE][source[name]] for name in local if source[name] in saved[_STATE]}
     _keep_apart(state)
     _keep_apart(found)
@@ -341,7 +335,7 @@ def _warn_of_one_group(optimizer: Optimizer, saved: Sequence[set[int]], here: Se
 def _groups_here(optimizer: Optimizer, names: Names) -> list[list[str]]:
     if names.flat is not None:
         return [group[_PARAMS] for group in state_of(optimizer, names)[_GROUPS].values()]
-    return [[names.of[param] for param in group[_PARAMS]] for group in optimizer.param_groups]
+    return [[names.by_parameter[param] for param in group[_PARAMS]] for group in optimizer.param_groups]
 
 
 def _keep_apart(structures: dict[str, Any]) -> None:
@@ -379,11 +373,11 @@ def load(optimizer: Optimizer, names: Names, loaded: Mapping[str, Any]) -> None:
         set_optimizer_state_dict(names.flat, optimizer, {_STATE: loaded[_STATE], _GROUPS: [*groups.values()]})
         return
     current = inner.state_dict()
-    order = [names.of[param] for param in parameters_of(inner)]
+    order = [names.by_parameter[param] for param in parameters_of(inner)]
     state = {number: _counting(loaded[_STATE][name]) for number, name in enumerate(order) if name in loaded[_STATE]}
     parts = []
     for part, group in zip(current[_GROUPS], optimizer.param_groups, strict=True):
-        own = names.of[group[_PARAMS][0]] if group[_PARAMS] else None
+        own = names.by_parameter[group[_PARAMS][0]] if group[_PARAMS] else None
         parts.append({**part, **_hyperparameters(groups.get(own, {}))})
     inner.load_state_dict({**current, _STATE: state, _GROUPS: parts})
     if inner is not optimizer:

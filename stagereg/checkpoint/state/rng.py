@@ -1,11 +1,8 @@
 """The random number generators of one process: what they were, and setting them back.
 
 Python's ``random``, torch's CPU generator, the current accelerator's if there is one, and NumPy's global one if the
-program has imported NumPy. All states are staged as bytes: those of Python and NumPy are collections that no stager
-needs to understand, and torch returns a new tensor each time, for which a stager would have to make a new plan. They
-are written as tensors of bytes, torch's own or JSON, always as many: in the structure they would be something new in
-each save, that every rank had to send. Generators that the program made itself are not covered: put their
-states into the saved state.
+program has imported NumPy; not those that the program made itself. All are staged as bytes: collections no stager needs
+to understand, and of a tensor, which torch returns anew each time, a stager would have to make a new plan.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import torch
 
 from stagereg.errors import CheckpointError
 
-_COLLECTIONS = ("python", "numpy")
+_COLLECTIONS = {"python", "numpy"}
 _JSON_BYTES = 8192  # more than what 625 numbers of 32 bits have; spaces fill it up
 
 
@@ -41,8 +38,11 @@ def capture() -> dict[str, bytes]:
 
 
 def as_tensors(state: dict[str, bytes]) -> dict[str, torch.Tensor]:
-    """Return what :func:`capture` returned as it is written."""
-    written = {name: _json(marshal.loads(data)) if name in _COLLECTIONS else data for name, data in state.items()}
+    """Return what :func:`capture` returned as it is written: tensors of bytes, torch's own or JSON."""
+    written = dict(state)
+    for name in written.keys() & _COLLECTIONS:
+        # Always as many bytes: in the structure they would be something new in each save, that every rank had to send.
+        written[name] = json.dumps(marshal.loads(state[name])).encode().ljust(_JSON_BYTES)
     return {name: _tensor(data) for name, data in written.items()}
 
 
@@ -72,10 +72,6 @@ def _set(state: dict[str, torch.Tensor]) -> None:
 
 def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _json(state: Any) -> bytes:
-    return json.dumps(state).encode().ljust(_JSON_BYTES)
 
 
 def _listed(state: Any) -> Any:

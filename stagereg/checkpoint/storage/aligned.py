@@ -3,11 +3,8 @@
 With ``O_DIRECT`` the disk reads memory itself: no copy into the page cache, hardly any processor time, nothing evicted
 that training needs. In return address, offset and length of every write must be multiples of a block. So what is small
 goes through two aligned buffers, one being filled while the other is written, and whole pages of memory go as they are
-where they are to lie on a page of the file too. What is left of a page at the end goes through the page cache. Writes
-run on a thread of their own while the CRC-32 of the same bytes is taken on the caller's: both let go of the GIL.
-
-Where ``O_DIRECT`` is not asked for, or the file system refuses it (at the opening or at the first write), the same
-writes go through the page cache. To a URL they go to an :class:`.Upload`.
+where they are to lie on a page of the file too; the end goes through the page cache. Writes run on a thread of their
+own while the CRC-32 of the same bytes is taken on the caller's: both let go of the GIL.
 """
 
 from __future__ import annotations
@@ -111,18 +108,15 @@ class Upload:
         self._file: Any = store.fs.open(store.path(url), "wb")
 
     def write(self, data: memoryview) -> None:
-        """See :class:`.DiskFile`. Raises: what the store has failed with."""
         # A large tensor whole would be a part of its own size, and as much memory once more.
         for begin in range(0, len(data), _PIECE_BYTES):
             self._file.write(data[begin : begin + _PIECE_BYTES])
             failpoint("writing")
 
     def end(self) -> None:
-        """See :class:`.DiskFile`. Sends what is left."""
         self._file.close()
 
     def close(self, whole: bool) -> None:
-        """See :class:`.DiskFile`."""
         if not whole:
             with contextlib.suppress(Exception):
                 self._file.discard()

@@ -3,12 +3,10 @@
 The file of a rank is what torch's writer would have made of the same entries, archive by archive (:mod:`.envelope`);
 only the order, and what lies between them, differ. A tensor goes one of three ways:
 
-* *In place.* A stager that reserved padding around it (:mod:`stagereg.kernel.memory`) has made its memory nearly the
-  image of the file. Head and tail are written into the padding, the rest of which becomes zeros, and all of it goes
-  to the file without a copy, with its neighbours. Fewer than 64 bytes between two of them are what the stager's memory
-  held there: other tensors of the copy, or what that memory was used for before by this process.
-* *From elsewhere in memory*, behind its head: a large tensor as it lies, at an offset in the file that is as far from
-  a page boundary as its memory; others through a buffer, packed if they have holes, copied if an accelerator has them.
+* *In place* (:mod:`.in_place`): what lies between two tensors is zeros, or fewer than 64 bytes of what the stager's
+  memory held there: other tensors of the copy, or what that memory was used for before by this process.
+* *From elsewhere in memory*, behind its head: a large tensor as it lies, others through a buffer, packed if they have
+  holes, copied if an accelerator has them.
 * *As torch does it.* The few kinds that :func:`.envelope.envelope` names go through ``torch.save``.
 """
 
@@ -49,9 +47,6 @@ class DcpStorage(FileStorage):
         path: the directory or URL; torch and the checkpointer name another for each checkpoint.
         direct: ``"auto"``, or ``"never"`` to write through the page cache everywhere.
         buffer_mb: MiB of each of the two buffers, at least 1.
-
-    Attributes:
-        padding: see :class:`.Storage`.
     """
 
     padding = (768, 1024)
@@ -66,7 +61,6 @@ class DcpStorage(FileStorage):
         return {**super().__getstate__(), "_image": None}
 
     def write_files(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        """See :class:`.FileStorage`."""
         if not items:
             return []
         name = f"__{rank}_0{DEFAULT_SUFFIX}"
@@ -109,7 +103,6 @@ class TorchDcpStorage(FileSystemWriter, Storage):
         )
 
     def reader(self, path: StrPath) -> StorageReader:
-        """See :class:`.Storage`."""
         return FileSystemReader(path)
 
 
@@ -117,16 +110,12 @@ def _write_item(file: AlignedFile, name: str, item: WriteItem, data: Any) -> Wri
     """Write an item that does not lie in memory as it will in the file."""
     if not isinstance(data, torch.Tensor):
         return write_archive(file, name, item, data)
-    x = _bare(data)
+    x = data.detach().resolve_conj().resolve_neg()
     around = envelope(x)
     if around is not None:
         return _result(item, name, _write_tensor(file, x, around), x, around)
     own = x.layout is torch.strided and x.untyped_storage().nbytes() == x.nbytes
     return write_archive(file, name, item, x.cpu() if own else x.cpu().clone())
-
-
-def _bare(x: Any) -> torch.Tensor:
-    return x.detach().resolve_conj().resolve_neg()
 
 
 def _result(item: WriteItem, name: str, begin: int, x: torch.Tensor, around: Envelope) -> TensorResult:

@@ -6,9 +6,8 @@ It is a zip archive whose one large record is the content of the tensor's storag
     | head: form of the tensor, …  | content: the elements, nothing between them | tail: checksums, directory |
 
 Head and tail depend on dtype, shape and stride alone, but for checksums of the zip, which ``torch.load`` does not look
-at (``torch.serialization.set_crc32_options``). So torch is asked once for each kind of tensor, under
-``torch.serialization.skip_data``, which leaves the content out (:func:`envelope`). Where the content of a tensor begins
-is in what the writer returns (:class:`.TensorResult`).
+at (``torch.serialization.set_crc32_options``). So torch is asked once for each kind of tensor (:func:`envelope`). Where
+the content of a tensor begins is in what the writer returns (:class:`.TensorResult`).
 """
 
 from __future__ import annotations

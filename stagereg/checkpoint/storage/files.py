@@ -38,7 +38,6 @@ from stagereg.errors import CheckpointError
 StrPath: TypeAlias = str | os.PathLike[str]
 
 _METADATA = ".metadata"
-_REFUSED = "%s is on a file system that refuses O_DIRECT: written through the page cache."
 
 _log = logging.getLogger(__name__)
 
@@ -77,13 +76,12 @@ class FileStorage(Storage):
 
     @property
     def repeats(self) -> bool:
-        """See :class:`.Storage`; a subclass with ways of its own is called each time."""
+        # A subclass with ways of its own is called each time.
         own, kind = FileStorage, type(self)
         return kind.finish is own.finish and kind.prepare_global_plan is own.prepare_global_plan
 
     @property
     def marks(self) -> Mapping[str, FileMark]:
-        """See :class:`.Storage`."""
         return dict(self._marks)
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
@@ -137,12 +135,9 @@ class FileStorage(Storage):
 
     @property
     def finished(self) -> bytes:
-        """See :class:`.Storage`."""
         return self._metadata
 
     def finish_again(self, finished: bytes) -> None:
-        """See :class:`.Storage`."""
-
         def write() -> None:
             with self.create(_METADATA) as file:
                 file.write(finished)
@@ -150,7 +145,6 @@ class FileStorage(Storage):
         retrying("writing", self.path, write) if is_url(self.path) else write()
 
     def reader(self, path: StrPath) -> StorageReader:
-        """See :class:`.Storage`; it is torch's own reader."""
         if is_url(path):
             from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
@@ -173,7 +167,7 @@ class FileStorage(Storage):
         if target.refused:
             self._direct = False
             if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a machine would log the same
-                _log.warning(_REFUSED, self.path)
+                _log.warning("%s is on a file system that refuses O_DIRECT: written through the page cache.", self.path)
 
 
 def write_archive(file: AlignedFile, name: str, item: WriteItem, data: torch.Tensor | io.BytesIO) -> ArchiveResult:

@@ -96,7 +96,7 @@ class SafetensorsStorage(FileStorage):
         super().__init__(path, direct=True, buffer_bytes=_BUFFER_BYTES)
 
     def write_files(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        """See :class:`.FileStorage`. Raises: ``CheckpointError``, with the name of a tensor that cannot be written."""
+        """Write them. Raises: ``CheckpointError``, with the name of a tensor that cannot be written."""
         by_name = {item.index.fqn: item for item in items}
         kinds = {name: item.tensor_data for name, item in by_name.items() if item.tensor_data is not None}
         if len(by_name) < len(items):
@@ -130,7 +130,6 @@ class SafetensorsStorage(FileStorage):
         return results
 
     def reader(self, path: StrPath) -> StorageReader:
-        """See :class:`.Storage`."""
         return SafetensorsReader(path)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import stagereg.checkpoint.store.conditions as conditions
 from stagereg.checkpoint.format.checksum import crc32
-from stagereg.checkpoint.format.damage import WHOLE, Condition, Found, differences, of_error
+from stagereg.checkpoint.format.damage import WHOLE, Condition, Found, damage_of, differences
 from stagereg.checkpoint.format.manifest import LATEST, Checkpoint, FileMark, Manifest, plain_name, step_name
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.failpoints import failpoint
@@ -98,14 +98,14 @@ class CheckpointStore:
         try:
             sizes = conditions.sizes(self.backend, path)
         except OSError as error:
-            return dict.fromkeys(parts, of_error(error))
+            return dict.fromkeys(parts, damage_of(error))
         found: dict[str, Found] = {}
         for name, part in parts.items():
             there = sizes.get(name, "missing")
             try:
                 found[name] = self.backend.mark(f"{path}/{name}", part) if isinstance(there, int) else there
             except OSError as error:
-                found[name] = of_error(error)
+                found[name] = damage_of(error)
         return found
 
     def reading(self, path: str) -> contextlib.AbstractContextManager[None]:

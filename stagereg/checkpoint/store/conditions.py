@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from stagereg.checkpoint.format.damage import Condition, Unclear, differences, of_error
+from stagereg.checkpoint.format.damage import Condition, Unclear, damage_of, differences
 from stagereg.checkpoint.format.manifest import MANIFEST, Checkpoint, Manifest, step_of
 from stagereg.checkpoint.store.backend import Backend
 
@@ -93,7 +93,7 @@ def _manifest(backend: Backend, path: str, there: int | str) -> Manifest | str:
     try:
         manifest = Manifest.loads(backend.read(f"{path}/{MANIFEST}"))
     except OSError as error:
-        return of_error(error)
+        return damage_of(error)
     except ValueError as error:
         return f"damaged ({error})"
     named = step_of(path.rpartition("/")[2])

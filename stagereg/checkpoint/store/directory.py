@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from stagereg.checkpoint.format.damage import WHOLE, Condition, of_error
+from stagereg.checkpoint.format.damage import WHOLE, Condition, damage_of
 from stagereg.checkpoint.format.manifest import (
     KEPT,
     LATEST,
@@ -159,5 +159,5 @@ def _size(entry: os.DirEntry[str]) -> int | str | None:
             return None
         found = entry.stat(follow_symlinks=False)
     except OSError as error:
-        return of_error(error)
+        return damage_of(error)
     return found.st_size if stat.S_ISREG(found.st_mode) else "no regular file"

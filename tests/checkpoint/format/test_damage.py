@@ -16,7 +16,7 @@ import stagereg.checkpoint.load.restoring as restoring
 import stagereg.checkpoint.store.local_files as local
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.checksum import combined
-from stagereg.checkpoint.format.damage import WHOLE, differences, marks_of_shares, share
+from stagereg.checkpoint.format.damage import WHOLE, differences, marks_of_shares, share_of_rank
 from stagereg.checkpoint.format.manifest import FileMark, Manifest
 from stagereg.checkpoint.options import Leave, Replicas, Restore
 from stagereg.checkpoint.store.local_files import mark_file
@@ -35,7 +35,7 @@ def test_the_checksum_of_parts_is_that_of_the_whole(first: bytes, second: bytes)
 @given(FILES, st.integers(1, 7))
 def test_shares_have_every_byte_once_and_are_balanced(files: dict[str, bytes], size: int) -> None:
     marks = {name: FileMark(len(content), zlib.crc32(content)) for name, content in files.items()}
-    shares = [share(marks, rank, size) for rank in range(size)]
+    shares = [share_of_rank(marks, rank, size) for rank in range(size)]
     parts = [[(name, files[name][part.start : part.stop]) for name, part in each.items()] for each in shares]
     for name, content in files.items():
         assert b"".join(part for each in parts for other, part in each if other == name) == content
@@ -58,7 +58,7 @@ def test_any_damage_is_found_in_shares(tmp_path: Path, monkeypatch: pytest.Monke
 
     def damages() -> dict[str, str]:
         store = open_store(tmp_path)
-        shares = [store.contents(str(tmp_path), share(manifest.files, rank, size)) for rank in range(size)]
+        shares = [store.contents(str(tmp_path), share_of_rank(manifest.files, rank, size)) for rank in range(size)]
         return differences(manifest, marks_of_shares(shares))
 
     assert damages() == {}

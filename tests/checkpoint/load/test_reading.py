@@ -68,7 +68,7 @@ def test_chunks_of_any_shape_and_order_make_the_tensor(tmp_path_factory: pytest.
         part, entry = torch.empty_like(sub), files_read.index.find("x")
         assert entry is not None
         transfer = Transfer(files_read.file)
-        transfer.add(part, start, entry, "x")
+        transfer.add_tensor(part, start, entry, "x")
         transfer.run()
     assert isinstance(leaf, Leaf)
     assert torch.equal(leaf.value, whole)
@@ -236,7 +236,7 @@ def test_other_shapes_dtypes_and_strides_are_taken_as_before(tmp_path: Path) -> 
 def test_a_file_that_ends_too_early_is_an_error_that_names_it(tmp_path: Path) -> None:
     with saved(tmp_path, {"x": torch.ones(100_000)}) as checkpointer:
         checkpointer.verify = "fast"
-        real = CheckpointFiles.open
+        real = CheckpointFiles.open_for
 
         def cut(files: CheckpointFiles, leaves: Any) -> Any:
             found = real(files, leaves)
@@ -244,7 +244,7 @@ def test_a_file_that_ends_too_early_is_an_error_that_names_it(tmp_path: Path) ->
             return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CheckpointFiles, "open", cut)
+            patch.setattr(CheckpointFiles, "open_for", cut)
             with pytest.raises(CheckpointError, match=r"the objects have changed in part: .*__0_0.distcp ends at byte"):
                 checkpointer.restore({"x": torch.zeros(100_000)})
 

@@ -260,7 +260,7 @@ def test_an_error_of_load_state_dict_is_not_reported_as_damage(root: Path, caplo
     assert seen(caplog) == []
 
 
-open_files = CheckpointFiles.open
+open_files = CheckpointFiles.open_for
 
 
 def unreadable(files: CheckpointFiles, leaves: Any) -> Any:
@@ -301,9 +301,9 @@ def restore_on_two_ranks(rank: int, world_size: int, root: str) -> tuple[list[tu
         again()
         checkpointer.verify = "fast"
         if rank == 1:
-            CheckpointFiles.open = unreadable  # type: ignore[method-assign]
+            CheckpointFiles.open_for = unreadable  # type: ignore[method-assign]
         again()
-        CheckpointFiles.open = open_files  # type: ignore[method-assign]
+        CheckpointFiles.open_for = open_files  # type: ignore[method-assign]
     return found, logged
 
 

@@ -296,7 +296,7 @@ def test_what_is_no_regular_file_is_never_waited_for(forged: Path, file: str, ki
 
     def opened() -> None:
         files = CheckpointFiles.of(checkpoint, build("storage", "dcp"))
-        files.open([files.structure("pair")])
+        files.open_for([files.structure("pair")])
 
     with pytest.raises(CheckpointError, match="no regular file"):
         opened()

@@ -31,8 +31,8 @@ def exchanged(before: Any, after: Any, known: Any = None, change: Any = lambda s
     old, own = structures(before), RankEntries({"optimizer": after}, None)
     there = {(name, digest(each)): each for name, each in (old if known is None else known).items()}
     merging = Merging([own.digests(old)], [0], (), there)
-    [asked] = merging.ask()
-    sent = change(own.answer(asked, old))
+    [asked] = merging.ask_ranks()
+    sent = change(own.structures_for(asked, old))
     return sent.get("optimizer"), merging.put_together([sent])["optimizer"].text
 
 
@@ -91,4 +91,4 @@ def test_what_does_not_make_up_the_structure_is_refused(what: str) -> None:
 def test_of_ranks_that_have_the_same_the_first_is_asked() -> None:
     every = [RankEntries({"optimizer": optimizer(lr)}, None).digests({}) for lr in (0.5, 0.25, 0.5)]
     merging = Merging([EntryDigests(*each) for each in every], [2, 0, 1], (), {})
-    assert [sorted(each) for each in merging.ask()] == [[], ["optimizer"], ["optimizer"]]
+    assert [sorted(each) for each in merging.ask_ranks()] == [[], ["optimizer"], ["optimizer"]]

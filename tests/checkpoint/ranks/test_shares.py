@@ -333,16 +333,16 @@ def test_ranks_write_the_same_shares_whatever_they_know_when_they_stage(data: st
 
         def write(number: int, replicas: ShareBook = replicas, found: list[int] = found, staged: Any = staged) -> None:
             known = staged[number] or replicas.cut(number, {"x": {"a": torch.ones(sizes[number])}})
-            of = number if known is None else known[1].of
+            of = number if known is None else known[1].found_in
             found.append(of)
             cuts = {("x", True): [Cut((), "a", torch.Size([sizes[number]]), torch.float32, None, None)]}
             new = Shares(number, cuts, {"x.a": None}, {("x", True): 0}) if known is None else None
-            replicas.end(number, new, failed=fails[number])
+            replicas.end_save(number, new, failed=fails[number])
 
         for number in range(len(fails)):
             while len(found) < number - 1 or (len(found) < number and data.draw(st.booleans())):
                 write(len(found))
-            assert replicas.begin() == number
+            assert replicas.begin_save() == number
             staged.append(replicas.cut(number, {"x": {"a": torch.ones(sizes[number])}}))
         while len(found) < len(fails):
             write(len(found))

@@ -11,7 +11,7 @@ import torch
 
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.ranks.unchanged import Unchanged
+from stagereg.checkpoint.ranks.unchanged import RepeatedExchange
 from stagereg.checkpoint.save.state_planner import StatePlanner
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.directory import Directory
@@ -164,7 +164,7 @@ def test_a_directory_is_listed_twice_a_save_and_by_rank_zero(stages: Any) -> Non
 
 
 def test_what_ranks_send_alike_arrives_as_one_object() -> None:
-    unchanged, arrived = Unchanged(True), []
+    unchanged, arrived = RepeatedExchange(True), []
     posts = [unchanged.post(rank, ({"x": [1, 2]}, rank), (None,)) for rank in range(3)]
     unchanged.reply(posts, lambda varying, lasting: arrived.extend(lasting or ()) or varying)
     assert arrived[0][0] is arrived[1][0] is arrived[2][0]
@@ -215,7 +215,7 @@ class Counted:
 
 
 def test_what_is_the_same_object_is_not_pickled_again() -> None:
-    unchanged, part, other = Unchanged(True), Counted(), Counted()
+    unchanged, part, other = RepeatedExchange(True), Counted(), Counted()
     digests = [unchanged.post(0, (each,), ()).digest for each in (part, part, part)]
     assert (len(set(digests)), Counted.pickled) == (1, 1)
     unchanged.post(0, (other,), ())

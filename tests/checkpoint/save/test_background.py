@@ -178,7 +178,7 @@ def test_a_look_that_fails_leaves_the_thread_to_later_saves(write: Write, monkey
             raise ValueError("no process group")
 
     rank, background = Rank(), write.background()
-    background.look_out(rank.look)
+    background.call_when_idle(rank.look)
     assert looked.wait(30)
     write.go.set()
     write.submitted(background)

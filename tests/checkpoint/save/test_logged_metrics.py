@@ -175,11 +175,11 @@ def test_memory_for_metrics_is_bounded(caplog: Any) -> None:
     for step in range(10_000):
         logged.add(step, {"loss": 1.0})
         if step % 2:
-            logged.begin(step)  # of which every other one fails
+            logged.begin_save(step)  # of which every other one fails
         if step % 4 == 1:
             logged.committed(Manifest(step, 1, step, {}), {step - 4, step - 8})
     held = (logged._recent, logged._saved, logged._manifests)
     assert [len(each) for each in held] == [63, 19, 3]
     with caplog.at_level(logging.WARNING):
         logged.add(10_001, {f"metric {i}": 0.0 for i in range(1000)} | {"\ud800": 0.0, "x" * 1000: 0.0})
-    assert (len(logged.of(10_001)), len(caplog.records)) == (256, 1)
+    assert (len(logged.of_step(10_001)), len(caplog.records)) == (256, 1)
