@@ -295,7 +295,7 @@ def composed(folder: Path, *overrides: str) -> Any:
 )
 def test_a_command_line_sets_the_policy(tmp_path: Path, overrides: list[str], meant: Any) -> None:
     with stagereg.instantiate(composed(tmp_path, *overrides).checkpoint) as checkpointer:
-        assert checkpointer.keep == meant
+        assert checkpointer._target.keep == meant
 
 
 @pytest.mark.parametrize(
