@@ -124,9 +124,7 @@ def test_no_class_name_is_used_twice_in_one_package() -> None:
 
 
 LINES, LINES_OF_A_FUNCTION, MEMBERS = 450, 60, 20
-TOO_LARGE = {
-    "stagereg.checkpoint.store.checkpoint_store.CheckpointStore",
-}
+TOO_LARGE: set[str] = set()
 """What is still to become smaller: nothing is added here, and what has become so is taken out."""
 
 

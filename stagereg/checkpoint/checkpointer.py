@@ -294,15 +294,16 @@ class Checkpointer:
         expect_fit(self._storage, store.root)
         named = self._ranks.run_on_all("The ranks could not compare their directories", lambda: {"dir": store.root})
         options.expect_alike(named)
+        appears_at = path_or_url(store.root)
         hold = self._hold.move(store, self.wait)
         self._crashes.leave()
         self._hold.let_go()
         self._hold = hold
         self._store = self._target.store = store
+        self.dir = appears_at
         self._crashes.move(store)
         self._saver.reached = -1
         self._target.metrics.forget()
-        self.dir = path_or_url(store.appears_as or store.root)
         self._background.newest = None
 
     def restore(self, state: MutableMapping[str, Any], source: str | os.PathLike[str] | None = None) -> int | None:

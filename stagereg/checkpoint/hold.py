@@ -67,15 +67,13 @@ class Hold:
             if other._lock is not None:
                 other._lock.release()
             raise
-        if hidden and not store.appears_as:
+        if hidden:
             store.hide()
         return other
 
     def let_go(self) -> None:
         """Let other runs write there."""
         if self._store is not None and self._lock is not None:
-            if self._store.appears_as:  # its first save has failed
-                self._store.backend.discard(self._store.root)
             self._store.settle()
             self._lock.release()
 

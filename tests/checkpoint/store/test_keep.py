@@ -201,7 +201,7 @@ def test_a_run_keeps_the_union_and_ls_says_why(dir: str, capsys: pytest.CaptureF
         3: "every 3",
         2: "best 1 of 2 by loss=0.125",
     }
-    with open_store(dir).reading(open_store(dir).checkpoints()[0][-1].path):
+    with open_store(dir).readers.reading(open_store(dir).checkpoints()[0][-1].path):
         reader = f"best 1 of 2 by loss=0.125; being read by process {os.getpid()} on "
         assert listed(dir, capsys)[2].startswith(reader)
     assert cli.main(["ls", dir]) == 0
