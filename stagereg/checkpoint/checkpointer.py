@@ -164,8 +164,8 @@ class Checkpointer:
         self._background.listeners.append(self._crashes.committed)
         if first:
             self._target.metrics.listen(self._background.note_metrics)
-        about = self._leave.grace, self._background.describe_newest
-        self._together = Together(process_group, self._target.token, self._ranks, self._saver, *about)
+        parts = self._ranks, self._saver, self._leave.grace, self._background
+        self._together = Together(process_group, self._target.token, *parts)
         self.preemption = self._together.preemption
         on_commit = components if first else {}, self._background, self._target.metrics
         self._calls = CommitCalls(*on_commit, self.preemption)

@@ -21,13 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Hold:
-    """The hold of one run, which all of its ranks take, change and let go of together.
-
-    Args:
-        ranks: of the run.
-        seconds: how long a store that does not answer is waited for.
-        resume: the option.
-    """
+    """The hold of one run, which all of its ranks take, change and let go of together."""
 
     def __init__(self, ranks: RankGroup, seconds: float, resume: str) -> None:
         self._ranks, self._seconds, self._resume = ranks, seconds, resume

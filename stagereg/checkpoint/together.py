@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable
 from functools import partial
 
 import torch.distributed as dist
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.requests import Ending, Requests
+from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.errors import CheckpointError, DisagreementError, name_ranks
 
@@ -25,14 +25,6 @@ SAVE, LEAVE, RESTORE, MOVE = "save", "leave", "restore", "move_to"
 
 class Together:
     """This rank's part.
-
-    Args:
-        process_group: the ranks that train together, ``None`` for all of them.
-        token: of this run.
-        ranks: that save together, the same.
-        saver: of this rank.
-        grace: how long the ranks have to leave after a signal; ``None`` leaves signals alone.
-        newest: returns a sentence on the newest good checkpoint.
 
     Attributes:
         preemption: whether the ranks are to leave; ``None`` if signals are left alone.
@@ -45,15 +37,15 @@ class Together:
         ranks: RankGroup,
         saver: Saver,
         grace: datetime.timedelta | None,
-        newest: Callable[[], str],
+        background: Background,
     ) -> None:
         training, name = None if ranks.group is None else process_group or dist.group.WORLD, f"checkpoint/{token}"
         self.preemption: PreemptionConsensus | None = None
         if grace is not None:
-            signals = Requests(training, f"{name}/signals")
+            signals, newest = Requests(training, f"{name}/signals"), background.describe_newest
             self.preemption = PreemptionConsensus(RankGroup(process_group), grace.total_seconds(), newest, signals)
         self._requests, self._ending = Requests(training, f"{name}/saves"), Ending(training, f"{name}/end")
-        self._ranks, self._saver = ranks, saver
+        self._ranks, self._saver, self._background = ranks, saver, background
 
     def post(self, what: str) -> None:
         """This rank does ``what`` now; all others are to. On the training thread."""
@@ -99,7 +91,7 @@ class Together:
         try:
             self._ending.wait(seen, self.answer_all, self._ranks.limit.total_seconds())
         except CheckpointError:
-            self._saver.raise_failure()  # of a save, which says more
+            self._background.raise_failure()  # of a save, which says more
             raise
 
     def leave(self) -> None:

@@ -158,10 +158,6 @@ class Saver:
         if last > done and not unknown:
             self.save(int(last), follows=own[0] < last)
 
-    def raise_failure(self) -> None:
-        """Raise the failure of a save that no call has raised yet."""
-        self._background.raise_failure()
-
     def leave(self, step: int, preemption: PreemptionConsensus, directory: str, follows: bool = False) -> NoReturn:
         """Save ``step``, unless that is done, and exit; on all ranks, which have agreed to."""
         self.leaving = True

@@ -37,9 +37,6 @@ _log = logging.getLogger(__name__)
 class CheckpointStore:
     """The checkpoints below one root, in a file system or an object store; :func:`.open_store` makes it.
 
-    Args:
-        backend: where they lie.
-
     Attributes:
         backend: where they lie.
         notes: small files beside them.
