@@ -43,7 +43,7 @@ ROOMS = [
     {"store", "state"},
     {"storage", "ranks"},
     {"save", "load"},
-    {"options", "dcp_writer", "hold", "together"},
+    {"options", "dcp_writer", "hold", "together", "end_report"},
     {"checkpointer"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
@@ -124,13 +124,7 @@ def test_no_class_name_is_used_twice_in_one_package() -> None:
 
 
 LINES, LINES_OF_A_FUNCTION, MEMBERS = 450, 60, 20
-TOO_LARGE = {
-    "stagereg.checkpoint.checkpointer",
-    "stagereg.checkpoint.checkpointer.Checkpointer",
-    "stagereg.checkpoint.checkpointer.Checkpointer.__init__",
-    "stagereg.checkpoint.ranks.rank_group.RankGroup.round_trip",
-    "stagereg.checkpoint.store.checkpoint_store.CheckpointStore",
-}
+TOO_LARGE: set[str] = set()
 """What is still to become smaller: nothing is added here, and what has become so is taken out."""
 
 

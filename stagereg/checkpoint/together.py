@@ -7,6 +7,7 @@ over something says so, in place of others' waiting for it; and in the end all w
 from __future__ import annotations
 
 import contextlib
+import datetime
 from functools import partial
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.requests import Ending, Requests
+from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.errors import CheckpointError, DisagreementError, name_ranks
 
@@ -24,28 +26,38 @@ SAVE, LEAVE, RESTORE, MOVE = "save", "leave", "restore", "move_to"
 class Together:
     """This rank's part.
 
-    Args:
-        training: the ranks that train together; ``None`` for a process alone.
-        name: the same on all ranks, and of nothing else in the job.
-        ranks: that save together.
-        saver: of this rank.
+    Attributes:
         preemption: whether the ranks are to leave; ``None`` if signals are left alone.
     """
 
     def __init__(
         self,
-        training: dist.ProcessGroup | None,
-        name: str,
+        process_group: dist.ProcessGroup | None,
+        token: str,
         ranks: RankGroup,
         saver: Saver,
-        preemption: PreemptionConsensus | None,
+        grace: datetime.timedelta | None,
+        background: Background,
     ) -> None:
+        training, name = None if ranks.group is None else process_group or dist.group.WORLD, f"checkpoint/{token}"
+        self.preemption: PreemptionConsensus | None = None
+        if grace is not None:
+            signals, newest = Requests(training, f"{name}/signals"), background.describe_newest
+            self.preemption = PreemptionConsensus(RankGroup(process_group), grace.total_seconds(), newest, signals)
         self._requests, self._ending = Requests(training, f"{name}/saves"), Ending(training, f"{name}/end")
-        self._ranks, self._saver, self._preemption = ranks, saver, preemption
+        self._ranks, self._saver, self._background = ranks, saver, background
 
     def post(self, what: str) -> None:
         """This rank does ``what`` now; all others are to. On the training thread."""
         self._requests.post(what)
+
+    def begin_save(self, step: int) -> str:
+        """This rank saves ``step`` now; return ``SAVE``, or ``LEAVE`` if the ranks have agreed to exit after it."""
+        if self._saver.leaving:
+            return SAVE
+        what = LEAVE if self.preemption is not None and self.preemption.agreed_before_save(step) else SAVE
+        self.post(f"{what} {step}")
+        return what
 
     def take(self) -> str | None:
         """Return the next request that this rank, which has left its loop, has not met."""
@@ -69,14 +81,18 @@ class Together:
     def look_for_missed(self) -> None:
         """Answer what other ranks wait for, where this one has passed over it; on the background thread."""
         self._saver.look_for_hang()
-        if self._preemption is not None:
-            self._preemption.look_for_missed()
+        if self.preemption is not None:
+            self.preemption.look_for_missed()
         self.answer(self._requests.take_missed())
         self._ending.look()
 
     def end(self, seen: int | None) -> None:
         """Wait until all ranks have come to the end. Raises: ``CheckpointError`` if one will not come, or has not."""
-        self._ending.wait(seen, self.answer_all, self._ranks.limit.total_seconds())
+        try:
+            self._ending.wait(seen, self.answer_all, self._ranks.limit.total_seconds())
+        except CheckpointError:
+            self._background.raise_failure()  # of a save, which says more
+            raise
 
     def leave(self) -> None:
         """This rank does nothing together with others any more."""

@@ -168,7 +168,7 @@ class _Follower:
         try:
             return self._notes.lock()
         except CheckpointError as error:
-            if (owner := self._notes.backend.holder()) is None:
+            if (owner := self._notes.holder()) is None:
                 raise
             raise CheckpointError(
                 f"{self._store.root} is followed under the name {self._name!r} already, by {owner}. End that one, or "
@@ -218,7 +218,7 @@ class _Follower:
 
     def _deal_with(self, checkpoint: Checkpoint) -> None:
         key = checkpoint.key
-        with self._store.reading(checkpoint.path):
+        with self._store.readers.reading(checkpoint.path):
             condition = self._store.look(checkpoint.path, content=True)
             if condition.manifest != checkpoint.manifest:
                 return  # deleted or replaced meanwhile, as the next look reports

@@ -39,8 +39,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def list_checkpoints(asked: argparse.Namespace) -> int:
     """Print the checkpoints; return 0, also where some are damaged."""
     found = located(asked.directory, empty=True)
-    owner, latest, crashes = found.store.backend.holder(), found.store.latest(), crashes_in(found.store)
-    kept, readers = found.store.retention.kept(), found.store.readers()
+    owner, latest, crashes = found.store.holder(), found.store.latest(), crashes_in(found.store)
+    kept, readers = found.store.retention.kept(), found.store.readers.found()
     entries = []
     for each in _read(found) if asked.verify else found.conditions:
         # Not by the path: a directory that is reached by a link may spell it otherwise.
@@ -97,7 +97,7 @@ def _read(found: Located) -> list[Condition]:
     looked = []
     for each in found.conditions:
         output.progress(f"reading {each.path}")
-        with found.store.reading(each.path):
+        with found.store.readers.reading(each.path):
             looked.append(found.store.look(each.path, content=True))
     output.progress()
     return looked

@@ -148,7 +148,7 @@ class NamedCheckpoints:
         if not made.is_dir():
             return  # it has failed, and a later one has not
         if path.is_dir() and not path.is_symlink():
-            read = self._stores.setdefault(path, open_store(path)).readers()
+            read = self._stores.setdefault(path, open_store(path)).readers.found()
             before = [each for each in path.glob(_STEPS) if each.name not in read]
             made.rename(path / made.name)
             sync(path)

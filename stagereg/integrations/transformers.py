@@ -164,7 +164,8 @@ class _Run:
     def restore(self) -> None:
         """Load the objects, which are all there now, from the checkpoint whose files were checked."""
         checkpointer = self.checkpointer
-        checkpointer.resume, checkpointer.verify = str(checkpointer.restored), "fast"
+        checkpointer.resume = str(checkpointer.restored)
+        checkpointer.restore_options = dataclasses.replace(checkpointer.restore_options, verify="fast")
         checkpointer.restore(self._objects())
         self._trainer._save_rng_state(self.folder)
         self.restored = True

@@ -63,11 +63,10 @@ class CopyTo:
             missing = [*takewhile(lambda one: _identity(one.manifest) not in there, source.checkpoints()[0])]
             wanted = self.keep.kept(missing, {one.path: source.notes.metrics_of(one.manifest) for one in missing})
             copies = {one.path: _place(one, target) for one in missing if one.path in wanted}
-            for begun in set(target.leftovers()).difference(copies.values()):
-                target.backend.discard(begun)
-            target.backend.tidy()
+            target.sweep(but=copies.values())
+            target.retention.spared.clear()
             for one in reversed([one for one in missing if one.path in wanted]):
-                with source.reading(one.path):
+                with source.readers.reading(one.path):
                     if source.look(one.path).manifest != one.manifest:
                         continue  # deleted meanwhile
                     try:

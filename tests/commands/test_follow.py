@@ -116,7 +116,7 @@ def test_each_checkpoint_is_taken_once_in_order(root: str, job: Job, command: Co
 def test_one_that_gets_its_plain_name_is_not_taken_again(tmp_path: Path, job: Job, command: Command) -> None:
     root = tmp_path / "run"
     save(root, 100)
-    with open_store(root).reading(str(path_of(root, 100))):
+    with open_store(root).readers.reading(str(path_of(root, 100))):
         [again] = save(root, 100, salt="again")
         assert again != str(path_of(root, 100))
         command("follow", root, "--idle", "0", *job.command)
@@ -279,7 +279,7 @@ def test_what_is_read_is_kept_and_what_went_before_is_named(tmp_path: Path, job:
         until(lambda: job.steps == [100])
         store = open_store(root)
         with store.lock():
-            assert store.readers().keys() == {"step-00000100"}
+            assert store.readers.found().keys() == {"step-00000100"}
         shutil.rmtree(path_of(root, 200))
         gate.touch()
         until(lambda: job.steps == [100, 300])
@@ -288,7 +288,7 @@ def test_what_is_read_is_kept_and_what_went_before_is_named(tmp_path: Path, job:
         assert follower.returncode == 0
     assert job.steps == [100, 300, 400]
     assert "step-00000200 was deleted before it was its turn" in said
-    assert store.readers() == {}
+    assert store.readers.found() == {}
 
 
 def test_notes_can_lie_elsewhere_and_are_data(tmp_path: Path, job: Job, command: Command) -> None:

@@ -9,6 +9,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+import stagereg
+
 
 def composed(folder: Path, *overrides: str) -> dict[str, Any]:
     (folder / "app.yaml").write_text("defaults: [stagereg, _self_]\n")
@@ -49,3 +51,17 @@ def test_a_number_still_says_how_many_are_kept(tmp_path: Path) -> None:
 def test_of_two_presets_the_last_one_counts(tmp_path: Path) -> None:
     found = composed(tmp_path, "checkpoint/restore=fast", "checkpoint/restore=bucket")
     assert found["restore"] == composed(tmp_path, "checkpoint/restore=bucket")["restore"]
+
+
+def test_a_checkpointer_that_is_chosen_off_takes_the_same_options_and_does_nothing(tmp_path: Path) -> None:
+    (tmp_path / "app.yaml").write_text('defaults: [stagereg, {override checkpoint: "off"}, _self_]\n')
+    (tmp_path / "on.yaml").write_text("defaults: [stagereg, _self_]\n")
+    options = [f"checkpoint.dir={tmp_path}/c", "checkpoint.every=1", "checkpoint/restore=fast"]
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        configs = [compose("app", options), compose("on", [*options, "checkpoint=off"])]
+    assert configs[0] == configs[1]
+    with stagereg.instantiate(configs[0].checkpoint) as checkpointer:
+        assert isinstance(checkpointer, stagereg.Checkpointer)
+        assert checkpointer.restore({"x": 0}) is None
+        assert not checkpointer.maybe_save(1, {"x": 1})
+    assert not (tmp_path / "c").exists()

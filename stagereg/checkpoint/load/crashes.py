@@ -143,7 +143,7 @@ def crashes_in(store: CheckpointStore) -> dict[str, Crashes]:
     Errors of the store are ``OSError``.
     """
     note = _RestoreNote.read(store)
-    times = note.counted(over=store.backend.holder() is None) if note.restored or note.times else {}
+    times = note.counted(over=store.holder() is None) if note.restored or note.times else {}
     there = {each.path: each.key for each in store.checkpoints()[0]} if times else {}
     return {path: Crashes(times[key], note.most) for path, key in there.items() if key in times}
 

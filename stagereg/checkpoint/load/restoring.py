@@ -113,7 +113,7 @@ def _tried(asked: RestoreRequest) -> Checkpoint | None:
         candidate = condition.checkpoint
         if candidate is not None:
             parent = store if resume in ("auto", "latest") else open_parent_store(candidate.path)
-            with parent.reading(candidate.path) if ranks.rank == 0 else nullcontext():
+            with parent.readers.reading(candidate.path) if ranks.rank == 0 else nullcontext():
                 asked.counter.begin_restore(parent, candidate)
                 condition = _Attempt(parent, candidate, machines, asked).run()
             if not condition.damages:

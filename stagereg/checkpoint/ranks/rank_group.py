@@ -56,14 +56,16 @@ def _cause(error: BaseException) -> BaseException | None:
     return error.__cause__ if isinstance(error, CheckpointError) else error
 
 
-def _texts(errors: Mapping[int, BaseException]) -> list[str]:
+def _listed(errors: Mapping[int, BaseException]) -> str:
     """Return what each rank failed with; ranks that failed alike are named together."""
     alike: dict[str, list[int]] = {}
     for rank, error in errors.items():
         alike.setdefault(reason(error), []).append(rank)
     # Who has found that ranks disagree is not the one at fault.
     blameless = {reason(error) for error in errors.values() if isinstance(error, DisagreementError)}
-    return [text if text in blameless else f"{name_ranks(ranks)}: {text}" for text, ranks in alike.items()]
+    texts = [text if text in blameless else f"{name_ranks(ranks)}: {text}" for text, ranks in alike.items()]
+    more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
+    return "; ".join(texts[:_SHOWN] + more)
 
 
 def portable(error: BaseException) -> BaseException:
@@ -75,11 +77,30 @@ def portable(error: BaseException) -> BaseException:
     return error
 
 
-def _answers(answers: Sequence[object]) -> list[bytes]:
-    """Return what is sent for answers; those that are one object are pickled once."""
-    packed = {id(each): each for each in answers}
-    posts = {key: pickle.dumps((each, {})) for key, each in packed.items()}
-    return [posts[id(each)] for each in answers]
+def _post(act: Callable[[], object]) -> tuple[bytes, BaseException | None]:
+    """Let this rank act; return what it sends to rank 0, and what it failed with: the others wait, whatever it is."""
+    try:
+        return pickle.dumps((act(), None)), None
+    except BaseException as error:
+        return pickle.dumps((None, portable(error))), error
+
+
+def _answer(
+    posts: Sequence[bytes], answer: Callable[[list[T]], Sequence[U]]
+) -> tuple[list[bytes], BaseException | None]:
+    """Return what rank 0 sends to each rank for their posts, and what ``answer`` failed with."""
+    failure: BaseException | None = None
+    try:
+        values, found = zip(*map(pickle.loads, posts), strict=True)
+        errors = {rank: error for rank, error in enumerate(found) if error is not None}
+        if not errors:
+            answers = answer(list(values))
+            packed = {id(each): each for each in answers}  # those that are one object are pickled once
+            messages = {key: pickle.dumps((each, {})) for key, each in packed.items()}
+            return [messages[id(each)] for each in answers], None
+    except BaseException as error:
+        failure, errors = error, {0: portable(error)}
+    return [pickle.dumps((None, errors))] * len(posts), failure
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:
@@ -296,11 +317,7 @@ class RankGroup:
                 return answer([act()])[0]
             except Exception as error:
                 raise kind_of([error])(f"{failing}: {reason(error)}") from _cause(error)
-        failure: BaseException | None = None
-        try:
-            post = pickle.dumps((act(), None))
-        except BaseException as error:  # the others wait, whatever it is
-            failure, post = error, pickle.dumps((None, portable(error)))
+        post, failure = _post(act)
         if not dist.is_initialized():
             raise CheckpointError(
                 f"{failing}: the process group is gone; close() the Checkpointer before destroy_process_group()"
@@ -310,13 +327,8 @@ class RankGroup:
             posts = self._collect(post, limit or _PATIENCE)
         answers: list[bytes] = []
         if self.rank == 0:
-            try:
-                values, found = zip(*map(pickle.loads, posts), strict=True)
-                errors = {rank: error for rank, error in enumerate(found) if error is not None}
-                answers = [] if errors else _answers(answer(list(values)))
-            except BaseException as error:
-                failure, errors = error, {0: portable(error)}
-            answers = answers or [pickle.dumps((None, errors))] * self.size
+            answers, failed = _answer(posts, answer)
+            failure = failure if failed is None else failed
         with self.explaining(failing):
             answered, errors = pickle.loads(self._hand_out(answers, limit or _PATIENCE))
         if failure is not None:
@@ -324,10 +336,8 @@ class RankGroup:
             if not isinstance(failure, Exception):
                 raise failure
         if errors:
-            texts = _texts(errors)
-            more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
             cause = next(iter(errors.values())) if failure is None else failure
-            raise kind_of(errors.values())(f"{failing}: {'; '.join(texts[:_SHOWN] + more)}") from _cause(cause)
+            raise kind_of(errors.values())(f"{failing}: {_listed(errors)}") from _cause(cause)
         return cast("U", answered)
 
     def _collect(self, post: bytes, limit: datetime.timedelta) -> list[bytes]:

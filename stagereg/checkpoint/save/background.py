@@ -189,6 +189,13 @@ class Background:
             self.newest = next((each.manifest.step for each in store.checkpoints()[0]), None)
         return self.describe_newest()
 
+    def finish_before_exchange(self, done: str) -> None:
+        """Wait for every save, on the training thread, which then meets the other ranks in an exchange."""
+        self.finish()
+        if self.hanging:  # in an exchange with the other ranks, which another one must not meet
+            self.raise_failure()
+            raise CheckpointError(f"Nothing was {done}: a save has not ended yet, since the storage hangs.")
+
     def close(self) -> None:
         """End the thread after its last save; one that hangs commits nothing, should it ever go on."""
         for save in self._under_way:

@@ -25,6 +25,7 @@ from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.logged_metrics import LoggedMetrics
 from stagereg.checkpoint.save.on_commit import CommittedCheckpoint, OnCommit
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.located import path_of
 from stagereg.checkpoint.store.open_store import path_or_url
 from stagereg.crash_report import summarize_exception
 
@@ -190,7 +191,7 @@ class _Caller:
             self._fail(step, f"has not returned for {limit} and is given up; until it does, it is not called again")
         elif failure is not None:
             self._fail(step, f"has failed: {summarize_exception(failure, __file__)}", failure)
-        if store.path_of(checkpoint) is None:
+        if path_of(store, checkpoint) is None:
             newest = self._background.note_lost(step, store)
             self._fail(step, f"has deleted or changed the checkpoint {checkpoint.path}, which it must not. {newest}")
 
@@ -198,9 +199,9 @@ class _Caller:
         manifest = checkpoint.manifest
         metrics = manifest.metrics | self._metrics.late_metrics().get(manifest.serial, {})
         try:
-            while (path := store.path_of(checkpoint)) is not None:
-                with store.reading(path):
-                    if store.path_of(checkpoint) == path:  # else it has got its plain name just before
+            while (path := path_of(store, checkpoint)) is not None:
+                with store.readers.reading(path):
+                    if path_of(store, checkpoint) == path:  # else it has got its plain name just before
                         given = CommittedCheckpoint(manifest.step, path_or_url(path), manifest, metrics)
                         self._component.committed(given)
                         return

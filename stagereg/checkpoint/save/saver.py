@@ -29,10 +29,11 @@ from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget
 from stagereg.checkpoint.save.schedule import Schedule
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.checkpoint.state.stale_numbers import StaleNumbers
+from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.crash_report import summarize_exception
 from stagereg.data import LoadsEveryRank
 from stagereg.errors import CheckpointError, StageregError, reason
-from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies
+from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesPadding
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +87,10 @@ class Saver:
         self._looked = target.ranks.rank > 0  # at what is looked at in a first save
         self._went_back = target.ranks.rank > 0  # which was said
         self._stale = StaleNumbers()
+        if isinstance(target.storage, Storage) and isinstance(stager, ReservesPadding):
+            stager.reserve_padding(*target.storage.padding)
+        if isinstance(stager, ReleasesCopies):
+            stager.expect_release()
 
     def remember(self, state: MutableMapping[str, Any]) -> None:
         """Keep what is to be saved, also after this rank has left a loop, and count the steps of its optimizers."""

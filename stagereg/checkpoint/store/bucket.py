@@ -1,8 +1,7 @@
 """A prefix of an object store: a checkpoint is committed by its manifest, the object that is written last.
 
-``latest`` is an object with the name of the directory that was committed last; docs/checkpoints.md shows all of them. A
-store cannot rename, so nothing is written under another name than its last, and each name has the token of its save. A
-directory without a manifest is being written, or is what a killed run left; readers pass it by. A checkpoint that is
+``latest`` is an object with the name of the directory that was committed last. A store cannot rename, so each name has
+the token of its save. A directory without a manifest is being written, or left by a killed run; a checkpoint that is
 deleted loses its manifest first.
 
 Nothing outside ``root`` is listed or deleted, and below it only directories that are named ``step-00000100.<token>``.

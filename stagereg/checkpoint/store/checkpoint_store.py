@@ -10,24 +10,22 @@ Paths are full paths, or URLs, as text. Errors are ``OSError`` unless said other
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import stagereg.checkpoint.store.conditions as conditions
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import WHOLE, Condition, Found, damage_of, differences
-from stagereg.checkpoint.format.manifest import LATEST, Checkpoint, FileMark, Manifest, plain_name, step_name
+from stagereg.checkpoint.format.manifest import LATEST, Checkpoint, FileMark, Manifest, step_name
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.keep import Keep, KeepRule
-from stagereg.checkpoint.store.lease import LeaseRecord
 from stagereg.checkpoint.store.local_files import sync
-from stagereg.checkpoint.store.lock import LOCK, StoreLock
+from stagereg.checkpoint.store.lock import LOCK, Owner, StoreLock
 from stagereg.checkpoint.store.notes import Notes
 from stagereg.checkpoint.store.readers import Readers
 from stagereg.checkpoint.store.retention import Retention
@@ -39,22 +37,20 @@ _log = logging.getLogger(__name__)
 class CheckpointStore:
     """The checkpoints below one root, in a file system or an object store; :func:`.open_store` makes it.
 
-    Args:
-        backend: where they lie.
-
     Attributes:
         backend: where they lie.
         notes: small files beside them.
+        readers: who reads them.
         retention: which of them stay.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.notes = Notes(backend)
-        self._readers = Readers(backend)
-        self.retention = Retention(backend, self.notes, self._readers)
+        self.readers = Readers(backend)
+        self.retention = Retention(backend, self.notes, self.readers)
         self._lock: StoreLock | None = None
-        self.appears_as = ""  # what publish renames a hidden root to
+        self._appears_as = ""  # what publish renames a hidden root to
 
     @property
     def root(self) -> str:
@@ -108,33 +104,6 @@ class CheckpointStore:
                 found[name] = damage_of(error)
         return found
 
-    def reading(self, path: str) -> contextlib.AbstractContextManager[None]:
-        """Keep a checkpoint from being deleted while the block runs, if it is complete when the block begins.
-
-        In the block, look first whether it still is. Any process, any thread, also while a run writes there; without
-        the right to write in its directory, nothing is kept. :mod:`.store.readers` has the details.
-
-        Args:
-            path: as :meth:`look` has it.
-        """
-        return self._readers.reading(path)
-
-    def readers(self) -> dict[str, list[LeaseRecord]]:
-        """Return the leases of those who read checkpoints, by the names of these (:meth:`.Readers.found`)."""
-        return self._readers.found()
-
-    def path_of(self, checkpoint: Checkpoint) -> str | None:
-        """Return where a checkpoint of this store is now, by its manifest and the sizes; ``None`` if it is gone.
-
-        That is its path, or the plain name that it has got since.
-        """
-        folder, _, name = checkpoint.path.rpartition("/")
-        for path in (checkpoint.path, f"{folder}/{plain_name(name)}"):
-            found = self.look(path)
-            if found.manifest == checkpoint.manifest and not found.damages:
-                return path
-        return None
-
     def latest(self) -> Checkpoint | None:
         """Return what ``latest`` points to; ``None`` if that is nothing, or not complete."""
         return self.look(f"{self.root}/{LATEST}").checkpoint
@@ -147,26 +116,32 @@ class CheckpointStore:
 
     def hide(self) -> None:
         """Have a store that is not there yet appear with its first checkpoint; before :meth:`lock`, on all ranks."""
-        folder, _, name = self.root.rpartition("/")
-        self.backend.root, self.appears_as = f"{folder}/.{name}.tmp", self.root
+        if not self._appears_as:
+            folder, _, name = self.root.rpartition("/")
+            self.backend.root, self._appears_as = f"{folder}/.{name}.tmp", self.root
 
     def appeared(self) -> None:
         """Note that a hidden store has its first checkpoint; on all ranks, after :meth:`publish`."""
-        if self.appears_as:
-            self.backend.root, self.appears_as = self.appears_as, ""
+        if self._appears_as:
+            self.backend.root, self._appears_as = self._appears_as, ""
+
+    def holder(self) -> Owner | None:
+        """Return who holds the lock at this moment, or ``None``; neither waits nor locks."""
+        return self.backend.holder()
 
     def lock(self) -> StoreLock:
         """Lock the store until the lock is released (:meth:`.Backend.lock`); :meth:`publish` checks that it is held."""
         self._lock = self.backend.lock()
         return self._lock
 
-    def sweep(self) -> None:
-        """Delete what killed runs left half-written, and bring to its end what one of them had begun."""
-        hidden = self.backend.list(self.root) if self.appears_as else {}
+    def sweep(self, but: Collection[str] = ()) -> None:
+        """Delete what killed runs left half-written, ``but`` these, and bring to its end what one of them had begun."""
+        hidden = self.backend.list(self.root) if self._appears_as else {}
         for path in [f"{self.root}/{name}" for name in hidden if name != LOCK] or self.leftovers():
-            self.backend.discard(path)
+            if path not in but:
+                self.backend.discard(path)
         self.backend.tidy()
-        self._readers.found(delete=True)
+        self.readers.found(delete=True)
         complete, damaged = self.checkpoints()
         self.retention.spared = {each.path for each in complete}
         # One that points to what is damaged stays as it is: that the newest is lost must not go unnoticed.
@@ -232,10 +207,10 @@ class CheckpointStore:
                 "checkpoints); the next save makes up for it: %s"
             )
             _log.warning(text, manifest.step, made.path, error)
-        if self.appears_as:
-            os.rename(self.root, self.appears_as)
+        if self._appears_as:
+            os.rename(self.root, self._appears_as)
             if self._lock is not None:
-                self._lock.moved(self.appears_as)
+                self._lock.moved(self._appears_as)
             self.appeared()
             sync(Path(self.root).parent)
             made = Checkpoint(f"{self.root}/{made.name}", manifest)
@@ -243,10 +218,11 @@ class CheckpointStore:
         return made
 
     def settle(self) -> None:
-        """Give steps that this run has saved again their plain names, where somebody has read the old one until now.
-
-        Before the lock is released. Raises nothing.
+        """Before the lock is released: give steps that were saved again their plain names, where somebody has read the
+        old one until now, and delete a hidden store whose first save has failed. Raises nothing.
         """
+        if self._appears_as:
+            self.backend.discard(self.root)
         try:
             if self._lock is not None:
                 self.retention.settle(self._lock)

@@ -5,10 +5,10 @@ is made by a conditional write, which one of several that try it at once wins, a
 thread; one that was not renewed for a minute is free. So after a machine was lost, another one waits up to a minute; on
 the same machine, an owner that has ended is found out at once.
 
-This is weaker than a lock. A run that is stopped for more than a minute and wakes up again may believe for one request
-that it still holds what another one has taken over; it looks before each commit. Where a store has no conditional
-write, and where an old object is replaced, the second of two writers at the same moment wins, and the first finds out
-by reading again. Clocks of machines that differ by more than a minute defeat it.
+This is weaker than a lock. A run that is stopped for more than a minute may believe for one request that it still holds
+what another one has taken over; it looks before each commit. Of two that write at the same moment where a store has no
+conditional write, or replace an old object, the second wins, and the first finds out by reading again. Clocks of
+machines that differ by more than a minute defeat it.
 """
 
 from __future__ import annotations
@@ -49,11 +49,7 @@ _log = logging.getLogger(__name__)
 class Lease:
     """A file that says who uses something; a thread renews it every twenty seconds, until it is ended or forgotten.
 
-    Args:
-        path: its full path or URL.
-        write: writes a small file.
-        delete: deletes one.
-        read: reads one, if another one may put its own in the place; that is neither renewed nor deleted.
+    ``read`` is for one in the place of which another may put its own; that is neither renewed nor deleted.
     """
 
     def __init__(
@@ -106,12 +102,7 @@ def _keep(held: weakref.ref[Lease], ended: threading.Event, level: int) -> None:
 
 
 class StoreLease(StoreLock):
-    """The lock of a prefix of an object store; a minute after the end of its owner it is free.
-
-    Args:
-        objects: the store.
-        root: the URL of the prefix.
-    """
+    """The lock of the prefix ``root`` of an object store; a minute after the end of its owner it is free."""
 
     _look_s = 0.5
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from stagereg.checkpoint.format.damage import Condition
-from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, step_of
+from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, plain_name, step_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_parent_store, open_store
 from stagereg.errors import CheckpointError, DamagedError
@@ -86,7 +86,7 @@ def newest(target: str, verify: bool, reading: ExitStack) -> tuple[Checkpoint, l
     for each in newest_first(found.conditions):
         condition = each
         if not each.damages:
-            reading.enter_context(found.store.reading(each.path))
+            reading.enter_context(found.store.readers.reading(each.path))
             condition = found.store.look(each.path, content=verify)
         if condition.checkpoint is not None:
             return condition.checkpoint, passed
@@ -96,3 +96,16 @@ def newest(target: str, verify: bool, reading: ExitStack) -> tuple[Checkpoint, l
         return newest(target, verify, reading)  # a run has replaced them by newer ones meanwhile
     listed = "\n".join(f"{each.path}: {each}" for each in passed)
     raise DamagedError(f"There is no good checkpoint in {target}:\n{listed}")
+
+
+def path_of(store: CheckpointStore, checkpoint: Checkpoint) -> str | None:
+    """Return where a checkpoint of ``store`` is now, by its manifest and the sizes; ``None`` if it is gone.
+
+    That is its path, or the plain name that it has got since.
+    """
+    folder, _, name = checkpoint.path.rpartition("/")
+    for path in (checkpoint.path, f"{folder}/{plain_name(name)}"):
+        found = store.look(path)
+        if found.manifest == checkpoint.manifest and not found.damages:
+            return path
+    return None

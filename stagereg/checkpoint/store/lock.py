@@ -5,10 +5,8 @@ is a POSIX record lock: it dies with its process, however that ends; forked chil
 ``DataLoader`` do not inherit it; and it works across machines, on NFS as on the file systems of clusters. (``flock``,
 which the package filelock uses, locks within one machine only on some of these, such as GPFS.)
 
-Such a lock knows processes only, and a process loses it as soon as it closes the file a second time; so what this
-process holds is kept here, and nothing else may open ``.lock``. An object store has another kind of lock
-(:mod:`stagereg.checkpoint.store.lease`). The file may be deleted with its directory under a run that goes on:
-:meth:`StoreLock.check` notices. Reading checkpoints needs no lock.
+A process loses such a lock as soon as it closes the file a second time; so what this process holds is kept here, and
+nothing else may open ``.lock``. It may be deleted under a run that goes on: :meth:`StoreLock.check` notices.
 """
 
 from __future__ import annotations
@@ -88,12 +86,7 @@ class StoreLock:
     the last save may end after that. Where the file system has no locks, one warning is logged, and only checkpointers
     of this process are kept out.
 
-    Args:
-        root: the directory, as messages name it, which must be there.
-        patience: seconds to wait for it.
-
-    Raises:
-        CheckpointError: another run holds it; the message names it. ``OSError``.
+    Raises ``OSError``, and ``CheckpointError`` if another run holds it for ``patience`` seconds; the message names it.
     """
 
     _look_s = 0.05

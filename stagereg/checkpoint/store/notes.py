@@ -13,11 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class Notes:
-    """The notes of a store; any process reads, and the run that holds the lock writes.
-
-    Args:
-        backend: where they lie.
-    """
+    """The notes of a store; any process reads, and the run that holds the lock writes."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

@@ -30,12 +30,10 @@ class ObjectStore:
     """The store that a URL is in. Any thread may use it.
 
     Args:
-        url: of anything in it. fsspec takes credentials and endpoints from the environment, and from its own
-            configuration.
+        url: of anything in it. fsspec takes credentials and endpoints from the environment and its own configuration.
 
     Raises:
-        ConfigError: fsspec does not know the protocol of the URL, or the package for it is not installed; the URL names
-            no bucket, has a password in it, or a character that fsspec takes for a pattern.
+        ConfigError: fsspec cannot open it; it names no bucket, or has a password or a character of a pattern in it.
     """
 
     def __init__(self, url: str) -> None:

@@ -1,13 +1,9 @@
 """Who reads checkpoints: the run that writes in a directory does not delete a checkpoint that somebody reads.
 
-A reader writes the file ``.reading.step-00000100.TOKEN`` beside the checkpoint, renews it every twenty seconds, and
-deletes it when it has read. The run looks for such files before it deletes a checkpoint, and once more when it has just
-taken that out of sight, and then brings it back. So what a reader finds complete after it has taken its lease stays as
-long as it renews that. The checkpoint is deleted by a later save.
-
-A reader that has ended without deleting its file no longer counts: one on the machine of the run at once, another one
-when the file has not changed for a minute by the clock of the run, as clocks of machines differ. Locks of file systems
-are not used, which do not reach other machines everywhere. Who may not write in the directory reads without a lease.
+A reader keeps a lease beside the checkpoint, ``.reading.step-00000100.TOKEN`` (:mod:`.store.lease`). The run looks for
+these before it deletes a checkpoint, and once more when it has just taken that out of sight, and then brings it back.
+So what a reader finds complete after it has taken its lease stays; a later save deletes it. Locks of file systems do
+not reach other machines everywhere. Who may not write in the directory reads without a lease.
 """
 
 from __future__ import annotations
@@ -28,11 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class Readers:
-    """The leases of those who read checkpoints in a store.
-
-    Args:
-        backend: where they lie.
-    """
+    """The leases of those who read checkpoints in a store."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

@@ -1,11 +1,9 @@
 """How often a request is tried that a network may lose, and which errors are not worth another try.
 
-A trial that fails for a reason that may pass (no connection, a time-out, a store that is busy or in trouble) is made
-again, after waits that double from half a second to a minute, each shortened at random by up to half so that the ranks
-do not come back all at once ("equal jitter", M. Brooker, AWS Architecture Blog, 2015). What cannot get better by
-waiting (no permission, no such bucket, bad credentials, a bad argument) is raised at once. A series ends with its last
-trial, or when the time is up that :func:`within` gave the thread; it warns once, at its first failure. A call that does
-not come back at all is for :func:`answered`.
+A trial that fails for a reason that may pass is made again, after waits that double from half a second to a minute,
+each shortened at random by up to half so that the ranks do not come back all at once ("equal jitter", M. Brooker, AWS
+Architecture Blog, 2015). What cannot get better by waiting is raised at once. A series ends with its last trial, or
+when the time is up that :func:`within` gave the thread; it warns once. :func:`answered` is for a call that hangs.
 """
 
 from __future__ import annotations

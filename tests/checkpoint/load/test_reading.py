@@ -24,6 +24,7 @@ from stagereg.checkpoint.format.encoding import Leaf, decode, encode, fill, leav
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
 from stagereg.checkpoint.load.reading import CheckpointFiles, Transfer
+from stagereg.checkpoint.options import Restore
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
 from stagereg.stagers.blocking import BlockingAsyncStager
@@ -235,7 +236,7 @@ def test_other_shapes_dtypes_and_strides_are_taken_as_before(tmp_path: Path) -> 
 
 def test_a_file_that_ends_too_early_is_an_error_that_names_it(tmp_path: Path) -> None:
     with saved(tmp_path, {"x": torch.ones(100_000)}) as checkpointer:
-        checkpointer.verify = "fast"
+        checkpointer.restore_options = Restore(verify="fast")
         real = CheckpointFiles.open_for
 
         def cut(files: CheckpointFiles, leaves: Any) -> Any:

@@ -254,7 +254,7 @@ def test_a_directory_that_cannot_be_listed_is_an_error(root: Path, monkeypatch: 
 def test_an_error_of_load_state_dict_is_not_reported_as_damage(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Checkpointer(str(root)) as checkpointer:
         for verify in ("full", "fast"):
-            checkpointer.verify = verify
+            checkpointer.restore_options = Restore(verify=verify)
             with pytest.raises(CheckpointError, match="no 'y' in it"):
                 checkpointer.restore({"y": 0})
     assert seen(caplog) == []
@@ -299,7 +299,7 @@ def restore_on_two_ranks(rank: int, world_size: int, root: str) -> tuple[list[tu
             flip(path_of(Path(root), 2) / "__1_0.distcp")
         checkpointer._ranks.run_on_all("", int)
         again()
-        checkpointer.verify = "fast"
+        checkpointer.restore_options = Restore(verify="fast")
         if rank == 1:
             CheckpointFiles.open_for = unreadable  # type: ignore[method-assign]
         again()

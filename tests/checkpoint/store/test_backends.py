@@ -24,6 +24,7 @@ from stagereg.checkpoint.store.bucket import Bucket
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.directory import Directory
 from stagereg.checkpoint.store.keep import Keep
+from stagereg.checkpoint.store.located import path_of
 from stagereg.errors import CheckpointError
 from tests.support.memory_backend import MemoryBackend
 
@@ -79,7 +80,7 @@ def test_the_newest_stay_and_each_step_has_one(kind: str, saves: list[tuple[int,
             done = save(store, step, keep)
             assert there(backend) == expected
             assert store.latest() == done
-            assert store.path_of(done) == done.path
+            assert path_of(store, done) == done.path
         assert store.leftovers() == []
 
 
@@ -238,8 +239,8 @@ def test_what_is_read_stays_until_a_later_save(kind: str) -> None:
     with made(kind) as backend:
         store = CheckpointStore(backend)
         first = save(store, 1)
-        with CheckpointStore(backend).reading(first.path):
-            assert [*store.readers()] == [first.name]
+        with CheckpointStore(backend).readers.reading(first.path):
+            assert [*store.readers.found()] == [first.name]
             save(store, 2, keep=1)
             assert there(backend) == [(2, 2), (1, 1)]
         save(store, 3, keep=1)

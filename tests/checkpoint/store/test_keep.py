@@ -201,7 +201,7 @@ def test_a_run_keeps_the_union_and_ls_says_why(dir: str, capsys: pytest.CaptureF
         3: "every 3",
         2: "best 1 of 2 by loss=0.125",
     }
-    with open_store(dir).reading(open_store(dir).checkpoints()[0][-1].path):
+    with open_store(dir).readers.reading(open_store(dir).checkpoints()[0][-1].path):
         reader = f"best 1 of 2 by loss=0.125; being read by process {os.getpid()} on "
         assert listed(dir, capsys)[2].startswith(reader)
     assert cli.main(["ls", dir]) == 0
@@ -295,7 +295,7 @@ def composed(folder: Path, *overrides: str) -> Any:
 )
 def test_a_command_line_sets_the_policy(tmp_path: Path, overrides: list[str], meant: Any) -> None:
     with stagereg.instantiate(composed(tmp_path, *overrides).checkpoint) as checkpointer:
-        assert checkpointer.keep == meant
+        assert checkpointer._target.keep == meant
 
 
 @pytest.mark.parametrize(

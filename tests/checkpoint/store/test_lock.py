@@ -75,13 +75,13 @@ def test_a_second_checkpointer_is_refused_until_the_first_closes(root: str) -> N
     first = Checkpointer(root)
     with pytest.raises(CheckpointError, match=r"another Checkpointer of this process; close\(\)"):
         Checkpointer(root)
-    own = open_store(root).backend.holder()
+    own = open_store(root).holder()
     assert own is not None
     assert own.pid == os.getpid()
     first.save(1, {"x": 1})
     first.close()
     Checkpointer(root).close()
-    assert open_store(root).backend.holder() is None
+    assert open_store(root).holder() is None
 
 
 def test_a_deleted_lock_is_held_again_and_reported(root: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -37,7 +37,7 @@ BOUND_S = 60
 READ = """
 import sys, time
 from stagereg.checkpoint.store.open_store import open_store
-with open_store(sys.argv[1]).reading(sys.argv[1] + "/step-00000001"):
+with open_store(sys.argv[1]).readers.reading(sys.argv[1] + "/step-00000001"):
     print("reading", flush=True)
     time.sleep(600)
 """
@@ -87,8 +87,8 @@ def leave(checkpointer: Checkpointer, **changes: Any) -> str:
 def test_what_is_read_stays_until_that_has_ended(run: Checkpointer) -> None:
     store = open_store(str(run.dir))
     seen: list[str] = []
-    with store.reading(first(run)):
-        with store.reading(first(run)):
+    with store.readers.reading(first(run)):
+        with store.readers.reading(first(run)):
             with watching(seen.append):
                 save(run, 2)
             assert there(run) == [1, 2]
@@ -103,15 +103,15 @@ def test_what_is_read_stays_until_that_has_ended(run: Checkpointer) -> None:
 
 def test_who_reads_is_named(run: Checkpointer) -> None:
     store = open_store(str(run.dir))
-    assert store.readers() == {}
-    with store.reading(f"{run.dir}/latest"):
-        [[record]] = store.readers().values()
-        assert (record.owner.pid, [*store.readers()]) == (os.getpid(), [first(run).rpartition("/")[2]])
+    assert store.readers.found() == {}
+    with store.readers.reading(f"{run.dir}/latest"):
+        [[record]] = store.readers.found().values()
+        assert (record.owner.pid, [*store.readers.found()]) == (os.getpid(), [first(run).rpartition("/")[2]])
         assert not record.is_over()
 
 
 def test_a_step_saved_again_while_it_is_read_stays(run: Checkpointer) -> None:
-    with open_store(str(run.dir)).reading(first(run)):
+    with open_store(str(run.dir)).readers.reading(first(run)):
         save(run, 1)
         assert there(run) == [1, 1]
     save(run, 2)
@@ -121,7 +121,7 @@ def test_a_step_saved_again_while_it_is_read_stays(run: Checkpointer) -> None:
 def test_a_hook_of_the_run_itself_reads(run: Checkpointer) -> None:
     store = open_store(str(run.dir))
     with contextlib.ExitStack() as held:
-        run.listen(lambda step: held.enter_context(store.reading(str(run.latest))) if step < 4 else None)
+        run.listen(lambda step: held.enter_context(store.readers.reading(str(run.latest))) if step < 4 else None)
         save(run, 2)
         save(run, 3)
         save(run, 4)
@@ -133,7 +133,7 @@ def test_a_hook_of_the_run_itself_reads(run: Checkpointer) -> None:
 def test_a_reader_that_comes_at_the_last_moment_keeps_it(run: Checkpointer) -> None:
     store, path = open_store(str(run.dir)), first(run)
     with contextlib.ExitStack() as held:
-        observer = lambda point: held.enter_context(store.reading(path)) if point == "hidden" else None  # noqa: E731
+        observer = lambda point: held.enter_context(store.readers.reading(path)) if point == "hidden" else None  # noqa: E731
         with watching(observer):
             save(run, 2)
         assert there(run) == [1, 2]
@@ -186,10 +186,10 @@ def test_what_cannot_be_read_of_a_lease_counts_as_one(
 def test_a_lease_is_renewed_and_then_deleted(run: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "LEASE_S", 0.03)
     store, seen = open_store(str(run.dir)), set()
-    with store.reading(first(run)):
+    with store.readers.reading(first(run)):
         ends = time.monotonic() + BOUND_S
         while len(seen) < 3 and time.monotonic() < ends:
-            seen |= {record.renewed for records in store.readers().values() for record in records}
+            seen |= {record.renewed for records in store.readers.found().values() for record in records}
         assert len(seen) >= 3
     while any(thread.name == "stagereg-reading" for thread in threading.enumerate()) and time.monotonic() < ends:
         time.sleep(0.01)
@@ -198,7 +198,7 @@ def test_a_lease_is_renewed_and_then_deleted(run: Checkpointer, monkeypatch: pyt
 
 
 def test_a_forked_child_leaves_the_lease_alone(run: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
-    with contextlib.suppress(AssertionError), open_store(str(run.dir)).reading(first(run)):
+    with contextlib.suppress(AssertionError), open_store(str(run.dir)).readers.reading(first(run)):
         monkeypatch.setattr(os, "getpid", lambda: -1)
     monkeypatch.undo()
     assert len(leases(run)) == 1
@@ -216,7 +216,7 @@ def test_who_may_not_write_reads_without_a_lease(
     monkeypatch.setattr(type(store.backend), "write", lambda _, path, data: refuse(path, data))
     with caplog.at_level(logging.DEBUG, "stagereg"):
         for _ in range(3):
-            with store.reading(first(run)):
+            with store.readers.reading(first(run)):
                 assert store.look(first(run), content=True).damages == {}
             with stagereg.open_checkpoint(str(run.dir), verify=True) as checkpoint:
                 assert checkpoint.entry("x").sum() == 8

@@ -1,0 +1,49 @@
+"""What is logged when a run ends: what there is to go on from, and how."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from stagereg.checkpoint.save.background import Background
+from stagereg.checkpoint.save.saver import Saver
+from stagereg.launch.rank import command_to_go_on
+
+_log = logging.getLogger(__name__)
+
+_NO_STEP = (
+    "stagereg: NO STEP WAS TAKEN: this run resumed from step %d, in %s, and had none left. To train anew, give it "
+    "another checkpoint.dir, or checkpoint.resume=never; to train on, more steps."
+)
+
+
+def describe_end(background: Background, dir: Path | str, finished: bool) -> str:
+    """Return what there is to go on from, and how."""
+    newest = background.describe_newest()
+    if background.newest is None:
+        return newest
+    command = command_to_go_on(str(dir))
+    if command == "the same command":
+        return f"{newest} The same command goes on from there{', if it has more steps to take' * finished}."
+    return f"{newest} The same command would start anew, in a directory of its own; to go on, run {command}."
+
+
+def log_end(background: Background, dir: Path | str, finished: bool, stayed: tuple[int, Path | str] | None) -> None:
+    """Log how to go on; of a run that has finished and ``stayed`` at the step that it resumed from, in a path, that."""
+    if finished and stayed is not None:
+        _log.warning(_NO_STEP, *stayed)
+    else:
+        _log.info("stagereg: %s", describe_end(background, dir, finished))
+
+
+def warn_of_unclosed(dir: Path | str, saver: Saver, pid: int) -> None:
+    """Log that a program has dropped a checkpointer, or has ended by itself, without ``close()``."""
+    own = os.getpid() == pid  # and not a forked child's
+    if own and not saver.leaving and getattr(sys, "last_value", None) is None:  # which has what ended the program
+        _log.warning(
+            "stagereg: the Checkpointer of %s was not closed: its last step is saved only if that was one to save. Put "
+            "the loop into `with Checkpointer(...) as checkpointer:`, whose end saves it; or call close() at the end.",
+            dir,
+        )
