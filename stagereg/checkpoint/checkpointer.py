@@ -65,13 +65,11 @@ class Checkpointer:
         dir: where the checkpoints go; created if it is not there. All ranks see the same file system.
         every: ``maybe_save`` saves at the steps that are multiples of this, at least 1. ``"auto"`` saves as often as
             loses least time to checkpoints and failures, by what saves turn out to cost and ``failure.mtbf``.
-        keep: how many of the newest checkpoints stay, at least 1, or which of all: :class:`stagereg.Keep`, or a
-            component of the kind ``keep``. The disk needs space for one more, since an old one goes only when the new
-            one is complete.
+        keep: how many of the newest checkpoints stay, at least 1, or which of all: :class:`stagereg.Keep` or a
+            component of the kind ``keep``. The disk needs space for one more: an old one goes when a new one is there.
         resume: what ``restore`` loads: ``"auto"`` the newest undamaged checkpoint, if there is one; ``"never"``
-            nothing; ``"latest"`` the newest, which must be there; or the path of a checkpoint directory, also of one
-            that ``torch.distributed.checkpoint.save`` wrote. A bare name, ``step-00000300``, is one in ``dir``, or else
-            in the working folder.
+            nothing; ``"latest"`` the newest, which must be there; or the path of a checkpoint, also of plain torch. A
+            bare name, ``step-00000300``, is one in ``dir``, or else in the working folder.
         stager: copies the state, or its name, ``None`` for ``overlapped``; the checkpointer closes it.
         storage: writes the files, or its name, ``None`` for ``dcp``. A checkpoint is read by the one that wrote it.
         process_group: the ranks that save together, ``None`` for all of them. Constructing is collective.
@@ -144,8 +142,7 @@ class Checkpointer:
         self._hold = Hold(self._ranks, failure.timeout.total_seconds(), resume)
         if enable:
             policy = Keep.of(keep)
-            compared = policy if isinstance(policy, Keep) else policy.name
-            alike = options.compared(every=every, keep=compared, resume=resume, **groups)
+            alike = options.compared(every=every, keep=policy, resume=resume, **groups)
             alike |= {"dir": self._store.root, "storage": name_of(self._storage)}
             options.expect_alike(self._ranks.run_on_all("The ranks could not compare their options", lambda: alike))
             token = self._hold.take(self._store)
@@ -343,9 +340,8 @@ class Checkpointer:
             self._ranks.run_on_all("Nothing was restored", self.wait)
             return None
         how = self.restore_options
-        where = store, resume, how.verify, how.read, how.cast, state, self._storage
-        who = self._ranks, self._saver.names, self.wait, self._crashes, how.fresh
-        restored = restoring.restore(restoring.RestoreRequest(*where, *who))
+        what = store, resume, how.verify, how.read, how.cast, state, self._storage, self._ranks, self._saver.names
+        restored = restoring.restore(restoring.RestoreRequest(*what, self.wait, self._crashes, how.fresh))
         self._store.retention.spared.clear()
         self._target.metrics.forget_steps()
         if self._ranks.rank == 0:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from stagereg.checkpoint.save.on_commit import CommittedCheckpoint, OnCommit
-from stagereg.checkpoint.store.keep import Keep, KeepRule
+from stagereg.checkpoint.store.keep import GuardedRule, Keep, KeepRule
 from stagereg.errors import ConfigError, RegistryError, at_least, one_of
 from stagereg.registry import build
 from stagereg.spec import check
@@ -222,6 +222,7 @@ def compared(**given: Any) -> dict[str, Any]:
     """Return options as ranks compare them: a group of them as its fields."""
     found: dict[str, Any] = {}
     for name, value in given.items():
+        value = value.name if isinstance(value, GuardedRule) else value
         parts = {f"{name}.{key}": x for key, x in vars(value).items()} if is_dataclass(value) else {}
         found |= {name: type(value).__name__, **parts} if parts else {name: value}
     return found
