@@ -145,7 +145,7 @@ class Checkpointer:
             alike = options.compared(every=every, keep=policy, resume=resume, **groups)
             alike |= {"dir": self._store.root, "storage": name_of(self._storage)}
             options.expect_alike(self._ranks.run_on_all("The ranks could not compare their options", lambda: alike))
-            token = self._hold.take(self._store)
+            token = self._hold.take(self._store, dir)
             if every == "auto":
                 self._schedule = Automatic(failure.mtbf.total_seconds(), RankGroup(process_group))
             self._target = SaveTarget(self._store, policy, self._storage, self._ranks, token)

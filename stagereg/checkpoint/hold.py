@@ -28,17 +28,18 @@ class Hold:
         self._store: CheckpointStore | None = None
         self._lock: StoreLock | None = None  # of rank 0
 
-    def take(self, store: CheckpointStore) -> str:
+    def take(self, store: CheckpointStore, given: str) -> str:
         """Make sure that ``store`` can be written to, take it, and clear away what dead runs have left. Collective.
 
-        Returns a token of this run. Raises ``CheckpointError`` if another run holds it, or it does not answer in time.
+        ``given`` is the directory as the user wrote it. Returns a token of this run. Raises ``CheckpointError`` if
+        another run holds it, or it does not answer in time.
         """
 
         def take() -> str:
             self._take(store)
             return new_token()
 
-        return self._ranks.run_on_all(f"checkpoint.dir={store.root} cannot be written to", take)[0]
+        return self._ranks.run_on_all(f"checkpoint.dir={given} cannot be written to", take)[0]
 
     def move(self, store: CheckpointStore, wait: Callable[[], None]) -> Hold:
         """Take another one, when each rank has waited for its saves, and return the hold of that. Collective.

@@ -27,7 +27,7 @@ from stagereg.checkpoint.save.logged_metrics import LoggedMetrics
 from stagereg.checkpoint.save.state_planner import StatePlanner
 from stagereg.checkpoint.storage.protocol import Storage, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.keep import KeepRule
+from stagereg.checkpoint.store.keep import GuardedRule, Keep
 from stagereg.errors import CheckpointError
 
 
@@ -58,7 +58,7 @@ class SaveTarget:
     """Where the saves of one checkpointer go."""
 
     store: CheckpointStore
-    keep: int | KeepRule
+    keep: Keep | GuardedRule
     storage: Storage
     ranks: RankGroup  # that save together
     token: str  # of this run, the same on all ranks

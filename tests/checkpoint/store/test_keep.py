@@ -282,7 +282,7 @@ def composed(folder: Path, *overrides: str) -> Any:
     ("overrides", "meant"),
     [
         ([], Keep()),
-        (["checkpoint.keep=3"], 3),
+        (["checkpoint.keep=3"], Keep(3)),
         (["checkpoint.keep.newest=3"], Keep(3)),
         (["checkpoint.keep.every=1000"], Keep(every=1000)),
         (["checkpoint.keep.best=3", "checkpoint.keep.metric=held_out"], Keep(best=3, metric="held_out")),
