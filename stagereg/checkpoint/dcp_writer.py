@@ -44,6 +44,7 @@ _CHECKSUMS = "checksums.json"
 _METADATA = ".metadata"
 _PATIENCE_S = 1.0  # for the end of a save that has just failed
 _LOOK_S = 0.01
+_FILLED = frozenset({torch.strided, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 _log = logging.getLogger(__name__)
 _lock, _staging = threading.Lock(), threading.Lock()
@@ -139,7 +140,8 @@ class DcpWriter(StorageWriter, AsyncStager):
             )
         for item in plan.items:
             if item.tensor_data is not None:
-                expect_dense(item.index.fqn, item.tensor_data.properties.dtype, item.tensor_data.properties.layout)
+                properties = item.tensor_data.properties
+                _expect_filled(item.index.fqn, properties.dtype, properties.layout, "saved")
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -281,7 +283,7 @@ class _Filled:
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         x = self._planner.resolve_tensor(read_item)
-        expect_dense(read_item.dest_index.fqn, x.dtype, x.layout, "loaded")
+        _expect_filled(read_item.dest_index.fqn, x.dtype, x.layout, "loaded")
         return x
 
 
@@ -298,6 +300,11 @@ def _local(path: StrPath, what: str) -> Path:
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _expect_filled(name: str, dtype: torch.dtype, layout: torch.layout, verb: str) -> None:
+    """Refuse what torch's reader does not fill as it was: it detaches a target, which then has its own COO indices."""
+    expect_dense(name, dtype, torch.strided if layout in _FILLED else layout, verb)
 
 
 @functools.cache

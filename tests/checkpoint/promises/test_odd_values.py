@@ -186,7 +186,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "dataclass of a meta one": lambda: Slotted(torch.empty(3, device="meta")),
 }
 REFUSED = {
-    *("quantized", "quantized by channel", "sparse COO", "sparse CSR", "sparse BSR", "nested", "jagged", "mkldnn"),
+    *("quantized", "quantized by channel", "sparse COO", "nested", "jagged", "mkldnn"),
     *("subclass", "meta", "dataclass of a meta one"),
 }
 STAGERS = (None, "blocking", "incremental", "overlapped", "pinned_cached", "shared")
