@@ -107,8 +107,9 @@ class DcpWriter(StorageWriter, AsyncStager):
         """Free the memory that is kept for the next :meth:`stage`, of any writer. Nothing else is to be closed."""
         with _staging:
             if _default_stager.cache_info().currsize:
-                _default_stager().close()
-                _default_stager.cache_clear()
+                stager = _default_stager()
+                _default_stager.cache_clear()  # first: also where closing raises, the next copy has a stager
+                stager.close()
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin another checkpoint, at ``checkpoint_id`` if that is given. Raises: ``ConfigError``."""
@@ -303,7 +304,7 @@ def _world_size() -> int:
 
 
 def _expect_filled(name: str, dtype: torch.dtype, layout: torch.layout, verb: str) -> None:
-    """Refuse what torch's reader does not fill as it was: it detaches a target, which then has its own COO indices."""
+    """Refuse a quantized tensor, and one that torch's reader leaves as it is: a detached COO one has its own."""
     expect_dense(name, dtype, torch.strided if layout in _FILLED else layout, verb)
 
 

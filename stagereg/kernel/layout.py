@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from stagereg.errors import StagingError
-from stagereg.kernel.state_dict import why_without_data
+from stagereg.kernel.state_dict import span_of, why_without_data
 from stagereg.kernel.transfer import Batch
 
 ALIGNMENT = 64  # bytes: where a region may start in host memory; a cache line, and a multiple of every dtype's size
@@ -82,11 +82,6 @@ def signature(tensors: Sequence[torch.Tensor]) -> Signature:
     except RuntimeError as error:
         raise StagingError([len(rows)], f"its memory cannot be reached ({error})") from error
     return rows
-
-
-def span_of(x: torch.Tensor) -> int:
-    """Return the elements from the first of ``x`` in memory to its last, both included; 0 for an empty tensor."""
-    return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
 
 
 def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature, margins: tuple[int, int] = (0, 0)) -> Layout:

@@ -310,10 +310,14 @@ def why_without_data(x: torch.Tensor) -> str | None:
     return f"a {type(x).__name__} on {x.device} has no data to stage; materialize it first, as by a forward pass"
 
 
+def span_of(x: torch.Tensor) -> int:
+    """Return the elements from the first of ``x`` in memory to its last, both included; 0 for an empty tensor."""
+    return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+
+
 def _flipped(x: torch.Tensor) -> torch.Tensor:
     """Carry out the lazy negation and conjugation of ``x``, in new memory with the same strides."""
-    span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-    return x.as_strided((span,), (1,)).clone().as_strided(x.shape, x.stride(), 0)
+    return x.as_strided((span_of(x),), (1,)).clone().as_strided(x.shape, x.stride(), 0)
 
 
 # -- the same state dict once more

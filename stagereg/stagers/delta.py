@@ -23,8 +23,9 @@ import torch
 
 from stagereg.errors import StagingError
 from stagereg.kernel.copier import HostCopier, PendingCopy, naming, no_collection
-from stagereg.kernel.layout import ALIGNMENT, Layout, Signature, plan_layout, signature, span_of, tensors_over
+from stagereg.kernel.layout import ALIGNMENT, Layout, Signature, plan_layout, signature, tensors_over
 from stagereg.kernel.memory import BlockRef, Lease, Pool, register_padding
+from stagereg.kernel.state_dict import span_of
 from stagereg.kernel.transfer import CopyEngine
 
 Treatment = Literal["once", "compare", "always"]
