@@ -1,0 +1,35 @@
+"""A round trip of ranks ends on all of them, whatever rank 0 fails with as it answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.errors import CheckpointError
+from stagereg.testing.ranks import run_ranks
+
+
+def fails_as_it_answers(rank: int, world_size: int, kind: type[BaseException]) -> tuple[str, str, str]:
+    def answer(posts: list[int]) -> Any:
+        raise kind(f"of {posts}")
+
+    ranks = RankGroup()
+    try:
+        ranks.round_trip("Nothing was asked", lambda: rank, answer)
+    except (CheckpointError, KeyboardInterrupt) as error:
+        ended = type(error).__name__, str(error), type(error.__cause__).__name__
+    assert ranks.run_on_all("The ranks do not meet again", lambda: rank) == [0, 1]
+    return ended
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_what_rank_0_fails_with_is_raised_on_all_and_is_itself_on_rank_0(kind: type[BaseException]) -> None:
+    first, second = run_ranks(fails_as_it_answers, nproc=2, args=(kind,), timeout_s=60)
+    assert second[0] == "CheckpointError"
+    assert "of [0, 1]" in second[1]
+    if kind is KeyboardInterrupt:
+        assert first[:2] == ("KeyboardInterrupt", "of [0, 1]")
+    else:
+        assert first == ("CheckpointError", second[1], "ValueError")
