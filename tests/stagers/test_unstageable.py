@@ -61,7 +61,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "tensors in what copies itself": lambda: CopiesItself(torch.ones(3)),
 }
 INSIDE: dict[str, tuple[Callable[[], Any], str]] = {
-    "thread": (threading.Thread, "_started"),
+    "lock in an object": (lambda: SimpleNamespace(held=threading.Lock()), "held"),
     "meta in an object": (lambda: SimpleNamespace(x=torch.empty(3, device="meta")), "x"),
     "lock in a deque": (lambda: deque([1, threading.Lock()]), "1"),
 }
