@@ -94,10 +94,18 @@ def noise_warning(load: float, cores: int) -> str:
     return f"The machine is busy (load {load:.1f} on {cores} cores): the figures will be noisy."
 
 
+def boot_id() -> str:
+    """What is another one after each reboot of this machine; nothing where the system does not say."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return ""
+
+
 def machine_name() -> str:
     """What processes have in common that see the same disks and process ids, and no others."""
     try:
-        seen = f"{_BOOT.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        seen = f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         seen = f"{uuid.getnode()}"
     return f"{socket.gethostname()} {seen}"

@@ -42,6 +42,7 @@ ROOMS = [
     {"format"},
     {"store", "state"},
     {"storage", "ranks"},
+    {"tiers"},
     {"save", "load"},
     {"options", "dcp_writer", "hold", "together", "end_report"},
     {"checkpointer"},

@@ -1,0 +1,159 @@
+"""The parts of one run that lie on one machine: those that its own ranks wrote, and copies of other machines'.
+
+All processes of the run on this machine use the same folder, ``<dir>/<run>``. A part is written beside and becomes
+complete with its manifest, in one step, so a process that dies leaves complete parts and what :meth:`sweep` removes.
+A save has a folder of its own, by its token: nothing is overwritten, and a process that still writes although its run
+has been started again writes where nobody looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from stagereg.checkpoint.format.manifest import step_of
+from stagereg.checkpoint.store.failpoints import failpoint
+from stagereg.checkpoint.store.local_files import sync
+from stagereg.checkpoint.store.lock import LOCK
+from stagereg.checkpoint.tiers.part import Part, SaveId, is_manifest, manifest_name
+from stagereg.machine import boot_id
+
+_log = logging.getLogger(__name__)
+
+_BOOT = ".boot"
+_COPIED = ".copied"
+
+
+class HeldPart(NamedTuple):
+    """A complete part on this machine, and the machines that have acknowledged a copy of it, if it is its own."""
+
+    part: Part
+    copied: tuple[str, ...]
+
+
+class MachineFolder:
+    """Those of one run. Errors are ``OSError``.
+
+    Args:
+        root: the folder of the tier, for all runs.
+        run: the run's id.
+        durable: whether files are flushed, and so outlive a reboot; else what is from before one is void.
+    """
+
+    def __init__(self, root: str, run: str, durable: bool) -> None:
+        self.path, self._durable = f"{root}/{run}", durable
+
+    def prepare(self) -> None:
+        """Make the folder; delete what a reboot has made void."""
+        os.makedirs(self.path, mode=0o700, exist_ok=True)
+        boot, noted = boot_id(), Path(self.path, _BOOT)
+        with contextlib.suppress(FileNotFoundError):
+            if self._durable or noted.read_text() == boot:
+                return
+            _log.warning("stagereg: %s is from before a reboot, and what was in memory then is void.", self.path)
+        for name in self._saves():
+            shutil.rmtree(f"{self.path}/{name}", ignore_errors=True)
+        noted.write_text(boot)
+
+    def directory(self, save: SaveId) -> str:
+        """Return the full path of the folder of a save; makes nothing."""
+        return f"{self.path}/{save.folder}"
+
+    def parts(self) -> list[HeldPart]:
+        """Return the complete parts, the latest first: all files are there, and have their sizes."""
+        found = [held for name in self._saves() for held in self._parts_in(f"{self.path}/{name}")]
+        return sorted(found, key=lambda each: (each.part.save.order, -each.part.rank), reverse=True)
+
+    def find(self, save: SaveId, rank: int) -> HeldPart | None:
+        """Return the part of a rank in a save, if it is here and complete."""
+        return self._read(self.directory(save), manifest_name(rank))
+
+    def complete(self, part: Part) -> None:
+        """Make a part complete whose files are in :meth:`directory`, each flushed if this is durable."""
+        folder = self.directory(part.save)
+        self._replace(folder, manifest_name(part.rank), part.dumps())
+        if self._durable:
+            sync(Path(self.path))
+        failpoint("part")
+
+    def note_copied(self, part: Part, machines: Sequence[str]) -> None:
+        """Note which machines have acknowledged a copy of an own part; the last call holds."""
+        self._replace(self.directory(part.save), manifest_name(part.rank) + _COPIED, "\n".join(machines))
+
+    def delete(self, saves: Collection[str], keep: bool = False) -> None:
+        """Delete the folders of these saves, by :attr:`.SaveId.folder`; with ``keep`` all others."""
+        for name in self._saves():
+            if (name in saves) != keep:
+                gone = f"{self.path}/.{name}.tmp"  # in one step no part of it is complete any more
+                with contextlib.suppress(OSError):
+                    os.rename(f"{self.path}/{name}", gone)
+                shutil.rmtree(gone, ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Delete what dead processes have left half-written. For the process that holds the folder's lock."""
+        for entry in [*os.scandir(self.path)]:
+            if entry.name in (LOCK, _BOOT):
+                continue
+            if step_of(entry.name) is None:
+                _discard(entry.path)
+                continue
+            known = {manifest_name(held.part.rank) for held in self._parts_in(entry.path)}
+            known |= {name + _COPIED for name in known}
+            known |= {name for held in self._parts_in(entry.path) for name in held.part.files}
+            for name in os.listdir(entry.path):
+                if name not in known:
+                    _discard(f"{entry.path}/{name}")
+            with contextlib.suppress(OSError):
+                os.rmdir(entry.path)
+
+    def _saves(self) -> list[str]:
+        return [name for name in os.listdir(self.path) if step_of(name) is not None]
+
+    def _parts_in(self, folder: str) -> Iterator[HeldPart]:
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(folder):
+                if is_manifest(name) and (held := self._read(folder, name)) is not None:
+                    yield held
+
+    def _read(self, folder: str, name: str) -> HeldPart | None:
+        """Return the part with this manifest; ``None`` if it is none, or not all of it is there."""
+        if name.startswith(".") or name.endswith(_COPIED):
+            return None
+        try:
+            part = Part.loads(Path(folder, name).read_bytes())
+            if part.save.folder != os.path.basename(folder) or manifest_name(part.rank) != name:
+                raise ValueError("it is of another save or rank")
+            for file, known in part.files.items():
+                if (size := os.lstat(f"{folder}/{file}").st_size) != known.bytes:
+                    raise ValueError(f"{file} has {size} of {known.bytes} bytes")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            _log.warning("stagereg: %s/%s is passed over: %s", folder, name, error)
+            return None
+        copied = ""
+        with contextlib.suppress(OSError, ValueError):
+            copied = Path(folder, name + _COPIED).read_text()
+        return HeldPart(part, tuple(copied.split("\n")) if copied else ())
+
+    def _replace(self, folder: str, name: str, text: str) -> None:
+        beside = Path(folder, f".{name}.tmp")
+        beside.write_text(text)
+        if self._durable:
+            sync(beside)
+        os.replace(beside, f"{folder}/{name}")
+        if self._durable:
+            sync(Path(folder))
+
+
+def _discard(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
