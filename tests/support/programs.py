@@ -155,8 +155,8 @@ def await_gone(*pids: int) -> bool:
     return comes_true(lambda: not any(map(_runs, pids)))
 
 
-def comes_true(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + LIMIT_S
+def comes_true(condition: Callable[[], bool], seconds: float = LIMIT_S) -> bool:
+    deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             return False

@@ -1,0 +1,229 @@
+"""The lab of machines keeps what tests in it rely on: machines are apart, lose power and packets, and leave nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .support.lab import CHECKOUT, LOCAL, Lab, Process
+from .support.programs import comes_true
+
+TELL = f"hostname; cat /proc/sys/kernel/random/boot_id; cat /etc/hosts; ls {LOCAL} /dev/shm; ps -e -o pid= | wc -l"
+ANSWER = """
+import socket, sys
+server = socket.create_server(("0.0.0.0", 5000))
+print("listens", flush=True)
+while True:
+    connection = server.accept()[0]
+    while data := connection.recv(1 << 16):
+        connection.sendall(data)
+"""
+HEAR = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 5000), 0.5) as connection:
+    connection.sendall(b"x")
+    connection.recv(1)
+    print("connected", flush=True)
+    connection.settimeout(float(sys.argv[2]))
+    print(connection.recv(1))
+"""
+KILLED = """
+import signal
+from tests.support.lab import Lab
+with Lab(machines=2) as lab:
+    lab.machines[1].start(["sleep", "1000"])
+    print(lab.pid, *(machine.pid for machine in lab.machines), flush=True)
+    signal.pause()
+"""
+ASK = """
+import os, socket, sys, time
+with socket.create_connection((sys.argv[1], 5000), 0.5) as connection:
+    started = time.monotonic()
+    data = os.urandom(int(sys.argv[2]))
+    connection.sendall(data)
+    left = len(data)
+    while left:
+        left -= len(connection.recv(1 << 16))
+    print(time.monotonic() - started)
+"""
+REDUCE = """
+import os, socket, torch, torch.distributed as dist
+from stagereg.machine import machine_name
+dist.init_process_group("gloo")
+total, names = torch.tensor([dist.get_rank() + 1.0]), [None] * dist.get_world_size()
+dist.all_reduce(total)
+dist.all_gather_object(names, machine_name())
+print(socket.gethostname(), total.item(), len({*names}), flush=True)
+dist.barrier()
+if os.environ["STAY"]:
+    os.kill(os.getpid(), __import__("signal").SIGSTOP)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with Lab(machines=3, shm_bytes=1 << 20, disk_bytes=2 << 20) as machines:
+        yield machines
+
+
+@pytest.fixture
+def answering(lab: Lab) -> Process:
+    """The first machine sends back what it is sent."""
+    process = lab.machines[0].start([sys.executable, "-c", ANSWER])
+    process.await_output("listens", 20)
+    return process
+
+
+def seconds(lab: Lab, asks: int, size: int = 1) -> float | None:
+    """How long the first machine takes to send so many bytes back; ``None`` if it cannot be reached."""
+    process = lab.machines[asks].start([sys.executable, "-c", ASK, lab.machines[0].name, str(size)])
+    return float(process.output) if process.wait(20) == 0 else None
+
+
+def namespaces(*pids: int) -> set[str]:
+    return {os.readlink(f"/proc/{pid}/ns/net") for pid in pids}
+
+
+def processes_in(spaces: set[str]) -> int:
+    """How many processes of the host are in these namespaces."""
+    found = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found += os.readlink(process / "ns/net") in spaces
+    return found
+
+
+def test_machines_differ_in_all_but_the_files_that_they_share(lab: Lab, tmp_path: Path) -> None:
+    boot_ids = set()
+    for number, machine in enumerate(lab.machines):
+        write = f"echo {number} > {LOCAL}/mine-{number}; echo {number} > /dev/shm/mine-{number}; echo x >> all"
+        assert machine.start(["sh", "-c", write], cwd=tmp_path).wait(20) == 0
+        process = machine.start(["sh", "-c", TELL])
+        process.wait(20)
+        name, boot_id, *_ = process.output.splitlines()
+        boot_ids.add(boot_id)
+        assert name == machine.name == f"machine{number}"
+        assert process.output.count("mine-") == process.output.count(f"mine-{number}") == 2
+        assert all(f"{each.address} {each.name}" in process.output for each in lab.machines)
+        assert int(process.output.split()[-1]) < 8, "sees processes of others"
+        assert (machine.disk / f"mine-{number}").read_text() == (machine.shm / f"mine-{number}").read_text()
+    assert len(boot_ids) == 3
+    assert (tmp_path / "all").read_text() == "x\n" * 3
+
+
+def test_disk_and_shared_memory_have_the_sizes_that_were_asked_for(lab: Lab) -> None:
+    for folder, size in (("/dev/shm", 1 << 20), (LOCAL, 2 << 20)):
+        fill = f"dd if=/dev/zero of={folder}/fill bs=64K count=64 2>/dev/null; stat -c %s {folder}/fill"
+        process = lab.machines[1].start(["sh", "-c", fill])
+        process.wait(20)
+        assert int(process.output) == size
+
+
+def test_a_cut_loses_packets_until_it_is_healed(lab: Lab, answering: Process) -> None:
+    assert seconds(lab, asks=1) is not None
+    lab.machines[1].cut(lab.machines[0])
+    assert seconds(lab, asks=1) is None
+    assert seconds(lab, asks=2) is not None
+    lab.machines[1].heal()
+    lab.machines[0].cut()
+    assert seconds(lab, asks=1) is None
+    lab.machines[0].heal()
+    assert seconds(lab, asks=1) is not None
+
+
+def test_a_slow_machine_takes_as_long_as_its_rate_says(lab: Lab, answering: Process) -> None:
+    lab.machines[0].slow(mbit=8)
+    slow = seconds(lab, asks=1, size=500_000)
+    lab.machines[0].heal()
+    fast = seconds(lab, asks=1, size=500_000)
+    assert slow is not None
+    assert fast is not None
+    assert slow > max(0.4, 2 * fast)
+
+
+def test_frozen_processes_go_on_when_they_are_thawed(lab: Lab, answering: Process) -> None:
+    lab.machines[0].freeze()
+    process = lab.machines[1].start([sys.executable, "-c", ASK, lab.machines[0].address, "1"])
+    assert process.wait(20) == 1
+    assert "TimeoutError" in process.output
+    lab.machines[0].thaw()
+    assert seconds(lab, asks=1) is not None
+
+
+def test_without_power_all_processes_and_the_memory_are_gone_and_the_disk_is_not(lab: Lab) -> None:
+    machine = lab.machines[1]
+    script = f"touch {LOCAL}/kept /dev/shm/lost; cat /proc/sys/kernel/random/boot_id; (sleep 1000)& echo on; wait"
+    process = machine.start(["sh", "-c", script])
+    process.await_output("on", 20)
+    machine.kill()
+    assert process.wait(20) == 128 + signal.SIGKILL
+    assert [path.name for path in machine.disk.iterdir()] == ["kept"]
+    assert [*machine.shm.iterdir()] == []
+    machine.reboot()
+    again = machine.start(["sh", "-c", f"hostname; cat /proc/sys/kernel/random/boot_id; ls {LOCAL} /dev/shm"])
+    again.wait(20)
+    name, boot_id = again.output.splitlines()[:2]
+    assert (name, "kept" in again.output, "lost" in again.output) == ("machine1", True, False)
+    assert boot_id not in process.output
+    machine.replace()
+    assert [*machine.disk.iterdir()] == []
+    assert (machine.name, machine.address) == ("machine3", "10.77.0.4")
+    machine.replace(same_name=True)
+    assert machine.name == "machine3"
+    assert [*machine.disk.iterdir()] == []
+
+
+@pytest.mark.parametrize(("silent", "seen", "patience"), [(True, "TimeoutError", "0.5"), (False, "b''", "20")])
+def test_others_hear_nothing_of_a_power_loss(
+    lab: Lab, answering: Process, silent: bool, seen: str, patience: str
+) -> None:
+    process = lab.machines[1].start([sys.executable, "-c", HEAR, lab.machines[0].address, patience])
+    process.await_output("connected", 20)
+    lab.machines[0].kill(silent=silent)
+    process.wait(20)
+    assert seen in process.output
+    lab.machines[0].replace()
+    lab.machines[0].start([sys.executable, "-c", ANSWER]).await_output("listens", 20)
+    assert seconds(lab, asks=1) is not None
+
+
+def test_ranks_of_two_machines_reduce_and_a_job_ends_when_one_loses_its_power(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "reduce.py").write_text(REDUCE)
+    job = lab.torchrun(["reduce.py"], machines=[0, 2], env={"STAY": "yes"}, cwd=tmp_path)
+    for machine, process in job.processes.items():
+        process.await_output(f"{machine.name} 3.0 2", 60)
+    lab.machines[2].kill()
+    with pytest.raises(AssertionError, match="still runs after"):
+        job.wait(0.1)
+    assert job.returncodes == [128 + signal.SIGKILL] * 2
+    assert processes_in(namespaces(lab.machines[0].pid)) == 2  # those that hold it
+
+
+def test_nothing_is_left_of_a_lab() -> None:
+    with Lab(machines=2) as lab:
+        for machine in lab.machines:
+            machine.start(["sh", "-c", "setsid sleep 1000 & echo on; wait"]).await_output("on", 20)
+        spaces = namespaces(lab.pid, *(machine.pid for machine in lab.machines))
+        assert processes_in(spaces) == 1 + 2 * 5  # the switch; those that hold a machine, and what was started
+        lab.machines[0].freeze()
+    assert processes_in(spaces) == 0
+    assert LOCAL not in Path("/proc/self/mountinfo").read_text()
+    assert b"lab0" not in subprocess.check_output(["ip", "link"])
+
+
+def test_nothing_is_left_of_a_lab_whose_test_was_killed() -> None:
+    command = [sys.executable, "-c", KILLED]
+    with subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True) as test:
+        assert test.stdout is not None
+        spaces = namespaces(*map(int, test.stdout.readline().split()))
+        assert processes_in(spaces) > 0
+        test.kill()
+    assert comes_true(lambda: processes_in(spaces) == 0)
