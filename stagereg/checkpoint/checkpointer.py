@@ -62,7 +62,7 @@ class Checkpointer:
     themselves. docs/checkpoints.md has what ranks may have alike, and which number of ranks restores what.
 
     Args:
-        dir: where the checkpoints go; created if it is not there. All ranks see the same file system.
+        dir: where the checkpoints go; created if it is not there. It has to be the same directory on all machines.
         every: ``maybe_save`` saves at the steps that are multiples of this, at least 1. ``"auto"`` saves as often as
             loses least time to checkpoints and failures, by what saves turn out to cost and ``failure.mtbf``.
         keep: how many of the newest checkpoints stay, at least 1, or which of all: :class:`stagereg.Keep` or a
@@ -89,7 +89,7 @@ class Checkpointer:
         stats: what the checkpoints have cost so far, on this rank; goes on counting.
 
     Raises:
-        ConfigError: an option is of no use, or the ranks differ in one.
+        ConfigError: an option is of no use, the ranks differ in one, or ``dir`` is another directory on some machine.
         CheckpointError: on all ranks, if rank 0 cannot create files in ``dir``.
 
     Example::
@@ -279,7 +279,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: on all ranks: a save failed, and no call has raised that yet, or another run writes there.
-            ConfigError: the storage cannot write there, or the ranks name different directories.
+            ConfigError: the storage cannot write there, or it is not the same directory on all ranks.
         """
         self._check_open()
         where = os.fspath(dir)

@@ -1,12 +1,20 @@
-"""The hold of a run on the directory that it writes to: rank 0 has it, and no other run writes there meanwhile."""
+"""The hold of a run on the directory that it writes to: rank 0 has it, and no other run writes there meanwhile.
+
+Taking it, the ranks make sure that they see one directory and not, on each machine, another one of that path: rank 0
+makes an empty file, named as the hidden directory of a save, so that the next start deletes what a killed run has left.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import socket
+import time
 from collections.abc import Callable
 from functools import partial
 from operator import methodcaller
+from pathlib import Path
 
 from stagereg.checkpoint.format.manifest import new_token
 from stagereg.checkpoint.ranks.rank_group import RankGroup
@@ -16,6 +24,11 @@ from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.checkpoint.store.retry import answered, within
 from stagereg.checkpoint.store.sweep_job import take_for_job
+from stagereg.errors import ConfigError, name_ranks
+
+_PATIENCE_S = 5.0  # for a network file system to show what another machine has made
+_LOOK_S = 0.05
+_SHOWN = 3  # machines that a message names
 
 _log = logging.getLogger(__name__)
 
@@ -32,14 +45,17 @@ class Hold:
         """Make sure that ``store`` can be written to, take it, and clear away what dead runs have left. Collective.
 
         ``given`` is the directory as the user wrote it. Returns a token of this run. Raises ``CheckpointError`` if
-        another run holds it, or it does not answer in time.
+        another run holds it, or it does not answer in time; ``ConfigError`` if not all ranks see what rank 0 writes.
         """
 
         def take() -> str:
-            self._take(store)
-            return new_token()
+            token = new_token()
+            self._take(store, token)
+            return token
 
-        return self._ranks.run_on_all(f"checkpoint.dir={given} cannot be written to", take)[0]
+        token = self._ranks.run_on_all(f"checkpoint.dir={given} cannot be written to", take)[0]
+        self._expect_one_directory(store, token, f"checkpoint.dir={given}")
+        return token
 
     def move(self, store: CheckpointStore, wait: Callable[[], None]) -> Hold:
         """Take another one, when each rank has waited for its saves, and return the hold of that. Collective.
@@ -48,22 +64,23 @@ class Hold:
         """
         root, other = store.root, Hold(self._ranks, self._seconds, self._resume)
 
-        def take() -> bool:
-            hidden = not is_url(root) and not os.path.lexists(root)
+        def take() -> tuple[bool, str]:
+            hidden, token = not is_url(root) and not os.path.lexists(root), new_token()
             wait()
             if hidden and self._ranks.rank == 0:
                 store.hide()
-            other._take(store)
-            return hidden
+            other._take(store, token)
+            return hidden, token
 
         try:
-            hidden = self._ranks.run_on_all(f"{root} cannot be written to", take)[0]
+            hidden, token = self._ranks.run_on_all(f"{root} cannot be written to", take)[0]
         except BaseException:
             if other._lock is not None:
                 other._lock.release()
             raise
         if hidden:
             store.hide()
+        other._expect_one_directory(store, token, root)
         return other
 
     def let_go(self) -> None:
@@ -72,12 +89,41 @@ class Hold:
             self._store.settle()
             self._lock.release()
 
-    def _take(self, store: CheckpointStore) -> None:
+    def _take(self, store: CheckpointStore, token: str) -> None:
         if self._ranks.rank == 0:
-            take = partial(_take, store, self._seconds, self._resume)
             away = is_url(store.root)
+            probe = None if away or self._ranks.size == 1 else Path(store.temporary(0, token))
+            take = partial(_take, store, self._seconds, self._resume, probe)
             self._lock = answered(store.root, self._seconds, take, methodcaller("release")) if away else take()
             self._store = store
+
+    def _expect_one_directory(self, store: CheckpointStore, token: str, named: str) -> None:
+        """Raise ``ConfigError`` on all ranks, and let go, if one does not find what rank 0 has made. Collective."""
+        if is_url(store.root) or self._ranks.size == 1:
+            return
+        probe = store.temporary(0, token)
+        try:
+            look = partial(_look, probe)
+            seen = self._ranks.run_on_all(f"The ranks could not compare what they see in {store.root}", look)
+            blind: dict[str, list[int]] = {}  # the ranks of each machine that has another directory
+            for rank, (machine, sees) in enumerate(seen):
+                if not sees:
+                    blind.setdefault(machine, []).append(rank)
+            if blind:
+                there = [f"{machine} ({name_ranks(ranks)})" for machine, ranks in blind.items()]
+                more = f", and {len(there) - _SHOWN} machines more" if len(there) > _SHOWN else ""
+                raise ConfigError(
+                    f"{named} is not the same directory on all machines: what rank 0 has made there on {seen[0][0]} "
+                    f"is not there on {', '.join(there[:_SHOWN])}{more}. Give one that all machines share, in a "
+                    "network file system or an object store, such as s3://BUCKET/RUN; or for copies on each machine's "
+                    "own disk tier=disk tier.dir=PATH, with a shared checkpoint.dir or without one."
+                )
+        except BaseException:
+            self.let_go()
+            raise
+        finally:
+            if self._ranks.rank == 0:
+                store.backend.discard(probe)
 
 
 def warn_of_earlier_run(store: CheckpointStore) -> None:
@@ -92,7 +138,19 @@ def warn_of_earlier_run(store: CheckpointStore) -> None:
         )
 
 
-def _take(store: CheckpointStore, seconds: float, resume: str) -> StoreLock:
+def _look(path: str) -> tuple[str, bool]:
+    """Return the name of this machine, and whether a file made on another one is here, or will be in some seconds."""
+    ends = time.monotonic() + _PATIENCE_S
+    while True:
+        for folder in [*Path(path).parents][::-1]:  # opening one has NFS ask anew what is in it
+            with contextlib.suppress(OSError):
+                os.close(os.open(folder, os.O_RDONLY))
+        if (sees := os.path.lexists(path)) or time.monotonic() > ends:
+            return socket.gethostname(), sees
+        time.sleep(_LOOK_S)
+
+
+def _take(store: CheckpointStore, seconds: float, resume: str, probe: Path | None) -> StoreLock:
     with within(seconds):
         hold = store.lock()
         failpoint("locked")
@@ -101,6 +159,8 @@ def _take(store: CheckpointStore, seconds: float, resume: str) -> StoreLock:
             take_for_job(store, resume)
             if resume == "never":
                 store.retention.spared.clear()
+            if probe is not None:
+                probe.touch()
         except BaseException:
             hold.release()
             raise

@@ -297,8 +297,6 @@ class _Work:
         files = {name: mark for marks, _ in written for name, mark in marks.items()} | own
         files[INDEX] = to.store.put(self.path, INDEX, make_index(to.last.described, state))
         there = to.store.backend.list(self.path)
-        if lost := sorted(files.keys() - there):
-            raise CheckpointError(f"{self.path} has lost what was just written there: {', '.join(lost)}")
         files |= {name: to.store.mark(self.path, name) for name in there if name not in files}
         failpoint("marked")
         to.last.entries = self._merging.entries

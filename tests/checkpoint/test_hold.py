@@ -1,0 +1,109 @@
+"""A directory that is another one on some machine is refused at the start, and looking for that leaves no file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import stagereg.checkpoint.hold as hold
+import stagereg.checkpoint.store.failpoints as failpoints
+from stagereg import Checkpointer
+from stagereg.checkpoint.hold import Hold
+from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.open_store import open_store
+from stagereg.errors import ConfigError
+from stagereg.testing import RankFailure, run_ranks
+
+from ..support.lab import LOCAL, Lab
+
+START = """
+import sys, time, torch.distributed as dist
+import stagereg
+from stagereg.checkpoint.options import Leave
+from stagereg.errors import ConfigError
+
+dist.init_process_group("gloo")
+for folder in sys.argv[1:]:
+    began = time.monotonic()
+    try:
+        stagereg.Checkpointer(folder, leave=Leave(save_last=False)).close()
+        print(f"TOOK {folder}")
+    except ConfigError as error:
+        print(f"REFUSED in {time.monotonic() - began:.0f} s: {error}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(200)
+def test_the_same_path_on_disks_of_their_own_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "start.py").write_text(START)
+    with Lab(machines=2) as lab:
+        job = lab.torchrun(["start.py", f"{LOCAL}/c", str(tmp_path / "shared")], cwd=tmp_path)
+        outputs = job.wait(90)
+        assert job.returncodes == [0, 0], "\n".join(outputs)
+        refusal = f"checkpoint.dir={LOCAL}/c is not the same directory on all machines: what rank 0 has made there on "
+        refusal += "machine0 is not there on machine1 (rank 1). Give one that all machines share"
+        for output in outputs:
+            assert output.count(refusal) == 1
+            assert "tier=disk" in output
+            assert int(output.partition("REFUSED in ")[2].split()[0]) < 10
+            assert output.count(f"TOOK {tmp_path}/shared") == 1
+        assert [[*(machine.disk / "c").glob("*")] for machine in lab.machines] == [[], []]
+    assert os.listdir(tmp_path / "shared") == []
+
+
+def refusals(rank: int, world_size: int, root: str) -> list[str]:
+    """Take a directory, and move to another one, that rank 1 has elsewhere; then one that it sees a little later."""
+
+    def store(name: str) -> CheckpointStore:
+        return open_store(f"{root}/{'' if rank == 0 else 'elsewhere/'}{name}")
+
+    ranks = RankGroup()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(hold, "_PATIENCE_S", 0.2)
+        with pytest.raises(ConfigError) as taken:
+            Hold(ranks, 10, "auto").take(store("a"), "a")
+        held = Hold(ranks, 10, "auto")
+        held.take(open_store(f"{root}/held"), "held")
+        with pytest.raises(ConfigError) as moved:
+            held.move(store("new"), lambda: None)
+        texts = [str(each.value) for each in (taken, moved)]
+    if rank == 0:  # which deletes, after all have looked
+        there = sorted(path.relative_to(root).as_posix() for path in Path(root).rglob("*"))
+        assert there == ["a", "held", "held/.lock"]
+    dist.barrier()
+    if rank == 1:
+        os.mkdir(f"{root}/elsewhere")
+        threading.Timer(0.3, os.symlink, (f"{root}/late", f"{root}/elsewhere/late")).start()
+    Hold(ranks, 10, "auto").take(store("late"), "late")
+    held.let_go()
+    return texts
+
+
+def test_ranks_that_see_another_directory_are_named_and_no_file_of_the_look_stays(tmp_path: Path) -> None:
+    first, second = run_ranks(refusals, 2, args=(str(tmp_path),))
+    assert second == [text.replace(f"{tmp_path}/", f"{tmp_path}/elsewhere/") for text in first]
+    for text, named in zip(first, ("checkpoint.dir=a", str(tmp_path / "new")), strict=True):
+        assert text.startswith(f"{named} is not the same directory on all machines")
+        assert f"is not there on {socket.gethostname()} (rank 1). Give" in text
+
+
+def is_killed(rank: int, world_size: int, root: str) -> None:
+    if rank == 0:
+        failpoints.watch(lambda moment: os.kill(os.getpid(), signal.SIGKILL) if moment == "swept" else None)
+    Checkpointer(root)
+
+
+def test_the_next_start_deletes_what_a_killed_look_has_left(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        run_ranks(is_killed, 2, args=(str(tmp_path),))
+    assert [path.name for path in tmp_path.glob(".step-*.tmp")] != []
+    with Checkpointer(str(tmp_path)):
+        assert os.listdir(tmp_path) == [".lock"]
