@@ -129,8 +129,8 @@ class MachineFolder:
             if part.save.folder != os.path.basename(folder) or manifest_name(part.rank) != name:
                 raise ValueError("it is of another save or rank")
             for file, known in part.files.items():
-                if (size := os.lstat(f"{folder}/{file}").st_size) != known.bytes:
-                    raise ValueError(f"{file} has {size} of {known.bytes} bytes")
+                if (size := os.lstat(f"{folder}/{file}").st_size) != known.nbytes:
+                    raise ValueError(f"{file} has {size} of {known.nbytes} bytes")
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as error:

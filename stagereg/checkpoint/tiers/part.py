@@ -65,13 +65,13 @@ class SaveId(NamedTuple):
 class PartFile:
     """One file of a part: its size in bytes, and the CRC-32 of each block of :data:`BLOCK_BYTES`."""
 
-    bytes: int
+    nbytes: int
     blocks: tuple[int, ...]
 
     def block(self, number: int) -> range:
         """Return which bytes of the file a block has."""
         begin = number * BLOCK_BYTES
-        return range(begin, min(begin + BLOCK_BYTES, self.bytes))
+        return range(begin, min(begin + BLOCK_BYTES, self.nbytes))
 
     @property
     def mark(self) -> FileMark:
@@ -96,7 +96,7 @@ class Part:
     @property
     def nbytes(self) -> int:
         """The bytes of its files."""
-        return sum(each.bytes for each in self.files.values())
+        return sum(each.nbytes for each in self.files.values())
 
     def dumps(self) -> str:
         """Return the text of its manifest, with a checksum of its own."""
@@ -132,9 +132,9 @@ class Part:
 def _file(name: str, data: Any) -> PartFile:
     if not is_name(name) or name.startswith("..") or name == "." or set(name) & set("/\\") or is_manifest(name):
         raise ValueError(f"{name!r:.100} is no plain name of a file")
-    if type(data) is not dict or data.keys() != {"bytes", "blocks"} or type(data["blocks"]) is not list:
+    if type(data) is not dict or data.keys() != {"nbytes", "blocks"} or type(data["blocks"]) is not list:
         raise ValueError(f"{name!r:.100} is not described")
-    nbytes, blocks = data["bytes"], data["blocks"]
+    nbytes, blocks = data["nbytes"], data["blocks"]
     if type(nbytes) is not int or not 0 <= nbytes <= MOST or len(blocks) != -(-nbytes // BLOCK_BYTES):
         raise ValueError(f"{name!r:.100} has another size than its blocks")
     if any(type(each) is not int or not 0 <= each < 1 << 32 for each in blocks):
