@@ -21,12 +21,15 @@ from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 from stagereg.checkpoint.format.checksum import crc32
+from stagereg.checkpoint.format.damage import joined
 from stagereg.checkpoint.format.manifest import FileMark
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.object_store import ObjectStore
 
 PAGE = 4096
 """Bytes: a multiple of the logical block of nearly every disk."""
+BLOCK_BYTES = 4 << 20
+"""Bytes of a file that have a CRC-32 of their own; the last block may be shorter."""
 
 _WORTH_LETTING_GO = 1 << 16  # bytes that take longer than another thread's turn
 _STRAIGHT_BYTES = 1 << 20  # what memory must have at least to be worth a write of its own
@@ -145,7 +148,7 @@ class AlignedFile:
         self._buffer = self._free.get()
         self._filled = 0  # bytes in the buffer
         self._begin = 0  # where they go in the file, a multiple of PAGE
-        self._crc32 = 0
+        self._blocks: list[int] = []  # the CRC-32 of each block
         self._error: BaseException | None = None  # why nothing more is written
         self._whole = False
         # What to write, and the buffer that is free afterwards.
@@ -221,7 +224,15 @@ class AlignedFile:
         self._target.end()
         self._whole = True
         failpoint("flushed")
-        return FileMark(self._begin, self._crc32)
+        return joined(
+            FileMark(min(BLOCK_BYTES, self._begin - number * BLOCK_BYTES), crc)
+            for number, crc in enumerate(self._blocks)
+        )
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The CRC-32 of each block of :data:`BLOCK_BYTES`, of what is written."""
+        return tuple(self._blocks)
 
     def raise_error(self) -> None:
         """Raise what a write has failed with, if one has."""
@@ -240,8 +251,11 @@ class AlignedFile:
             self._writes.put((data, buffer))
         else:
             self._write(data, buffer)
-        self._crc32 = crc32(data, self._crc32)
-        self._begin += len(data)
+        while data:
+            begun = self._begin % BLOCK_BYTES
+            block, data = data[: BLOCK_BYTES - begun], data[BLOCK_BYTES - begun :]
+            self._blocks.append(crc32(block, self._blocks.pop() if begun else 0))
+            self._begin += len(block)
 
     def _work(self) -> None:
         while (given := self._writes.get()) is not None:

@@ -55,6 +55,7 @@ class FileStorage(Storage):
 
     Attributes:
         path: the directory or URL; empty if none was named yet.
+        blocks: of each file that has a mark, the CRC-32 of each block of :data:`.aligned.BLOCK_BYTES`.
     """
 
     def __init__(self, path: StrPath | None = None, direct: bool = False, buffer_bytes: int = 1 << 20) -> None:
@@ -62,6 +63,7 @@ class FileStorage(Storage):
         self._buffer_bytes = buffer_bytes
         self._buffers: list[memoryview] = []  # kept, since new memory holds the interpreter's lock when it is touched
         self._marks: dict[str, FileMark] = {}
+        self.blocks: dict[str, tuple[int, ...]] = {}
         self._metadata = b""
         self.path = ""
         self.reset(path)
@@ -116,6 +118,7 @@ class FileStorage(Storage):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files. Raises: ``OSError``, with the error of the operating system or the store."""
         self._marks.clear()
+        self.blocks.clear()
         write = partial(self.write_files, plan.storage_data, plan.items, planner)
         done: Future[list[WriteResult]] = Future()
         done.set_result(retrying("writing", self.path, write) if is_url(self.path) else write())
@@ -164,6 +167,7 @@ class FileStorage(Storage):
                 file.raise_error()  # and not what torch's archive writer raises about positions while it unwinds
                 raise
             self._marks[name] = file.finish()
+            self.blocks[name] = file.blocks
         if target.refused:
             self._direct = False
             if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a machine would log the same

@@ -25,6 +25,8 @@ from stagereg.machine import boot_id
 
 _log = logging.getLogger(__name__)
 
+NOTE = ".run.json"
+"""The run's id and branches, in the folder of the run, in that of the tier, and in the store."""
 _BOOT = ".boot"
 _COPIED = ".copied"
 
@@ -60,6 +62,11 @@ class MachineFolder:
             shutil.rmtree(f"{self.path}/{name}", ignore_errors=True)
         noted.write_text(boot)
 
+    @property
+    def nowhere(self) -> str:
+        """The path of a folder for what is not to stay."""
+        return f"{self.path}/.nowhere"
+
     def directory(self, save: SaveId) -> str:
         """Return the full path of the folder of a save; makes nothing."""
         return f"{self.path}/{save.folder}"
@@ -94,10 +101,16 @@ class MachineFolder:
                     os.rename(f"{self.path}/{name}", gone)
                 shutil.rmtree(gone, ignore_errors=True)
 
+    def drop(self, save: SaveId, ranks: Collection[int]) -> None:
+        """Delete the parts of these ranks in a save: they are not what was staged."""
+        for held in (self.find(save, rank) for rank in ranks):
+            for name in () if held is None else (manifest_name(held.part.rank), *held.part.files):
+                _discard(f"{self.directory(save)}/{name}")
+
     def sweep(self) -> None:
         """Delete what dead processes have left half-written. For the process that holds the folder's lock."""
         for entry in [*os.scandir(self.path)]:
-            if entry.name in (LOCK, _BOOT):
+            if entry.name in (LOCK, NOTE, _BOOT):
                 continue
             if step_of(entry.name) is None:
                 _discard(entry.path)
@@ -110,6 +123,10 @@ class MachineFolder:
                     _discard(f"{entry.path}/{name}")
             with contextlib.suppress(OSError):
                 os.rmdir(entry.path)
+
+    def remove(self) -> None:
+        """Delete all of it, also what is noted, once nobody holds the lock."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def _saves(self) -> list[str]:
         return [name for name in os.listdir(self.path) if step_of(name) is not None]

@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import joined
 from stagereg.checkpoint.format.manifest import MOST, FileMark, is_name, step_name
-
-BLOCK_BYTES = 4 << 20
-"""Bytes that have a checksum of their own, and travel together; the last block of a file may be shorter."""
+from stagereg.checkpoint.storage.aligned import BLOCK_BYTES
 
 _FORMAT = 1
 _TOKEN = re.compile(r"[0-9a-f]{8,64}", re.ASCII)
