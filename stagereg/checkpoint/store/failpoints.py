@@ -32,12 +32,26 @@ POINTS = {
 """What has just happened at each moment, in the order of a save. "locked", "swept", and "marked" to "retained" are for
 rank 0 alone, the others for every rank."""
 
+TIER_POINTS = {
+    "part": "the part of a rank is complete in a machine's folder",
+    "sending": "half of a part's blocks have left for another machine",
+    "receiving": "half of a part's blocks have come from another machine, and are right",
+    "received": "all of them have, and the part is not complete here",
+    "acknowledged": "the other machine says that it has the part, which is not noted here",
+    "copied": "it is noted here",
+}
+"""What has just happened at each moment of a save into a tier; "receiving" and "received" on the machine that gets a
+copy, where "part" comes again after them."""
+
 _observer: Callable[[str], None] | None = None
 """One a process: a test that kills a process at a moment has no object of that process in its hands."""
 
 
 def failpoint(name: str) -> None:
-    """Report the moment ``name``, one of :data:`POINTS`, to the observer. Any thread; passes on what that raises."""
+    """Report the moment ``name``, one of :data:`POINTS` or :data:`TIER_POINTS`, to the observer.
+
+    Any thread; passes on what that raises.
+    """
     if _observer is not None:
         _observer(name)
 

@@ -1,0 +1,216 @@
+"""A connection between two processes of one run: who the other is, messages, raw bytes, and no wait without an end.
+
+Both sides prove that they know the run's secret before anything else is read. What follows is not encrypted: the secret
+keeps other programs and users away, as a cluster's network is trusted to carry what is sent. Messages are JSON, data
+only; files go from the page cache to the socket, past this process. A wait ends when no byte has moved for
+:data:`PROGRESS_S`, however long the whole takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from stagereg.checkpoint.format.checksum import crc32
+
+PROGRESS_S = 10.0
+"""Seconds without a byte after which a transfer has failed."""
+GREETING_S = 5.0
+"""Seconds that a stranger has to prove that it is none."""
+
+_MOST_BYTES = 64 << 20  # of a message: the manifest of a part of 20 TB
+_LENGTH = struct.Struct("!I")
+_PIECE_BYTES = 1 << 18  # stay in the processor's cache between the socket and the checksum
+_NONCE_BYTES = _PROOF_BYTES = 32
+_HELLO = b"stagereg-tier/1\n"
+
+
+class Bandwidth:
+    """How many bytes a second may leave, for all threads that share it; ``None`` for no bound."""
+
+    def __init__(self, bytes_per_s: int | None) -> None:
+        self._rate, self._lock, self._free_at = bytes_per_s, threading.Lock(), 0.0
+        self.piece = 1 << 30 if bytes_per_s is None else max(1, min(1 << 20, bytes_per_s // 10))
+        """Bytes to take at once: a tenth of a second of them at most, so that whoever waits sees that they come."""
+
+    def take(self, nbytes: int) -> None:
+        """Wait until so many bytes may leave."""
+        if self._rate is not None:
+            with self._lock:
+                begins = max(self._free_at, time.monotonic())
+                self._free_at = begins + nbytes / self._rate
+            time.sleep(max(0.0, begins - time.monotonic()))
+
+
+class Connection:
+    """One whose other side is of this run. One thread at a time, but :meth:`end`.
+
+    All errors are ``OSError``: what the system says, ``TimeoutError`` if the other side moved nothing for
+    :data:`PROGRESS_S`, ``ConnectionError`` if it has ended or sent what is none of this.
+    """
+
+    def __init__(self, opened: socket.socket) -> None:
+        self._socket = opened
+        opened.settimeout(None)  # the kernel waits, so that a call moves as much as there is
+        limit = struct.pack("ll", int(PROGRESS_S), int(PROGRESS_S % 1 * 1e6))
+        for name in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            opened.setsockopt(socket.SOL_SOCKET, name, limit)
+        # Buffers stay the kernel's to size: one that is asked for is bounded lower, and grows no more.
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # or an idle one outlives the other machine
+        for name, seconds in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+            opened.setsockopt(socket.IPPROTO_TCP, name, seconds)
+
+    def send(self, message: dict[str, Any], more: bool = False) -> None:
+        """Send a message; with ``more`` the bytes of a file follow."""
+        text = json.dumps(message).encode()
+        data = memoryview(_LENGTH.pack(len(text)) + text)
+        while data:
+            with _moving():
+                data = data[self._socket.send(data, socket.MSG_MORE if more else 0) :]
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next message."""
+        head = bytearray(_LENGTH.size)
+        self.receive_into(memoryview(head))
+        (length,) = _LENGTH.unpack(head)
+        if length > _MOST_BYTES:
+            raise ConnectionAbortedError(f"a message has {length} bytes, which is too many")
+        text = bytearray(length)
+        self.receive_into(memoryview(text))
+        try:
+            message = json.loads(text)
+        except (ValueError, RecursionError):
+            message = None
+        if type(message) is not dict:
+            raise ConnectionAbortedError("what came is no message")
+        return message
+
+    def send_file(self, descriptor: int, offset: int, count: int, bandwidth: Bandwidth) -> None:
+        """Send bytes of a file as they are."""
+        end = offset + count
+        while offset < end:
+            piece = min(bandwidth.piece, end - offset)
+            bandwidth.take(piece)
+            stop = offset + piece
+            while offset < stop:
+                with _moving():
+                    sent = os.sendfile(self._socket.fileno(), descriptor, offset, stop - offset)
+                    if not sent:
+                        raise ConnectionAbortedError(f"the file ends at byte {offset}, before all was sent")
+                    offset += sent
+
+    def receive_into(self, memory: memoryview) -> None:
+        """Fill ``memory`` with what comes next."""
+        while memory:
+            with _moving():
+                count = self._socket.recv_into(memory, len(memory), socket.MSG_WAITALL)
+            if not count:
+                raise ConnectionResetError("the other side has closed the connection")
+            memory = memory[count:]
+
+    def receive_block(self, memory: memoryview, touch: Callable[[], object] = int) -> int:
+        """Fill ``memory`` and return the CRC-32 of it; ``touch`` is called now and then meanwhile."""
+        crc = 0
+        while memory:
+            piece, memory = memory[:_PIECE_BYTES], memory[_PIECE_BYTES:]
+            self.receive_into(piece)
+            crc = crc32(piece, crc)
+            touch()
+        return crc
+
+    def is_readable(self, seconds: float | None) -> bool:
+        """Wait at most so long, ``None`` for ever, until something comes, or the connection ends; whether it did."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(None if seconds is None else 1000 * seconds))
+
+    def end(self) -> None:
+        """Have all calls fail, here and on the other side. Any thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End it and let go of it."""
+        self.end()
+        self._socket.close()
+
+
+@contextlib.contextmanager
+def _moving() -> Iterator[None]:
+    try:
+        yield
+    except BlockingIOError:
+        raise TimeoutError(f"the other side has moved nothing for {PROGRESS_S:g} s") from None
+
+
+def accept(opened: socket.socket, secret: bytes) -> Connection:
+    """Return the connection to one who has called, when it has proved to be of this run. Raises: ``OSError``."""
+    track(opened)
+    ends, nonce = time.monotonic() + GREETING_S, secrets.token_bytes(_NONCE_BYTES)
+    _put(opened, _HELLO + nonce, ends)
+    answer = _take(opened, _NONCE_BYTES + _PROOF_BYTES, ends)
+    theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _proof(secret, b"calls", nonce, theirs)):
+        raise ConnectionRefusedError("it does not know the secret of this run")
+    _put(opened, _proof(secret, b"answers", nonce, theirs), ends)
+    return Connection(opened)
+
+
+def connect(address: tuple[str, int], secret: bytes) -> Connection:
+    """Return a connection to one who has proved to be of this run, as this side does. Raises: ``OSError``."""
+    opened = socket.create_connection(address, GREETING_S)
+    try:
+        track(opened)
+        ends, own = time.monotonic() + 2 * GREETING_S, secrets.token_bytes(_NONCE_BYTES)  # strangers may be first
+        hello = _take(opened, len(_HELLO) + _NONCE_BYTES, ends)
+        nonce = hello[len(_HELLO) :]
+        if not hello.startswith(_HELLO):
+            raise ConnectionRefusedError("what answers there is no process of this run")
+        _put(opened, own + _proof(secret, b"calls", nonce, own), ends)
+        proof = _take(opened, _PROOF_BYTES, ends)
+        if not hmac.compare_digest(proof, _proof(secret, b"answers", nonce, own)):
+            raise ConnectionRefusedError("what answers there does not know the secret of this run")
+        return Connection(opened)
+    except BaseException:
+        opened.close()
+        raise
+
+
+def _proof(secret: bytes, side: bytes, first: bytes, second: bytes) -> bytes:
+    return hmac.digest(secret, b"stagereg tier " + side + first + second, "sha256")
+
+
+def _put(opened: socket.socket, data: bytes, ends: float) -> None:
+    opened.settimeout(max(0.001, ends - time.monotonic()))
+    opened.sendall(data)
+
+
+def _take(opened: socket.socket, count: int, ends: float) -> bytes:
+    data = b""
+    while len(data) < count:
+        opened.settimeout(max(0.001, ends - time.monotonic()))
+        if not (got := opened.recv(count - len(data))):
+            raise ConnectionResetError("the other side has closed the connection")
+        data += got
+    return data
+
+
+def track(opened: socket.socket) -> None:
+    """Have forked processes close a socket: while they hold it, others do not see that this process has ended."""
+    _open.add(opened)
+
+
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: list(map(socket.socket.close, _open)))

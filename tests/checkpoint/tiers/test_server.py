@@ -1,0 +1,473 @@
+"""Parts between machines: checked, whole or absent, for members of the run alone."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import stagereg.checkpoint.tiers.incoming as incoming
+import stagereg.checkpoint.tiers.peer as peer_module
+import stagereg.checkpoint.tiers.wire as wire
+from stagereg.checkpoint.storage.aligned import BLOCK_BYTES
+from stagereg.checkpoint.tiers.folder import MachineFolder
+from stagereg.checkpoint.tiers.part import PartFile
+from stagereg.checkpoint.tiers.peer import Peer
+from stagereg.checkpoint.tiers.server import PartServer
+from stagereg.errors import CheckpointError, DamagedError
+from tests.support.tier_parts import (
+    RUN,
+    SECRET,
+    connected,
+    damaging,
+    data_of,
+    files_below,
+    new_folder,
+    serving,
+    write_part,
+)
+from tests.support.watching import watching
+
+BOUND_S = 30
+SEVERAL = {"__r_0.distcp": 5 * BLOCK_BYTES + 17, "empty": 0, "small": 3}
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> MachineFolder:
+    return new_folder(tmp_path / "here")
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> MachineFolder:
+    return new_folder(tmp_path / "there")
+
+
+@pytest.fixture
+def server(there: MachineFolder) -> Iterator[PartServer]:
+    with serving(there) as opened:
+        yield opened
+
+
+@pytest.fixture
+def peer(server: PartServer) -> Iterator[Peer]:
+    with connected(server.address) as opened:
+        yield opened
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until something holds, for a bounded time."""
+    ends = time.monotonic() + BOUND_S
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def has_ended(stranger: socket.socket) -> bool:
+    try:
+        return not stranger.recv(1000)
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize("durable", [False, True], ids=["memory", "disk"])
+def test_a_part_arrives_whole_and_comes_back_checked(here: MachineFolder, tmp_path: Path, durable: bool) -> None:
+    there = new_folder(tmp_path / "there", durable)
+    part = write_part(here, SEVERAL)
+    with serving(there, durable=durable) as server, connected(server.address) as peer:
+        assert peer.part(part.save, 0) is None
+        peer.put(part, here.directory(part.save))
+        held = there.find(part.save, 0)
+        assert held is not None
+        assert held.part == part == peer.part(part.save, 0)
+        assert files_below(there) == sorted([*SEVERAL, "part-0.json"])
+        for name, nbytes in SEVERAL.items():
+            assert Path(there.directory(part.save), name).read_bytes() == data_of(nbytes)
+            numbers = [*range(len(part.files[name].blocks))][::-1]
+            got = peer.get(part.save, 0, name, numbers, part.files[name])
+            assert b"".join(map(bytes, got[::-1])) == data_of(nbytes)
+        peer.put(part, "/nowhere")  # it is there already, so nothing is read
+        other = write_part(here, {"again": 2 * BLOCK_BYTES}, step=2)
+        peer.put(other, here.directory(other.save))
+        assert there.find(other.save, 0) is not None
+
+
+sizes = st.integers(0, 3).flatmap(lambda n: st.integers(-2, 2).map(lambda more: max(0, n * BLOCK_BYTES + more)))
+
+
+@given(found=st.lists(sizes, max_size=4), streams=st.integers(1, 4))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_sizes_arrive_over_any_number_of_streams(
+    here: MachineFolder, there: MachineFolder, peer: Peer, found: list[int], streams: int
+) -> None:
+    part = write_part(here, {f"f{n}": nbytes for n, nbytes in enumerate(found)})
+    with mock.patch.object(peer_module, "_STREAMS", streams):
+        peer.put(part, here.directory(part.save))
+    for n, nbytes in enumerate(found):
+        assert Path(there.directory(part.save), f"f{n}").read_bytes() == data_of(nbytes)
+    assert there.find(part.save, 0) is not None
+    here.delete([part.save.folder])
+    there.delete([part.save.folder])
+
+
+def test_strangers_harm_nobody(here: MachineFolder, there: MachineFolder, caplog: pytest.LogCaptureFixture) -> None:
+    strangers: list[socket.socket] = []
+
+    def call(name: str) -> None:
+        if name == "sending":  # they are there while the other half is sent
+            some = [socket.create_connection(server.address) for _ in range(50)]
+            for stranger in some[::2]:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            strangers.extend(some)
+
+    with mock.patch.object(wire, "GREETING_S", 2.0), serving(there) as server:
+        call("sending")  # and more than there are threads, before anybody else
+        call("sending")
+        with connected(server.address, bytes(32)) as liar, pytest.raises(OSError, match=r"closed|reset|timed out"):
+            liar.part(write_part(here, {}).save, 0)
+        part = write_part(here, SEVERAL, step=2)
+        with connected(server.address) as peer, watching(call):
+            peer.put(part, here.directory(part.save))
+        for stranger in strangers:
+            with stranger:
+                stranger.settimeout(BOUND_S)
+                until(partial(has_ended, stranger))
+    assert there.find(part.save, 0) is not None
+    assert sum("not of this run" in each.getMessage() for each in caplog.records if each.levelname == "WARNING") == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret", "/etc/passwd", "part-0.json", ".boot", "..", "", 7, None, ["a"]], ids=repr
+)
+def test_nothing_but_blocks_of_the_part_can_be_read(
+    here: MachineFolder, there: MachineFolder, server: PartServer, name: Any
+) -> None:
+    part = write_part(there, SEVERAL)
+    (Path(there.path) / "secret").write_bytes(bytes(100))
+    link = wire.connect(server.address, SECRET)
+    request = {"do": "get", "save": part.save, "rank": 0, "file": name, "blocks": [0]}
+    for each in (
+        request,
+        {**request, "file": "small", "blocks": [1]},
+        {**request, "file": "small", "blocks": [-1]},
+        {**request, "file": "small", "blocks": ["0"]},
+        {**request, "file": "small", "blocks": 1},
+        {**request, "save": ["../..", 0, 0, 0, "x", 1]},
+        {**request, "rank": "../1"},
+        {"do": "no"},
+        {"do": []},
+        {},
+    ):
+        link.send(each)
+        assert "error" in link.receive()
+    link.send({**request, "file": "small"})
+    assert link.receive() == {"nbytes": 3}
+    link.close()
+
+
+def test_a_part_that_names_other_places_is_refused(
+    here: MachineFolder, there: MachineFolder, server: PartServer
+) -> None:
+    text = write_part(here, {"small": 3}).dumps()
+    link = wire.connect(server.address, SECRET)
+    for bad in (text.replace("small", "../ab"), text.replace(" 3,", " 4,"), "", "{}", None, 5, [text]):
+        link.send({"do": "put", "part": bad})
+        assert "error" in link.receive()
+    link.close()
+    assert files_below(there) == []
+
+
+def test_a_part_of_another_run_is_refused(here: MachineFolder, there: MachineFolder, peer: Peer) -> None:
+    part = write_part(here, SEVERAL, run="f" * 16)
+    with pytest.raises(CheckpointError, match="of run ffffffffffffffff, and this is another"):
+        peer.put(part, here.directory(part.save))
+    assert files_below(there) == []
+
+
+def test_a_part_without_room_is_refused_with_the_reason(here: MachineFolder, there: MachineFolder) -> None:
+    part = write_part(here, SEVERAL)
+    asked: list[int] = []
+
+    def room(nbytes: int) -> str:
+        asked.append(nbytes)
+        return "the shelf is full"
+
+    refused = pytest.raises(CheckpointError, match="no room: the shelf is full")
+    with serving(there, room) as server, connected(server.address) as peer, refused:
+        peer.put(part, here.directory(part.save))
+    assert asked == [part.nbytes]
+    assert files_below(there) == []
+
+
+def test_memory_that_is_full_in_the_middle_leaves_nothing(
+    here: MachineFolder, there: MachineFolder, peer: Peer
+) -> None:
+    part = write_part(here, {"big": 20 * BLOCK_BYTES})
+    real, count = os.pwrite, iter(range(100))
+
+    def pwrite(descriptor: int, data: memoryview, at: int) -> int:
+        if next(count) >= 8:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, data, at)
+
+    with mock.patch.object(incoming.os, "pwrite", pwrite), pytest.raises(CheckpointError, match="No space left"):
+        peer.put(part, here.directory(part.save))
+    until(lambda: files_below(there) == [])
+    peer.put(part, here.directory(part.save))  # the same connection object begins anew
+    assert there.find(part.save, 0) is not None
+
+
+@pytest.mark.parametrize("times", [1, 1 << 30], ids=["once", "always"])
+def test_a_bit_that_flips_on_the_way_is_noticed_and_the_block_sent_again(
+    here: MachineFolder, there: MachineFolder, server: PartServer, times: int
+) -> None:
+    part = write_part(here, {"big": 3 * BLOCK_BYTES})
+    left = [times]
+
+    def flip(at: int, data: bytearray) -> None:
+        if at > BLOCK_BYTES and left[0] and len(data) > 30000:
+            data[20000] ^= 4
+            left[0] -= 1
+
+    with damaging(server.address, flip) as address, connected(address) as peer:
+        if times == 1:
+            peer.put(part, here.directory(part.save))
+            assert Path(there.directory(part.save), "big").read_bytes() == data_of(3 * BLOCK_BYTES)
+        else:
+            with pytest.raises(CheckpointError, match=r"block \d of big arrived damaged, twice"):
+                peer.put(part, here.directory(part.save))
+            until(lambda: files_below(there) == [])
+            assert there.find(part.save, 0) is None
+    assert left[0] < times
+
+
+def test_a_bit_that_flips_where_the_part_lies_is_noticed(there: MachineFolder, peer: Peer) -> None:
+    part = write_part(there, SEVERAL)
+    known = part.files["__r_0.distcp"]
+    with Path(there.directory(part.save), "__r_0.distcp").open("rb+") as file:
+        file.seek(2 * BLOCK_BYTES + 5)
+        file.write(b"?")
+    with pytest.raises(DamagedError, match=r"block 2 of __r_0\.distcp"):
+        peer.get(part.save, 0, "__r_0.distcp", [1, 2, 3], known)
+    got = peer.get(part.save, 0, "__r_0.distcp", [1, 3], known)  # and those beside it are good
+    assert bytes(got[0]) == data_of(known.nbytes)[BLOCK_BYTES : 2 * BLOCK_BYTES]
+    with pytest.raises(DamagedError, match="another size"):
+        peer.get(part.save, 0, "small", [0], PartFile.of_bytes(b"1234"))
+    Path(there.directory(part.save), "small").unlink()
+    with connected(peer._address) as another, pytest.raises(CheckpointError, match="not here"):
+        another.get(part.save, 0, "small", [0], part.files["small"])
+
+
+def test_a_file_that_was_cut_since_is_an_error(there: MachineFolder, peer: Peer) -> None:
+    part = write_part(there, SEVERAL)
+    assert peer.get(part.save, 0, "small", [0], part.files["small"])
+    os.truncate(Path(there.directory(part.save), "small"), 1)
+    with pytest.raises(OSError, match="closed"):
+        peer.get(part.save, 0, "small", [0], part.files["small"])
+
+
+SENDER = """
+import sys
+from pathlib import Path
+import stagereg.checkpoint.store.failpoints as failpoints
+from stagereg.checkpoint.tiers.part import Part
+from stagereg.checkpoint.tiers.peer import Peer
+folder, port = sys.argv[1], int(sys.argv[2])
+
+def wait(name):
+    if name == "sending":
+        print(name, flush=True)
+        sys.stdin.read()
+
+failpoints.watch(wait)
+part = Part.loads(Path(folder, "part-0.json").read_text())
+Peer(("127.0.0.1", port), bytes(range(32))).put(part, folder)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "freezes"])
+def test_a_sender_that_stops_in_the_middle_leaves_nothing(
+    here: MachineFolder, there: MachineFolder, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+) -> None:
+    monkeypatch.setattr(wire, "PROGRESS_S", 1.0)
+    part = write_part(here, {"big": 8 * BLOCK_BYTES})
+    with serving(there) as server:
+        sender = subprocess.Popen(
+            [sys.executable, "-c", SENDER, here.directory(part.save), str(server.address[1])],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+        )  # fmt: skip
+        try:
+            assert sender.stdout is not None
+            assert sender.stdout.readline() == b"sending\n"
+            assert files_below(there) != []
+            sender.send_signal(how)
+            until(lambda: files_below(there) == [])
+            assert there.parts() == []
+        finally:
+            sender.kill()
+            sender.communicate(timeout=BOUND_S)
+
+
+def test_a_sender_that_falls_silent_between_blocks_leaves_nothing(
+    here: MachineFolder, there: MachineFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "PROGRESS_S", 0.5)
+    part = write_part(here, SEVERAL)
+    with serving(there) as server:
+        control = wire.connect(server.address, SECRET)
+        control.send({"do": "put", "part": part.dumps()})
+        assert control.receive()["token"]
+        assert files_below(there) != []
+        until(lambda: files_below(there) == [])
+        control.close()
+
+
+def test_a_put_lasts_while_something_comes_on_one_of_its_streams(
+    here: MachineFolder, there: MachineFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "PROGRESS_S", 2.0)
+    part = write_part(here, {f"f{n}": 1000 + n for n in range(5)})
+    with serving(there) as server:
+        control, stream = (wire.connect(server.address, SECRET) for _ in range(2))
+        control.send({"do": "put", "part": part.dumps()})
+        stream.send({"do": "stream", **control.receive()})
+        assert stream.receive() == {}
+        for name, file in part.files.items():
+            time.sleep(0.7)
+            stream.send({"do": "block", "file": name, "block": 0})
+            with Path(here.directory(part.save), name).open("rb") as opened:
+                stream.send_file(opened.fileno(), 0, file.nbytes, wire.Bandwidth(None))
+        stream.send({"do": "end"})
+        assert stream.receive() == {"bad": []}
+        control.send({"do": "finish"})
+        assert control.receive() == {"have": True}
+        control.close()
+        stream.close()
+    assert there.find(part.save, 0) is not None
+
+
+def test_an_error_at_the_sender_leaves_nothing(here: MachineFolder, there: MachineFolder, peer: Peer) -> None:
+    part = write_part(here, {"big": 8 * BLOCK_BYTES})
+    os.truncate(Path(here.directory(part.save), "big"), 5 * BLOCK_BYTES)
+    with pytest.raises(OSError, match="ends at byte"):
+        peer.put(part, here.directory(part.save))
+    until(lambda: files_below(there) == [])
+    assert there.parts() == []
+
+
+def test_a_receiver_that_freezes_ends_the_transfer(here: MachineFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PROGRESS_S", 0.5)
+    monkeypatch.setattr(peer_module, "_ANSWER_S", 0.5)
+    part = write_part(here, {"big": 8 * BLOCK_BYTES})
+    listener, kept = socket.create_server(("127.0.0.1", 0)), []
+
+    def freeze() -> None:
+        opened, _ = listener.accept()
+        kept.append(link := wire.accept(opened, SECRET))
+        link.receive()
+        link.send({"token": "x"})
+
+    threading.Thread(target=freeze, daemon=True).start()
+    monkeypatch.setattr(peer_module, "_STREAMS", 1)
+    with listener, connected(listener.getsockname()) as peer, pytest.raises(TimeoutError):
+        peer.put(part, here.directory(part.save))
+
+
+def test_closing_the_server_ends_a_transfer_and_deletes_what_came(here: MachineFolder, there: MachineFolder) -> None:
+    part = write_part(here, {"big": 8 * BLOCK_BYTES})
+    reached, go_on = threading.Event(), threading.Event()
+
+    def wait(name: str) -> None:
+        if name == "sending":
+            reached.set()
+            assert go_on.wait(BOUND_S)
+
+    errors: list[BaseException] = []
+
+    def put(peer: Peer) -> None:
+        try:
+            peer.put(part, here.directory(part.save))
+        except (OSError, CheckpointError) as error:
+            errors.append(error)
+
+    with watching(wait), serving(there) as server, connected(server.address) as peer:
+        thread = threading.Thread(target=put, args=[peer])
+        thread.start()
+        assert reached.wait(BOUND_S)
+        server.close()
+        assert files_below(there) == []
+        go_on.set()
+        thread.join(BOUND_S)
+        assert not thread.is_alive()
+    assert len(errors) == 1
+    assert [each.name for each in threading.enumerate() if each.name.startswith("stagereg-tier")] == []
+
+
+def test_two_senders_of_one_part_do_not_meet(here: MachineFolder, there: MachineFolder, server: PartServer) -> None:
+    part = write_part(here, {"big": 4 * BLOCK_BYTES})
+    begun = threading.Barrier(2, timeout=BOUND_S)
+    with connected(server.address) as one, connected(server.address) as other:
+
+        def both(name: str) -> None:
+            if name == "sending":
+                begun.wait()
+
+        with watching(both):
+            threads = [
+                threading.Thread(target=each.put, args=[part, here.directory(part.save)]) for each in (one, other)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(BOUND_S)
+    assert files_below(there) == ["big", "part-0.json"]
+    assert Path(there.directory(part.save), "big").read_bytes() == data_of(4 * BLOCK_BYTES)
+
+
+def test_blocks_that_nobody_announced_end_the_connection(server: PartServer) -> None:
+    for request in ({"do": "block", "file": "x", "block": 0}, {"do": "finish"}):
+        link = wire.connect(server.address, SECRET)
+        link.send(request)
+        with pytest.raises(ConnectionError):
+            link.receive()
+        link.close()
+    link = wire.connect(server.address, SECRET)
+    link.send({"do": "stream", "token": "0" * 32})
+    assert "no part comes" in link.receive()["error"]
+    link.close()
+
+
+def test_a_part_is_not_complete_before_every_block_has_come(
+    here: MachineFolder, there: MachineFolder, server: PartServer
+) -> None:
+    part = write_part(here, SEVERAL)
+    link = wire.connect(server.address, SECRET)
+    link.send({"do": "put", "part": part.dumps()})
+    assert link.receive()["token"]
+    link.send({"do": "finish"})
+    assert "7 blocks have not come" in link.receive()["error"]
+    link.close()
+    until(lambda: files_below(there) == [])
+
+
+def test_the_moments_of_a_transfer_are_reached_in_order(here: MachineFolder, peer: Peer) -> None:
+    seen: list[str] = []
+    part = write_part(here, SEVERAL)
+    with watching(seen.append):
+        peer.put(part, here.directory(part.save))
+    assert sorted(seen[:2]) == ["receiving", "sending"]
+    assert seen[2:] == ["received", "part"]
+    assert RUN in here.path
