@@ -1,0 +1,210 @@
+"""Placement: partners for any machines, in other domains, the same on every rank, and what the loss of some costs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagereg.checkpoint.tiers.placement import Machine, partners, survival, survives
+from stagereg.errors import ConfigError
+
+Placed = Mapping[str, Sequence[str]]
+
+DOMAINS = st.sampled_from(["", "", "a", "b", "c", "d", "e"])
+MACHINES = st.dictionaries(st.text(max_size=4), DOMAINS, min_size=1, max_size=40).map(
+    lambda named: [Machine(name, domain) for name, domain in named.items()]
+)
+COPIES = st.integers(0, 4)
+
+
+def cluster(count: int, domains: int = 0) -> list[Machine]:
+    return [Machine(f"node{n}", f"rack{n % domains}" if domains else "") for n in range(count)]
+
+
+def wanted(placed: Placed, copies: int) -> dict[str, set[str]]:
+    return {name: set(others[:copies]) for name, others in placed.items()}
+
+
+def sizes(machines: Sequence[Machine]) -> Counter[str]:
+    """How many machines each domain has."""
+    return Counter(each.domain or f"of {each.name}" for each in machines)
+
+
+@given(MACHINES, COPIES)
+def test_each_machine_has_as_many_partners_as_can_be_and_is_not_its_own(machines: list[Machine], copies: int) -> None:
+    placed = partners(machines, copies)
+    names = {each.name for each in machines}
+    assert placed.keys() == names
+    for name, others in placed.items():
+        assert len(others) == len(set(others)) == (min(copies + 4, len(names) - 1) if copies else 0)
+        assert set(others) <= names - {name}
+
+
+@given(MACHINES.flatmap(lambda them: st.tuples(st.just(them), st.permutations(them))), COPIES)
+def test_every_rank_finds_the_same_whatever_the_order(orders: tuple[list[Machine], list[Machine]], copies: int) -> None:
+    assert partners(orders[0], copies) == partners(orders[1], copies)
+
+
+def test_another_process_and_version_finds_the_same() -> None:
+    pairs, three = [("node0", "node4"), ("node5", "node6")], ["node1", "node3", "node2", "node1"]
+    expected = dict(pairs) | {other: name for name, other in pairs} | dict(pairwise(three))
+    assert {name: others[0] for name, others in partners(cluster(7, 3), 1).items()} == expected
+
+
+@settings(max_examples=300)
+@given(MACHINES, COPIES)
+def test_a_machine_and_its_partners_are_in_domains_of_their_own(machines: list[Machine], copies: int) -> None:
+    groups = len(machines) // (copies + 1)
+    odd_pairs = copies == 1 and groups > 0 and len(machines) % 2
+    if max(sizes(machines).values()) > groups + odd_pairs:
+        return
+    placed, domains = partners(machines, copies), {each.name: each.domain or f"of {each.name}" for each in machines}
+    for name, others in wanted(placed, copies).items():
+        assert len({domains[each] for each in (name, *others)}) == copies + 1
+    for domain in domains.values() if copies else ():
+        assert survives(placed, copies, [each.name for each in machines if domains[each.name] == domain])
+
+
+@pytest.mark.parametrize(("count", "racks"), [(127, 2), (126, 2), (7, 2), (3, 2), (1024, 2), (127, 16), (1000, 7)])
+def test_the_loss_of_any_rack_is_survived(count: int, racks: int) -> None:
+    machines = cluster(count, racks)
+    placed = partners(machines, 1)
+    for rack in range(racks):
+        assert survives(placed, 1, [each.name for each in machines if each.domain == f"rack{rack}"])
+
+
+@settings(max_examples=300)
+@given(MACHINES, st.integers(1, 4))
+def test_machines_that_share_a_domain_with_a_partner_are_as_few_as_can_be(machines: list[Machine], copies: int) -> None:
+    if len(machines) % (copies + 1):
+        return
+    groups, domains = len(machines) // (copies + 1), {each.name: each.domain or each for each in machines}
+    crowded = Counter(
+        domains[name]
+        for name, others in wanted(partners(machines, copies), copies).items()
+        if domains[name] in [domains[each] for each in others]
+    )
+    for domain, n in Counter(domains.values()).items():
+        least, more = divmod(n, groups)
+        assert crowded[domain] == (n if least > 1 else 2 * more if least else 0)
+
+
+@settings(max_examples=300)
+@given(MACHINES, COPIES)
+def test_machines_receive_equally_many_copies(machines: list[Machine], copies: int) -> None:
+    placed = wanted(partners(machines, copies), copies)
+    most = max(Counter(each for others in placed.values() for each in others).values(), default=0)
+    if max(sizes(machines).values()) <= len(machines) // (copies + 1):
+        assert most <= copies
+    elif len(machines) >= (copies + 1) ** 2:
+        assert most <= copies + 1
+    else:
+        assert most <= 2 * copies
+
+
+@given(st.integers(1, 300), st.integers(1, 3), st.integers(0, 9))
+def test_there_are_few_sets_of_partners(count: int, copies: int, racks: int) -> None:
+    placed = wanted(partners(cluster(count, racks), copies), copies)
+    sets = {frozenset({name, *others}) for name, others in placed.items()}
+    assert len(sets) <= count // (copies + 1) + (count % (copies + 1)) * (copies + 2)
+
+
+# -- stable
+
+CHANGES = [(1, 0, 0.02), (1, 2, 0.02), (1, 64, 0.025), (2, 16, 0.08), (3, 16, 0.09)]
+"""Copies, racks, and which part of 1,024 machines has other partners when one is gone or replaced, on average."""
+
+
+@pytest.mark.parametrize(("copies", "racks", "part"), CHANGES)
+def test_few_others_change_partners_when_a_machine_is_gone_or_replaced(copies: int, racks: int, part: float) -> None:
+    machines = cluster(1024, racks)
+    before = wanted(partners(machines, copies), copies)
+    for new in (False, True):
+        changed = []
+        for lost in machines[::128]:
+            left = [each for each in machines if each != lost] + [Machine(f"new-{lost.name}", lost.domain)] * new
+            after = wanted(partners(left, copies), copies)
+            changed.append(sum(before[name] != after[name] for name in before if name != lost.name))
+        assert sum(changed) / len(changed) <= part * len(machines)
+
+
+@given(MACHINES, COPIES, st.data())
+def test_who_stands_in_for_a_lost_partner_is_in_another_domain_where_there_is_one(
+    machines: list[Machine], copies: int, data: st.DataObject
+) -> None:
+    domains = {each.name: each.domain or f"of {each.name}" for each in machines}
+    name = data.draw(st.sampled_from(sorted(domains)))
+    standing_in = partners(machines, copies)[name][copies:]
+    own = [domains[each] == domains[name] for each in standing_in]
+    assert own == sorted(own)
+
+
+# -- what survives
+
+
+def by_brute_force(machines: Sequence[Machine], copies: int, lost: int) -> float:
+    placed = partners(machines, copies)
+    ways = [survives(placed, copies, gone) for gone in combinations(placed, lost)]
+    return sum(ways) / len(ways)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(DOMAINS, min_size=1, max_size=9), COPIES)
+def test_survival_is_what_counting_all_losses_gives(domains: list[str], copies: int) -> None:
+    machines = [Machine(f"m{n}", domain) for n, domain in enumerate(domains)]
+    for lost in range(len(machines) + 1):
+        assert survival(machines, copies, lost) == pytest.approx(by_brute_force(machines, copies, lost))
+
+
+@pytest.mark.parametrize(
+    ("count", "copies", "lost", "chance"),
+    [
+        (16, 1, 2, 0.9333),
+        (128, 1, 1, 1),
+        (128, 1, 2, 0.9921),
+        (128, 1, 3, 0.9764),
+        (128, 1, 4, 0.9529),
+        (126, 2, 2, 1),
+        (126, 2, 3, 0.9999),
+        (126, 2, 4, 0.9995),
+        (128, 3, 3, 1),
+        (128, 3, 8, 0.9998),
+        (128, 0, 1, 0),
+        (128, 0, 0, 1),
+        (1, 1, 1, 0),
+        (1024, 1, 1024, 0),
+    ],
+)
+def test_survival_of_known_clusters(count: int, copies: int, lost: int, chance: float) -> None:
+    assert survival(cluster(count, 16), copies, lost) == pytest.approx(chance, abs=6e-5)
+
+
+def test_pairs_survive_as_the_formula_says() -> None:
+    for lost in range(65):
+        formula = math.comb(64, lost) * 2**lost / math.comb(128, lost)
+        assert survival(cluster(128), 1, lost) == pytest.approx(formula)
+
+
+@pytest.mark.parametrize(
+    ("machines", "copies", "lost", "message"),
+    [
+        ([Machine("a"), Machine("a", "b")], 1, 0, "Two machines are named 'a'"),
+        (cluster(3), -1, 0, "copies must be"),
+        (cluster(3), 9, 0, "copies must be at most 8, not 9"),
+        (cluster(3), 1, 4, "4 machines cannot be lost of 3"),
+        (cluster(3), 1, -1, "lost must be"),
+    ],
+)
+def test_nonsense_is_refused(machines: list[Machine], copies: int, lost: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        survival(machines, copies, lost)
+
+
+def test_no_machines_have_no_partners() -> None:
+    assert partners([], 1) == {}
