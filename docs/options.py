@@ -18,6 +18,7 @@ _KINDS = {
     "stager": "Stagers: how a state dict is copied",
     "storage": "Storages: how a checkpoint is written",
     "checkpoint": "The checkpointer",
+    "tier": "Tiers: copies nearer than the store",
     "on_commit": "What is called after a checkpoint",
     "join": "The join",
     "joinable": "Joinables: what a join joins",

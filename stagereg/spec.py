@@ -49,6 +49,7 @@ REQUIRED = {
     ],
     "on_commit": ["def committed(self, checkpoint) -> None"],
     "keep": ["def kept(self, checkpoints, metrics) -> dict[str, str]"],
+    "tier": ["def prepare(self) -> str", "def lacking(self, nbytes: int) -> str", "durable: bool = True"],
     "join": [],
     "checkpoint": [],
 }
@@ -87,6 +88,7 @@ _BASES = {
     "join_hook": "stagereg.join.joinable.JoinHook",
     "joinable": "stagereg.join.joinable.Joinable",
     "storage": "stagereg.checkpoint.storage.protocol.Storage",
+    "tier": "stagereg.checkpoint.tiers.tier.Tier",
 }
 _ABSTRACT = {"stage"}  # torch's protocol defines it only to raise: inherited, it does not count
 

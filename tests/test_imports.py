@@ -45,6 +45,7 @@ ROOMS = [
     {"tiers"},
     {"save", "load"},
     {"options", "dcp_writer", "hold", "together", "end_report"},
+    {"tiering"},
     {"checkpointer"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}

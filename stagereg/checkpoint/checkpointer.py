@@ -21,24 +21,26 @@ import stagereg.checkpoint.load.restoring as restoring
 import stagereg.checkpoint.options as options
 import stagereg.checkpoint.state.entries as entries
 import stagereg.record as record
-from stagereg.checkpoint.end_report import describe_end, log_end, warn_of_unclosed
+from stagereg.checkpoint.end_report import describe_end, expect_usable, log_end, warn_of_unclosed
 from stagereg.checkpoint.hold import Hold, warn_of_earlier_run
 from stagereg.checkpoint.load.crashes import CrashCounter, is_in_order
 from stagereg.checkpoint.options import Failure, Leave, Replicas, Restore
 from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.shares import ShareBook
-from stagereg.checkpoint.save.background import Background, CheckpointStats
+from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.on_commit import OnCommit
 from stagereg.checkpoint.save.on_commit_calls import CommitCalls
 from stagereg.checkpoint.save.pending_save import SaveTarget
+from stagereg.checkpoint.save.save_thread import CheckpointStats
 from stagereg.checkpoint.save.saver import Saver, checked_state, checked_step
-from stagereg.checkpoint.save.schedule import Automatic, Schedule
+from stagereg.checkpoint.save.schedule import schedule_of
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.checkpoint.store.open_store import open_parent_store, open_store, path_or_url
-from stagereg.checkpoint.together import LEAVE, MOVE, RESTORE, Together
-from stagereg.errors import CheckpointError, ClosedError
+from stagereg.checkpoint.tiering import Tiering, notes_of
+from stagereg.checkpoint.tiers.tier import Tier
+from stagereg.checkpoint.together import LEAVE, MOVE, NEAR, RESTORE, Together
 from stagereg.join.peers import followers
 from stagereg.registry import register
 from stagereg.spec import suggests_arguments
@@ -63,6 +65,7 @@ class Checkpointer:
 
     Args:
         dir: where the checkpoints go; created if it is not there. It has to be the same directory on all machines.
+            ``None`` where ``tier`` alone keeps them.
         every: ``maybe_save`` saves at the steps that are multiples of this, at least 1. ``"auto"`` saves as often as
             loses least time to checkpoints and failures, by what saves turn out to cost and ``failure.mtbf``.
         keep: how many of the newest checkpoints stay, at least 1, or which of all: :class:`stagereg.Keep` or a
@@ -77,6 +80,8 @@ class Checkpointer:
         failure: what may fail, and what then: :class:`stagereg.Failure`.
         replicas: how what several ranks hold alike is saved: :class:`stagereg.Replicas`.
         leave: how a run ends: :class:`stagereg.Leave`.
+        tier: keeps copies nearer than ``dir``, in memory or on disks of the machines, and saves more often: a component
+            of the kind ``tier``, or its name, ``None`` for ``none``. docs/tiers.md has what it survives.
         enable: False makes all methods do nothing: nothing is saved, and nothing is restored.
         on_commit: what rank 0 calls in the background for each complete checkpoint: components of the kind
             ``on_commit`` or functions of one argument, a :class:`.CommittedCheckpoint`; a list, or a mapping by name.
@@ -106,7 +111,7 @@ class Checkpointer:
     @suggests_arguments
     def __init__(
         self,
-        dir: str,
+        dir: str | None,
         every: int | Literal["auto"] = 100,
         keep: int | Keep | KeepRule = Keep(),  # noqa: B008  # it cannot change
         resume: str = "auto",
@@ -119,12 +124,15 @@ class Checkpointer:
         leave: Leave = Leave(),  # noqa: B008
         enable: bool = True,
         on_commit: Any = None,
+        tier: Tier | str | None = None,
     ) -> None:
         groups = {"restore": restore, "failure": failure, "replicas": replicas, "leave": leave}
-        options.check_all({"dir": dir, "every": every, "keep": keep, "resume": resume, **groups})
+        chosen: Tier = options.component("tier", tier, "none")
+        self._stores, place = dir is not None, notes_of(chosen) if dir is None else dir
+        options.check_all({"dir": place, "every": every, "keep": keep, "resume": resume, **groups})
         self.resume, self.restore_options = resume, restore
         self._enabled, self._failure, self._leave = enable, failure, leave
-        self._store = open_store(dir)
+        self._store = open_store(place)
         self.dir = path_or_url(self._store.root)
         self._stager: AsyncStager = options.component("stager", stager, "overlapped")
         self._storage: Storage = options.component("storage", storage, "dcp")
@@ -137,18 +145,18 @@ class Checkpointer:
         self._resumed: int | None = None  # the step that ``resume`` has led to
         self._closed = False
         self._pid = os.getpid()
-        self._schedule = Schedule(every if isinstance(every, int) else 1)
+        self._near_at: int | None = None  # the step that is to be saved in the tier alone
         self._ranks = RankGroup(process_group, failure.timeout)
         self._hold = Hold(self._ranks, failure.timeout.total_seconds(), resume)
         if enable:
             policy = Keep.of(keep)
-            alike = options.compared(every=every, keep=policy, resume=resume, **groups)
-            alike |= {"dir": self._store.root, "storage": name_of(self._storage)}
-            options.expect_alike(self._ranks.run_on_all("The ranks could not compare their options", lambda: alike))
+            root, names = dir and self._store.root, {"storage": name_of(self._storage), "tier": str(chosen)}
+            alike = options.compared(dir=root, every=every, keep=policy, resume=resume, **groups, **names)
+            options.expect_alike(self._ranks, alike)
             token = self._hold.take(self._store, dir)
-            if every == "auto":
-                self._schedule = Automatic(failure.mtbf.total_seconds(), RankGroup(process_group))
-            self._target = SaveTarget(self._store, policy, self._storage, self._ranks, token)
+            schedule = schedule_of(every, failure.mtbf, process_group)
+            self._target = SaveTarget(self._store, policy, self._storage, self._ranks, token, schedule)
+            self._tiering = Tiering(chosen, process_group, self._store, self._stores, failure)
             self._begin(ShareBook(replicas.verify_every, replicas.share), process_group, components)
 
     def _begin(
@@ -157,14 +165,17 @@ class Checkpointer:
         """Make what saves and exchanges, on all ranks: one group for each kind of exchange, which must not meet."""
         first = self._ranks.rank == 0
         warns, cast = self._failure.on_error == "warn", self.restore_options.cast
-        self._background = Background(self._target, self._failure.timeout, self._schedule, warns)
-        self._saver = Saver(self._target, self._stager, self._background, self._schedule, shared, cast)
+        near = self._tiering
+        self._background = Background(self._target, self._failure.timeout, warns, near.background)
+        self._saver = Saver(self._target, self._stager, self._background, shared, cast, near.target, self._stores)
         self.stats = self._background.stats
         self._crashes = CrashCounter(self._store, self.restore_options.give_up_after, counts=first)
-        self._background.listeners.append(self._crashes.committed)
+        for each in filter(None, (self._background, near.background)):
+            each.listeners.append(self._crashes.committed)
+            each.stats = self._background.stats
         if first:
             self._target.metrics.listen(self._background.note_metrics)
-        parts = self._ranks, self._saver, self._leave.grace, self._background
+        parts = self._ranks, self._saver, self._leave.grace, self._background, self._follow
         self._together = Together(process_group, self._target.token, *parts)
         self.preemption = self._together.preemption
         on_commit = components if first else {}, self._background, self._target.metrics
@@ -174,7 +185,7 @@ class Checkpointer:
             self._unclosed = weakref.finalize(self, warn_of_unclosed, self.dir, self._saver, self._pid)
         if self._ranks.group is not None:
             self._background.call_when_idle(self._together.look_for_missed)
-            followers.add(self)
+            followers.add(self._together)
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
         """Save if that is :meth:`due`, at the end of each step; return whether it did. Raises as :meth:`save` does."""
@@ -182,7 +193,7 @@ class Checkpointer:
         if self.due(step):
             self.save(step, state)
             return True
-        self._check_open()
+        expect_usable(self._closed, self._pid)
         if self._enabled:
             self._background.raise_failure()
         return False
@@ -200,7 +211,10 @@ class Checkpointer:
         self._saver.end_step(step)
         self._calls.at_step(step)
         leaves = self.preemption is not None and self.preemption.agreed_at(step)
-        return self._schedule.due(step) or leaves
+        stores = (self._target.schedule.due(step) and self._stores) or leaves
+        near = self._tiering.due(step)
+        self._near_at = step if near and not stores else None
+        return stores or near
 
     def save(self, step: int, state: MutableMapping[str, Any]) -> None:
         """Stage ``state`` and let it be written and committed in the background.
@@ -219,29 +233,18 @@ class Checkpointer:
                 got SIGTERM or SIGUSR1, and it is saved and committed.
             Stopped: (a ``SystemExit`` with code 128 + signal) likewise, and it could not be saved.
         """
-        self._check_open()
+        expect_usable(self._closed, self._pid)
         if self._enabled:
             self.remember(state)
-            self._save(self._together.begin_save(checked_step(step)), step)
+            self._save(self._together.begin_save(checked_step(step), step == self._near_at), step)
 
-    def follow(self) -> None:
-        """Save, or leave, as ranks in a loop do that this rank has left. Called by a join, between two steps."""
-        if self.preemption is not None:
-            self.preemption.follow()
-        while not self._closed and (entry := self._together.take()) is not None:
-            what, _, step = entry.partition(" ")  # or where to
-            if what == RESTORE:
-                self._together.answer(entry)
-            elif what == MOVE:
-                self._background.finish_before_exchange("saved")
-                self._move(step)
-            else:
-                self._save(what, int(step), follows=True)
-
-    def loop_ended(self) -> None:
-        """No rank is in the loop of a join any more. Called by the join, on all ranks."""
-        if self.preemption is not None:
-            self.preemption.loop_ended()
+    def _follow(self, what: str, where: str) -> None:
+        """Do as ranks in a loop do that this rank has left."""
+        if what == MOVE:
+            self._background.finish_before_exchange("saved")
+            self._move(where)
+        else:
+            self._save(what, int(where), follows=True)
 
     def _save(self, what: str, step: int, follows: bool = False) -> None:
         if self.saved is None:
@@ -250,7 +253,7 @@ class Checkpointer:
             assert self.preemption is not None
             self._calls.leave()
             self._saver.leave(step, self.preemption, str(self.dir), follows)
-        self._saver.save(step, follows)
+        self._saver.save(step, follows, near=what == NEAR)
 
     def listen(self, listener: Callable[[int], object]) -> None:
         """Call ``listener(step)`` on this rank for each complete checkpoint from now on, before :meth:`wait` returns.
@@ -266,7 +269,7 @@ class Checkpointer:
         Raises:
             CheckpointError: one failed, and no call has raised that yet.
         """
-        self._check_open()
+        expect_usable(self._closed, self._pid)
         if self._enabled:
             self._background.wait()
             self._background.raise_failure()
@@ -281,7 +284,7 @@ class Checkpointer:
             CheckpointError: on all ranks: a save failed, and no call has raised that yet, or another run writes there.
             ConfigError: the storage cannot write there, or it is not the same directory on all ranks.
         """
-        self._check_open()
+        expect_usable(self._closed, self._pid)
         where = os.fspath(dir)
         options.at_directory(where)
         if self._enabled and path_or_url(open_store(where).root) != self.dir:
@@ -292,8 +295,7 @@ class Checkpointer:
     def _move(self, dir: str) -> None:
         store = open_store(dir)
         expect_fit(self._storage, store.root)
-        named = self._ranks.run_on_all("The ranks could not compare their directories", lambda: {"dir": store.root})
-        options.expect_alike(named)
+        options.expect_alike(self._ranks, {"dir": store.root})
         appears_at = path_or_url(store.root)
         hold = self._hold.move(store, self.wait)
         self._crashes.leave()
@@ -326,37 +328,39 @@ class Checkpointer:
             CheckpointError: on all ranks: what ``resume`` names is not there or damaged; there are checkpoints and none
                 is good; one cannot be looked at; it has no entry of some name, or an object does not take it.
         """
-        self._check_open()
+        expect_usable(self._closed, self._pid)
         if not self._enabled:
             return None
         checked_state(state)
         self._background.finish_before_exchange("restored")
         self._together.post(RESTORE)
         self.remember(state)
-        store, resume = (self._store, self.resume) if source is None else choosing.sought(os.fspath(source))
-        if resume not in options.RESUME and os.path.basename(resume) == resume:  # a bare name
-            [resume, *_] = self._ranks.run_on_all("Nothing was restored", partial(choosing.path_named, store, resume))
+        store, resume = choosing.asked_for(self._store, self.resume, source, self._ranks)
         if resume == "never":
             self._ranks.run_on_all("Nothing was restored", self.wait)
             return None
         how = self.restore_options
         what = store, resume, how.verify, how.read, how.cast, state, self._storage, self._ranks, self._saver.names
-        restored = restoring.restore(restoring.RestoreRequest(*what, self.wait, self._crashes, how.fresh))
+        near = self._tiering.near if source is None else None
+        restored = restoring.restore(restoring.RestoreRequest(*what, self.wait, self._crashes, how.fresh, near))
+        step = None if restored is None else restored.manifest.step
+        if near is not None:
+            near.begin_branch(step)
         self._store.retention.spared.clear()
         self._target.metrics.forget_steps()
         if self._ranks.rank == 0:
-            begins = "training starts from scratch" if restored is None else f"resumed from {restored.path}"
-            _log.info("stagereg: %s%s", "" if source else f"checkpoints go to {self.dir}; ", begins)
-        if restored is None:  # now, and not at the first save
+            choosing.log_begin(restored, self.dir, own=source is None)
+        if restored is None or step is None:  # now, and not at the first save
             self._ranks.run_on_all("No save could succeed", partial(entries.expect_savable, state))
             return None
         self.restored = path_or_url(restored.path)
-        self._resumed = restored.manifest.step if source is None else None
-        self._schedule.restored(restored.manifest.step)
+        self._resumed = step if source is None else None
+        self._target.schedule.restored(step)
+        self._tiering.restored(step)
         self._saver.reached = -1  # also a run that begins with what another one has trained counts anew
         if os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(self._store.root):
-            self._background.newest = restored.manifest.step
-        return restored.manifest.step
+            self._background.newest = step
+        return step
 
     def close(self) -> None:
         """Wait for every save, no longer than ``timeout``, end the thread and close the stager. Twice is harmless.
@@ -379,6 +383,7 @@ class Checkpointer:
         if self.preemption is not None:
             self.preemption.close()
         self._background.close()
+        self._tiering.close()
         if ended:  # else a thread hangs, and no other run may write before this process ends
             self._crashes.leave()
             self._hold.let_go()
@@ -388,7 +393,7 @@ class Checkpointer:
             self._background.raise_failure()
 
     def __enter__(self) -> Checkpointer:
-        self._check_open()
+        expect_usable(self._closed, self._pid)
         return self
 
     def __exit__(
@@ -407,6 +412,8 @@ class Checkpointer:
             self._crashes.crashed = not is_in_order(error)
             if error is None and self._leave.save_last:
                 self._saver.save_last(self._seen)
+            if error is None and self._background.wait():
+                self._tiering.finish(self._background.newest)
         finally:
             try:
                 self.close()
@@ -428,7 +435,7 @@ class Checkpointer:
     @property
     def every(self) -> int:
         """Steps from one checkpoint to the next; with ``"auto"``, as it is at present."""
-        return self._schedule.every
+        return self._target.schedule.every if self._enabled else 0
 
     @property
     def saved(self) -> int | None:
@@ -439,12 +446,3 @@ class Checkpointer:
         """Keep what this rank would have to save if it left a loop; done by :meth:`maybe_save` and :meth:`restore`."""
         if self._enabled:
             self._saver.remember(checked_state(state))
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("This checkpointer is closed; construct another one.")
-        if os.getpid() != self._pid:
-            raise CheckpointError(
-                f"This checkpointer is of process {self._pid}; a forked child, such as a worker of a DataLoader, can "
-                "neither save nor restore through it."
-            )

@@ -1,4 +1,4 @@
-"""What is logged when a run ends: what there is to go on from, and how."""
+"""The end of a checkpointer: what is logged of what there is to go on from, and what is refused afterwards."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.saver import Saver
+from stagereg.errors import CheckpointError, ClosedError
 from stagereg.launch.rank import command_to_go_on
 
 _log = logging.getLogger(__name__)
@@ -28,6 +29,17 @@ def describe_end(background: Background, dir: Path | str, finished: bool) -> str
     if command == "the same command":
         return f"{newest} The same command goes on from there{', if it has more steps to take' * finished}."
     return f"{newest} The same command would start anew, in a directory of its own; to go on, run {command}."
+
+
+def expect_usable(closed: bool, pid: int) -> None:
+    """Raise ``ClosedError`` for a checkpointer that is closed, ``CheckpointError`` for one of another process."""
+    if closed:
+        raise ClosedError("This checkpointer is closed; construct another one.")
+    if os.getpid() != pid:
+        raise CheckpointError(
+            f"This checkpointer is of process {pid}; a forked child, such as a worker of a DataLoader, can neither "
+            "save nor restore through it."
+        )
 
 
 def log_end(background: Background, dir: Path | str, finished: bool, stayed: tuple[int, Path | str] | None) -> None:

@@ -41,11 +41,12 @@ class Hold:
         self._store: CheckpointStore | None = None
         self._lock: StoreLock | None = None  # of rank 0
 
-    def take(self, store: CheckpointStore, given: str) -> str:
+    def take(self, store: CheckpointStore, given: str | None) -> str:
         """Make sure that ``store`` can be written to, take it, and clear away what dead runs have left. Collective.
 
-        ``given`` is the directory as the user wrote it. Returns a token of this run. Raises ``CheckpointError`` if
-        another run holds it, or it does not answer in time; ``ConfigError`` if not all ranks see what rank 0 writes.
+        ``given`` is the directory as the user wrote it, ``None`` if each machine has one. Returns a token of this run.
+        Raises ``CheckpointError`` if another run holds it, or it does not answer in time; ``ConfigError`` if not all
+        ranks see what rank 0 writes.
         """
 
         def take() -> str:
@@ -53,8 +54,9 @@ class Hold:
             self._take(store, token)
             return token
 
-        token = self._ranks.run_on_all(f"checkpoint.dir={given} cannot be written to", take)[0]
-        self._expect_one_directory(store, token, f"checkpoint.dir={given}")
+        named = store.root if given is None else f"checkpoint.dir={given}"
+        token = self._ranks.run_on_all(f"{named} cannot be written to", take)[0]
+        self._expect_one_directory(store, token, named, looks=given is not None)
         return token
 
     def move(self, store: CheckpointStore, wait: Callable[[], None]) -> Hold:
@@ -97,13 +99,13 @@ class Hold:
             self._lock = answered(store.root, self._seconds, take, methodcaller("release")) if away else take()
             self._store = store
 
-    def _expect_one_directory(self, store: CheckpointStore, token: str, named: str) -> None:
+    def _expect_one_directory(self, store: CheckpointStore, token: str, named: str, looks: bool = True) -> None:
         """Raise ``ConfigError`` on all ranks, and let go, if one does not find what rank 0 has made. Collective."""
         if is_url(store.root) or self._ranks.size == 1:
             return
         probe = store.temporary(0, token)
         try:
-            look = partial(_look, probe)
+            look = partial(_look, probe) if looks else lambda: ("", True)
             seen = self._ranks.run_on_all(f"The ranks could not compare what they see in {store.root}", look)
             blind: dict[str, list[int]] = {}  # the ranks of each machine that has another directory
             for rank, (machine, sees) in enumerate(seen):

@@ -9,14 +9,14 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from stagereg.checkpoint.load.choosing import RESUME
+from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.on_commit import CommittedCheckpoint, OnCommit
 from stagereg.checkpoint.store.keep import GuardedRule, Keep, KeepRule
 from stagereg.errors import ConfigError, RegistryError, at_least, one_of
 from stagereg.registry import build
 from stagereg.spec import check
 
-RESUME = ("auto", "latest", "never")
-"""What ``resume`` may be beside the path of a checkpoint."""
 _SUCH = "stagereg.build('on_commit', 'wandb')"
 
 
@@ -228,8 +228,9 @@ def compared(**given: Any) -> dict[str, Any]:
     return found
 
 
-def expect_alike(ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Check that all ranks have the same options; each gives its own."""
+def expect_alike(group: RankGroup, own: Mapping[str, Any]) -> None:
+    """Check that all ranks have the same options; each gives its own. Collective."""
+    ranks = group.run_on_all("The ranks could not compare their options", lambda: own)
     for name, first in ranks[0].items():
         for rank, others in enumerate(ranks):
             if others[name] != first:

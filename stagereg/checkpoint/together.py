@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import weakref
+from collections.abc import Callable
 from functools import partial
 
 import torch.distributed as dist
@@ -19,12 +21,16 @@ from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.errors import CheckpointError, DisagreementError, name_ranks
 
-SAVE, LEAVE, RESTORE, MOVE = "save", "leave", "restore", "move_to"
-"""What a request begins with: to save a step, to save it and exit, to restore, to go to another directory."""
+SAVE, NEAR, LEAVE, RESTORE, MOVE = "save", "near", "leave", "restore", "move_to"
+"""What a request begins with: to save a step, in the tier alone, or to save it and exit; to restore; to go to another
+directory."""
 
 
 class Together:
     """This rank's part.
+
+    ``follow`` is a method that is called with what other ranks do, and the step or directory of that, where this rank
+    has left its loop; the other arguments are the checkpointer's.
 
     Attributes:
         preemption: whether the ranks are to leave; ``None`` if signals are left alone.
@@ -38,6 +44,7 @@ class Together:
         saver: Saver,
         grace: datetime.timedelta | None,
         background: Background,
+        follow: Callable[[str, str], None],
     ) -> None:
         training, name = None if ranks.group is None else process_group or dist.group.WORLD, f"checkpoint/{token}"
         self.preemption: PreemptionConsensus | None = None
@@ -46,22 +53,36 @@ class Together:
             self.preemption = PreemptionConsensus(RankGroup(process_group), grace.total_seconds(), newest, signals)
         self._requests, self._ending = Requests(training, f"{name}/saves"), Ending(training, f"{name}/end")
         self._ranks, self._saver, self._background = ranks, saver, background
+        self._follow, self._left = weakref.WeakMethod(follow), False
 
     def post(self, what: str) -> None:
         """This rank does ``what`` now; all others are to. On the training thread."""
         self._requests.post(what)
 
-    def begin_save(self, step: int) -> str:
-        """This rank saves ``step`` now; return ``SAVE``, or ``LEAVE`` if the ranks have agreed to exit after it."""
+    def begin_save(self, step: int, near: bool = False) -> str:
+        """This rank saves ``step`` now; return ``SAVE``, ``NEAR``, or ``LEAVE`` if the ranks exit after it."""
         if self._saver.leaving:
             return SAVE
-        what = LEAVE if self.preemption is not None and self.preemption.agreed_before_save(step) else SAVE
+        leaves = self.preemption is not None and self.preemption.agreed_before_save(step)
+        what = LEAVE if leaves else NEAR if near else SAVE
         self.post(f"{what} {step}")
         return what
 
-    def take(self) -> str | None:
-        """Return the next request that this rank, which has left its loop, has not met."""
-        return self._requests.take_next()
+    def follow(self) -> None:
+        """Do as ranks in a loop do that this rank has left. Called by a join, between two steps."""
+        if self.preemption is not None:
+            self.preemption.follow()
+        while not self._left and (entry := self._requests.take_next()) is not None:
+            what, _, where = entry.partition(" ")
+            if what == RESTORE:
+                self.answer(entry)
+            elif (follow := self._follow()) is not None:
+                follow(what, where)
+
+    def loop_ended(self) -> None:
+        """No rank is in the loop of a join any more. Called by the join, on all ranks."""
+        if self.preemption is not None:
+            self.preemption.loop_ended()
 
     def answer(self, entry: str | None) -> None:
         """Have other ranks know that this one does not do what they do."""
@@ -71,7 +92,7 @@ class Together:
                 failing = f"Nothing was {'restored' if what == RESTORE else 'saved'}"
                 self._ranks.run_on_all(failing, partial(self._refuse, what))
         elif what:
-            self._saver.miss_save(int(step))
+            self._saver.miss_save(int(step), near=what == NEAR)
 
     def answer_all(self) -> None:
         """Answer what ranks still ask for, now that this one has come to its end."""
@@ -96,6 +117,7 @@ class Together:
 
     def leave(self) -> None:
         """This rank does nothing together with others any more."""
+        self._left = True
         self._ending.leave()
         with contextlib.suppress(RuntimeError):  # the store is gone
             self.answer_all()

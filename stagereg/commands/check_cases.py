@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import os
+import tempfile
 import types
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
@@ -21,6 +22,7 @@ from omegaconf import OmegaConf
 
 import stagereg.config.schema as schema
 import stagereg.registry as registry
+from stagereg.checkpoint.tiers.tier import NoTier, Tier
 from stagereg.commands.checking import CONTRACTS
 from stagereg.config.instantiate import instantiate
 from stagereg.crash_report import summarize_exception
@@ -28,16 +30,24 @@ from stagereg.errors import BrokenPromiseError, ConfigError, StageregError
 from stagereg.installed import normalized
 from stagereg.registry import Entry
 from stagereg.stagers.async_stager import AsyncStager
-from stagereg.testing import Contract, JoinableContract, JoinHookContract, OnCommitContract, StagerContract
+from stagereg.testing import (
+    Contract,
+    JoinableContract,
+    JoinHookContract,
+    OnCommitContract,
+    StagerContract,
+    TierContract,
+)
 
 _KINDS = {
     "stager": StagerContract,
     "join_hook": JoinHookContract,
     "joinable": JoinableContract,
     "on_commit": OnCommitContract,
+    "tier": TierContract,
 }
-_TARGET = "STAGEREG_CHECK_TARGET"
-"""Of the environment: the ranks that a promise is tried on get it, too."""
+_TARGET = "STAGEREG_CHECK_TARGET_{}"
+"""Of the environment, by kind: the ranks that a promise is tried on get it, too."""
 
 
 def run(folder: str, target: str) -> str:
@@ -63,10 +73,30 @@ class ConfiguredContract(StagerContract):
 
     def make(self) -> AsyncStager:
         """Build one."""
-        path, module = json.loads(os.environ[_TARGET])
-        importlib.import_module(module)  # ranks have not imported it
-        made: AsyncStager = instantiate({"_target_": path})
+        made: AsyncStager = _made("stager")
         return made
+
+
+class ConfiguredTierContract(TierContract):
+    """The contract of a tier that has none of its own: it is built from its folder and the options of every tier."""
+
+    def make(self, dir: str, **options: Any) -> Tier:
+        """Build one."""
+        made: Tier = _made("tier", dir=dir, **options)
+        return made
+
+
+class ConfiguredMemoryTierContract(ConfiguredTierContract):
+    """The same, of a tier that refuses a folder on disk."""
+
+    root = "/dev/shm"
+
+
+def _made(kind: str, **options: Any) -> Any:
+    """Build the component that the environment names."""
+    path, module = json.loads(os.environ[_TARGET.format(kind)])
+    importlib.import_module(module)  # ranks have not imported it
+    return instantiate({"_target_": path, **options})
 
 
 class _Cases:
@@ -120,20 +150,21 @@ class _Cases:
         if not self.attempt(section, "loads", promise, lambda: _loaded(entry)):
             return
         promise = f"It keeps what a {kind} promises."
-        if entry.kind not in _KINDS:
-            self.write(section, "contract", promise, "skipped", f"there is no contract of a {kind}")
+        if entry.kind not in _KINDS or entry.load() is NoTier:
+            why = f"there is no contract of a {kind}" if entry.kind not in _KINDS else "it keeps nothing"
+            self.write(section, "contract", promise, "skipped", why)
             return
         if contract:
             self.attempt(
                 section, "contract", "Its contract can be imported.", lambda: self._add(section, entry, contract)
             )
-        elif lacking := "only its author knows how to try it" if entry.kind != "stager" else _configured(entry):
+        elif isinstance(found := _configured(entry), str):
             module = f"{entry.target.partition(':')[0].partition('.')[0]}.contract"
             where = f'announce it: [project.entry-points."{CONTRACTS}"] "{entry.kind}.{entry.bare}" = "{module}:Name"'
             write = f"write a class that inherits stagereg.testing.{_KINDS[entry.kind].__name__}, and {where}"
-            self.write(section, "contract", promise, "not shown", f"{lacking}; {write}")
+            self.write(section, "contract", promise, "not shown", f"{found}; {write}")
         else:
-            self._contracts.append((section, ConfiguredContract))
+            self._contracts.append((section, found))
 
     def _add(self, section: str, entry: Entry, contract: Any) -> None:
         found = contract
@@ -204,14 +235,30 @@ def _announced(entry: Entry) -> str:
     return ""
 
 
-def _configured(entry: Entry) -> str:
-    """Put the config of a stager into the environment; return why it cannot be built without options, if it cannot."""
+def _configured(entry: Entry) -> type[Contract] | str:
+    """Return the contract of a component that is built from a config, which goes into the environment, or why not."""
+    os.environ[_TARGET.format(entry.kind)] = json.dumps([entry.path, entry.target.partition(":")[0]])
     try:
-        instantiate({"_target_": entry.path}).close()
+        if entry.kind == "stager":
+            instantiate({"_target_": entry.path}).close()
+            return ConfiguredContract
+        if entry.kind == "tier":
+            return _contract_where_it_can_be(entry)
     except Exception as error:
-        return f"it cannot be built without options: {summarize_exception(error, __file__)}"
-    os.environ[_TARGET] = json.dumps([entry.path, entry.target.partition(":")[0]])
-    return ""
+        options = "options" if entry.kind == "stager" else "options but a folder"
+        return f"it cannot be built without {options}: {summarize_exception(error, __file__)}"
+    return "only its author knows how to try it"
+
+
+def _contract_where_it_can_be(entry: Entry) -> type[Contract]:
+    """Return the contract of a tier, in a folder among temporary files or, if it refuses that, in memory."""
+    with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
+        tier = instantiate({"_target_": entry.path, "dir": folder})
+        try:
+            tier.prepare()
+        except ConfigError:
+            return ConfiguredMemoryTierContract
+    return ConfiguredTierContract
 
 
 def _matching(entry: Entry, entries: Sequence[Entry], contracts: Sequence[type[Contract]]) -> type[Contract] | None:

@@ -25,6 +25,7 @@ _MODULES = {
     "joinable": ("average", "hook", "joinable", "training", "joinable_contract"),
     "join_hook": ("timed", "training", "timed_contract"),
     "on_commit": ("after_commit", "after_commit_contract"),
+    "tier": ("tier", "tier_contract"),
 }
 """The modules of the example that each kind needs."""
 _PROGRAM = "program"
@@ -33,12 +34,14 @@ _TESTS = {
     "joinable": ("test_average", "test_join"),
     "join_hook": ("test_timed",),
     "on_commit": ("test_after_commit",),
+    "tier": ("test_tier",),
 }
 _NAMES = {
     "stager": ("bf16", "Bf16"),
     "joinable": ("ema", "Ema"),
     "join_hook": ("ddp_timed", "TimedDdp"),
     "on_commit": ("journal", "Journal"),
+    "tier": ("local_ssd", "LocalSsd"),
 }
 """The name of the example's component, and how the names of its classes begin."""
 _CHOSEN = {

@@ -3,9 +3,9 @@
 ``run_ranks`` runs a function on several local ranks with a bounded wait; ``RankFailure`` names which rank failed, died
 or hung, and where.
 
-``StagerContract``, ``JoinHookContract``, ``JoinableContract`` and ``OnCommitContract`` are to be inherited: their
-methods try the promises of a kind of component on the author's own one, under pytest or without it (``Contract``,
-``Outcome``).
+``StagerContract``, ``JoinHookContract``, ``JoinableContract``, ``OnCommitContract`` and ``TierContract`` are to be
+inherited: their methods try the promises of a kind of component on the author's own one, under pytest or without it
+(``Contract``, ``Outcome``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stagereg.testing.join import JoinableContract, JoinHookContract
     from stagereg.testing.on_commit_contract import OnCommitContract
     from stagereg.testing.stager import StagerContract
+    from stagereg.testing.tier_contract import TierContract
 
 __all__ = [
     "Contract",
@@ -29,6 +30,7 @@ __all__ = [
     "Outcome",
     "RankFailure",
     "StagerContract",
+    "TierContract",
     "run_ranks",
 ]
 
@@ -36,7 +38,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'stagereg.testing' has no attribute {name!r}")
-    module = {"StagerContract": "stager", "OnCommitContract": "on_commit_contract"}.get(name, "join")
+    modules = {"StagerContract": "stager", "OnCommitContract": "on_commit_contract", "TierContract": "tier_contract"}
+    module = modules.get(name, "join")
     return getattr(importlib.import_module(f"stagereg.testing.{module}"), name)
 
 

@@ -236,7 +236,8 @@ class Real:
         save = PendingSave(step, self.target, copy=StagedCopy(entries), sharing=Sharing(compares=compares, buffers=()))
         save.copy.settled.set()
         save.hurried.set()  # there is no training to wait for
-        self.work = _Work(save)
+        self.work = _Work(save, None)
+        self.work.begin()
         found = clock(self.work.prepare)
         dist.destroy_process_group()
         return found

@@ -77,6 +77,20 @@ class Mine(HostStager):
         return staged if self.lend else state_dict
 """
 
+TIERS = """
+import stagereg
+from stagereg.checkpoint.tiers.disk import DiskTier
+
+@stagereg.register("tier", "whole")
+class Whole(DiskTier):
+    pass
+
+@stagereg.register("tier", "asking")
+class Asking(DiskTier):
+    def __init__(self, dir: str, pool: str, **options):
+        super().__init__(dir, **options)
+"""
+
 EXIT = "import os; os._exit(7)"
 JOINABLE = """
 import stagereg
@@ -144,6 +158,22 @@ def test_what_has_no_contract_is_not_shown(install: Install, check: Check) -> No
     assert "stagereg.testing.JoinableContract" in found["contract"][1]
     assert '"joinable.lonely" = "lonely.contract:Name"' in found["contract"][1]
     assert found["metadata"] == ("kept", "")
+
+
+@pytest.mark.parametrize("name", ["disk", "memory", "none"])
+def test_a_built_in_tier_is_tried_where_its_medium_is(name: str, check: Check) -> None:
+    result = check(f"tier/{name}", code=0)
+    assert set(result["counts"]) == ({"kept", "skipped"} if name == "none" else {"kept"})
+    assert len(result["cases"]) > (1 if name == "none" else 9)
+
+
+def test_a_tier_without_a_contract_is_built_from_its_folder(tmp_path: Path, check: Check) -> None:
+    file = tmp_path / "many.py"
+    file.write_text(TIERS)
+    verdicts = {(case["section"].split()[0], case["name"]): case["verdict"] for case in check(file, code=1)["cases"]}
+    assert verdicts["tier/whole", "test_durable"] == "kept"
+    assert {verdict for (section, _), verdict in verdicts.items() if section == "tier/whole"} == {"kept"}
+    assert verdicts["tier/asking", "contract"] == "not shown"
 
 
 @pytest.mark.slow

@@ -86,7 +86,13 @@ def test_listing_and_completion_offer_it_and_import_nothing(user: App) -> None:
         assert not {"torch", "lean_export"} & imported
     mine = {(e["kind"], e["name"]): e for e in json.loads(listed.stdout)["components"] if e["version"] == "1.0.0"}
     hooks = {("join_hook", "ema"), ("join_hook", "ddp_timed")}
-    assert set(mine) == {("stager", "bf16"), ("joinable", "ema"), ("on_commit", "journal"), *hooks}
+    assert set(mine) == {
+        ("stager", "bf16"),
+        ("joinable", "ema"),
+        ("on_commit", "journal"),
+        ("tier", "local_ssd"),
+        *hooks,
+    }
     assert {e["distribution"] for e in mine.values()} == {"lean-export"}
 
 

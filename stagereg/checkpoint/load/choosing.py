@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import stagereg.record as record
 from stagereg.checkpoint.format.damage import Condition, Unclear
@@ -16,7 +16,11 @@ from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
+from stagereg.checkpoint.tiers.inventory import NearStep
 from stagereg.errors import CheckpointError
+
+RESUME = ("auto", "latest", "never")
+"""What ``resume`` may be beside the path of a checkpoint."""
 
 _log = logging.getLogger(__name__)
 
@@ -54,11 +58,36 @@ def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
     return found[:1]
 
 
-def without_given_up(
-    store: CheckpointStore, resume: str, counter: CrashCounter, listed: list[Condition]
+def with_steps_of_tier(
+    listed: Sequence[Condition], steps: Mapping[str, NearStep], branch_of: Callable[[int], int]
 ) -> list[Condition]:
-    """Return what was listed, with what ``"auto"`` does not try for crashes as if it were damaged; warn of others."""
-    crashes = counter.crashes_of(store if resume in ("auto", "latest") else open_parent_store(resume)) if listed else {}
+    """Return what was listed, with the steps of the tier where they belong: by branch, then step, before equal ones.
+
+    ``steps`` are by path, the newest first; ``branch_of`` returns the branch of a checkpoint with a serial number.
+    """
+    found = [*listed]
+    for path, each in steps.items():
+        near = each.save.branch, each.save.step
+
+        def is_older(other: Condition, near: tuple[int, int] = near) -> bool:
+            known = other.manifest
+            return known is not None and other.path not in steps and (branch_of(known.serial), known.step) <= near
+
+        at = next((at for at, other in enumerate(found) if is_older(other)), len(found))
+        found.insert(at, Condition(path, each.manifest))
+    return found
+
+
+def without_given_up(
+    store: CheckpointStore, resume: str, counter: CrashCounter, listed: list[Condition], near: Collection[str]
+) -> list[Condition]:
+    """Return what was listed, with what ``"auto"`` does not try for crashes as if it were damaged; warn of others.
+
+    ``near`` are the paths of those that are in the tier.
+    """
+    where = store if resume in ("auto", "latest") else open_parent_store(resume)
+    also = [each.checkpoint for each in listed if each.path in near and each.checkpoint is not None]
+    crashes = counter.crashes_of(where, also) if listed else {}
     for number, each in enumerate(listed):
         known = crashes.get(each.path, Crashes())
         if known.given_up and resume == "auto":
@@ -89,6 +118,12 @@ def _expect_certain(condition: Condition) -> None:
 def warn_of_damaged(damaged: Sequence[Condition], ranks: RankGroup) -> None:
     for each in damaged if ranks.rank == 0 else ():
         _log.warning("%s is %s and passed over:\n%s%s", each.path, _word(each), _indented(each), _how_to_try(each))
+
+
+def log_begin(step: Checkpoint | None, dir: object, own: bool) -> None:
+    """Log what a run goes on from, and where its checkpoints go, if it is from there."""
+    begins = "training starts from scratch" if step is None else f"resumed from {step.path}"
+    _log.info("stagereg: %s%s", f"checkpoints go to {dir}; " if own else "", begins)
 
 
 def log_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGroup) -> None:
@@ -144,6 +179,16 @@ def sought(source: str) -> tuple[CheckpointStore, str]:
     name = source.rstrip("/").rpartition("/")[2]
     one = name == LATEST or step_of(name) is not None or is_plain_dcp(source) or above.look(source).manifest
     return (above, source) if one and not any(inside.checkpoints()) else (inside, "auto")
+
+
+def asked_for(
+    store: CheckpointStore, resume: str, source: str | os.PathLike[str] | None, ranks: RankGroup
+) -> tuple[CheckpointStore, str]:
+    """Return in which store what is sought: by ``resume``, or ``source`` in its place. Collective."""
+    found, what = (store, resume) if source is None else sought(os.fspath(source))
+    if what not in RESUME and os.path.basename(what) == what:  # a bare name
+        [what, *_] = ranks.run_on_all("Nothing was restored", lambda: path_named(found, what))
+    return found, what
 
 
 def path_named(store: CheckpointStore, name: str) -> str:

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -64,13 +64,17 @@ class CrashCounter:
         self._restored = ""  # by this run, which has committed nothing since
         shutdown.wait_for(self)
 
-    def crashes_of(self, store: CheckpointStore) -> dict[str, Crashes]:
-        """Return what is known of the checkpoints of a store, by their paths; those of this run's it distrusts."""
+    def crashes_of(self, store: CheckpointStore, near: Sequence[Checkpoint] = ()) -> dict[str, Crashes]:
+        """Return what is known of the checkpoints of a store, by their paths; those of this run's it distrusts.
+
+        ``near`` are those of the run that are in its tier.
+        """
         if not self._is_ours(store):
             return {path: each._replace(most=self.give_up_after) for path, each in crashes_in(store).items()}
         if self._times is None:
             self._times = _RestoreNote.read(self._store).counted(over=True)
-        there = {each.key: each.path for each in self._store.checkpoints()[0]} if self._times else {}
+        every = [*near, *(self._store.checkpoints()[0] if self._times else ())]
+        there = {each.key: each.path for each in every}
         self._times = {key: times for key, times in self._times.items() if key in there}
         found = {there[key]: Crashes(times, self.give_up_after) for key, times in self._times.items()}
         self._store.retention.distrusted |= {path for path, each in found.items() if each.given_up}

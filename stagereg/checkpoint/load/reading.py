@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cached_property, partial
 from mmap import MAP_PRIVATE, PROT_READ, PROT_WRITE, mmap
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -148,7 +148,7 @@ class CheckpointFiles(ExitStack):
         [chunk] = stored.chunks
         file = self.file(chunk.file)
         unaligned = chunk.offset % stored.dtype.itemsize != 0
-        if not file.local or not chunk.length or chunk.layout == ARCHIVE or unaligned:
+        if not isinstance(file, File) or not file.local or not chunk.length or chunk.layout == ARCHIVE or unaligned:
             return None
         if chunk.offset + chunk.length > len(file.mapping):
             raise OSError(f"{chunk.file} ends at byte {len(file.mapping)}")
@@ -170,7 +170,7 @@ class CheckpointFiles(ExitStack):
                 raise error from None
             raise CheckpointError(reason(error)) from error
 
-    def file(self, name: str) -> File:
+    def file(self, name: str) -> Readable:
         """Return one of them, open. Raises as :meth:`open_for`."""
         if name not in self._files:
             self._files[name] = File(os.path.join(self.path, name))
@@ -190,6 +190,27 @@ def read_index(checkpoint: Checkpoint) -> bytes:
     if crc32(data) != mark.crc32:
         raise CheckpointError(f"{INDEX} of {path} is not what was written.") from ValueError("CRC-32")
     return data
+
+
+class Readable(Protocol):
+    """What a transfer reads from; several threads may where it is ``local``. Errors are ``OSError``."""
+
+    @property
+    def local(self) -> bool:
+        """Whether it is on this machine."""
+        ...
+
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        """Fill ``memory``; the file may not end before."""
+        ...
+
+    def fetch_into(self, offset: int, memory: memoryview) -> None:
+        """As :meth:`read_into`, by any thread."""
+        ...
+
+    def read(self, offset: int, length: int) -> bytearray:
+        """Return bytes of it."""
+        ...
 
 
 class File:
@@ -298,11 +319,20 @@ class Transfer:
         wholes: objects, and chunks that do not lie as the tensor has its elements, or have another dtype.
     """
 
-    def __init__(self, file: Callable[[str], File]) -> None:
+    def __init__(self, file: Callable[[str], Readable]) -> None:
         self._file = file
         self.moves: dict[str, list[_Move]] = defaultdict(list)
         self.wholes: list[Whole] = []
         self._kept: list[torch.Tensor] = []  # so that no address is of freed memory
+
+    def ranges(self) -> dict[str, list[range]]:
+        """Return which bytes are read, by file."""
+        found: dict[str, list[range]] = defaultdict(list)
+        for name, moves in self.moves.items():
+            found[name] += [range(move.offset, move.offset + move.length) for move in moves]
+        for whole in self.wholes:
+            found[whole.file].append(range(whole.offset, whole.offset + whole.length))
+        return found
 
     def add_tensor(self, part: torch.Tensor, start: tuple[int, ...], stored: Stored, name: str) -> None:
         """Have ``part``, which begins at ``start``, filled from the chunks of a tensor."""
@@ -387,7 +417,7 @@ def _jobs(moves: list[_Move]) -> Iterator[list[_Move]]:
         yield run
 
 
-def _fetch(file: File, moves: list[_Move]) -> None:
+def _fetch(file: Readable, moves: list[_Move]) -> None:
     """Read bytes of a file once, and leave them at the addresses of ``moves``."""
     begin, length, address = moves[0]
     if len(moves) == 1:

@@ -30,6 +30,7 @@ from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.load.crashes import CrashCounter, is_in_order
 from stagereg.checkpoint.load.matching import MatchedFiles
+from stagereg.checkpoint.load.near_files import NearFiles
 from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.load.reading import CheckpointFiles, Transfer
 from stagereg.checkpoint.load.shared_read import SharedRead, shared_index
@@ -38,6 +39,8 @@ from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store
+from stagereg.checkpoint.tiers.inventory import NearStep
+from stagereg.checkpoint.tiers.near import NearCopies
 from stagereg.errors import CheckpointError, DamagedError, kind_of, reason
 from stagereg.machine import is_on_network, machine_name
 
@@ -60,6 +63,7 @@ class RestoreRequest:
     ready: Callable[[], object]  # called first; what it raises keeps all ranks from restoring
     counter: CrashCounter  # of the crashes after checkpoints of this run's directory
     fresh: Sequence[str]  # the entries of ``state`` that stay as they are where nothing was saved for them
+    near: NearCopies | None = None  # the tier of the run, where ``resume`` is no path
     touched: list[str] = field(default_factory=list)  # the paths of checkpoints that have got into objects in part
 
 
@@ -95,12 +99,16 @@ def restore(asked: RestoreRequest) -> Checkpoint | None:
 def _tried(asked: RestoreRequest) -> Checkpoint | None:
     store, resume, ranks = asked.store, asked.resume, asked.ranks
     where = resume if resume not in ("auto", "latest") else store.root
+    near = asked.near if resume in ("auto", "latest") else None
+    steps = {} if near is None else {near.path_of(each): each for each in near.steps()}
 
     def look() -> tuple[list[Condition], str, bool]:
         asked.ready()
-        listed = choosing.candidates(store, resume) if ranks.rank == 0 else []
+        listed = choosing.candidates(store, "auto" if steps else resume) if ranks.rank == 0 else []
+        if near is not None and steps and ranks.rank == 0:
+            listed = choosing.with_steps_of_tier(listed, steps, near.branch_of)[: 1 if resume == "latest" else None]
         shared = is_url(where) or is_on_network(Path(where))
-        return choosing.without_given_up(store, resume, asked.counter, listed), machine_name(), shared
+        return choosing.without_given_up(store, resume, asked.counter, listed, steps), machine_name(), shared
 
     def answer(seen: list[tuple[list[Condition], str, bool]]) -> list[tuple[list[Condition], _Machines]]:
         return [(seen[0][0], _machines(seen))] * ranks.size
@@ -113,9 +121,14 @@ def _tried(asked: RestoreRequest) -> Checkpoint | None:
         candidate = condition.checkpoint
         if candidate is not None:
             parent = store if resume in ("auto", "latest") else open_parent_store(candidate.path)
-            with parent.readers.reading(candidate.path) if ranks.rank == 0 else nullcontext():
+            step = steps.get(candidate.path)
+            reads = ranks.rank == 0 and step is None
+            with parent.readers.reading(candidate.path) if reads else nullcontext():
                 asked.counter.begin_restore(parent, candidate)
-                condition = _Attempt(parent, candidate, machines, asked).run()
+                if near is not None and step is not None:
+                    condition = _NearAttempt(near, step, candidate, machines, asked).run()
+                else:
+                    condition = _Attempt(parent, candidate, machines, asked).run()
             if not condition.damages:
                 choosing.log_fallback(candidate, passed, ranks)
                 return candidate
@@ -256,6 +269,34 @@ class _Attempt:
             return {}
 
 
+class _NearAttempt(_Attempt):
+    """That of a step in the tier: each rank gets what it needs, checked, from the nearest machine that has it."""
+
+    def __init__(
+        self, near: NearCopies, step: NearStep, chosen: Checkpoint, machines: _Machines, asked: RestoreRequest
+    ) -> None:
+        super().__init__(asked.store, chosen, machines, asked)
+        self._near, self._step = near, step
+        self._once = self._checks = False
+        self._loading = _Loading(chosen, asked, once=False)
+
+    def run(self) -> Condition:
+        """Restore it, or return why no machine has all of it as it was staged. Collective. Raises as others."""
+        with ExitStack() as opened:
+            reader = opened.enter_context(self._near.reading(self._step))
+            self._loading.open_files = lambda: NearFiles(self._chosen.path, reader)
+            found, _ = self._exchange(partial(self._prepare, opened, None))
+            if found.failed or self._take_rests(found.rests):
+                own = str(self._failure) if isinstance(self._failure, DamagedError) else ""
+                texts = self._ranks.run_on_all(self._failing, lambda: own)
+                if damages := {f"rank {rank}": text for rank, text in enumerate(texts) if text}:
+                    return Condition(self._chosen.path, self._chosen.manifest, damages)
+                self._ranks.run_on_all(self._failing, partial(_raise, self._failure))
+            self._ranks.run_on_all(self._failing, self._loading.assign)
+            self._near.restored(self._step, self._ranks.run_on_all(self._failing, lambda: reader.found))
+        return Condition(self._chosen.path, self._chosen.manifest)
+
+
 def _raise(failure: Exception | None) -> None:
     if failure is not None:
         raise failure
@@ -308,13 +349,16 @@ class _Loading:
 
     def __init__(self, chosen: Checkpoint, asked: RestoreRequest, once: bool) -> None:
         self._chosen, self._asked, self._once = chosen, asked, once
+        self.open_files: Callable[[], CheckpointFiles] | None = None  # in place of those in the directory
         self._found: dict[str, Any] = {}
         self.left: dict[str, dict[str, Any]] = {}
 
     def prepare(self, opened: ExitStack, index: bytes | None) -> None:
         """Open the files, which ``opened`` closes, and read all that does not go straight into the objects."""
         chosen, asked = self._chosen, self._asked
-        if is_plain_dcp(chosen.path):
+        if self.open_files is not None:
+            self.files = self.open_files()
+        elif is_plain_dcp(chosen.path):
             self.files = MatchedFiles(chosen.path, asked.state, asked.names, asked.fresh)
         else:
             self.files = CheckpointFiles.of(chosen, asked.own, index)

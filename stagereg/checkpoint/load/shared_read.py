@@ -23,7 +23,7 @@ from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import differences, joined
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import Checkpoint, FileMark
-from stagereg.checkpoint.load.reading import CheckpointFiles, File, Transfer, Whole, read_index
+from stagereg.checkpoint.load.reading import CheckpointFiles, Readable, Transfer, Whole, read_index
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.kernel.memory import view_of
 
@@ -189,7 +189,7 @@ class SharedRead:
         except Exception as error:
             self._failure = error
 
-    def _extents(self, piece: range) -> Iterator[tuple[File, str, int, int, int]]:
+    def _extents(self, piece: range) -> Iterator[tuple[Readable, str, int, int, int]]:
         """Yield file, name, offset, place in the piece and length of what is read at once."""
         at = piece.start
         while at < piece.stop:
@@ -279,6 +279,6 @@ class SharedRead:
         return [differences(manifest, marks) if self._check else {}] * self._ranks.size
 
 
-def _fetch(file: File, offset: int, memory: memoryview) -> FileMark:
+def _fetch(file: Readable, offset: int, memory: memoryview) -> FileMark:
     file.fetch_into(offset, memory)
     return FileMark(len(memory), crc32(memory))

@@ -1,10 +1,6 @@
-"""The thread that works off the saves of a checkpointer, one after the other.
+"""The threads that write in the background: to the store, and to the tier nearer than it.
 
-At most two saves are under way: one being written and one waiting, which matches a stager that hands out two copies.
-
-Failures (:mod:`.failures`) are kept without tracebacks, which would keep the staged memory alive. A save that takes
-longer than the time-out counts as failed from then on, and as hanging until it ends: a thread that waits for the
-storage cannot be ended. So it is a daemon thread, and every wait here ends with the time-out.
+They are two, so that saves to the tier go on while a slow store takes one.
 """
 
 from __future__ import annotations
@@ -12,149 +8,46 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-import queue
-import threading
-import time
-import weakref
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
 
 import stagereg.record as record
-import stagereg.shutdown as shutdown
 from stagereg.checkpoint.format.manifest import Checkpoint
-from stagereg.checkpoint.save.backward import give_way
-from stagereg.checkpoint.save.committing import WAITING_FOR_OTHERS, write_and_commit
-from stagereg.checkpoint.save.failures import Failures
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget
-from stagereg.checkpoint.save.schedule import Schedule
-from stagereg.checkpoint.store.advice import advice, causes
+from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.errors import CheckpointError, NotSavedInTimeError, kind_of, reason
 
 _log = logging.getLogger(__name__)
 
-_MOST_UNDER_WAY = 2
-_LOOK_S = 0.05  # how often one looks whether a save takes too long
-_IDLE_S = 1.0  # how often the thread looks for what this rank has passed over
+
+class TierBackground(SaveThread):
+    """The saves to the tier."""
+
+    def _completed(self, save: PendingSave, began: float, ended: float, nbytes: int) -> None:
+        self.stats.tier_saves += 1
+        record.emit("tier", step=save.step, start=began, seconds=ended - began, bytes=nbytes, dir=save.to.where)
+
+    def _clear(self) -> None:
+        """What is no longer kept goes before another save is written."""
 
 
-@dataclass
-class CheckpointStats:
-    """What this process's checkpoints have cost so far.
-
-    Attributes:
-        saves: checkpoints committed.
-        bytes_staged: bytes of tensor data copied on this rank, over all committed saves.
-        stall_seconds: how long each call of ``save`` held the training loop, in order of the calls.
-        write_seconds: how long the background took to write and commit each checkpoint, in order of the commits.
-        on_commit_calls: calls of ``on_commit`` components, of all together; on rank 0.
-        on_commit_failures: what went wrong with these: raised, took too long, was left out, lost the checkpoint.
-    """
-
-    saves: int = 0
-    bytes_staged: int = 0
-    stall_seconds: list[float] = field(default_factory=list)
-    write_seconds: list[float] = field(default_factory=list)
-    on_commit_calls: int = 0
-    on_commit_failures: int = 0
-
-
-class Background:
-    """The thread, and what has become of its saves.
-
-    All methods are for the training thread, and for the end of the process, which may come while that still runs. In a
-    forked child nothing is under way: it has no such thread.
+class Background(SaveThread):
+    """The saves to the store.
 
     Args:
-        target: where the saves go.
-        timeout: of one save, from when the one before it has ended.
-        schedule: is given how old each state was when its checkpoint was complete.
-        warns: whether failures are logged, and never raised.
+        target: the store, and what its saves share.
+        timeout: as of :class:`.SaveThread`, and so are the others.
 
     Attributes:
-        newest: the step of the newest checkpoint there that this run knows to be good.
-        failures: of its saves.
-        listeners: are called on the thread with the step of each complete checkpoint, before its save has ended.
-        on_committed: is called after these, on rank 0; must neither wait nor raise.
-        stats: of its saves.
-        timeout_s: as ``timeout``, in seconds.
+        on_committed: is called after the listeners, on rank 0; must neither wait nor raise.
     """
 
     def __init__(
-        self, target: SaveTarget, timeout: datetime.timedelta, schedule: Schedule, warns: bool = False
+        self, target: SaveTarget, timeout: datetime.timedelta, warns: bool = False, ahead: SaveThread | None = None
     ) -> None:
-        self.newest: int | None = None
-        describe = weakref.WeakMethod(self.describe_newest)  # a cycle would keep the thread of one that was dropped
-        self.failures = Failures(warns, target.ranks.rank == 0, lambda: (describe() or str)())
-        self.stats = CheckpointStats()
-        self.listeners: list[Callable[[int], object]] = []
+        super().__init__(target, timeout, warns, ahead)
         self.on_committed: Callable[[Checkpoint, CheckpointStore], None] | None = None
-        self._target = target
-        self.timeout_s = timeout.total_seconds()
-        self._schedule = schedule
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._look: Callable[[], Callable[[], None] | None] = lambda: None
-        self._process = os.getpid()
-        self._clearing = False  # whether it deletes what is no longer kept
+        self._store_target = target
         self._late, self._noted = 0, 0  # metrics that were logged late: how often, and as often as they are written
-        self._closed = False
-        self._lock = threading.Lock()
-        self._under_way: deque[PendingSave] = deque()
-        weakref.finalize(self, self._queue.put, None)  # or the thread of one that was never closed would stay
-        shutdown.wait_for(self)
-
-    @property
-    def hanging(self) -> bool:
-        """Whether the save being written has passed the time-out, which was reported, and has not ended."""
-        first = self._first()
-        return first is not None and first.late
-
-    def admit(self, save: PendingSave) -> None:
-        """Wait until ``save`` may be staged. Raises ``CheckpointError`` if an earlier save has failed, or hangs."""
-        self.wait(_MOST_UNDER_WAY)
-        self.raise_failure()
-        if self.hanging:
-            self.failures.set_status(save.step)
-            raise CheckpointError(f"Step {save.step} was not saved: an earlier save hangs. {self.describe_newest()}")
-
-    def submit(self, save: PendingSave) -> None:
-        """Have ``save`` written after those before it; its failure is kept for :meth:`raise_failure`."""
-        self._start()
-        self._under_way.append(save)
-        self._queue.put(partial(self._write, save))
-
-    def call_when_idle(self, look: Callable[[], None]) -> None:
-        """Call ``look`` on the thread about once a second while nothing is written. A bound method, held weakly."""
-        self._look = weakref.WeakMethod(look)
-        self._start()
-
-    def _start(self) -> None:
-        if self._thread is None:
-            arguments = (self._queue, self._look)
-            thread = threading.Thread(target=_work, args=arguments, name="stagereg-checkpoint", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                raise CheckpointError(f"No thread to write checkpoints could be started: {error}") from error
-            self._thread = thread
-
-    def wait(self, most: int = 1) -> bool:
-        """Wait until fewer than ``most`` saves have not ended, well or not; False if one of them takes too long."""
-        while (first := self._first()) is not None and not first.late and len(self._under_way) >= most:
-            for save in list(self._under_way):
-                save.hurried.set()
-            first.over.wait(_LOOK_S)
-        return first is None or not first.late
-
-    def finish(self) -> bool:
-        """As :meth:`wait`, and until what follows a save is done, which may take as long: what is old is deleted."""
-        ended, until = self.wait(), time.monotonic() + self.timeout_s
-        while ended and self._is_busy() and time.monotonic() < until:
-            time.sleep(_LOOK_S)
-        return ended
 
     def note_metrics(self) -> None:
         """Have metrics written that were logged after the manifest of their step. Any thread."""
@@ -162,158 +55,34 @@ class Background:
             self._late += 1
             self._queue.put(self._write_metrics)
 
-    def _is_busy(self) -> bool:
-        late = self._noted < self._late and not self._closed
-        return (self._clearing or late) and os.getpid() == self._process
-
-    @property
-    def failing(self) -> bool:
-        """Whether :meth:`raise_failure` would raise."""
-        self._first()
-        return bool(self.failures)
-
-    def raise_failure(self) -> None:
-        """Raise the first failure that no call has raised yet, and log later ones."""
-        self._first()
-        self.failures.raise_first()
-
-    def describe_newest(self) -> str:
-        """Return a sentence on the newest good checkpoint."""
-        if self.newest is None:
-            return f"This run has no complete checkpoint in {self._target.store.root} yet."
-        return f"The newest good checkpoint is step {self.newest}, in {self._target.store.root}."
-
     def note_lost(self, step: int, store: CheckpointStore) -> str:
         """Note that the checkpoint of a step is gone or damaged; return a sentence on the newest good one."""
-        if self.newest == step and store is self._target.store:
+        if self.newest == step and store is self._store_target.store:
             self.newest = next((each.manifest.step for each in store.checkpoints()[0]), None)
         return self.describe_newest()
 
-    def finish_before_exchange(self, done: str) -> None:
-        """Wait for every save, on the training thread, which then meets the other ranks in an exchange."""
-        self.finish()
-        if self.hanging:  # in an exchange with the other ranks, which another one must not meet
-            self.raise_failure()
-            raise CheckpointError(f"Nothing was {done}: a save has not ended yet, since the storage hangs.")
+    def _is_busy(self) -> bool:
+        late = self._noted < self._late and not self._closed
+        return super()._is_busy() or (late and os.getpid() == self._process)
 
-    def close(self) -> None:
-        """End the thread after its last save; one that hangs commits nothing, should it ever go on."""
-        for save in self._under_way:
-            save.abandoned = True
-        self._closed = True
-        self._queue.put(None)
+    def _completed(self, save: PendingSave, began: float, ended: float, nbytes: int) -> None:
+        to = self._store_target
+        self.stats.saves += 1
+        self.stats.write_seconds.append(ended - began)
+        self.stats.bytes_staged += save.copy.nbytes or 0
+        record.emit("write", step=save.step, start=began, seconds=ended - began, bytes=nbytes, dir=to.store.root)
+        self._call_listeners(save.step)
+        if self.on_committed is not None and to.committed is not None:
+            self.on_committed(to.committed, to.store)
 
-    def _first(self) -> PendingSave | None:
-        """Return the first save that has not ended, if there is one; report it once it takes too long."""
-        if os.getpid() != self._process:
-            return None
-        with self._lock:
-            while self._under_way and self._under_way[0].over.is_set():
-                self._under_way.popleft()
-            if not self._under_way:
-                return None
-            first = self._under_way[0]
-            first.until = min(first.until, time.monotonic() + self.timeout_s)  # its turn may come late
-            if not first.late and time.monotonic() >= first.until:
-                first.late = True
-                self.failures.keep_failure(first.step, self._lateness(first), everywhere=first.at == WAITING_FOR_OTHERS)
-            return first
-
-    def _lateness(self, save: PendingSave) -> CheckpointError:
-        ranks, seconds = self._target.ranks, self.timeout_s
-        who = "it" if ranks.group is None else f"rank {ranks.rank}"
-        limit = f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"
-        return NotSavedInTimeError(
-            f"Step {save.step} was not saved: it has taken longer than {limit} ({who} is at: {save.at}). Does the "
-            f"storage hang? Until this ends, no other save begins. {self.describe_newest()}"
-        )
-
-    # -- on the thread
-
-    def _write(self, save: PendingSave) -> None:
-        save.until = time.monotonic() + self.timeout_s
-        failure: CheckpointError | None = None
-        try:
-            began, nbytes = write_and_commit(save)
-        except BaseException as error:
-            failure = self._fail(save, error)
-            _log.debug("A save failed.", exc_info=error)
-            for connected in causes(error):
-                connected.__traceback__ = None
-        else:
-            ended = record.now()
-            self.newest, self.failures.last = save.step, None
-            self.failures.set_status(None)
-            self.stats.saves += 1
-            self.stats.write_seconds.append(ended - began)
-            self.stats.bytes_staged += save.copy.nbytes or 0
-            self._schedule.ended(ended - save.called)
-            where = {"bytes": nbytes, "dir": self._target.store.root}
-            record.emit("write", step=save.step, start=began, seconds=ended - began, **where)
-            self._call_listeners(save.step)
-            if self.on_committed is not None and self._target.committed is not None:
-                self.on_committed(self._target.committed, self._target.store)
-        with self._lock:
-            self._clearing = True
-            if save.late:
-                state = "is saved after all" if save.step == self.newest else "was not saved"
-                _log.warning("stagereg: storage is responding again; step %d %s", save.step, state)
-            elif failure is not None:
-                self.failures.keep_failure(save.step, failure)
-            save.over.set()
-        try:
-            self._target.store.retention.clear()
-        except Exception:
-            _log.debug("Deleting old checkpoints failed.", exc_info=True)
-        self._clearing = False
+    def _clear(self) -> None:
+        self._store_target.store.retention.clear()
 
     def _write_metrics(self) -> None:
         asked = self._late
         try:
-            self._target.store.notes.add_metrics(self._target.metrics.late_metrics())
-            self._target.store.notes.write_metrics()
+            self._store_target.store.notes.add_metrics(self._store_target.metrics.late_metrics())
+            self._store_target.store.notes.write_metrics()
         except Exception as error:
-            _log.warning("stagereg: metrics are not written in %s yet: %s", self._target.store.root, error)
+            _log.warning("stagereg: metrics are not written in %s yet: %s", self._store_target.store.root, error)
         self._noted = asked
-
-    def _call_listeners(self, step: int) -> None:
-        for listener in self.listeners:
-            try:
-                listener(step)
-            except Exception:  # the checkpoint is complete, so the save must not fail
-                _log.exception("stagereg: step %d is saved; what was to be done then has failed", step)
-
-    def _fail(self, save: PendingSave, error: BaseException) -> CheckpointError | None:
-        """Note that a save has failed; return what is to be raised, ``None`` if its training loop has raised it."""
-        save.copy.record(save.step)
-        record.emit("lost", step=save.step, error=reason(error))
-        self._schedule.ended(None)
-        if isinstance(error, CheckpointError) and save.copy.failure is not None:
-            self.failures.last = error
-            self.failures.set_status(save.step)
-            return None
-        known = isinstance(error, CheckpointError)
-        text = reason(error) if known else f"Step {save.step} was not saved: {reason(error)}"
-        parts = (f"{text.rstrip('.')}.", advice(error, self._target.store.root), self.describe_newest())
-        failure = kind_of([error])(" ".join(part for part in parts if part))
-        failure.__cause__ = error.__cause__ if known else error
-        return failure
-
-
-def _work(saves: queue.SimpleQueue[Callable[[], None] | None], look: Callable[[], Callable[[], None] | None]) -> None:
-    give_way()
-    while True:
-        try:
-            write = saves.get(timeout=_IDLE_S)
-        except queue.Empty:
-            write = look()
-            try:
-                if write is not None:
-                    write()
-            except Exception:  # the store, or the group, is gone; saves that still come must find the thread
-                _log.debug("Looking for what this rank has passed over failed.", exc_info=True)
-        else:
-            if write is None:
-                return
-            write()
-        del write  # while it waits for the next save, the thread keeps nothing alive

@@ -18,8 +18,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -32,8 +34,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 import stagereg.checkpoint.state.rng as rng
 import stagereg.record as record
 from stagereg.checkpoint.format.encoding import walk
-from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult, make_index, tables
-from stagereg.checkpoint.format.manifest import FileMark, Manifest
+from stagereg.checkpoint.format.index import make_index, tables
+from stagereg.checkpoint.format.manifest import FileMark
 from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, compare, content_digests, expect_alike
 from stagereg.checkpoint.ranks.merging import Asked, EntryDigests, Merging, RankEntries, Sent, groups_in
 from stagereg.checkpoint.ranks.shares import SAMPLES, ShareBook, Shares, cut, shares
@@ -41,13 +43,14 @@ from stagereg.checkpoint.save.backward import short_turns, wait_for_backward
 from stagereg.checkpoint.save.pending_save import PendingSave
 from stagereg.checkpoint.save.state_planner import from_numbers, join_plans, name_for_each, numbered, split_plan
 from stagereg.checkpoint.state.entries import local_part, rng_name
-from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.retry import within
 from stagereg.errors import CheckpointError, DisagreementError, NotSavedInTimeError, name_ranks
 
 WAITING_FOR_OTHERS = "waiting for the others"
 """What a rank that has done its part is doing."""
+
+_log = logging.getLogger(__name__)
 
 _COMPARING = -1  # in place of the number of the save in which ranks have compared
 _TRYING = 0.5  # of the time-out; the rest is for clearing away and reporting
@@ -70,48 +73,56 @@ class _Prepared(NamedTuple):
 _Written: TypeAlias = tuple[dict[str, FileMark], Sent]
 
 
-def write_and_commit(save: PendingSave) -> tuple[float, int]:
-    """Write a save and commit it, keeping the newest. Collective; on the background thread.
+def write_and_commit(save: PendingSave) -> tuple[float, int] | None:
+    """Write a save and commit it. Collective; on the background thread.
 
     Returns:
-        When all ranks had staged (``record.now``), and the bytes of this rank's files.
+        When all ranks had staged (``record.now``), and the bytes of this rank's files; ``None`` if its target has
+        passed over it.
 
     Raises:
         CheckpointError: on all ranks, if it failed on any.
     """
-    to, ranks, work = save.to, save.to.ranks, _Work(save)
-    failing = f"Step {save.step} was not saved"
+    book = None if save.before is not None else save.sharing.book
     try:
-        with within(_TRYING * (save.until - time.monotonic())), short_turns():
-            answer = to.last.plans.round_trip(ranks, failing, work.prepare, work.share_out)
-            if save.sharing.compares:
-                answer = to.last.plans.round_trip(ranks, failing, partial(work.prepare_shares, answer), work.share_out)
-            work.take_answer(answer)
-            began = record.now()
-            nbytes = to.last.results.round_trip(ranks, failing, work.write, work.commit)
-            to.store.appeared()
-            failpoint("ended")
-        to.last.structures = work.entries.structures
-        if save.sharing.book is not None:
-            save.sharing.book.end_save(save.sharing.number, save.sharing.shares if save.sharing.compares else None)
-    except BaseException:
-        to.last.forget_sent()
-        if save.sharing.book is not None:
-            save.sharing.book.end_save(save.sharing.number, failed=True)
-        if ranks.rank == 0:
-            with within(save.until - time.monotonic()):
-                to.store.backend.discard(work.path)
+        if save.before is not None:
+            save.at = "waiting for the tier"
+        work = _Work(save, None if save.before is None else cast("Future[_Work]", save.before.agreed).result())
+        try:
+            done = work.run()
+        except CheckpointError as error:
+            if not (save.to.optional and work.agreed):
+                raise
+            log, done = _log.warning if save.to.ranks.rank == 0 else _log.debug, None
+            log("stagereg: %s. Training goes on without it in %s.", str(error).rstrip("."), save.to.where)
+            record.emit("lost", step=save.step, dir=save.to.where, error=str(error))
+        finally:
+            if work.agreed and book is not None:
+                book.end_save(save.sharing.number, save.sharing.shares if save.sharing.compares else None)
+                book = None
+            if work.agreed and save.agreed is not None:
+                save.agreed.set_result(work)
+        if book is not None:  # passed over
+            book.end_save(save.sharing.number)
+    except BaseException as error:
+        if book is not None:
+            book.end_save(save.sharing.number, failed=True)
+        if save.agreed is not None and not save.agreed.done():
+            save.agreed.set_exception(error)
         raise
     finally:
-        save.copy.staged, work.planner.state_dict = {}, {}
-    return began, nbytes
+        if save.agreed is None:
+            save.copy.staged = {}
+    return done
 
 
 class _Work:
     """One save on the background thread: all ranks :meth:`prepare` and :meth:`write`, and rank 0 answers them.
 
+    ``before`` is that of the same copy to the tier, which has taken it apart already.
+
     Attributes:
-        path: the hidden directory.
+        agreed: whether all ranks have staged, and know which shares of the copy each of them writes.
         planner: has the tensors until they are written.
         entries: what this rank has of each entry.
         asked: what rank 0 asks it for.
@@ -123,22 +134,61 @@ class _Work:
     _plans: list[SavePlan]  # what this rank would write
     _more: list[SavePlan]  # that again, if it was not sent before the files
     _results: list[WriteResult]
-    _order: list[int]  # on rank 0: ranks that have left their loop come last
-    _follows: list[int]  # these
-    _merging: Merging
 
-    def __init__(self, save: PendingSave) -> None:
+    def __init__(self, save: PendingSave, before: _Work | None) -> None:
         self._save, self._to, self._ranks = save, save.to, save.to.ranks
-        self._token = save.to.next_token()
-        self.path = save.to.store.temporary(save.step, self._token)
         self.planner = save.to.last.planner
         self._metadata: Metadata | None = None
+        self._is_second = self.agreed = before is not None
+        if before is not None:
+            self._copy, self.entries = before._copy, before.entries
+            before._copy = {}
+
+    def run(self) -> tuple[float, int] | None:
+        """Do it. Returns, and raises, as :func:`write_and_commit`."""
+        save, to, last = self._save, self._to, self._to.last
+        failing = f"Step {save.step} was not saved"
+        try:
+            with within(_TRYING * (save.until - time.monotonic())), short_turns():
+                passed_over = self.begin()
+                if passed_over and save.agreed is None:
+                    if not save.missed:
+                        self._let_go()
+                    return None
+                answer = last.plans.round_trip(self._ranks, failing, self.prepare, self.share_out)
+                if save.sharing.compares and not self._is_second:
+                    prepare = partial(self.prepare_shares, answer)
+                    answer = last.plans.round_trip(self._ranks, failing, prepare, self.share_out)
+                self.take_answer(answer)
+                self.agreed, began = True, record.now()
+                if passed_over:
+                    last.forget_sent()
+                    return None
+                nbytes = last.results.round_trip(self._ranks, failing, self.write, self.commit)
+                to.complete(save.step)
+                failpoint("ended")
+            last.structures = self.entries.structures
+        except BaseException:
+            last.forget_sent()
+            with within(save.until - time.monotonic()):
+                to.discard(save.step)
+            raise
+        finally:
+            self.planner.state_dict = {}
+        return began, nbytes
+
+    def begin(self) -> bool:
+        """Have the target begin; return whether it passes over this save, on all ranks."""
+        self._path, passed_over = self._to.begin(self._save.step)
+        return passed_over
 
     def prepare(self) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
         """Return that this rank has staged, and what it would write, or what it compares before."""
         save = self._save
         if save.missed:
             return _Prepared(save.step, False), (), ()
+        if self._is_second:
+            return self._plan(save.sharing.shares)
         save.at = "waiting for its copy"
         if save.copy.failure is None:
             wait_for_backward(save.caller, save.hurried, _CALM_S)
@@ -180,9 +230,8 @@ class _Work:
         self, own: Shares | None, differing: Sequence[EntryContents] = ()
     ) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
         save, storage, copy = self._save, self._to.storage, self._copy
-        del self._copy
         save.at = "preparing its files"
-        storage.reset(self.path)
+        storage.reset(self._path)
         is_first = self._ranks.rank == 0
         self.planner.parts = {} if own is None else own.parts
         self.planner.set_up_planner(
@@ -218,7 +267,7 @@ class _Work:
         _expect_all_called(self._save.step, prepared)
         if len(set(steps)) > 1:
             for step in steps:
-                self._to.store.backend.discard(self._to.store.temporary(step, self._token))
+                self._to.discard(step)
             raise DisagreementError(f"The ranks saved different steps at the same time: {steps}.")
         _expect_all_up_to_date(self._save.step, prepared)
         if len({each.shares_of for each in prepared}) > 1:
@@ -259,20 +308,29 @@ class _Work:
         """Write this rank's files, and let go of its copy."""
         save = self._save
         failpoint("agreed")
+        self._to.expect_room(self._to.last.nbytes)
         save.at = "writing its files"
         own = self.planner.finish_plan(cast("SavePlan", self._to.last.dealt))
         self._results = self._to.storage.write_data(own, self.planner).wait()
         self.planner.state_dict = {}
-        copy, save.copy.staged = save.copy.get(), {}
-        save.copy.release(copy)
-        del copy
-        save.copy.settled.wait()
-        save.copy.get()  # which may have proved bad since
-        save.copy.record(save.step)
-        marks = self._marks() if self._ranks.rank > 0 else {}  # those of rank 0 come with the metadata's
+        self._let_go()
+        marks = (
+            self._to.marks(self._path, self._results) if self._ranks.rank > 0 else {}
+        )  # those of rank 0 come with the metadata's
         failpoint("written")
         save.at = WAITING_FOR_OTHERS
         return (marks, self.entries.structures_for(self.asked, self._to.last.structures)), [self._results], self._more
+
+    def _let_go(self) -> None:
+        """Let go of the copy, unless it is written elsewhere as well. Raises: what it has proved bad with."""
+        copy = self._save.copy
+        if self._save.agreed is None:
+            staged, copy.staged, self._copy = copy.get(), {}, {}
+            copy.release(staged)
+            del staged
+        copy.settled.wait()
+        copy.get()
+        copy.record(self._save.step)
 
     def commit(self, written: Sequence[_Written], lasting: Sequence[Sequence[Any]] | None) -> list[int]:
         """Commit what all have written, and return the bytes of each rank's files."""
@@ -282,7 +340,7 @@ class _Work:
             raise NotSavedInTimeError("it took too long and was given up")
         state = self._merging.put_together([sent for _, sent in written])
         if lasting is None:
-            to.storage.finish_again(to.last.finished)
+            to.finish(None, [])
         else:
             if self._metadata is None:
                 self._plan_all([plans for _, *plans in lasting])
@@ -290,35 +348,12 @@ class _Work:
             objects = {name for encoded in state.values() for name in encoded.objects}
             to.last.described = json.dumps(tables(metadata, results, objects))
             name_for_each(metadata, results, groups_in(state))
-            to.storage.finish(metadata, results)
-            if to.repeats:
-                to.last.finished = to.storage.finished
-        own = self._marks()
+            to.finish(metadata, results)
+        own = to.marks(self._path, self._results)
         files = {name: mark for marks, _ in written for name, mark in marks.items()} | own
-        files[INDEX] = to.store.put(self.path, INDEX, make_index(to.last.described, state))
-        there = to.store.backend.list(self.path)
-        files |= {name: to.store.mark(self.path, name) for name in there if name not in files}
-        failpoint("marked")
+        to.commit(save.step, self._path, files, make_index(to.last.described, state))
         to.last.entries = self._merging.entries
-        to.store.notes.add_metrics(to.metrics.late_metrics())
-        made = Manifest(save.step, self._ranks.size, 0, files, to.storage_name, metrics=to.metrics.of_step(save.step))
-        done = to.store.publish(self.path, made, to.keep)
-        to.metrics.committed(done.manifest, to.store.retention.serials)
-        to.committed = done
         return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each for each, _ in written[1:])]]
-
-    def _marks(self) -> dict[str, FileMark]:
-        """Return the marks of what this rank wrote; what its storage has not marked is flushed and read.
-
-        What no rank has named, such as metadata, is rank 0's to mark.
-        """
-        storage, store = self._to.storage, self._to.store
-        known: Mapping[str, FileMark] = storage.marks if isinstance(storage, Storage) else {}
-        if all(isinstance(each, (ArchiveResult, TensorResult)) for each in self._results):
-            names = {each.storage_data.relative_path for each in self._results}
-        else:  # a storage that does not say where it has put something: by the rank that torch has named a file after
-            names = {name for name in store.backend.list(self.path) if name.startswith(f"__{self._ranks.rank}_")}
-        return {**known, **{name: store.mark(self.path, name) for name in sorted(names - known.keys())}}
 
 
 def _expect_whole(save: PendingSave, copy: object) -> dict[str, Any]:

@@ -9,24 +9,29 @@ from __future__ import annotations
 import math
 import random
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 import stagereg.record as record
 from stagereg.checkpoint.format.encoding import Encoded
-from stagereg.checkpoint.format.manifest import Checkpoint
+from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult
+from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
 from stagereg.checkpoint.ranks.merging import Structures
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.shares import ShareBook, Shares
 from stagereg.checkpoint.ranks.unchanged import RepeatedExchange
 from stagereg.checkpoint.save.logged_metrics import LoggedMetrics
+from stagereg.checkpoint.save.schedule import Schedule
 from stagereg.checkpoint.save.state_planner import StatePlanner
 from stagereg.checkpoint.storage.protocol import Storage, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.keep import GuardedRule, Keep
 from stagereg.errors import CheckpointError
 
@@ -53,27 +58,135 @@ class LastSave:
         self.structures, self.entries = {}, {}
 
 
-@dataclass
-class SaveTarget:
-    """Where the saves of one checkpointer go."""
+class Target(Protocol):
+    """Where saves are written: the store, or the tier nearer than it."""
 
-    store: CheckpointStore
-    keep: Keep | GuardedRule
-    storage: Storage
     ranks: RankGroup  # that save together
-    token: str  # of this run, the same on all ranks
+    storage: Storage  # writes the files
+    schedule: Schedule  # says when
+    last: LastSave
+    optional: bool  # what fails there, once all ranks have staged, is a warning
 
-    def __post_init__(self) -> None:
-        self.storage_name = name_of(self.storage)  # for manifests
-        self._tokens = random.Random(self.token)
-        self.repeats = isinstance(self.storage, Storage) and self.storage.repeats
-        self.metrics = LoggedMetrics()  # on rank 0: of its steps
-        self.committed: Checkpoint | None = None  # on rank 0: the last one
-        self.last = LastSave(self.repeats)
+    @property
+    def where(self) -> str:
+        """Its directory or URL."""
+        ...
 
-    def next_token(self) -> str:
-        """Return the token of the next save, the same on all ranks without an exchange."""
-        return self._tokens.randbytes(len(self.token) // 2).hex()
+    def begin(self, step: int) -> Begun:
+        """Begin a save. On all ranks."""
+        ...
+
+    def expect_room(self, nbytes: int) -> None:
+        """Raise ``OSError`` if it is known that so many bytes of each rank do not fit."""
+        ...
+
+    def finish(self, metadata: Metadata | None, results: list[list[WriteResult]]) -> None:
+        """Write what the storage writes last; ``None`` if that is as in the save before. On rank 0."""
+        ...
+
+    def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileMark]:
+        """Return size and checksum of each file that this rank has written."""
+        ...
+
+    def commit(self, step: int, path: str, files: dict[str, FileMark], index: bytes) -> None:
+        """Make a checkpoint of what all ranks have written. On rank 0."""
+        ...
+
+    def complete(self, step: int) -> None:
+        """Do what is left to do once it is one. On each rank; raises nothing."""
+        ...
+
+    def discard(self, step: int) -> None:
+        """Delete what was written. On each rank."""
+        ...
+
+
+class Begun(NamedTuple):
+    """A save that begins: the path in which this rank writes, and whether it is passed over instead, on all ranks."""
+
+    path: str
+    passed_over: bool = False
+
+
+class SaveTarget:
+    """The store that the saves of one checkpointer go to, with what they share.
+
+    Attributes:
+        store: the directory of checkpoints.
+        committed: on rank 0, the last one.
+        metrics: on rank 0, what was logged about steps.
+        token: of the run.
+    """
+
+    optional = False
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        keep: Keep | GuardedRule,
+        storage: Storage,
+        ranks: RankGroup,
+        token: str,
+        schedule: Schedule | None = None,
+    ) -> None:
+        self.store, self.keep, self.storage, self.ranks, self.token = store, keep, storage, ranks, token
+        self.schedule = schedule or Schedule(1)
+        self._storage_name = name_of(storage)  # for manifests
+        self._tokens = random.Random(token)  # the same on all ranks without an exchange
+        self._token = ""
+        self._repeats = isinstance(storage, Storage) and storage.repeats
+        self.metrics = LoggedMetrics()
+        self.committed: Checkpoint | None = None
+        self.last = LastSave(self._repeats)
+
+    @property
+    def where(self) -> str:
+        """The directory or URL."""
+        return self.store.root
+
+    def begin(self, step: int) -> Begun:
+        self._token = self._tokens.randbytes(len(self.token) // 2).hex()
+        return Begun(self.store.temporary(step, self._token))
+
+    def expect_room(self, nbytes: int) -> None:
+        """Writing shows it."""
+
+    def finish(self, metadata: Metadata | None, results: list[list[WriteResult]]) -> None:
+        if metadata is None:
+            self.storage.finish_again(self.last.finished)
+            return
+        self.storage.finish(metadata, results)
+        if self._repeats:
+            self.last.finished = self.storage.finished
+
+    def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileMark]:
+        """Return those that the storage has taken; other files are flushed and read.
+
+        What no rank has named, such as metadata, is rank 0's to mark.
+        """
+        known: Mapping[str, FileMark] = self.storage.marks if isinstance(self.storage, Storage) else {}
+        if all(isinstance(each, (ArchiveResult, TensorResult)) for each in results):
+            names = {each.storage_data.relative_path for each in results}
+        else:  # a storage that does not say where it has put something: by the rank that torch has named a file after
+            names = {name for name in self.store.backend.list(path) if name.startswith(f"__{self.ranks.rank}_")}
+        return {**known, **{name: self.store.mark(path, name) for name in sorted(names - known.keys())}}
+
+    def commit(self, step: int, path: str, files: dict[str, FileMark], index: bytes) -> None:
+        store = self.store
+        files[INDEX] = store.put(path, INDEX, index)
+        files |= {name: store.mark(path, name) for name in store.backend.list(path) if name not in files}
+        failpoint("marked")
+        store.notes.add_metrics(self.metrics.late_metrics())
+        made = Manifest(step, self.ranks.size, 0, files, self._storage_name, metrics=self.metrics.of_step(step))
+        self.committed = store.publish(path, made, self.keep)
+        self.metrics.committed(self.committed.manifest, store.retention.serials)
+
+    def complete(self, step: int) -> None:
+        self.store.appeared()
+
+    def discard(self, step: int) -> None:
+        if self.ranks.rank == 0:
+            self.store.backend.discard(self.store.temporary(step, self._token))
 
 
 @dataclass
@@ -129,7 +242,7 @@ class PendingSave:
     """One save on this rank. ``called`` is a moment of ``record.now``, ``until`` one of ``time.monotonic``."""
 
     step: int
-    to: SaveTarget
+    to: Target
     called: float = field(default_factory=lambda: record.now())  # when the training loop has asked for it
     caller: int = field(default_factory=threading.get_ident)  # the thread that has
     hurried: threading.Event = field(default_factory=threading.Event)  # somebody waits for it
@@ -138,6 +251,8 @@ class PendingSave:
     taken: Mapping[str, int] = field(default_factory=dict)  # steps that each optimizer and schedule has taken
     copy: StagedCopy = field(default_factory=StagedCopy)
     sharing: Sharing = field(default_factory=Sharing)
+    before: PendingSave | None = None  # to the tier, of the same copy, which is made first
+    agreed: Future[Any] | None = None  # of the save to the tier: what the save to the store goes on from
     at: str = "waiting for its turn"  # what this rank is doing for it, for messages
     until: float = math.inf  # when it has to be complete; infinite until it is its turn
     late: bool = False  # reported to take too long

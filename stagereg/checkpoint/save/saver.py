@@ -25,8 +25,8 @@ from stagereg.checkpoint.format.manifest import MOST
 from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.ranks.shares import ShareBook
 from stagereg.checkpoint.save.background import Background
-from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget
-from stagereg.checkpoint.save.schedule import Schedule
+from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy, Target
+from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.checkpoint.state.stale_numbers import StaleNumbers
 from stagereg.checkpoint.storage.protocol import Storage
@@ -55,7 +55,7 @@ class Saver:
 
     Attributes:
         state: as it was given last; ``None`` before.
-        saved: the step that was saved last, well or not.
+        saved: the step that was saved last, well or not, wherever it went.
         reached: the same; -1 before, and after a restore.
         leaving: whether the ranks are about to exit.
         names: of the parameters in it.
@@ -66,17 +66,19 @@ class Saver:
         target: SaveTarget,
         stager: AsyncStager,
         background: Background,
-        schedule: Schedule,
         replicas: ShareBook,
         cast: bool,
+        tier: Target | None = None,
+        stores: bool = True,
     ) -> None:
         self.state: MutableMapping[str, Any] | None = None
         self.saved: int | None = None
         self.reached = -1
         self.leaving = False
         self.names = ParameterNames()
-        self._target, self._stager = target, stager
-        self._background, self._schedule, self._replicas = background, schedule, replicas
+        self._target, self._tier, self._stager = target, tier, stager
+        self._background, self._replicas, self._stores = background, replicas, stores
+        self._stored: int | None = None  # the step that was saved last, wherever all saves go that are called for
         self._copying: PendingSave | None = None  # what the stager is at
         self._stager_name = f"{type(stager).__module__}.{type(stager).__qualname__}"
         self._taken: Counter[str] = Counter()  # steps of each optimizer in the state
@@ -111,32 +113,43 @@ class Saver:
         if self._continued and self.state is not None:
             self._positions = step, {name: self.state[name].state_dict() for name in self._continued}
 
-    def save(self, step: int, follows: bool = False) -> None:
-        """Stage and submit; ``follows`` if this rank has left its loop, and saves since others do."""
+    def save(self, step: int, follows: bool = False, near: bool = False) -> None:
+        """Stage and submit.
+
+        Args:
+            step: of the state.
+            follows: whether this rank has left its loop, and saves since others do.
+            near: whether it goes to the tier alone.
+        """
         schedules = {name: x.last_epoch for name, x in (self.state or {}).items() if isinstance(x, LRScheduler)}
-        save = PendingSave(checked_step(step), self._target, follows=follows, taken={**schedules, **self._taken})
+        saves = self._begin(checked_step(step), near, follows=follows, taken={**schedules, **self._taken})
+        save = saves[-1]
         if step < self.reached and not self._went_back:
             self._went_back = True
             _log.warning(_BACKWARDS, step, self.reached)
         if self.state is not None and self._target.ranks.rank == 0:
             self._stale.look(self.state)
         self.saved = self.reached = step
-        self._target.metrics.begin_save(step)
-        self._number(save)
+        self._stored = self._stored if near else step
+        if save.to is self._target:
+            self._target.metrics.begin_save(step)
         try:
-            self._background.admit(save)
+            for each in saves:
+                self._thread_of(each).admit(each)
             self._stage(save)
         except BaseException as error:
             save.copy.failure = reason(error)
             self._background.failures.raise_or_warn(error)
         finally:
             # Also when this rank gives up, so that the saves of the ranks stay paired and the others raise too.
-            self._background.submit(save)
+            for each in saves:
+                self._thread_of(each).submit(each)
             try:
                 self._settle(save)
             finally:
                 stall = record.now() - save.called
-                self._schedule.held(step, stall)
+                for each in saves:
+                    each.to.schedule.held(step, stall)
         if save.copy.failure is None:
             self._background.stats.stall_seconds.append(stall)
             record.emit("stall", step=step, start=save.called, seconds=stall)
@@ -149,7 +162,7 @@ class Saver:
         """
         if not self._background.wait():
             return
-        own = [-1 if step is None else step for step in (seen, self.saved)]
+        own = [-1 if step is None else step for step in (seen, self._stored)]
         own_too = [*own, self.state is None, self._background.failing]
         last, done, unknown, failed = self._target.ranks.max_async(own_too)()
         if failed:
@@ -163,7 +176,8 @@ class Saver:
         self.leaving = True
         failure: CheckpointError | None = None
         self._background.wait()
-        if self._background.newest != step:
+        ended = self._background if self._stores else self._background.ahead or self._background
+        if ended.newest != step:
             try:
                 self._background.raise_failure()
             except CheckpointError as earlier:
@@ -172,8 +186,8 @@ class Saver:
                 self.save(step, follows)
                 self._background.wait()
                 self._background.raise_failure()
-                if self._background.newest != step:
-                    raise self._background.failures.last or CheckpointError(f"Step {step} was not saved.")
+                if ended.newest != step:
+                    raise ended.failures.last or CheckpointError(f"Step {step} was not saved.")
             except CheckpointError as error:
                 failure, newest = error, self._background.describe_newest()
                 if newest not in str(error):
@@ -181,16 +195,29 @@ class Saver:
                 self._background.failures.set_status(None)  # the exception below reports it
         preemption.exit(step, directory, failure)
 
-    def miss_save(self, step: int) -> None:
+    def miss_save(self, step: int, near: bool = False) -> None:
         """Have the other ranks know that this one does not save ``step``; on any thread."""
-        save = PendingSave(step, self._target, missed=True)
-        self._number(save)
-        self._background.submit(save)
-        self._schedule.held(step, 0.0)
+        for each in self._begin(step, near, missed=True):
+            self._thread_of(each).submit(each)
+            each.to.schedule.held(step, 0.0)
 
-    def _number(self, save: PendingSave) -> None:
+    def _begin(self, step: int, near: bool, **more: Any) -> list[PendingSave]:
+        """Return what is to be saved: to the tier first, and to the store, unless it goes near alone, of one copy."""
+        sharing, copy = Sharing(), StagedCopy()
         if self._target.ranks.size > 1:
-            save.sharing.book, save.sharing.number = self._replicas, self._replicas.begin_save()
+            sharing.book, sharing.number = self._replicas, self._replicas.begin_save()
+        before = None
+        if self._tier is not None:
+            before = PendingSave(step, self._tier, copy=copy, sharing=sharing, **more)
+            if near or not self._stores:
+                return [before]
+            before.agreed = Future()
+        save = PendingSave(step, self._target, copy=copy, sharing=sharing, before=before, **more)
+        return [save] if before is None else [before, save]
+
+    def _thread_of(self, save: PendingSave) -> SaveThread:
+        ahead = self._background.ahead
+        return self._background if save.to is self._target or ahead is None else ahead
 
     def _share(self, save: PendingSave, captured: dict[str, Any]) -> dict[str, Any]:
         """Return what this rank stages of what it has, and note what the save has to know of it."""

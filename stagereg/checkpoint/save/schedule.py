@@ -14,7 +14,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from statistics import median
+
+import torch.distributed as dist
 
 import stagereg.checkpoint.save.interval as interval
 import stagereg.record as record
@@ -58,6 +61,13 @@ class Schedule:
 
     def restored(self, step: int) -> None:
         """Go on from ``step``. On all ranks."""
+
+
+def schedule_of(every: int | str, mtbf: timedelta, process_group: dist.ProcessGroup | None) -> Schedule:
+    """Return the schedule of an option ``every``: a number of steps, or ``"auto"``, which is collective."""
+    if isinstance(every, int):
+        return Schedule(every)
+    return Automatic(mtbf.total_seconds(), RankGroup(process_group))
 
 
 class Automatic(Schedule):

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-import stagereg.checkpoint.save.background as module
+import stagereg.checkpoint.save.save_thread as module
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget
-from stagereg.checkpoint.save.schedule import Schedule
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError
@@ -42,7 +41,7 @@ class Write:
         return 0.0, 0
 
     def background(self, timeout_s: float = LONG_S) -> Background:
-        return Background(self.target, datetime.timedelta(seconds=timeout_s), Schedule(1))
+        return Background(self.target, datetime.timedelta(seconds=timeout_s))
 
     def submitted(self, background: Background, step: int = 1) -> PendingSave:
         save = PendingSave(step, self.target)

@@ -1,0 +1,107 @@
+"""What a checkpointer has of its tier; nothing is done where that is ``none``."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch.distributed as dist
+
+from stagereg.checkpoint.options import Failure
+from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.save.background import TierBackground
+from stagereg.checkpoint.save.schedule import schedule_of
+from stagereg.checkpoint.save.tier_target import TierTarget
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.tiers.near import NearCopies
+from stagereg.checkpoint.tiers.tier import NoTier, Tier
+from stagereg.errors import ConfigError
+
+_NOTES = "notes"
+
+_log = logging.getLogger(__name__)
+
+
+class Tiering:
+    """The tier of one checkpointer. Constructing it is collective. Raises as :class:`.NearCopies`.
+
+    Args:
+        tier: what was chosen.
+        process_group: as of the checkpointer.
+        store: the store of the run, or what stands in its place.
+        stores: whether steps go there too.
+        failure: as of the checkpointer.
+
+    Attributes:
+        near: what the ranks share; ``None`` without a tier, and so are the others.
+        target: what is saved to.
+        background: the thread that does.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        process_group: dist.ProcessGroup | None,
+        store: CheckpointStore,
+        stores: bool,
+        failure: Failure,
+    ) -> None:
+        self.near: NearCopies | None = None
+        self.target: TierTarget | None = None
+        self.background: TierBackground | None = None
+        if isinstance(tier, NoTier):
+            return
+        ranks = RankGroup(process_group, failure.timeout)
+        self.near = NearCopies(tier, ranks, store, stores)
+        self.target = TierTarget(self.near, ranks, schedule_of(tier.every, failure.mtbf, process_group))
+        self.background = TierBackground(self.target, failure.timeout, failure.on_error == "warn")
+        if ranks.rank == 0:
+            _log_what_it_survives(self.near, stores)
+
+    def due(self, step: int) -> bool:
+        """Whether the tier is to have ``step``. Called once a step; the same on all ranks."""
+        return self.target is not None and self.target.schedule.due(step)
+
+    def restored(self, step: int) -> None:
+        """Go on from ``step``. On all ranks."""
+        if self.target is not None:
+            self.target.schedule.restored(step)
+
+    def finish(self, stored: int | None) -> None:
+        """The run has come to its end: delete what is in the tier, if the store has come as far."""
+        newest = None if self.background is None else self.background.newest
+        if self.near is not None and stored is not None and (newest is None or newest <= stored):
+            self.near.clear()
+
+    def close(self) -> None:
+        """End its threads and let go of its folder. Twice is harmless."""
+        if self.near is not None:
+            self.near.close()
+
+
+def notes_of(tier: Tier) -> str:
+    """Return where a run without a store notes what it has to. Raises: ``ConfigError`` if it has no tier either."""
+    if isinstance(tier, NoTier):
+        raise ConfigError(
+            "checkpoint.dir must be the path or URL of a directory, not null, unless a tier keeps the steps: choose "
+            "tier=disk tier.dir=PATH, or tier=memory."
+        )
+    return os.path.join(tier.dir, _NOTES)
+
+
+def _log_what_it_survives(near: NearCopies, stores: bool) -> None:
+    tier, others = near.tier, len(near.machines) - 1
+    copies = min(tier.copies, others)
+    lost = "a machine that is lost" if copies == 0 else f"{copies + 1} machines that are lost at once"
+    reboot = "" if tier.durable else ", or a reboot of all that have them"
+    if not stores:
+        _log.warning(
+            "stagereg: checkpoint.dir is null: steps are in %s alone, and do not survive %s%s, or what clears that "
+            "folder. Give checkpoint.dir for what is to last.",
+            *(tier.dir, lost, reboot),
+        )
+    elif copies < tier.copies:
+        _log.warning(
+            "stagereg: tier.copies=%d, and there %s: what the tier has does not survive %s.",
+            *(tier.copies, "is one machine" if others == 0 else f"are {others + 1} machines", lost),
+        )

@@ -1,0 +1,360 @@
+"""The tier of a run, as one rank holds it: its machine's folder, what serves and sends, and what the ranks agree on.
+
+Every rank has one and makes the same calls in the same order. On each machine the lowest of its ranks, its *leader*,
+holds the folder's lock, sweeps it, and reports what lies there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import secrets
+import socket
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import stagereg.checkpoint.tiers.inventory as inventory
+import stagereg.record as record
+from stagereg.checkpoint.format.manifest import new_token
+from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.lock import StoreLock
+from stagereg.checkpoint.tiers.copying import CopyThread
+from stagereg.checkpoint.tiers.folder import NOTE, MachineFolder
+from stagereg.checkpoint.tiers.inventory import Lineage, NearStep
+from stagereg.checkpoint.tiers.part import Part, SaveId
+from stagereg.checkpoint.tiers.peer import Peer
+from stagereg.checkpoint.tiers.placement import Machine, partners
+from stagereg.checkpoint.tiers.server import PartServer
+from stagereg.checkpoint.tiers.step_reader import Found, StepReader
+from stagereg.checkpoint.tiers.tier import Tier
+from stagereg.checkpoint.tiers.wire import Bandwidth
+from stagereg.errors import name_ranks
+from stagereg.machine import boot_id
+from stagereg.output import size_text
+
+_log = logging.getLogger(__name__)
+
+_SECRET_BYTES = 32
+_SHOWN = 4  # machines that a line names
+_MANY = 5  # saves in a row that are passed over are worth a warning
+
+
+class Site(NamedTuple):
+    """Where a rank is."""
+
+    machine: str  # what tells machines apart
+    host: str
+    domain: str
+    address: tuple[str, int]  # of its server
+
+
+class _Agreed(NamedTuple):
+    """What a rank begins with."""
+
+    root: str  # the folder of the tier on its machine
+    run: str
+    secret: bytes
+
+
+class _Own(NamedTuple):
+    """What a rank tells of its parts when another save begins, by the folders of their saves."""
+
+    busy: bool  # it still sends copies
+    whole: tuple[str, ...]  # complete, in the order in which they were saved
+    copied: tuple[str, ...]  # of these: as often as it should be
+
+
+class _Turn(NamedTuple):
+    """What the ranks have agreed on for one save of the tier: its id, or why there is none."""
+
+    save: SaveId | None
+    why: str = ""
+    stay: frozenset[str] = frozenset()  # folders of saves that stay; all others go before anything is written
+
+
+class NearCopies:
+    """The tier of one run. Constructing it is collective, and so is what says so.
+
+    Args:
+        tier: what was chosen.
+        ranks: who saves together; a group of its own.
+        store: the store of the run, in which rank 0 notes the run's id and branches.
+        shared: whether that lasts; else each machine notes them for itself, in the folder of the tier.
+
+    Attributes:
+        tier: as given.
+        folder: this machine's parts.
+        here: the name of this machine.
+        ranks_here: how many ranks this machine has.
+        machines: the names of all.
+
+    Raises:
+        CheckpointError: on all ranks: a machine's folder cannot be made, or another process of the run holds it.
+    """
+
+    def __init__(self, tier: Tier, ranks: RankGroup, store: CheckpointStore, shared: bool = True) -> None:
+        self.tier, self._ranks, self._store, self._shared = tier, ranks, store, shared
+        self._server: PartServer | None = None
+        self._lock: StoreLock | None = None
+        self._whole: list[SaveId] = []  # whose parts of this rank are complete, the newest last
+        self._copied: set[str] = set()  # the folders of those that are copied as often as they should be
+        self._fresh = True  # it is not known yet which step this run goes on from
+        self._serial = 0
+        self._passed_over = 0  # saves, in a row
+        self._is_over = False  # nothing of the run is needed here any more
+        failing = f"tier.dir={tier.dir} cannot be used"
+        agreed = ranks.round_trip(failing, self._prepare, self._agree, ranks.limit)
+        self.folder = MachineFolder(agreed.root, agreed.run, tier.durable)
+        self._secret, self._bandwidth = agreed.secret, Bandwidth(tier.bandwidth)
+        try:
+            self._place(ranks.run_on_all(failing, self._start))
+            self._threads = CopyThread(self._connect, self.folder, tier.copies)
+            texts = ranks.run_on_all(failing, self._begin)
+        except BaseException:
+            self._let_go()
+            raise
+        found = [each for each in map(inventory.lineage_of, texts) if each is not None and each.run == agreed.run]
+        self._lineage = max(found, key=lambda each: each.branch, default=Lineage(agreed.run))
+
+    # -- starting
+
+    def _prepare(self) -> tuple[str, list[bytes], bytes]:
+        """Make the folder of the tier; return its path, what is noted of this run, and a secret for it."""
+        root = self.tier.prepare()
+        if self._shared:
+            known = [self._store.notes.read(NOTE)] if self._ranks.rank == 0 else []
+        else:
+            known = _read(Path(root, NOTE))
+        return root, known, secrets.token_bytes(_SECRET_BYTES)
+
+    def _agree(self, found: list[tuple[str, list[bytes], bytes]]) -> list[_Agreed]:
+        """Return, on rank 0, each rank's folder, the run's id, which is new if nobody knows it, and its secret."""
+        lineage = inventory.lineage_of(text for _, known, _ in found for text in known)
+        if lineage is None:
+            lineage = Lineage(new_token())
+            if self._shared:
+                self._store.notes.write(NOTE, lineage.dumps())
+        return [_Agreed(root, lineage.run, found[0][2]) for root, *_ in found]
+
+    def _start(self) -> Site:
+        os.makedirs(self.folder.path, mode=0o700, exist_ok=True)
+        self._server = PartServer(self.folder, self._secret, self.tier.durable, self.lacking)
+        there = os.stat(self.folder.path)
+        machine = f"{socket.gethostname()} {boot_id()} {there.st_dev} {there.st_ino}"  # who shares the folder
+        return Site(machine, socket.gethostname(), self.tier.domain or boot_id(), self._server.address)
+
+    def _place(self, sites: Sequence[Site]) -> None:
+        """Know who is where, and who gets this machine's copies."""
+        ranks_of: dict[str, list[int]] = defaultdict(list)
+        for rank, site in enumerate(sites):
+            ranks_of[site.machine].append(rank)
+        hosts = [sites[ranks[0]].host for ranks in ranks_of.values()]
+        names = {m: sites[r[0]].host if hosts.count(sites[r[0]].host) == 1 else m for m, r in ranks_of.items()}
+        self.here = names[sites[self._ranks.rank].machine]
+        self._ranks_on = {names[machine]: ranks for machine, ranks in ranks_of.items()}
+        self._addresses = [site.address for site in sites]
+        self._leads = self._ranks_on[self.here][0] == self._ranks.rank
+        self.ranks_here, self.machines = len(self._ranks_on[self.here]), [*self._ranks_on]
+        machines = [Machine(names[machine], sites[ranks[0]].domain) for machine, ranks in ranks_of.items()]
+        self._partners = partners(machines, self.tier.copies)
+
+    def _begin(self) -> list[bytes]:
+        """Take this machine's folder, clear it, and return what is noted of the run's branches."""
+        texts = [self._store.notes.read(NOTE)] if self._ranks.rank == 0 and self._shared else []
+        if self._leads:
+            self._lock = StoreLock(self.folder.path)
+            self.folder.prepare()
+            self.folder.sweep()
+            texts += _read(Path(self.folder.path, NOTE))
+        return texts
+
+    def _connect(self, machine: str) -> Peer:
+        """Return a connection to a machine: to one of its ranks, so that theirs share the work."""
+        ranks = self._ranks_on[machine]
+        return Peer(self._addresses[ranks[self._ranks.rank % len(ranks)]], self._secret, self._bandwidth)
+
+    def lacking(self, nbytes: int) -> str:
+        """Return why so many more bytes do not fit on this machine; nothing if they do."""
+        bound = self.tier.host_memory
+        if bound is not None and (used := sum(held.part.nbytes for held in self.folder.parts())) + nbytes > bound:
+            return (
+                f"tier.host_memory={bound} would be passed: {size_text(used)} are there, {size_text(nbytes)} more come"
+            )
+        return self.tier.lacking(nbytes)
+
+    # -- branches
+
+    def begin_branch(self, step: int | None) -> None:
+        """This run goes on from ``step``, ``None`` from the beginning: what was saved beyond it is void. Collective."""
+
+        def newest() -> int:
+            there = self._store.checkpoints()[0] if self._ranks.rank == 0 else []
+            return max((each.manifest.serial for each in there), default=0)
+
+        failing = "The tier could not note where this run goes on from"
+        stored = self._ranks.run_on_all(failing, newest)[0]
+        self._lineage = self._lineage.branched(-1 if step is None else step, stored)
+        self._serial, self._fresh = 0, False
+        self._ranks.run_on_all(failing, self._note)
+
+    def _note(self) -> None:
+        text = self._lineage.dumps()
+        if self._ranks.rank == 0 and self._shared:
+            self._store.notes.write(NOTE, text)
+        if self._leads:
+            folder = Path(self.folder.path)
+            for place in (folder, folder.parent)[: 1 if self._shared else 2]:
+                beside = place / f"{NOTE}.tmp"
+                beside.write_bytes(text)
+                beside.replace(place / NOTE)
+
+    # -- saving, on the background thread
+
+    def begin_save(self, step: int) -> SaveId | None:
+        """Agree on a save of the tier, and make room for it; ``None`` while copies are still being sent. Collective."""
+        if self._fresh:
+            self.begin_branch(None)
+
+        def look() -> _Own:
+            busy, whole = self._threads.busy, tuple(each.folder for each in self._whole)
+            if self._threads.copied:
+                self._copied |= {*whole[-1:]}
+            return _Own(busy, whole, tuple(each for each in whole if each in self._copied))
+
+        def decide(found: list[_Own]) -> list[_Turn]:
+            if busy := [rank for rank, each in enumerate(found) if each.busy]:
+                return [_Turn(None, f"{name_ranks(busy)} still send copies of the step before")] * len(found)
+            token, numbers = new_token(), (self._lineage.branch, self._serial + 1, step)
+            save = SaveId(self._lineage.run, *numbers, token, self._ranks.size)
+            return [_Turn(save, stay=frozenset({save.folder, *_staying(found, self.tier.keep)}))] * len(found)
+
+        turn = self._ranks.round_trip(f"Step {step} is not in the tier", look, decide)
+        if turn.save is None:
+            self._passed_over += 1
+            if self._passed_over % _MANY == 0 and self._ranks.rank == 0:
+                _log.warning(
+                    "stagereg: the tier has passed over %d saves, the last one of step %d: %s. A machine that is lost "
+                    "now costs all steps since. Raise tier.every, or tier.bandwidth.",
+                    *(self._passed_over, step, turn.why),
+                )
+            return None
+        self._passed_over = 0
+        self._serial += 1
+        self._whole = [each for each in self._whole if each.folder in turn.stay]
+        self._copied &= turn.stay
+        if self._leads:
+            self.folder.delete(turn.stay, keep=True)
+        return turn.save
+
+    def end_save(self, part: Part) -> None:
+        """This rank's part is written, and so is every other's: complete it, and have it copied."""
+        try:
+            self.folder.complete(part)
+        except OSError as error:
+            _log.warning("stagereg: step %d is not complete in the tier: %s", part.save.step, error)
+            return
+        self._whole.append(part.save)
+        self._threads.submit(part, self.folder.directory(part.save), self._partners[self.here])
+
+    # -- restoring
+
+    def steps(self) -> list[NearStep]:
+        """Return the complete steps that this run may go on from, the newest first. Collective."""
+
+        def look() -> tuple[str, list[inventory.ReportedPart]]:
+            return self.here, inventory.report(self.folder.parts()) if self._leads else []
+
+        def decide(found: list[tuple[str, list[inventory.ReportedPart]]]) -> list[list[NearStep]]:
+            reports = {machine: parts for machine, parts in found if parts}
+            complete, others = inventory.steps(reports, self._lineage)
+            for line in others:
+                _log.info("stagereg: in the tier: %s", line)
+            return [complete] * len(found)
+
+        return self._ranks.round_trip("What is in the tier could not be listed", look, decide, self._ranks.limit)
+
+    def path_of(self, step: NearStep) -> str:
+        """Return the folder in which a machine has what it has of a step; the same path on all, as a rule."""
+        return self.folder.directory(step.save)
+
+    def branch_of(self, serial: int) -> int:
+        """Return in which branch of the run a checkpoint of the store was committed, by its serial number."""
+        return self._lineage.branch_of(serial)
+
+    @contextlib.contextmanager
+    def reading(self, step: NearStep) -> Iterator[StepReader]:
+        """Read a step on this rank; connections are closed afterwards."""
+        with contextlib.ExitStack() as closing:
+
+            @functools.cache
+            def connect(machine: str) -> Peer:
+                peer = self._connect(machine)
+                closing.callback(peer.close)
+                return peer
+
+            yield closing.enter_context(StepReader(step, self.folder, self.here, connect))
+
+    def restored(self, step: NearStep, found: Sequence[Found]) -> None:
+        """Make the copies again that a restored step lacks, before anything else is sent. On all ranks.
+
+        ``found`` is what each rank has found, in rank order.
+        """
+        own = found[self._ranks.rank]
+        if self._ranks.rank == 0:
+            total = sum((each.sources for each in found), Counter[str]())
+            sources = ", ".join(f"{size_text(nbytes)} from {machine}" for machine, nbytes in total.most_common(_SHOWN))
+            more = f" and {len(total) - _SHOWN} machines more" if len(total) > _SHOWN else ""
+            _log.info("stagereg: step %d was read in the tier: %s%s", step.save.step, sources, more)
+        record.emit("restored", step=step.save.step, branch=step.save.branch, sources=dict(own.sources))
+        bad = {(each.machine, rank) for each in found for rank in each.bad}
+        step = step.without(bad)
+        self._whole = [step.save]
+        if self._leads:
+            self.folder.drop(step.save, [rank for machine, rank in bad if machine == self.here])
+            self.folder.delete({step.save.folder}, keep=True)
+            wanted = inventory.missing_copies(step, self._partners, self.tier.copies)
+            for rank, machines in wanted.get(self.here, {}).items():
+                if (held := self.folder.find(step.save, rank)) is not None:
+                    have = [each for each in step.parts[rank][1] if each != self.here]
+                    directory = self.folder.directory(step.save)
+                    self._threads.submit(held.part, directory, machines, first=True, have=have)
+
+    # -- ending
+
+    def clear(self) -> None:
+        """Have :meth:`close` delete what this machine has: the run has come to its end, and the store has all of it."""
+        self._is_over = True
+
+    def close(self) -> None:
+        """End all threads and let go of the folder. Twice is harmless."""
+        self._threads.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        if self._lock is not None:
+            if self._is_over:
+                self.folder.remove()
+            self._lock.release()
+            self._lock = None
+
+
+def _staying(ranks: Sequence[_Own], most: int) -> list[str]:
+    """Return the folders of saves that stay when another one begins: the newest, and at least one that is copied."""
+    whole = [each for each in ranks[0].whole if all(each in rank.whole for rank in ranks)]
+    copied = [each for each in whole if all(each in rank.copied for rank in ranks)]
+    if whole and copied and whole[-1] not in copied:  # it could not be copied, and goes before one that is
+        return copied[-1:]
+    return whole[-max(most - 1, 1) :]
+
+
+def _read(path: Path) -> list[bytes]:
+    with contextlib.suppress(FileNotFoundError):
+        return [path.read_bytes()]
+    return []

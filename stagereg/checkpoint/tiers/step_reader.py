@@ -1,0 +1,200 @@
+"""Reading a step that lies in parts on several machines: each block from the nearest place that has it, checked first.
+
+Blocks of this machine's own parts are compared with their checksums where they lie; those of other machines come over
+the network, and are compared as they arrive. Where a block is not what was staged, or a machine does not answer, the
+next machine that has the part is asked. So :meth:`StepReader.fetch` changes nothing but memory of its own, and what is
+read after it has been checked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from mmap import ACCESS_COPY, mmap
+from typing import NamedTuple
+
+from stagereg.checkpoint.format.checksum import crc32
+from stagereg.checkpoint.storage.aligned import BLOCK_BYTES
+from stagereg.checkpoint.tiers.folder import MachineFolder
+from stagereg.checkpoint.tiers.inventory import NearStep
+from stagereg.checkpoint.tiers.part import Part, PartFile
+from stagereg.checkpoint.tiers.peer import Peer
+from stagereg.errors import CheckpointError, DamagedError, reason
+
+_log = logging.getLogger(__name__)
+
+_THREADS = 4
+_AT_ONCE = 8  # blocks that one request is for
+
+
+class Found(NamedTuple):
+    """What reading a step has shown on one rank."""
+
+    machine: str  # of the rank
+    sources: Counter[str]  # how many bytes were read from which machine
+    bad: set[int]  # the ranks of whose parts this machine's own copy is not what was staged
+
+
+class StepReader(ExitStack):
+    """One step, for one rank; a context manager, which closes its files. One thread at a time, but :meth:`read_into`.
+
+    Args:
+        step: which, and who has its parts.
+        folder: this machine's parts.
+        here: the name of this machine.
+        connect: makes a connection to a machine, by its name.
+
+    Attributes:
+        found: where bytes were read, and which copies proved bad.
+    """
+
+    def __init__(self, step: NearStep, folder: MachineFolder, here: str, connect: Callable[[str], Peer]) -> None:
+        super().__init__()
+        self.step, self._folder, self._here, self._connect = step, folder, here, connect
+        self._ranks = {name: rank for rank, (part, _) in enumerate(step.parts) for name, _ in part.files}
+        self._parts: dict[int, Part] = {}
+        self._blocks: dict[tuple[str, int], memoryview] = {}
+        self._mapped: dict[str, memoryview] = {}
+        self.found = Found(here, Counter(), set())
+
+    def content(self, name: str) -> bytes:
+        """Return all of a small file, checked. Raises: ``DamagedError``: no machine has it whole."""
+        known = self._file(name)
+        self.fetch(name, [range(known.nbytes)])
+        data = bytearray(known.nbytes)
+        self.read_into(name, 0, memoryview(data))
+        return bytes(data)
+
+    def fetch(self, name: str, ranges: Iterable[range]) -> None:
+        """Have these bytes of a file here, and checked. Raises: ``DamagedError``: no machine has a block whole."""
+        known = self._file(name)
+        wanted = {n for each in ranges if each for n in range(each[0] // BLOCK_BYTES, each[-1] // BLOCK_BYTES + 1)}
+        missing = sorted(number for number in wanted if (name, number) not in self._blocks)
+        rank = self._ranks[name]
+        machines = self.step.parts[rank][1]
+        reasons: list[str] = []
+        for machine in sorted(machines, key=lambda each: each != self._here):
+            if missing:
+                take = self._take_here if machine == self._here else partial(self._take_from, machine)
+                try:
+                    take(name, rank, known, missing)
+                except (OSError, CheckpointError, ValueError) as error:
+                    reasons.append(f"{machine}: {reason(error)}")
+                    _log.warning(
+                        "stagereg: %s of step %d is not good on %s, and read from another copy: %s",
+                        *(name, self.step.save.step, machine, reason(error)),
+                    )
+                missing = [number for number in missing if (name, number) not in self._blocks]
+        if missing:
+            raise DamagedError(f"no machine has block {missing[0]} of {name} whole: {'; '.join(reasons)}")
+
+    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
+        """Fill ``memory`` with bytes that :meth:`fetch` was called for; any thread."""
+        while memory:
+            number, at = divmod(offset, BLOCK_BYTES)
+            block = self._blocks[name, number]
+            if at >= len(block):
+                raise OSError(f"{name} ends at byte {offset}")
+            count = min(len(memory), len(block) - at)
+            ctypes.memmove(_address(memory), _address(block) + at, count)
+            memory, offset = memory[count:], offset + count
+
+    def _file(self, name: str) -> PartFile:
+        if name not in self._ranks:
+            raise CheckpointError(f"step {self.step.save.step} has no {name!r:.100}.")
+        return self._part(self._ranks[name]).files[name]
+
+    def _part(self, rank: int) -> Part:
+        """Return the part of a rank, which is the one that was reported."""
+        if rank not in self._parts:
+            reported, machines = self.step.parts[rank]
+            for machine in sorted(machines, key=lambda each: each != self._here):
+                try:
+                    part = self._find(machine, rank)
+                except (OSError, CheckpointError, ValueError) as error:
+                    _log.warning("stagereg: %s does not say what it has of rank %d: %s", machine, rank, reason(error))
+                    continue
+                if part is not None and crc32(part.dumps().encode()) == reported.crc32:
+                    self._parts[rank] = part
+                    return part
+            raise DamagedError(f"no machine has the part of rank {rank} any more")
+        return self._parts[rank]
+
+    def _find(self, machine: str, rank: int) -> Part | None:
+        if machine != self._here:
+            return self._connect(machine).part(self.step.save, rank)
+        held = self._folder.find(self.step.save, rank)
+        return None if held is None else held.part
+
+    def _take_here(self, name: str, rank: int, known: PartFile, numbers: Sequence[int]) -> None:
+        """Compare blocks of this machine's own file where they lie."""
+        data = self._map(name)
+        if len(data) != known.nbytes:
+            self.found.bad.add(rank)
+            raise DamagedError(f"it has {len(data)} of {known.nbytes} bytes")
+
+        def check(number: int) -> bool:
+            span = known.block(number)
+            return crc32(data[span.start : span.stop]) == known.blocks[number]
+
+        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1, len(numbers))) as threads:
+            good = dict(zip(numbers, threads.map(check, numbers), strict=True))
+        for number in (each for each in numbers if good[each]):
+            span = known.block(number)
+            self._keep(self._here, name, number, data[span.start : span.stop])
+        if wrong := [number for number in numbers if not good[number]]:
+            self.found.bad.add(rank)
+            raise DamagedError(f"flipped bits in block {wrong[0]}")
+
+    def _take_from(self, machine: str, name: str, rank: int, known: PartFile, numbers: Sequence[int]) -> None:
+        """Get blocks from another machine; what differs raises, and what came before stays."""
+        for at in range(0, len(numbers), _AT_ONCE):
+            several = numbers[at : at + _AT_ONCE]
+            got = self._connect(machine).get(self.step.save, rank, name, several, known)
+            for number, block in zip(several, got, strict=True):
+                self._keep(machine, name, number, block)
+
+    def _keep(self, machine: str, name: str, number: int, block: memoryview) -> None:
+        self._blocks[name, number] = block
+        self.found.sources[machine] += len(block)
+
+    def _map(self, name: str) -> memoryview:
+        if name not in self._mapped:
+            path = f"{self._folder.directory(self.step.save)}/{name}"
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self.callback(os.close, descriptor)
+            empty = os.fstat(descriptor).st_size == 0
+            # What is written to it would stay in this process.
+            self._mapped[name] = memoryview(b"" if empty else mmap(descriptor, 0, access=ACCESS_COPY))
+        return self._mapped[name]
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+class BlockFile:
+    """A file of such a step, as a transfer reads it; several threads may."""
+
+    local = True
+
+    def __init__(self, reader: StepReader, name: str) -> None:
+        self._reader, self._name = reader, name
+
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        """Fill ``memory``. Raises: ``OSError`` if the file ends before."""
+        self._reader.read_into(self._name, offset, memory)
+
+    fetch_into = read_into
+
+    def read(self, offset: int, length: int) -> bytearray:
+        """Return bytes of it."""
+        data = bytearray(length)
+        self.read_into(offset, memoryview(data))
+        return data

@@ -1,0 +1,188 @@
+"""The contract of a tier, as tests to inherit: what ``checkpoint.tiers.tier.Tier`` promises of a machine's own folder.
+
+A trial prepares the tier in a folder of its own, and uses it there as a run does: by several processes, with files that
+are written, flushed, renamed, locked and mapped. That files outlive a reboot cannot be shown; that a folder in memory
+does not is known.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from stagereg.checkpoint.tiers.tier import Tier
+from stagereg.crash_report import summarize
+from stagereg.errors import ConfigError, reason
+from stagereg.machine import file_system
+from stagereg.testing.contract import Contract
+from stagereg.testing.ranks import RankFailure, run_ranks
+
+_OPTIONS = {"every": 7, "copies": 0, "keep": 3, "domain": "rack1", "bandwidth": "1MiB", "host_memory": "1GiB"}
+_STARTING_S = 60.0
+"""Seconds that ranks may take to start, beside the contract's own time."""
+_TOO_MUCH = 1 << 60
+_DATA = bytes(range(256)) * 64
+
+
+class TierContract(Contract):
+    """What a tier promises; inherit it, and override :meth:`make`.
+
+    The class has to be at the top of a module, so that ranks find it.
+
+    Attributes:
+        root: an existing folder of the medium that the tier is for, such as ``/dev/shm``, which trials make folders in;
+            by default that of temporary files.
+        timeout_s: seconds after which a call that has not returned counts as broken.
+    """
+
+    root: ClassVar[str | None] = None
+
+    def make(self, dir: str, **options: Any) -> Tier:
+        """Return a fresh tier with the folder ``dir`` and other options of ``Tier``, such as ``copies``."""
+        raise NotImplementedError(f"{type(self).__name__} has to define make(self, dir, **options)")
+
+    def test_making_it_touches_no_disk(self) -> None:
+        """Making it touches no disk: the folder is made by prepare(), which returns its full path."""
+        with self._folder() as folder:
+            tier = self.make(folder)
+            if os.path.lexists(folder):
+                self.broken(f"{folder} was made with the tier, before prepare()")
+            path = self._prepared(tier)
+            if not os.path.isabs(path) or not os.path.isdir(path):
+                self.broken(f"prepare() returned {path!r}, which is no full path of a folder")
+
+    def test_options(self) -> None:
+        """It takes the options of every tier and hands them on, so that a value of no use is refused as for all."""
+        with self._folder() as folder:
+            tier = self.make(folder, **_OPTIONS)
+            if not isinstance(tier, Tier):
+                self.broken(f"it is {type(tier).__name__}, which does not derive from {Tier.__module__}.Tier")
+            plain = {name: str(value) for name, value in _OPTIONS.items()}
+            if other := [name for name, value in plain.items() if str(getattr(tier, name)) != value]:
+                self.broken(f"made with {other[0]}={_OPTIONS[other[0]]}, it has {getattr(tier, other[0])}")
+            try:
+                self.make(folder, keep=0)
+            except ConfigError:
+                return
+            self.broken("keep=0 is taken; hand it to the constructor of Tier, which refuses it")
+
+    def test_one_folder_a_machine(self) -> None:
+        """Every process of a machine gets the same folder, whose files outlive the processes that write them."""
+        with self._folder() as folder:
+            path = self._prepared(self.make(folder))
+            try:
+                args = (type(self), folder)
+                paths = run_ranks(_written, 2, args=args, timeout_s=self.timeout_s + _STARTING_S)
+            except RankFailure as failure:
+                self.broken("; ".join(map(summarize, failure.failed.values())) or "a process hung")
+            if set(paths) != {path}:
+                self.broken(f"two other processes got {' and '.join(paths)}, not {path}")
+            if lost := [
+                n for n in (0, 1) if not Path(path, f"{n}").is_file() or Path(path, f"{n}").read_bytes() != _DATA
+            ]:
+                self.broken(f"{path}/{lost[0]} is not there any more after the process that wrote it")
+
+    def test_what_is_there_stays(self) -> None:
+        """prepare() leaves what is in the folder as it is, also what another process is writing."""
+        with self._folder() as folder:
+            path = Path(self._prepared(self.make(folder)))
+            (path / "run" / "step-1.ab").mkdir(parents=True)
+            kept = [path / "run" / "step-1.ab" / name for name in ("__0_0.distcp", ".part-0.json.tmp")]
+            for each in kept:
+                each.write_bytes(_DATA)
+            self._prepared(self.make(folder))
+            if lost := [each for each in kept if not each.is_file() or each.read_bytes() != _DATA]:
+                self.broken(f"{lost[0].relative_to(path)} was there, and is lost or changed")
+
+    def test_for_this_user_alone(self) -> None:
+        """A folder that prepare() makes can be read and written by this user alone: it holds the state."""
+        with self._folder() as folder:
+            path = self._prepared(self.make(folder))
+            if (mode := os.stat(path).st_mode & 0o777) & 0o077:
+                self.broken(f"{path} has mode {mode:03o}; make it with mode 700")
+
+    def test_ordinary_files(self) -> None:
+        """Its files can be flushed, renamed in one step over others, locked, and read while others are written."""
+        with self._folder() as folder:
+            path = Path(self._prepared(self.make(folder)))
+            try:
+                self.within(partial(self._use, path))
+            except OSError as error:
+                self.broken(f"files in {path} cannot be used: {reason(error)}")
+
+    def test_lacking(self) -> None:
+        """lacking() says in a line why so many bytes do not fit, nothing if they do, and changes nothing."""
+        with self._folder() as folder:
+            tier = self.make(folder)
+            path = self._prepared(tier)
+            fits, not_ = self.within(lambda: (tier.lacking(0), tier.lacking(_TOO_MUCH)))
+            if fits != "":
+                self.broken(f"lacking(0) is {fits!r}, and has to be ''")
+            if not isinstance(not_, str) or not not_ or "\n" in not_:
+                self.broken(f"lacking({_TOO_MUCH}) is {not_!r}, and has to be a line that says why")
+            if os.listdir(path):
+                self.broken(f"{os.listdir(path)[0]} is in the folder after lacking()")
+
+    def test_no_place(self) -> None:
+        """Where the folder cannot be made, prepare() raises OSError or ConfigError, and takes no other one."""
+        with self._folder() as folder:
+            Path(folder).write_bytes(b"")
+            try:
+                path = self._prepared(self.make(f"{folder}/below"))
+            except (OSError, ConfigError):
+                return
+            self.broken(f"{folder} is a file, and prepare() returned {path!r} all the same")
+
+    def test_durable(self) -> None:
+        """``durable`` says whether flushed files outlive a reboot: those in memory do not."""
+        with self._folder() as folder:
+            tier = self.make(folder)
+            kind = file_system(Path(self._prepared(tier)))
+            if not isinstance(tier.durable, bool):
+                self.broken(f"durable is {tier.durable!r}, and has to be True or False")
+            if tier.durable and kind in ("tmpfs", "ramfs"):
+                self.broken(f"it says that it is durable, and its folder is on {kind}, which a reboot ends")
+
+    @contextmanager
+    def _folder(self) -> Iterator[str]:
+        """The path of a folder that is not there yet; deleted at the end."""
+        with tempfile.TemporaryDirectory(prefix="stagereg-", dir=self.root) as parent:
+            yield f"{os.path.realpath(parent)}/tier"
+
+    def _prepared(self, tier: Tier) -> str:
+        return self.within(tier.prepare)
+
+    def _use(self, path: Path) -> None:
+        """Write a file beside another one, and put it in its place while that is read, as a save does."""
+        (path / "held").write_bytes(b"old")
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with open(path / ".next", "w+b") as file, open(path / "held", "rb") as old:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.write(_DATA)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(path / ".next", path / "held")
+                os.fsync(descriptor)
+                if old.read() != b"old":
+                    raise OSError(errno.EIO, "a file that was open has changed as another was renamed over it")
+            with open(path / "held", "rb") as new, mmap.mmap(new.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                if mapped[:] != _DATA:
+                    raise OSError(errno.EIO, "a file has other bytes than were written")
+        finally:
+            os.close(descriptor)
+
+
+def _written(rank: int, world_size: int, kind: type[TierContract], folder: str) -> str:
+    """Prepare the tier in this process, leave a file in it, and return where."""
+    path = kind().make(folder).prepare()
+    Path(path, f"{rank}").write_bytes(_DATA)
+    return path

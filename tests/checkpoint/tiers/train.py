@@ -1,0 +1,118 @@
+"""A training run for tests of tiers: it notes what its state is at each step, and checks what it restores by that.
+
+Arguments are ``name=value``: ``tier``, ``dir`` of the tier, ``store`` (a directory or ``null``), ``every`` and
+``store_every`` in steps, ``copies``, ``steps``, ``shard`` (``fsdp2`` or ``ddp``), ``step_s``, ``hold`` (a step after
+which it waits to be killed), ``truth`` (the shared folder of what was), ``resume``, ``domain``, ``leave`` (whether it
+saves its end), ``failpoint`` (``NAME:RANK:COUNT``, where a rank ends itself).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import stagereg
+from stagereg.checkpoint.store import failpoints
+
+USUAL = {"tier": "memory", "dir": "/dev/shm/t", "store": "null", "every": "2", "store_every": "1000", "copies": "1"}
+USUAL |= {"steps": "12", "shard": "fsdp2", "step_s": "0.05", "hold": "0", "resume": "auto", "domain": ""}
+USUAL |= {"leave": "true", "failpoint": "", "more": "", "width": "64", "host_memory": ""}
+
+
+def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return a checksum of all parameters and moments, as whole tensors. Collective."""
+    found = hashlib.sha256()
+    moments = [optimizer.state[p][key] for p in model.parameters() for key in ("exp_avg", "exp_avg_sq", "step")]
+    for each in (*model.parameters(), *moments):
+        whole = each.full_tensor() if isinstance(each, DTensor) else each
+        found.update(whole.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def watch(given: str, rank: int) -> None:
+    """End this process at a failpoint."""
+    name, which, count = given.split(":")
+    left = [int(count)]
+
+    def observe(point: str) -> None:
+        if point == name and int(which) == rank:
+            left[0] -= 1
+            if left[0] == 0:
+                print(f"ENDS at {given}", flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    failpoints.watch(observe)
+
+
+def main(options: dict[str, str]) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    dist.init_process_group("gloo")
+    rank, truth = dist.get_rank(), Path(options["truth"])
+    if options["failpoint"]:
+        watch(options["failpoint"], rank)
+    torch.manual_seed(0)
+    width = int(options["width"])
+    model: Any = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 7))
+    model = fully_shard(model) if options["shard"] == "fsdp2" else torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    own = torch.zeros(1, dtype=torch.int64)
+    state = {"model": model, "optimizer": optimizer, "own": stagereg.per_rank(own)}
+    tier = options["tier"]
+    if tier != "none":
+        memory = {"host_memory": options["host_memory"]} if options["host_memory"] else {}
+        tier = stagereg.build(
+            "tier",
+            tier,
+            **{"dir": options["dir"], "every": int(options["every"]), "copies": int(options["copies"]), **memory},
+            domain=options["domain"] or None,
+        )
+    store = None if options["store"] == "null" else options["store"]
+    with stagereg.Checkpointer(
+        store, every=int(options["store_every"]), resume=options["resume"], tier=tier, keep=100
+    ) as checkpointer:
+        began = time.monotonic()
+        start = checkpointer.restore(state)
+        seconds = time.monotonic() - began
+        if start is not None:
+            assert digest(model, optimizer) == (truth / str(start)).read_text(), f"step {start} is not what was saved"
+        if rank == 0:
+            print(f"RESTORED {start} from {checkpointer.restored} in {seconds:.2f} s", flush=True)
+        for step in range((start or 0) + 1, int(options["steps"]) + 1):
+            x = torch.full((4, width), float(step + rank), dtype=torch.float32)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            own += 1
+            now = digest(model, optimizer)
+            if rank == 0:
+                beside = truth / f".{step}"
+                beside.write_text(now)
+                beside.replace(truth / str(step))
+            checkpointer.maybe_save(step, state)
+            time.sleep(float(options["step_s"]))
+            if step == int(options["hold"]):
+                checkpointer.wait()
+                time.sleep(1.0)  # for the copies
+                print(f"HOLDS at {step}", flush=True)
+                time.sleep(1000)
+        if options["leave"] != "true":
+            checkpointer.wait()
+            print(f"WAITED {checkpointer.stats}", flush=True)
+            os._exit(3)
+    print(f"ENDED with {checkpointer.stats}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(USUAL | dict(each.split("=", 1) for each in sys.argv[1:]))
