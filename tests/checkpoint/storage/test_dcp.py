@@ -83,7 +83,9 @@ def form(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     x = value.detach().resolve_conj().resolve_neg().contiguous()
-    return type(value), x.dtype, x.shape, value.requires_grad, bytes(x.clone().untyped_storage())
+    if x.dtype is torch.float16:  # torch makes a signaling NaN quiet where it carries out a lazy flip
+        x = torch.where(x.isnan(), torch.nan, x)
+    return type(value), value.dtype, x.shape, value.requires_grad, bytes(x.clone().untyped_storage())
 
 
 def save(state: dict[str, Any], path: Path, writer: Any) -> None:
