@@ -89,6 +89,7 @@ class Checkpointer:
             nothing. :meth:`close` waits as long.
 
     Attributes:
+        near_at: the step that :meth:`due` has asked for in the tier alone, until it is saved; else ``None``.
         preemption: whether the ranks are to leave; ``None`` without ``leave.grace``.
         restored: the directory of the checkpoint that :meth:`restore` loaded last, a URL if it is one; else ``None``.
         stats: what the checkpoints have cost so far, on this rank; goes on counting.
@@ -133,7 +134,7 @@ class Checkpointer:
         self.resume, self.restore_options = resume, restore
         self._enabled, self._failure, self._leave = enable, failure, leave
         self._store = open_store(place)
-        self.dir = path_or_url(self._store.root)
+        self.dir = path_or_url(self._store.root if self._stores else chosen.dir)
         self._stager: AsyncStager = options.component("stager", stager, "overlapped")
         self._storage: Storage = options.component("storage", storage, "dcp")
         expect_fit(self._storage, self._store.root)
@@ -145,7 +146,7 @@ class Checkpointer:
         self._resumed: int | None = None  # the step that ``resume`` has led to
         self._closed = False
         self._pid = os.getpid()
-        self._near_at: int | None = None  # the step that is to be saved in the tier alone
+        self.near_at: int | None = None
         self._ranks = RankGroup(process_group, failure.timeout)
         self._hold = Hold(self._ranks, failure.timeout.total_seconds(), resume)
         if enable:
@@ -213,7 +214,7 @@ class Checkpointer:
         leaves = self.preemption is not None and self.preemption.agreed_at(step)
         stores = (self._target.schedule.due(step) and self._stores) or leaves
         near = self._tiering.due(step)
-        self._near_at = step if near and not stores else None
+        self.near_at = step if near and not stores else None
         return stores or near
 
     def save(self, step: int, state: MutableMapping[str, Any]) -> None:
@@ -236,7 +237,8 @@ class Checkpointer:
         expect_usable(self._closed, self._pid)
         if self._enabled:
             self.remember(state)
-            self._save(self._together.begin_save(checked_step(step), step == self._near_at), step)
+            near, self.near_at = step == self.near_at, None
+            self._save(self._together.begin_save(checked_step(step), near), step)
 
     def _follow(self, what: str, where: str) -> None:
         """Do as ranks in a loop do that this rank has left."""
@@ -247,7 +249,7 @@ class Checkpointer:
             self._save(what, int(where), follows=True)
 
     def _save(self, what: str, step: int, follows: bool = False) -> None:
-        if self.saved is None:
+        if self._saver.saved is None:
             warn_of_earlier_run(self._store)
         if what == LEAVE:
             assert self.preemption is not None
@@ -300,10 +302,10 @@ class Checkpointer:
         hold = self._hold.move(store, self.wait)
         self._crashes.leave()
         self._hold.let_go()
-        self._hold = hold
-        self._store = self._target.store = store
+        self._hold, self._store, self._target.store = hold, store, store
         self.dir = appears_at
         self._crashes.move(store)
+        self._tiering.move(store)
         self._saver.reached = -1
         self._target.metrics.forget_steps()
         self._background.newest = None
@@ -356,7 +358,7 @@ class Checkpointer:
         self.restored = path_or_url(restored.path)
         self._resumed = step if source is None else None
         self._target.schedule.restored(step)
-        self._tiering.restored(step)
+        self._tiering.restored(step, restored.path)
         self._saver.reached = -1  # also a run that begins with what another one has trained counts anew
         if os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(self._store.root):
             self._background.newest = step
@@ -422,7 +424,7 @@ class Checkpointer:
                     raise
                 _log.error("While another error ended the training: %s", also)
         if self._ranks.rank == 0 and not interrupted:
-            resumed, last = self._resumed, max(self._seen or 0, self.saved or 0)
+            resumed, last = self._resumed, max(self._seen or 0, self._saver.saved or 0)
             stayed = None if resumed is None or self.restored is None or last > resumed else (resumed, self.restored)
             log_end(self._background, self.dir, error is None, stayed)
 
@@ -439,8 +441,8 @@ class Checkpointer:
 
     @property
     def saved(self) -> int | None:
-        """The step last given to :meth:`save`, or ``None``: shows whether the last step is yet to be saved."""
-        return self._saver.saved if self._enabled else None
+        """The step last saved, with ``dir`` not in the tier alone, or ``None``: shows whether the last one is saved."""
+        return self._saver.stored if self._enabled else None
 
     def remember(self, state: MutableMapping[str, Any]) -> None:
         """Keep what this rank would have to save if it left a loop; done by :meth:`maybe_save` and :meth:`restore`."""

@@ -23,7 +23,7 @@ _NO_STEP = (
 def describe_end(background: Background, dir: Path | str, finished: bool) -> str:
     """Return what there is to go on from, and how."""
     newest = background.describe_newest()
-    if background.newest is None:
+    if background.newest is None and (background.ahead is None or background.ahead.newest is None):
         return newest
     command = command_to_go_on(str(dir))
     if command == "the same command":

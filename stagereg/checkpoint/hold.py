@@ -26,6 +26,9 @@ from stagereg.checkpoint.store.retry import answered, within
 from stagereg.checkpoint.store.sweep_job import take_for_job
 from stagereg.errors import ConfigError, name_ranks
 
+SCRATCH = "stagereg-scratch-"
+"""What the name of a folder begins with that nothing is saved to, so that each machine may have one of that path."""
+
 _PATIENCE_S = 5.0  # for a network file system to show what another machine has made
 _LOOK_S = 0.05
 _SHOWN = 3  # machines that a message names
@@ -56,7 +59,8 @@ class Hold:
 
         named = store.root if given is None else f"checkpoint.dir={given}"
         token = self._ranks.run_on_all(f"{named} cannot be written to", take)[0]
-        self._expect_one_directory(store, token, named, looks=given is not None)
+        scratch = os.path.basename(store.root).startswith(SCRATCH)
+        self._expect_one_directory(store, token, named, looks=given is not None and not scratch)
         return token
 
     def move(self, store: CheckpointStore, wait: Callable[[], None]) -> Hold:

@@ -53,7 +53,7 @@ class Tiering:
             return
         ranks = RankGroup(process_group, failure.timeout)
         self.near = NearCopies(tier, ranks, store, stores)
-        self.target = TierTarget(self.near, ranks, schedule_of(tier.every, failure.mtbf, process_group))
+        self.target = TierTarget(self.near, ranks, schedule_of(tier.every, failure.mtbf, process_group, "the tier "))
         self.background = TierBackground(self.target, failure.timeout, failure.on_error == "warn")
         if ranks.rank == 0:
             _log_what_it_survives(self.near, stores)
@@ -62,10 +62,17 @@ class Tiering:
         """Whether the tier is to have ``step``. Called once a step; the same on all ranks."""
         return self.target is not None and self.target.schedule.due(step)
 
-    def restored(self, step: int) -> None:
-        """Go on from ``step``. On all ranks."""
-        if self.target is not None:
+    def restored(self, step: int, path: str) -> None:
+        """Go on from ``step``, which was restored from ``path``. On all ranks."""
+        if self.near is not None and self.target is not None and self.background is not None:
             self.target.schedule.restored(step)
+            if self.near.names(path):
+                self.background.newest = step
+
+    def move(self, store: CheckpointStore) -> None:
+        """The run's checkpoints go to another store from now on. Collective."""
+        if self.near is not None and self.near.shared:
+            self.near.move(store)
 
     def finish(self, stored: int | None) -> None:
         """The run has come to its end: delete what is in the tier, if the store has come as far."""

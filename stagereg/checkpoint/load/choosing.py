@@ -58,6 +58,21 @@ def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
     return found[:1]
 
 
+def candidates_near(
+    store: CheckpointStore, resume: str, steps: Mapping[str, NearStep], branch_of: Callable[[int], int]
+) -> list[Condition]:
+    """Return :func:`candidates` where the run has a tier, whose ``steps`` are by path; ``resume`` may be one of these.
+
+    Raises as that, or if the tier has no step of that path.
+    """
+    if resume in steps:
+        return [Condition(resume, steps[resume].manifest)]
+    if resume not in RESUME:
+        raise CheckpointError(f"resume={resume} is a step of the tier that no machines have between them any more.")
+    found = with_steps_of_tier(candidates(store, "auto" if steps else resume), steps, branch_of)
+    return found[:1] if resume == "latest" else found
+
+
 def with_steps_of_tier(
     listed: Sequence[Condition], steps: Mapping[str, NearStep], branch_of: Callable[[int], int]
 ) -> list[Condition]:
@@ -85,7 +100,7 @@ def without_given_up(
 
     ``near`` are the paths of those that are in the tier.
     """
-    where = store if resume in ("auto", "latest") else open_parent_store(resume)
+    where = store if resume in ("auto", "latest") or resume in near else open_parent_store(resume)
     also = [each.checkpoint for each in listed if each.path in near and each.checkpoint is not None]
     crashes = counter.crashes_of(where, also) if listed else {}
     for number, each in enumerate(listed):

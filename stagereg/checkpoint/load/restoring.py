@@ -63,7 +63,7 @@ class RestoreRequest:
     ready: Callable[[], object]  # called first; what it raises keeps all ranks from restoring
     counter: CrashCounter  # of the crashes after checkpoints of this run's directory
     fresh: Sequence[str]  # the entries of ``state`` that stay as they are where nothing was saved for them
-    near: NearCopies | None = None  # the tier of the run, where ``resume`` is no path
+    near: NearCopies | None = None  # the tier of the run
     touched: list[str] = field(default_factory=list)  # the paths of checkpoints that have got into objects in part
 
 
@@ -99,14 +99,15 @@ def restore(asked: RestoreRequest) -> Checkpoint | None:
 def _tried(asked: RestoreRequest) -> Checkpoint | None:
     store, resume, ranks = asked.store, asked.resume, asked.ranks
     where = resume if resume not in ("auto", "latest") else store.root
-    near = asked.near if resume in ("auto", "latest") else None
+    near = asked.near if asked.near and (resume in ("auto", "latest") or asked.near.names(resume)) else None
     steps = {} if near is None else {near.path_of(each): each for each in near.steps()}
 
     def look() -> tuple[list[Condition], str, bool]:
         asked.ready()
-        listed = choosing.candidates(store, "auto" if steps else resume) if ranks.rank == 0 else []
-        if near is not None and steps and ranks.rank == 0:
-            listed = choosing.with_steps_of_tier(listed, steps, near.branch_of)[: 1 if resume == "latest" else None]
+        if near is not None and ranks.rank == 0:
+            listed = choosing.candidates_near(store, resume, steps, near.branch_of)
+        else:
+            listed = choosing.candidates(store, resume) if ranks.rank == 0 else []
         shared = is_url(where) or is_on_network(Path(where))
         return choosing.without_given_up(store, resume, asked.counter, listed, steps), machine_name(), shared
 
@@ -120,8 +121,8 @@ def _tried(asked: RestoreRequest) -> Checkpoint | None:
     for condition in listed:
         candidate = condition.checkpoint
         if candidate is not None:
-            parent = store if resume in ("auto", "latest") else open_parent_store(candidate.path)
             step = steps.get(candidate.path)
+            parent = store if step or resume in ("auto", "latest") else open_parent_store(candidate.path)
             reads = ranks.rank == 0 and step is None
             with parent.readers.reading(candidate.path) if reads else nullcontext():
                 asked.counter.begin_restore(parent, candidate)

@@ -24,6 +24,8 @@ class TierBackground(SaveThread):
 
     def _completed(self, save: PendingSave, began: float, ended: float, nbytes: int) -> None:
         self.stats.tier_saves += 1
+        if save.agreed is None:  # else the save to the store counts them
+            self.stats.bytes_staged += save.copy.nbytes or 0
         record.emit("tier", step=save.step, start=began, seconds=ended - began, bytes=nbytes, dir=save.to.where)
 
     def _clear(self) -> None:

@@ -204,6 +204,7 @@ class StagedCopy:
     began: float = 0.0  # when the stager was asked to copy
     completed: float = 0.0  # when it was complete; 0 as long as that is not known
     nbytes: int | None = None  # of its tensor data, once it is there
+    near: bool = False  # whether it is for the tier alone
 
     def complete(self) -> None:
         """Note that the copy is complete now, unless that is known already. May be called on any thread."""
@@ -222,7 +223,12 @@ class StagedCopy:
         """Record the copy, once, if there has been a complete one."""
         if self.completed and self.nbytes is not None:
             seconds, self.completed = self.completed - self.began, 0.0
-            record.emit("stage", step=step, start=self.began, seconds=seconds, bytes=self.nbytes)
+            record.emit("stage", step=step, start=self.began, seconds=seconds, bytes=self.nbytes, **self.target)
+
+    @property
+    def target(self) -> dict[str, bool]:
+        """What events say of where it goes: nothing of one that goes to the store."""
+        return {"tier": True} if self.near else {}
 
 
 @dataclass

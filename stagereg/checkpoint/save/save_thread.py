@@ -181,16 +181,13 @@ class SaveThread(ABC):
 
     def describe_newest(self) -> str:
         """Return a sentence on the newest good checkpoint."""
-        near, ahead = "", self.ahead
-        if (
-            ahead is not None
-            and ahead.newest is not None
-            and ahead.newest > (-1 if self.newest is None else self.newest)
-        ):
-            near = f" Step {ahead.newest} is in {ahead.where}."
-        if self.newest is None:
-            return f"This run has no complete checkpoint in {self._target.where} yet.{near}"
-        return f"The newest good checkpoint is step {self.newest}, in {self._target.where}.{near}"
+        here, ahead = self.newest, self.ahead
+        if ahead is not None and ahead.newest is not None and (here is None or ahead.newest > here):
+            more = "" if here is None else f" Step {here} is in {self.where}."
+            return f"{ahead.describe_newest()}{more}"
+        if here is None:
+            return f"This run has no complete checkpoint in {self.where} yet."
+        return f"The newest good checkpoint is step {here}, in {self.where}."
 
     def finish_before_exchange(self, done: str) -> None:
         """Wait for every save, on the training thread, which then meets the other ranks in an exchange."""
@@ -284,7 +281,8 @@ class SaveThread(ABC):
     def _fail(self, save: PendingSave, error: BaseException) -> CheckpointError | None:
         """Note that a save has failed; return what is to be raised, ``None`` if its training loop has raised it."""
         save.copy.record(save.step)
-        record.emit("lost", step=save.step, error=reason(error))
+        of_tier = {"dir": save.to.where} if save.to.optional else {}
+        record.emit("lost", step=save.step, error=reason(error), **of_tier)
         save.to.schedule.ended(None)
         if isinstance(error, CheckpointError) and save.copy.failure is not None:
             self.failures.last = error

@@ -56,7 +56,8 @@ class Saver:
     Attributes:
         state: as it was given last; ``None`` before.
         saved: the step that was saved last, well or not, wherever it went.
-        reached: the same; -1 before, and after a restore.
+        stored: that which was not saved near alone, where there is a store.
+        reached: as ``saved``; -1 before, and after a restore.
         leaving: whether the ranks are about to exit.
         names: of the parameters in it.
     """
@@ -73,12 +74,12 @@ class Saver:
     ) -> None:
         self.state: MutableMapping[str, Any] | None = None
         self.saved: int | None = None
+        self.stored: int | None = None
         self.reached = -1
         self.leaving = False
         self.names = ParameterNames()
         self._target, self._tier, self._stager = target, tier, stager
         self._background, self._replicas, self._stores = background, replicas, stores
-        self._stored: int | None = None  # the step that was saved last, wherever all saves go that are called for
         self._copying: PendingSave | None = None  # what the stager is at
         self._stager_name = f"{type(stager).__module__}.{type(stager).__qualname__}"
         self._taken: Counter[str] = Counter()  # steps of each optimizer in the state
@@ -130,7 +131,7 @@ class Saver:
         if self.state is not None and self._target.ranks.rank == 0:
             self._stale.look(self.state)
         self.saved = self.reached = step
-        self._stored = self._stored if near else step
+        self.stored = self.stored if near and self._stores else step
         if save.to is self._target:
             self._target.metrics.begin_save(step)
         try:
@@ -152,7 +153,7 @@ class Saver:
                     each.to.schedule.held(step, stall)
         if save.copy.failure is None:
             self._background.stats.stall_seconds.append(stall)
-            record.emit("stall", step=step, start=save.called, seconds=stall)
+            record.emit("stall", step=step, start=save.called, seconds=stall, **save.copy.target)
 
     def save_last(self, seen: int | None) -> None:
         """Save the last step that some rank has ``seen``, unless that is done; on all ranks.
@@ -162,7 +163,7 @@ class Saver:
         """
         if not self._background.wait():
             return
-        own = [-1 if step is None else step for step in (seen, self._stored)]
+        own = [-1 if step is None else step for step in (seen, self.stored)]
         own_too = [*own, self.state is None, self._background.failing]
         last, done, unknown, failed = self._target.ranks.max_async(own_too)()
         if failed:
@@ -210,6 +211,7 @@ class Saver:
         if self._tier is not None:
             before = PendingSave(step, self._tier, copy=copy, sharing=sharing, **more)
             if near or not self._stores:
+                copy.near = True
                 return [before]
             before.agreed = Future()
         save = PendingSave(step, self._target, copy=copy, sharing=sharing, before=before, **more)

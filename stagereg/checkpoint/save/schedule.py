@@ -63,18 +63,22 @@ class Schedule:
         """Go on from ``step``. On all ranks."""
 
 
-def schedule_of(every: int | str, mtbf: timedelta, process_group: dist.ProcessGroup | None) -> Schedule:
-    """Return the schedule of an option ``every``: a number of steps, or ``"auto"``, which is collective."""
+def schedule_of(every: int | str, mtbf: timedelta, process_group: dist.ProcessGroup | None, who: str = "") -> Schedule:
+    """Return the schedule of an option ``every``: a number of steps, or ``"auto"``, which is collective.
+
+    ``who`` saves, for the log.
+    """
     if isinstance(every, int):
         return Schedule(every)
-    return Automatic(mtbf.total_seconds(), RankGroup(process_group))
+    return Automatic(mtbf.total_seconds(), RankGroup(process_group), who=who)
 
 
 class Automatic(Schedule):
     """Saves as often as loses least; see the module, and :class:`Schedule` for the methods."""
 
-    def __init__(self, mtbf_s: float, ranks: RankGroup, clock: Callable[[], float] = record.now) -> None:
+    def __init__(self, mtbf_s: float, ranks: RankGroup, clock: Callable[[], float] = record.now, who: str = "") -> None:
         super().__init__(_FIRST_STEPS)
+        self._who = who
         self._mtbf_s = mtbf_s
         self._ranks = ranks
         self._clock = clock
@@ -158,7 +162,7 @@ class Automatic(Schedule):
         if self._ranks.rank == 0 and not 2 / 3 < self._every / (self._logged or 1) < 3 / 2:
             self._logged = self._every
             _log.info(
-                "stagereg: saves every %d steps: a checkpoint costs %.3g s and is written after %.3g s, a step takes "
+                "stagereg: %ssaves every %d steps: a checkpoint costs %.3g s and is written after %.3g s, a step takes "
                 "%.3g s, and a failure is expected every %.3g h",
-                *(self._every, cost, write, step_s, self._mtbf_s / 3600),
+                *(self._who, self._every, cost, write, step_s, self._mtbf_s / 3600),
             )

@@ -44,7 +44,7 @@ class TierTarget:
         return f"the tier {self._near.tier.dir}"
 
     def begin(self, step: int) -> Begun:
-        self._index = b""
+        self._index, self._save = b"", None  # what fails from here on is not the save before, which stays
         self._save = self._near.begin_save(step)
         if self._save is None:
             return Begun(self._near.folder.nowhere, passed_over=True)
@@ -77,7 +77,8 @@ class TierTarget:
         files = {name: PartFile(mark.bytes, blocks[name]) for name, mark in self.storage.marks.items()}
         if self._index:
             files[INDEX] = PartFile.of_bytes(self._index)
-        self._near.end_save(Part(self._save, self.ranks.rank, files))
+        save, self._save = self._save, None
+        self._near.end_save(Part(save, self.ranks.rank, files))
 
     def discard(self, step: int) -> None:
         """Delete what this machine has of it."""

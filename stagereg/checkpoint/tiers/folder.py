@@ -27,15 +27,18 @@ _log = logging.getLogger(__name__)
 
 NOTE = ".run.json"
 """The run's id and branches, in the folder of the run, in that of the tier, and in the store."""
-_BOOT = ".boot"
+BOOT = ".boot"
+"""Notes since which boot the folder of a run is there, where files do not outlive one."""
 _COPIED = ".copied"
+_RECEIVED = ".received"
 
 
 class HeldPart(NamedTuple):
-    """A complete part on this machine, and the machines that have acknowledged a copy of it, if it is its own."""
+    """A complete part on this machine."""
 
     part: Part
-    copied: tuple[str, ...]
+    copied: tuple[str, ...]  # the machines that have acknowledged a copy which this one sent
+    received: bool = False  # whether it is such a copy, of another machine's
 
 
 class MachineFolder:
@@ -53,7 +56,7 @@ class MachineFolder:
     def prepare(self) -> None:
         """Make the folder; delete what a reboot has made void."""
         os.makedirs(self.path, mode=0o700, exist_ok=True)
-        boot, noted = boot_id(), Path(self.path, _BOOT)
+        boot, noted = boot_id(), Path(self.path, BOOT)
         with contextlib.suppress(FileNotFoundError):
             if self._durable or noted.read_text() == boot:
                 return
@@ -80,9 +83,11 @@ class MachineFolder:
         """Return the part of a rank in a save, if it is here and complete."""
         return self._read(self.directory(save), manifest_name(rank))
 
-    def complete(self, part: Part) -> None:
+    def complete(self, part: Part, received: bool = False) -> None:
         """Make a part complete whose files are in :meth:`directory`, each flushed if this is durable."""
         folder = self.directory(part.save)
+        if received:
+            Path(folder, manifest_name(part.rank) + _RECEIVED).touch()
         self._replace(folder, manifest_name(part.rank), part.dumps())
         if self._durable:
             sync(Path(self.path))
@@ -110,13 +115,13 @@ class MachineFolder:
     def sweep(self) -> None:
         """Delete what dead processes have left half-written. For the process that holds the folder's lock."""
         for entry in [*os.scandir(self.path)]:
-            if entry.name in (LOCK, NOTE, _BOOT):
+            if entry.name in (LOCK, NOTE, BOOT):
                 continue
             if step_of(entry.name) is None:
                 _discard(entry.path)
                 continue
             known = {manifest_name(held.part.rank) for held in self._parts_in(entry.path)}
-            known |= {name + _COPIED for name in known}
+            known |= {name + more for name in known for more in (_COPIED, _RECEIVED)}
             known |= {name for held in self._parts_in(entry.path) for name in held.part.files}
             for name in os.listdir(entry.path):
                 if name not in known:
@@ -139,7 +144,7 @@ class MachineFolder:
 
     def _read(self, folder: str, name: str) -> HeldPart | None:
         """Return the part with this manifest; ``None`` if it is none, or not all of it is there."""
-        if name.startswith(".") or name.endswith(_COPIED):
+        if not names_part(name):
             return None
         try:
             part = Part.loads(Path(folder, name).read_bytes())
@@ -153,10 +158,7 @@ class MachineFolder:
         except (OSError, ValueError, TypeError) as error:
             _log.warning("stagereg: %s/%s is passed over: %s", folder, name, error)
             return None
-        copied = ""
-        with contextlib.suppress(OSError, ValueError):
-            copied = Path(folder, name + _COPIED).read_text()
-        return HeldPart(part, tuple(copied.split("\n")) if copied else ())
+        return HeldPart(part, *notes_of_part(folder, name))
 
     def _replace(self, folder: str, name: str, text: str) -> None:
         beside = Path(folder, f".{name}.tmp")
@@ -166,6 +168,19 @@ class MachineFolder:
         os.replace(beside, f"{folder}/{name}")
         if self._durable:
             sync(Path(folder))
+
+
+def names_part(name: str) -> bool:
+    """Whether a file is the manifest of a part, complete or damaged."""
+    return is_manifest(name) and not name.startswith(".") and not name.endswith((_COPIED, _RECEIVED))
+
+
+def notes_of_part(folder: str, name: str) -> tuple[tuple[str, ...], bool]:
+    """Return what is noted of the part with this manifest: where its copies are, and whether it is one."""
+    copied = ""
+    with contextlib.suppress(OSError, ValueError):
+        copied = Path(folder, name + _COPIED).read_text()
+    return tuple(copied.split("\n")) if copied else (), os.path.exists(f"{folder}/{name}{_RECEIVED}")
 
 
 def _discard(path: str) -> None:

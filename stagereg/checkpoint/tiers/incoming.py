@@ -80,7 +80,7 @@ class IncomingPart:
                 sync(Path(self._hidden, name))
             os.replace(f"{self._hidden}/{name}", f"{directory}/{name}")
         os.rmdir(self._hidden)
-        self._folder.complete(self.part)
+        self._folder.complete(self.part, received=True)
 
     def discard(self) -> None:
         """Delete what has come, unless it is complete. Twice is harmless; raises nothing."""

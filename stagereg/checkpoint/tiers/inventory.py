@@ -83,7 +83,7 @@ class ReportedPart(NamedTuple):
 def report(parts: Iterable[HeldPart]) -> list[ReportedPart]:
     """Return what a machine tells of its parts."""
     found = []
-    for part, _ in parts:
+    for part, *_ in parts:
         files = tuple((name, file.mark) for name, file in sorted(part.files.items()))
         found.append(ReportedPart(part.save, part.rank, crc32(part.dumps().encode()), files))
     return found

@@ -19,13 +19,14 @@ from typing import NamedTuple
 
 import stagereg.checkpoint.tiers.inventory as inventory
 import stagereg.record as record
-from stagereg.checkpoint.format.manifest import new_token
+from stagereg.checkpoint.format.manifest import MOST, new_token, step_of
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.tiers.copying import CopyThread
 from stagereg.checkpoint.tiers.folder import NOTE, MachineFolder
 from stagereg.checkpoint.tiers.inventory import Lineage, NearStep
+from stagereg.checkpoint.tiers.lag import CopyLag
 from stagereg.checkpoint.tiers.part import Part, SaveId
 from stagereg.checkpoint.tiers.peer import Peer
 from stagereg.checkpoint.tiers.placement import Machine, partners
@@ -33,7 +34,7 @@ from stagereg.checkpoint.tiers.server import PartServer
 from stagereg.checkpoint.tiers.step_reader import Found, StepReader
 from stagereg.checkpoint.tiers.tier import Tier
 from stagereg.checkpoint.tiers.wire import Bandwidth
-from stagereg.errors import name_ranks
+from stagereg.errors import CheckpointError, name_ranks
 from stagereg.machine import boot_id
 from stagereg.output import size_text
 
@@ -41,7 +42,6 @@ _log = logging.getLogger(__name__)
 
 _SECRET_BYTES = 32
 _SHOWN = 4  # machines that a line names
-_MANY = 5  # saves in a row that are passed over are worth a warning
 
 
 class Site(NamedTuple):
@@ -57,6 +57,7 @@ class _Agreed(NamedTuple):
     """What a rank begins with."""
 
     root: str  # the folder of the tier on its machine
+    first: str  # that on rank 0's
     run: str
     secret: bytes
 
@@ -70,11 +71,10 @@ class _Own(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """What the ranks have agreed on for one save of the tier: its id, or why there is none."""
+    """What the ranks have agreed on for one save of the tier."""
 
-    save: SaveId | None
-    why: str = ""
-    stay: frozenset[str] = frozenset()  # folders of saves that stay; all others go before anything is written
+    save: SaveId
+    stay: frozenset[str]  # folders of saves that stay; all others go before anything is written
 
 
 class NearCopies:
@@ -88,6 +88,7 @@ class NearCopies:
 
     Attributes:
         tier: as given.
+        shared: as given.
         folder: this machine's parts.
         here: the name of this machine.
         ranks_here: how many ranks this machine has.
@@ -98,18 +99,19 @@ class NearCopies:
     """
 
     def __init__(self, tier: Tier, ranks: RankGroup, store: CheckpointStore, shared: bool = True) -> None:
-        self.tier, self._ranks, self._store, self._shared = tier, ranks, store, shared
+        self.tier, self._ranks, self._store, self.shared = tier, ranks, store, shared
         self._server: PartServer | None = None
         self._lock: StoreLock | None = None
         self._whole: list[SaveId] = []  # whose parts of this rank are complete, the newest last
         self._copied: set[str] = set()  # the folders of those that are copied as often as they should be
         self._fresh = True  # it is not known yet which step this run goes on from
         self._serial = 0
-        self._passed_over = 0  # saves, in a row
+        self._lag = CopyLag()
         self._is_over = False  # nothing of the run is needed here any more
         failing = f"tier.dir={tier.dir} cannot be used"
         agreed = ranks.round_trip(failing, self._prepare, self._agree, ranks.limit)
         self.folder = MachineFolder(agreed.root, agreed.run, tier.durable)
+        self._path = MachineFolder(agreed.first, agreed.run, tier.durable).path
         self._secret, self._bandwidth = agreed.secret, Bandwidth(tier.bandwidth)
         try:
             self._place(ranks.run_on_all(failing, self._start))
@@ -126,7 +128,7 @@ class NearCopies:
     def _prepare(self) -> tuple[str, list[bytes], bytes]:
         """Make the folder of the tier; return its path, what is noted of this run, and a secret for it."""
         root = self.tier.prepare()
-        if self._shared:
+        if self.shared:
             known = [self._store.notes.read(NOTE)] if self._ranks.rank == 0 else []
         else:
             known = _read(Path(root, NOTE))
@@ -134,12 +136,21 @@ class NearCopies:
 
     def _agree(self, found: list[tuple[str, list[bytes], bytes]]) -> list[_Agreed]:
         """Return, on rank 0, each rank's folder, the run's id, which is new if nobody knows it, and its secret."""
-        lineage = inventory.lineage_of(text for _, known, _ in found for text in known)
+        lineages = [inventory.lineage_of(known) for _, known, _ in found]
+        runs = {each.run: name_ranks([rank]) for rank, each in enumerate(lineages) if each is not None}
+        if len(runs) > 1:  # each could be the one that is meant, and its state would be taken for that of this run
+            raise CheckpointError(
+                f"without checkpoint.dir {NOTE} in that folder says which run this is, and another run has left its "
+                f"own: {' and '.join(runs.values())} have different ones. Delete it where it is of another run, or "
+                "give this run a tier.dir of its own."
+            )
+        lineage = max(filter(None, lineages), key=lambda each: each.branch, default=None)
         if lineage is None:
             lineage = Lineage(new_token())
-            if self._shared:
+            if self.shared:
                 self._store.notes.write(NOTE, lineage.dumps())
-        return [_Agreed(root, lineage.run, found[0][2]) for root, *_ in found]
+        (first, _, secret), run = found[0], lineage.run
+        return [_Agreed(root, first, run, secret) for root, *_ in found]
 
     def _start(self) -> Site:
         os.makedirs(self.folder.path, mode=0o700, exist_ok=True)
@@ -165,7 +176,7 @@ class NearCopies:
 
     def _begin(self) -> list[bytes]:
         """Take this machine's folder, clear it, and return what is noted of the run's branches."""
-        texts = [self._store.notes.read(NOTE)] if self._ranks.rank == 0 and self._shared else []
+        texts = [self._store.notes.read(NOTE)] if self._ranks.rank == 0 and self.shared else []
         if self._leads:
             self._lock = StoreLock(self.folder.path)
             self.folder.prepare()
@@ -202,13 +213,19 @@ class NearCopies:
         self._serial, self._fresh = 0, False
         self._ranks.run_on_all(failing, self._note)
 
+    def move(self, store: CheckpointStore) -> None:
+        """Have another store know the run, whose checkpoints go there from now on. Collective."""
+        self._store = store
+        if not self._fresh:
+            self.begin_branch(MOST)  # nothing was given up
+
     def _note(self) -> None:
         text = self._lineage.dumps()
-        if self._ranks.rank == 0 and self._shared:
+        if self._ranks.rank == 0 and self.shared:
             self._store.notes.write(NOTE, text)
         if self._leads:
             folder = Path(self.folder.path)
-            for place in (folder, folder.parent)[: 1 if self._shared else 2]:
+            for place in (folder, folder.parent)[: 1 if self.shared else 2]:
                 beside = place / f"{NOTE}.tmp"
                 beside.write_bytes(text)
                 beside.replace(place / NOTE)
@@ -226,24 +243,22 @@ class NearCopies:
                 self._copied |= {*whole[-1:]}
             return _Own(busy, whole, tuple(each for each in whole if each in self._copied))
 
-        def decide(found: list[_Own]) -> list[_Turn]:
-            if busy := [rank for rank, each in enumerate(found) if each.busy]:
-                return [_Turn(None, f"{name_ranks(busy)} still send copies of the step before")] * len(found)
+        def decide(found: list[_Own]) -> list[_Turn | None]:
+            whole, copied = _in_common(found)
+            busy = [rank for rank, each in enumerate(found) if each.busy]
+            if busy or whole[-1:] != copied[-1:]:
+                self._lag.note_late(f"{name_ranks(busy)} still sending copies" if busy else "copies have failed")
+            else:
+                self._lag.note_copied(step_of(copied[-1]) if copied else None)
+            if busy:
+                return [None] * len(found)
             token, numbers = new_token(), (self._lineage.branch, self._serial + 1, step)
             save = SaveId(self._lineage.run, *numbers, token, self._ranks.size)
-            return [_Turn(save, stay=frozenset({save.folder, *_staying(found, self.tier.keep)}))] * len(found)
+            return [_Turn(save, frozenset({save.folder, *_staying(whole, copied, self.tier.keep)}))] * len(found)
 
         turn = self._ranks.round_trip(f"Step {step} is not in the tier", look, decide)
-        if turn.save is None:
-            self._passed_over += 1
-            if self._passed_over % _MANY == 0 and self._ranks.rank == 0:
-                _log.warning(
-                    "stagereg: the tier has passed over %d saves, the last one of step %d: %s. A machine that is lost "
-                    "now costs all steps since. Raise tier.every, or tier.bandwidth.",
-                    *(self._passed_over, step, turn.why),
-                )
+        if turn is None:
             return None
-        self._passed_over = 0
         self._serial += 1
         self._whole = [each for each in self._whole if each.folder in turn.stay]
         self._copied &= turn.stay
@@ -279,8 +294,12 @@ class NearCopies:
         return self._ranks.round_trip("What is in the tier could not be listed", look, decide, self._ranks.limit)
 
     def path_of(self, step: NearStep) -> str:
-        """Return the folder in which a machine has what it has of a step; the same path on all, as a rule."""
-        return self.folder.directory(step.save)
+        """Return the folder of a step on rank 0's machine, by which all ranks name it."""
+        return f"{self._path}/{step.save.folder}"
+
+    def names(self, path: str) -> bool:
+        """Whether a path is that of a step in the tier, which may be there no more; the same on all ranks."""
+        return os.path.dirname(os.path.abspath(path)) == self._path
 
     def branch_of(self, serial: int) -> int:
         """Return in which branch of the run a checkpoint of the store was committed, by its serial number."""
@@ -345,10 +364,14 @@ class NearCopies:
             self._lock = None
 
 
-def _staying(ranks: Sequence[_Own], most: int) -> list[str]:
-    """Return the folders of saves that stay when another one begins: the newest, and at least one that is copied."""
+def _in_common(ranks: Sequence[_Own]) -> tuple[list[str], list[str]]:
+    """Return the folders of saves that are complete on all ranks, in their order, and of these the copied ones."""
     whole = [each for each in ranks[0].whole if all(each in rank.whole for rank in ranks)]
-    copied = [each for each in whole if all(each in rank.copied for rank in ranks)]
+    return whole, [each for each in whole if all(each in rank.copied for rank in ranks)]
+
+
+def _staying(whole: Sequence[str], copied: Sequence[str], most: int) -> Sequence[str]:
+    """Return the folders of saves that stay when another one begins: the newest, and at least one that is copied."""
     if whole and copied and whole[-1] not in copied:  # it could not be copied, and goes before one that is
         return copied[-1:]
     return whole[-max(most - 1, 1) :]
