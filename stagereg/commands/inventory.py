@@ -1,5 +1,6 @@
 """``stagereg ls`` and ``stagereg verify``: what checkpoints there are, and whether they are what was written.
 
+What a tier has on this machine is shown by ``tier_inventory``; here are the checkpoints of a store.
 ``ls`` reads manifests and sizes, ``verify`` and ``ls --verify`` the content of every file. Both change no checkpoint,
 load nothing, and do not disturb a run that writes there, which deletes none while it is read. ``verify`` exits with 0
 if all are good, 1 if something is wrong with one, 2 if there is nothing to look at; so a shell can ask before it
@@ -14,6 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import stagereg.commands.tier_inventory as tier_inventory
 import stagereg.output as output
 from stagereg.checkpoint.format.damage import Condition, Unclear
 from stagereg.checkpoint.format.manifest import step_of, step_within
@@ -26,8 +28,8 @@ from stagereg.output import size_text
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``ls`` and ``verify`` to the commands of ``stagereg``."""
-    help_ = "of checkpoints (checkpoint.dir), or one checkpoint; a path or a URL"
-    listing = "list the checkpoints of a directory, and who writes there"
+    help_ = "of checkpoints (checkpoint.dir), or one checkpoint; a path or a URL; or that of a tier (tier.dir)"
+    listing = "list the checkpoints of a directory, or what a tier has on this machine, and who writes there"
     parser = output.add_command(commands, "ls", listing, list_checkpoints)
     parser.add_argument("directory", help=help_)
     parser.add_argument("--verify", action="store_true", help="read the content of every file too")
@@ -38,6 +40,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def list_checkpoints(asked: argparse.Namespace) -> int:
     """Print the checkpoints; return 0, also where some are damaged."""
+    if (shown := tier_inventory.list_steps(asked)) is not None:
+        return shown
     found = located(asked.directory, empty=True)
     owner, latest, crashes = found.store.holder(), found.store.latest(), crashes_in(found.store)
     kept, readers = found.store.retention.kept(), found.store.readers.found()
@@ -70,6 +74,8 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
 
 def verify(asked: argparse.Namespace) -> int:
     """Print what is wrong; return 0 if nothing is, else 1."""
+    if (shown := tier_inventory.verify_steps(asked)) is not None:
+        return shown
     found = located(asked.directory)
     looked = _still_there(found.store, list(found.conditions) if asked.fast else _read(found))
     bad = sum(bool(each.damages) for each in looked)

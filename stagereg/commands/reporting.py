@@ -11,7 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,20 @@ import stagereg.sweep.render as render
 import stagereg.sweep.render.page as page
 import stagereg.sweep.render.tables as tables
 from stagereg.errors import ConfigError
+from stagereg.output import size_text
 from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import compare
 from stagereg.sweep.figures import Saved, saved
 from stagereg.sweep.metric import counted, in_order, labelled, metric, quantity, shown, usual
+from stagereg.sweep.near_steps import NearSaved, near_saved, sources
 from stagereg.sweep.render.tables import Table, Value
 from stagereg.sweep.result import JobResult, kind_of, results
 from stagereg.sweep.run import Run
 from stagereg.sweep.trace import trace_text
 
 _FILES = ("trace.json", "report.html")
+_SOURCES = 4
+"""Machines that a line names."""
 _FIRST, _LAST = 6, 6
 """Checkpoints that a terminal shows of a run that has many."""
 
@@ -117,11 +121,17 @@ class RunReport:
         except ConfigError as error:
             self._warnings = [*_warnings(self._job, None), f"There is no trace: {error}"]
         self._saved = saved(self._run) if self._run is not None else []
+        self._near = near_saved(self._run) if self._run is not None else []
+        self._tables = [_checkpoints(self._saved)] if self._saved else []
+        self._tables += [_near_steps(self._near)] if self._near else []
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON has it."""
-        checkpoints = [dataclasses.asdict(one) for one in self._saved]
-        return {"kind": "run", **dataclasses.asdict(self._job), "checkpoints": checkpoints, "warnings": self._warnings}
+        steps = {
+            "checkpoints": [dataclasses.asdict(one) for one in self._saved],
+            "tier": [dataclasses.asdict(one) for one in self._near],
+        }
+        return {"kind": "run", **dataclasses.asdict(self._job), **steps, "warnings": self._warnings}
 
     def show(self) -> None:
         """Print it; of many checkpoints the first and the last ones."""
@@ -132,8 +142,7 @@ class RunReport:
             output.echo()
             labels = [labelled(name, found[name]) for name in in_order(found)]
             output.table("Figures", (), [(head, quantity(value, unit)) for head, value, unit in labels])
-        if self._saved:
-            table = _checkpoints(self._saved)
+        for table in self._tables:
             rows = [tuple(map(_cell, row)) for row in table.rows]
             if len(rows) > _FIRST + _LAST + 1:
                 rows[_FIRST:-_LAST] = [("…", *[""] * (len(table.columns) - 1))]
@@ -144,8 +153,7 @@ class RunReport:
         """Write the trace and the page into ``target`` and return their paths. Raises: ``OSError``."""
         if self._run is None:
             return []
-        checkpoints = [_checkpoints(self._saved)] if self._saved else []
-        text = page.run_page(self._job, self._answer(), self._warnings, checkpoints)
+        text = page.run_page(self._job, self._answer(), self._warnings, self._tables)
         documents = {"trace.json": trace_text(self._run).encode(), "report.html": text.encode()}
         return render.put(documents, _FILES, target)
 
@@ -159,7 +167,23 @@ class RunReport:
             text += f". {counted(found['checkpoints'], 'checkpoint')}"
             if "stall_ms" in found:
                 text += f", each held training for {metric('stall_ms').text(found['stall_ms'])} (median)"
+        if self._near:
+            text += f". {counted(len(self._near), 'step')} in the tier, {_copied(self._near)} copied to other machines"
+        if run is not None and (restored := sources(run)) is not None:
+            step, machines = restored
+            text += f". It went on from step {step} in the tier, read {_from(machines)}"
         return f"{text}."
+
+
+def _copied(every: Sequence[NearSaved]) -> str:
+    count = sum(one.state == "copied" for one in every)
+    return "all" if count == len(every) else "none" if count == 0 else str(count)
+
+
+def _from(machines: Mapping[str, int]) -> str:
+    """Return how many bytes came from which machines, of many the first."""
+    shown_ = [f"{size_text(nbytes)} from {machine}" for machine, nbytes in [*machines.items()][:_SOURCES]]
+    return ", ".join(shown_) + (f" and {len(machines) - _SOURCES} more" if len(machines) > _SOURCES else "")
 
 
 def _warnings(job: JobResult, recorded: Run | None) -> Iterator[str]:
@@ -194,6 +218,30 @@ def _checkpoints(every: Sequence[Saved]) -> Table:
         for one in every
     )
     return Table("Checkpoints", heads, rows, "Times are the slowest rank's; MiB is what all ranks staged.")
+
+
+def _near_steps(every: Sequence[NearSaved]) -> Table:
+    heads = ("step", "written at s", "stall ms", "writing ms", "copying ms", "MiB", "copies on", "state")
+    rows = tuple(
+        (
+            one.step,
+            one.start,
+            _ms(one.stall_s),
+            _ms(one.write_s),
+            _ms(one.copy_s),
+            one.nbytes / 2**20 if one.nbytes else None,
+            _machines(one.machines),
+            one.state + (f": {tables.first_line(one.error)}" if one.error else ""),
+        )
+        for one in every
+    )
+    note = "Times are the slowest rank's; copied: each part is on another machine too."
+    return Table("Steps in the tier", heads, rows, note)
+
+
+def _machines(names: Sequence[str]) -> str | None:
+    more = f" and {len(names) - _SOURCES} more" if len(names) > _SOURCES else ""
+    return ", ".join(names[:_SOURCES]) + more if names else None
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -200,16 +200,22 @@ def _variables(task: SchedulerTask, nproc: int, port: int) -> dict[str, str]:
 
 def _newest_checkpoint(directory: str) -> str:
     """Return a line on the newest checkpoint that rank 0 has recorded, and the command that goes on from it."""
-    newest: dict[str, Any] = {}
+    newest: dict[str, dict[str, Any]] = {}
     with contextlib.suppress(OSError):
         for line in Path(directory, record.file_name(0)).read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError):  # cut off, or no event
-                event = json.loads(line) if '"write"' in line else {}
-                newest = event if event.get("event") == "write" else newest
-    if "dir" not in newest:
+                event = json.loads(line) if '"write"' in line or '"tier"' in line else {}
+                if "dir" in event:
+                    newest[event.get("event", "")] = event
+    stored, near = newest.get("write"), newest.get("tier")
+    if stored is None and near is None:
         return ""
-    command = command_to_go_on(newest["dir"])
-    return f"\nThe newest checkpoint is step {newest['step']}, in {newest['dir']}; {command} goes on from there."
+    found = [] if stored is None else [f"The newest checkpoint is step {stored['step']}, in {stored['dir']}"]
+    if near is not None and (stored is None or near["step"] > stored["step"]):
+        found.append(f"step {near['step']} is in {near['dir']}")
+    command = command_to_go_on("" if stored is None else stored["dir"])
+    text = "; ".join([*found, f"{command} goes on from there"])
+    return f"\n{text[0].upper()}{text[1:]}."
 
 
 def _raise(

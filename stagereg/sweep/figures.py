@@ -44,9 +44,12 @@ class Saved:
 
 
 def saved(run: Run) -> list[Saved]:
-    """Return the checkpoints of ``run``, in the order in which they were begun; a step saved twice is two."""
-    stalls = _by_checkpoint(rank.stalls for rank in run.ranks)
-    stages = _by_checkpoint(rank.stages for rank in run.ranks)
+    """Return the checkpoints of ``run`` in the store, in the order in which they were begun; a step saved twice is two.
+
+    Steps that went to the tier alone are those of :mod:`stagereg.sweep.near_steps`.
+    """
+    stalls = _by_checkpoint([span for span in rank.stalls if not span.near] for rank in run.ranks)
+    stages = _by_checkpoint([span for span in rank.stages if not span.near] for rank in run.ranks)
     writes = _by_checkpoint(rank.writes for rank in run.ranks)
     errors = {(step, 0): error for rank in run.ranks for step, error in rank.lost}
     every = []
@@ -170,7 +173,7 @@ def _of_rank(run: Run, record: RankRecord) -> dict[str, float]:
     host = record.start.get("host")
     same = [each for each in run.ranks if each is record or (host is not None and each.start.get("host") == host)]
     held = _Covered(record.stalls)
-    busy = _Covered([*record.stalls, *(span for each in same for span in (*each.stages, *each.writes))])
+    busy = _Covered([*record.stalls, *(span for each in same for span in _in_background(each))])
     undisturbed: list[float] = []
     disturbed: list[tuple[float, int]] = []
     for (step, began), (following, ended) in itertools.pairwise(record.steps):
@@ -191,6 +194,10 @@ def _of_rank(run: Run, record: RankRecord) -> dict[str, float]:
         slower = max(0.0, sum(took - count * usual for took, count in disturbed))
         found["lost_s"] = held.within(first, last) + held_after + slower
     return found
+
+
+def _in_background(record: RankRecord) -> list[Span]:
+    return [*record.stages, *record.writes, *record.tier_writes, *(each.span for each in record.transfers)]
 
 
 class _Covered:

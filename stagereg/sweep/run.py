@@ -34,11 +34,22 @@ class Span:
     start: float  # when it began, in seconds as by `stagereg.record.now`
     seconds: float  # how long it took
     nbytes: int = 0  # bytes that it moved; 0 where none were recorded
+    near: bool = False  # whether it is of a save that went to the tier alone
 
     @property
     def end(self) -> float:
         """When it ended, on the same clock as ``start``."""
         return self.start + self.seconds
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One part of a step, sent from this rank to another machine."""
+
+    span: Span
+    part: int  # the rank that wrote the part
+    machine: str  # where it went
+    error: str = ""  # why there is no copy; empty if there is one
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,12 @@ class RankRecord:
     # from the beginning of each copy until it was complete, with this rank's bytes of tensor data
     stages: tuple[Span, ...] = ()
     writes: tuple[Span, ...] = ()  # from all ranks having staged to the commit, with the bytes of this rank's files
-    lost: tuple[tuple[int, str], ...] = ()  # (step, error) of each save that failed
+    lost: tuple[tuple[int, str], ...] = ()  # (step, error) of each save to the store that failed
+    tier_writes: tuple[Span, ...] = ()  # as ``writes``, to the tier
+    tier_lost: tuple[tuple[int, str], ...] = ()  # as ``lost``, of saves to the tier
+    transfers: tuple[Transfer, ...] = ()  # copies of steps of the tier to other machines
+    # (step, bytes by the machine that they came from) of each restore from the tier
+    restored: tuple[tuple[int, dict[str, int]], ...] = ()
     # (step, steps lost, why) of each restore that passed over a newer checkpoint which was damaged
     fallbacks: tuple[tuple[int, int, str], ...] = ()
     # (step, when, values) of each `stagereg.log`; `None` stands for NaN or infinity
@@ -204,7 +220,11 @@ def _rank_record(rank: int, path: Path) -> RankRecord | None:
         stalls=tuple(events["stall"]),
         stages=tuple(events["stage"]),
         writes=tuple(events["write"]),
-        lost=tuple(events["lost"]),
+        lost=tuple((step, error) for step, error, near in events["lost"] if not near),
+        tier_writes=tuple(events["tier"]),
+        tier_lost=tuple((step, error) for step, error, near in events["lost"] if near),
+        transfers=tuple(events["copy"]),
+        restored=tuple(events["restored"]),
         fallbacks=tuple(events["fallback"]),
         logs=tuple(events["log"]),
         join={name: sum(join.get(name, 0) for join in joins) for name in set().union(*joins)} if joins else None,
@@ -245,7 +265,21 @@ def _step(event: Mapping[str, Any]) -> int:
 
 def _span(event: Mapping[str, Any]) -> Span:
     nbytes = int(_number(event, "bytes")) if "bytes" in event else 0
-    return Span(_step(event), _number(event, "start"), max(0.0, _number(event, "seconds")), nbytes)
+    seconds = max(0.0, _number(event, "seconds"))
+    return Span(_step(event), _number(event, "start"), seconds, nbytes, event.get("tier") is True)
+
+
+def _lost(event: Mapping[str, Any]) -> tuple[int, str, bool]:
+    return _step(event), str(event.get("error", "")), "dir" in event
+
+
+def _transfer(event: Mapping[str, Any]) -> Transfer:
+    return Transfer(_span(event), int(_number(event, "rank")), str(event["to"]), str(event.get("error", "")))
+
+
+def _restored(event: Mapping[str, Any]) -> tuple[int, dict[str, int]]:
+    sources = event["sources"]
+    return _step(event), {str(machine): int(_number(sources, machine)) for machine in sources}
 
 
 def _log(event: Mapping[str, Any]) -> tuple[int, float, dict[str, float | None]]:
@@ -274,7 +308,10 @@ _READ: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "stall": _span,
     "stage": _span,
     "write": _span,
-    "lost": lambda event: (_step(event), str(event.get("error", ""))),
+    "lost": _lost,  # with a ``dir`` it is of the tier
+    "tier": _span,
+    "copy": _transfer,
+    "restored": _restored,
     "fallback": lambda event: (_step(event), int(_number(event, "lost")), str(event.get("why", ""))),
     "join": _join,
     "log": _log,

@@ -35,6 +35,8 @@ def _of_rank(rank: RankRecord, began: float) -> Iterator[dict[str, Any]]:
             times = {"ts": at(span.start), "dur": round(span.seconds * 1e6, 3)}
             yield {"ph": "X", "name": name, "cat": name, **on_thread, **times, "args": _about(span)}
     works = [("staging", span) for span in rank.stages] + [("writing", span) for span in rank.writes]
+    works += [("writing to the tier", span) for span in rank.tier_writes]
+    works += [(f"copying to {each.machine}", each.span) for each in rank.transfers]
     for number, (name, span) in enumerate(works):
         same = {"name": f"{name} of step {span.step}", "cat": name, "id": f"{rank.rank}.{number}", **on_thread}
         yield {"ph": "b", **same, "ts": at(span.start), "args": _about(span)}

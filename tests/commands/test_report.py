@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ..support.samples import FAILING, Sample, failed, rank_file, sweep, write_hydra, write_run
+from ..support.samples import BEGAN, FAILING, Sample, failed, rank_file, sweep, write_hydra, write_run
 from .conftest import Command
 
 
@@ -42,6 +42,37 @@ def test_a_run_is_reported_and_leaves_a_trace_and_a_page(here: Path, report: Com
     written = {path.name for path in (here / "run").iterdir() if path.suffix in (".html", ".svg", ".png", ".json")}
     assert written == {"report.html", "trace.json"}
     assert "lr: 0.1" in (here / "run" / "report.html").read_text()
+
+
+def test_the_steps_of_a_tier_are_reported_with_their_copies(here: Path, report: Command, no_matplotlib: None) -> None:
+    write_run(here / "run")
+    for rank in (0, 1):
+        at = {"t": BEGAN + 9, "start": BEGAN + 8}
+        events: list[dict[str, object]] = [
+            {"event": "restored", **at, "step": 5, "sources": {"node1": 2**20, "node2": 2**20}},
+            {"event": "stall", **at, "step": 15, "seconds": 0.004, "tier": True},
+            {"event": "tier", **at, "step": 15, "seconds": 0.5, "bytes": 2**20, "dir": "the tier /t"},
+            {"event": "tier", **at, "step": 20, "seconds": 0.5, "bytes": 2**20, "dir": "the tier /t"},
+            {"event": "copy", **at, "step": 15, "rank": rank, "to": "node2", "seconds": 0.75},
+            {"event": "copy", **at, "step": 20, "rank": rank, "to": "<node2>", "seconds": 0.75, "error": "cut\nhere"},
+        ]
+        with rank_file(here / "run", rank).open("a") as file:
+            file.writelines(json.dumps(event) + "\n" for event in events)
+    seen = report("run").out
+    assert "2 steps in the tier, 1 copied to other machines." in seen
+    assert "It went on from step 5 in the tier, read 2 MiB from node1, 2 MiB from node2." in seen
+    rows = [" ".join(line.split()) for line in seen.partition("Steps in the tier")[2].splitlines()]
+    assert "15 8 4 500 750 2 node2 copied" in rows
+    assert "20 8 - 500 750 2 - written: <node2>: cut" in rows
+    page = (here / "run" / "report.html").read_text()
+    assert "Steps in the tier" in page
+    assert "&lt;node2&gt;: cut" in page
+    steps = report("run", "--json").json["tier"]
+    assert [(one["step"], one["machines"], one["state"]) for one in steps] == [
+        (15, ["node2"], "copied"),
+        (20, [], "written"),
+    ]
+    assert [one["step"] for one in report("run", "--json").json["checkpoints"]] == [10, 20, 30, 40]
 
 
 def test_a_sweep_with_failed_jobs_is_compared_again(here: Path, report: Command, no_matplotlib: None) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stagereg import record
 from stagereg.errors import ConfigError
-from stagereg.sweep.run import Run, Span
+from stagereg.sweep.run import Run, Span, Transfer
 
 from ..support.samples import BEGAN, Sample, rank_file, write_run
 
@@ -39,17 +39,30 @@ def test_recorded_events_are_read_back(tmp_path: Path) -> None:
         record.emit("stage", step=3, start=before, seconds=0.25, bytes=1024)
         record.emit("write", step=3, start=before + 1, seconds=2, bytes=2048)
         record.emit("lost", step=2, error="the disk is full")
+        record.emit("stall", step=4, start=before, seconds=0.5, tier=True)
+        record.emit("tier", step=4, start=before + 1, seconds=2, bytes=2048, dir="the tier /t")
+        record.emit("copy", step=4, rank=1, to="node2", bytes=1024, start=before + 3, seconds=1)
+        record.emit("copy", step=4, rank=1, to="node3", bytes=1024, start=before + 4, seconds=1, error="cut")
+        record.emit("lost", step=5, dir="the tier /t", error="memory is full")
+        record.emit("restored", step=3, branch=1, sources={"node1": 5, "node2": 7})
         record.emit("fallback", step=1, damaged=3, lost=2, why="x: missing")
         record.emit("join", steps=5, shadowed=2, samples=40)
         record.log(3, loss=2.5, gap=math.nan)
     run = Run.read(tmp_path)
     (mine,) = run.ranks
     assert [step for step, _ in mine.steps] == [3]
-    assert mine.stalls == (Span(3, before, 0.5),)
+    assert mine.stalls == (Span(3, before, 0.5), Span(4, before, 0.5, near=True))
     assert mine.stages == (Span(3, before, 0.25, 1024),)
     assert mine.writes == (Span(3, before + 1, 2, 2048),)
     assert mine.writes[0].end == before + 3
     assert mine.lost == ((2, "the disk is full"),)
+    assert mine.tier_writes == (Span(4, before + 1, 2, 2048),)
+    assert mine.transfers == (
+        Transfer(Span(4, before + 3, 1, 1024), 1, "node2"),
+        Transfer(Span(4, before + 4, 1, 1024), 1, "node3", "cut"),
+    )
+    assert mine.tier_lost == ((5, "memory is full"),)
+    assert mine.restored == ((3, {"node1": 5, "node2": 7}),)
     assert mine.fallbacks == ((1, 2, "x: missing"),)
     assert mine.join == {"samples": 40, "shadowed": 2, "steps": 5}
     assert [(step, values) for step, _, values in mine.logs] == [(3, {"loss": 2.5, "gap": None})]
