@@ -26,6 +26,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.hold import SCRATCH
 from stagereg.checkpoint.options import Leave, check_all
 from stagereg.checkpoint.state.entries import per_rank
 from stagereg.errors import CheckpointError, ConfigError
@@ -73,6 +74,10 @@ def attach(accelerator: Accelerator, join: bool = False, **checkpoint_options: A
     ``load_state`` sets. With ``automatic_checkpoint_naming`` the directory is ``project_dir/checkpoints``, and
     ``total_limit`` is ``keep``.
 
+    A ``tier`` wants ``automatic_checkpoint_naming``. It gets what ``save_state()`` saves, and ``load_state()`` takes
+    the newest of both. With ``every`` as well, ``save_state()`` is called after each optimizer step: then these calls
+    are counted, and ``tier.every`` and ``every`` say which of them save, there and in the directory.
+
     Args:
         accelerator: with no other adapter attached.
         join: replace ``join_uneven_inputs`` too. A rank that has run out of data then repeats for every step of the
@@ -101,12 +106,16 @@ class _Attached:
     def __init__(self, accelerator: Any, join: bool, options: dict[str, Any]) -> None:
         self._accelerator, self._project = accelerator, accelerator.project_configuration
         self._automatic = bool(self._project.automatic_checkpoint_naming)
-        options = {"resume": "never", "leave": Leave(grace=None), **self._checked(options)}
+        self._has_tier, self._asks = options.get("tier") is not None, "every" in options
+        options = {"leave": Leave(grace=None), **self._checked(options)}
         options["leave"] = replace(options["leave"], save_last=False)
-        # A Checkpointer has a directory from the beginning; the first save leaves this one.
-        empty = self._agreed(lambda: tempfile.mkdtemp(prefix="stagereg-"))
-        self._discard_empty = weakref.finalize(self, shutil.rmtree, empty, ignore_errors=True)
-        self._checkpointer = Checkpointer(empty, **options)
+        if self._has_tier:  # which has to know the run from the beginning
+            self._discard_empty: Callable[[], object] = lambda: None
+            self._checkpointer = Checkpointer(self._where(None), **options)
+        else:  # a Checkpointer has a directory from the beginning; the first save leaves this one
+            empty = self._agreed(lambda: tempfile.mkdtemp(prefix=SCRATCH))
+            self._discard_empty = weakref.finalize(self, shutil.rmtree, empty, ignore_errors=True)
+            self._checkpointer = Checkpointer(empty, resume="never", **options)
         self._goes_on = False  # whether its checkpoints are of this run
         self._open.add(self)
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
@@ -130,7 +139,10 @@ class _Attached:
         self._goes_on = True
         self._checkpointer.move_to(where)
         self._discard_empty()
-        self._checkpointer.save(step, self._state())
+        if self._asks:
+            self._checkpointer.maybe_save(step, self._state())
+        else:
+            self._checkpointer.save(step, self._state())
         self._project.iteration += 1
         return Path(where)
 
@@ -139,7 +151,7 @@ class _Attached:
         where = self._where(input_dir)
         for each in [*self._open]:  # an Accelerator before this one may have saved what is loaded
             each._checkpointer.wait()
-        source, ours = self._agreed(lambda: _sought(where, is_project=input_dir is None))
+        source, ours = self._agreed(lambda: _sought(where, input_dir is None, self._has_tier))
         if source is None:
             raise ConfigError(f"There is no checkpoint in {where}.")
         if not ours:
@@ -148,7 +160,8 @@ class _Attached:
         else:
             _refuse_arguments("load_state", kwargs | ({"load_kwargs": load_kwargs} if load_kwargs else {}))
             state = self._state()
-            step = self._checkpointer.restore(state, source)
+            near = self._has_tier and input_dir is None
+            step = self._checkpointer.restore(state, None if near else source)
             if step is None:
                 raise CheckpointError(f"There is no complete checkpoint in {source}.")
             self._accelerator.step = state["accelerator"]["step"]
@@ -204,7 +217,11 @@ class _Attached:
 
     def _checked(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return what is given to the Checkpointer, with ``total_limit`` as ``keep``."""
-        for name in options.keys() & _DECIDED:
+        if self._has_tier and not self._automatic:
+            raise ConfigError(
+                "A tier belongs to one directory of checkpoints: make the Accelerator with automatic_checkpoint_naming."
+            )
+        for name in (options.keys() & _DECIDED) - ({"every"} if self._has_tier else set()):
             raise ConfigError(f"attach takes no {name}: {_DECIDED[name]}.")
         refuse_unknown("attach", options, Checkpointer)
         check_all(options)
@@ -274,10 +291,12 @@ def _refuse_arguments(method: str, given: dict[str, Any]) -> None:
         raise ConfigError(f"{method} of a Checkpointer has no use for {names}: leave that out.")
 
 
-def _sought(where: str, is_project: bool) -> tuple[str | None, bool]:
+def _sought(where: str, is_project: bool, has_tier: bool) -> tuple[str | None, bool]:
     """Return what to load, ``None`` if there is nothing, and whether it was saved here, not by accelerate alone."""
     if is_project and (old := _highest(where, _OLD_NAME)) > _highest(where, _STEP):
         return f"{where}/checkpoint_{old}", False
+    if is_project and has_tier:  # which may have what is not in the directory
+        return where, True
     if not os.path.isdir(where) and "://" not in where:
         found = _OLD_NAME.fullmatch(Path(where).name)  # as accelerate would have called it
         same = None if found is None else Path(where).with_name(f"step-{int(found[1]):08d}")

@@ -27,6 +27,7 @@ from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.hold import SCRATCH
 from stagereg.checkpoint.options import Leave, Restore, check_all
 from stagereg.errors import ConfigError, nearest
 from stagereg.integrations.agreed import agreed, expect_known
@@ -42,6 +43,10 @@ __all__ = ["StageregCheckpointIO", "UnevenInputs"]
 _OPTIONS = ("stager", "storage", "restore", "failure", "replicas")
 _LIGHTNINGS = (
     "ModelCheckpoint(dirpath=, every_n_train_steps=, save_top_k=, save_last=), fit(ckpt_path=) or the strategy"
+)
+_NO_TIER = (
+    "Lightning reads a checkpoint at a path, where the steps of a tier are not. A loop of your own, accelerate, the "
+    "Hugging Face Trainer and torchtitan have tiers"
 )
 _FOLLOW = "`stagereg follow DIR/last.ckpt -- COMMAND` runs a command on each complete checkpoint there"
 _SAVING: dict[type, tuple[str, ...]] = {
@@ -78,7 +83,8 @@ class StageregCheckpointIO(CheckpointIO):
             expect_known("lightning", ">=2.5,<2.7", kind, {"save_checkpoint": arguments})
         for name in checkpoint_options.keys() - _OPTIONS:
             known = name in inspect.signature(Checkpointer).parameters
-            said_by = _FOLLOW if name == "on_commit" else f"in Lightning that is said by {_LIGHTNINGS}"
+            usual = f"in Lightning that is said by {_LIGHTNINGS}"
+            said_by = {"on_commit": _FOLLOW, "tier": _NO_TIER}.get(name, usual)
             grouped = instead(name, Checkpointer, repr(checkpoint_options[name]))
             why = f": {said_by}." if known else f".{grouped or nearest(name, _OPTIONS)}"
             raise ConfigError(f"StageregCheckpointIO takes no {name!r}{why}")
@@ -166,7 +172,8 @@ class StageregCheckpointIO(CheckpointIO):
 
     def restore(self, chosen: str, state: dict[str, Any]) -> None:
         """Load into the objects of ``state``, each rank its own shards."""
-        scratch = self._agree(tempfile.mkdtemp)  # reading takes no lock where another run may write
+        # Reading takes no lock where another run may write.
+        scratch = self._agree(lambda: tempfile.mkdtemp(prefix=SCRATCH))
         options = {name: self._options[name] for name in self._options.keys() & {"failure"}}
         how, leave = replace(self._options.get("restore", Restore()), verify="fast"), Leave(grace=None)
         try:

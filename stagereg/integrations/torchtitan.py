@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.hold import SCRATCH
 from stagereg.config.instantiate import instantiate
 from stagereg.data import is_position
 from stagereg.errors import CheckpointError, ConfigError, InstallationError
@@ -76,6 +77,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
     raised by the next one and by ``close``, which wait for what is under way; so does the end of the process. SIGTERM
     and SIGUSR1 have all ranks save after the step that they are in, and exit with status 75 (``leave.grace``).
 
+    With a ``tier`` among ``checkpoint_options``, each step of its ``every`` goes there, and ``load`` looks there too.
     ``load`` takes the newest undamaged checkpoint in the folder, also one of torchtitan's own manager. Every rank's
     random numbers are restored too, where as many ranks saved. ``last_save_model_only`` and ``export_dtype`` are kept.
 
@@ -140,7 +142,11 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         }
         self._stager = build("stager", config.stager)
         # What is only loaded from is neither locked nor written to, and no signal is answered.
-        self._scratch = _agreed(tempfile.mkdtemp) if config.load_only else None
+        self._scratch = _agreed(lambda: tempfile.mkdtemp(prefix=SCRATCH)) if config.load_only else None
+        others_of = dict(config.checkpoint_options)
+        if config.load_only:
+            others_of.pop("tier", None)
+        self._has_tier = others_of.get("tier") is not None
         leave = {**config.checkpoint_options.get("leave", {}), "save_last": False}
         self._checkpointer = instantiate(
             {"_target_": "stagereg.checkpoint.checkpointer.Checkpointer"},
@@ -149,7 +155,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
             keep=config.keep_latest_k or sys.maxsize,
             stager=self._stager,
             storage=build("storage", config.storage),
-            **config.checkpoint_options,
+            **others_of,
             leave=leave | ({"grace": None} if config.load_only else {}),
         )
 
@@ -160,6 +166,8 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         first = curr_step == 1 and self.config.enable_first_step_checkpoint
         if not (self._checkpointer.due(curr_step) or first or last_step):
             return False
+        if first or last_step:
+            self._checkpointer.near_at = None  # torchtitan wants a checkpoint, whatever the tier wants
         export = last_step and self.config.last_save_model_only
         if export and self.config.last_save_in_hf:
             self._checkpointer.wait()
@@ -199,6 +207,8 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         self.maybe_wait_for_saving()
         of_titan, own = _agreed(lambda: _steps_in(self.folder))
         there = {**of_titan, **own}
+        if self._has_tier and step == -1 and max(of_titan, default=-1) <= max(own, default=-1):
+            return self._restore(None, model_only=False) or self._load_initial()
         if step != -1 and step not in there:
             raise _NotFoundError(
                 f"--checkpoint.load_step={step} was not found in {self.folder}, which has "
@@ -226,15 +236,19 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
             return True
         return self._restore(path, self.config.initial_load_model_only)
 
-    def _restore(self, source: str, model_only: bool) -> bool:
-        """Restore what ``Checkpointer.restore(source=)`` takes, but for what is excluded from loading."""
+    def _restore(self, source: str | None, model_only: bool) -> bool:
+        """Restore what ``Checkpointer.restore(source=)`` takes, but for what is excluded from loading; whether it has.
+
+        ``None``: the newest checkpoint of the folder and the tier, if there is one.
+        """
         excluded = self.config.exclude_from_loading
         if unknown := [name for name in excluded if name not in self._others]:
             raise ConfigError(f"checkpoint.exclude_from_loading has {unknown[0]!r}, of which there is no state.")
         state = {} if model_only else {name: x for name, x in self._others.items() if name not in excluded}
         state |= self.states[base.MODEL].state_dict()
         try:
-            self._checkpointer.restore(state, source)
+            if self._checkpointer.restore(state, source) is None:
+                return False
         except CheckpointError as error:
             if "There is no 'optimizer' in it" not in str(error):
                 raise

@@ -56,6 +56,9 @@ class StageregCallback(TrainerCallback):
     ``metric_for_best_model`` is set, into ``output_dir/best-STEP`` at each save with the best evaluation so far.
     A policy as ``keep`` deletes none of these.
 
+    A ``tier`` gets a step whenever ``tier.every`` says so, and what the Trainer saves. Saves that it gets alone are no
+    events of callbacks. ``train(resume_from_checkpoint=True)`` goes on from the newest of both.
+
     Args:
         checkpoint_options: those of :class:`stagereg.Checkpointer`, the same on all ranks. ``dir`` is
             ``output_dir/checkpoints`` if not given, ``keep`` is ``save_total_limit``, or all checkpoints if that is
@@ -109,7 +112,7 @@ class StageregCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         checkpointer = self._run.checkpointer
-        if checkpointer.due(state.global_step):
+        if checkpointer.due(state.global_step) and checkpointer.near_at is None:
             control.should_save = True
             if checkpointer.preemption is not None and checkpointer.preemption.agreed is not None:
                 control.should_evaluate = False  # there may be no time for it
@@ -175,7 +178,16 @@ class _Run:
         state = self._trainer.state
         if state.best_global_step == state.global_step:
             self._write_best(state.global_step)
-        self.checkpointer.save(state.global_step, {**self._objects(), "trainer": self._trainer_state()})
+        self.checkpointer.near_at = None  # the Trainer wants a checkpoint, whatever the tier wants
+        self._save()
+
+    def save_near(self) -> None:
+        """Save the step in the tier, where that is due there alone, and the Trainer has not saved it."""
+        if self.checkpointer.near_at == self._trainer.state.global_step:
+            self._save()
+
+    def _save(self) -> None:
+        self.checkpointer.save(self._trainer.state.global_step, {**self._objects(), "trainer": self._trainer_state()})
 
     def _objects(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -249,6 +261,14 @@ class _StageregTrainer(Trainer):
             self.stagereg.restore()
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
+
+    # fmt: off
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, epoch: Any,
+                                 ignore_keys_for_eval: Any, start_time: Any, learning_rate: Any = None) -> None:
+        # fmt: on
+        given = tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time
+        super()._maybe_log_save_evaluate(*given, learning_rate=learning_rate)
+        self.stagereg.save_near()  # when all callbacks have seen the step
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.store_flos()

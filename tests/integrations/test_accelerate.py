@@ -223,6 +223,44 @@ def test_without_a_limit_all_automatic_ones_stay(tmp_path: Path) -> None:
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 4
 
 
+def near(folder: Path, **options: Any) -> dict[str, Any]:
+    tier = stagereg.build("tier", "disk", dir=str(folder / "near"), every=options.pop("tier_every", 10), copies=0)
+    config = {"project_dir": str(folder), "automatic_checkpoint_naming": True}
+    return {**config, "options": {"tier": tier, **options}}
+
+
+def test_a_tier_has_its_own_interval_in_calls_of_save_state(tmp_path: Path) -> None:
+    program = Program(**near(tmp_path, tier_every=2, every=6))
+    for step in range(12):
+        program.train(1)
+        program.accelerator.save_state()
+        if step == 10:
+            state = program.seen()
+    program.accelerator.end_training()
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000006"]
+
+    other = Program(seed=1, **near(tmp_path, tier_every=2, every=6))
+    other.accelerator.load_state()
+    assert other.seen() == state
+    assert other.accelerator.project_configuration.iteration == 11
+    other.accelerator.end_training()
+
+
+def test_a_tier_has_what_the_directory_has_and_more_if_that_is_lost(tmp_path: Path) -> None:
+    program = Program(**near(tmp_path))
+    for _ in range(3):
+        program.train(1)
+        program.accelerator.save_state()
+        state = program.seen()
+    program.accelerator.end_training()
+    for path in (tmp_path / "checkpoints").glob("step-*"):
+        path.rename(tmp_path / path.name)
+    other = Program(seed=1, **near(tmp_path))
+    other.accelerator.load_state()
+    assert other.seen() == state
+    other.accelerator.end_training()
+
+
 # -- migration
 
 
@@ -298,6 +336,7 @@ def test_a_shuffled_epoch_goes_on_where_it_was(tmp_path: Path) -> None:
         ({"dir": "x"}, "save_state\\(dir\\) says where"),
         ({"kepe": 10}, "Did you mean 'keep'"),
         ({"keep": 0}, "at least 1"),
+        ({"tier": "memory"}, "automatic_checkpoint_naming"),
     ],
 )
 def test_options_of_no_use_are_refused(options: dict[str, Any], why: str) -> None:

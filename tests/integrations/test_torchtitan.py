@@ -360,6 +360,30 @@ def test_the_newest_undamaged_checkpoint_is_loaded(tmp_path: Path, load_only: bo
     found.manager.close()
 
 
+def test_a_tier_gets_its_own_steps_and_the_newest_of_both_is_loaded(tmp_path: Path) -> None:
+    target = "stagereg.checkpoint.tiers.disk.DiskTier"
+    tier = {"_target_": target, "dir": str(tmp_path / "near"), "every": 2, "copies": 0}
+    options: dict[str, Any] = {"interval": 10, "checkpoint_options": {"tier": tier}}
+    first = Run(tmp_path, **options)
+    assert not first.manager.load()
+    saved = first.train(4)
+    saved.manager.close()
+    assert steps_in(tmp_path) == []
+    found = Run(tmp_path, seed=1, **options)
+    assert found.manager.load()
+    assert found.content() == saved.content()
+    found.train(12, steps=12).manager.close()
+    assert steps_in(tmp_path) == ["step-00000010", "step-00000012"]  # the last one is torchtitan's to have
+    again = Run(tmp_path, seed=2, **options)
+    assert again.manager.load()
+    assert again.progress.step == 12
+    again.manager.close()
+    reads = Run(tmp_path, seed=3, load_only=True, **options)
+    assert reads.manager.load()
+    assert reads.progress.step == 12
+    reads.manager.close()
+
+
 def test_keep_latest_k_of_0_keeps_all_of_them(tmp_path: Path) -> None:
     for keep, there in ((0, 5), (2, 2)):
         Run(tmp_path / str(keep), keep_latest_k=keep).train(10).manager.close()

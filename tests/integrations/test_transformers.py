@@ -195,6 +195,32 @@ def again(folder: Path) -> dict[str, Any]:
     return {"taken": len(taken), **ended(hf)}
 
 
+def near(folder: Path, stops: int | None) -> dict[str, Any]:
+    """With a tier that gets each step, and the store every fourth."""
+    saves: list[int] = []
+
+    class Saves(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            saves.append(state.global_step)
+
+    def trainer(*callbacks: Any) -> Trainer:
+        tier = stagereg.build("tier", "disk", dir=str(folder / "near"), every=1, copies=0)
+        given = [StageregCallback(tier=tier), *callbacks, Count(), Saves()]
+        return example.trainer(str(folder), STEPS, given, save_steps=4, restore_callback_states_from_checkpoint=True)
+
+    left = None
+    if stops is not None:
+        with pytest.raises(Stop):
+            trainer(At(stops + 1, stop)).train(resume_from_checkpoint=True)
+        left = steps_in(folder)
+    hf = trainer()
+    hf.train(resume_from_checkpoint=True)
+    restored = hf.stagereg.checkpointer.restored
+    (counted,) = [each for each in hf.callback_handler.callbacks if isinstance(each, Count)]
+    found = {"left": left, "from": str(restored or "").rpartition("/")[2][:13], "saves": saves}
+    return {**ended(hf), "counted": counted.steps, "saved": steps_in(folder), **found}
+
+
 def scenarios(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """All that two ranks of one start can do."""
     whole = run(folder / "whole")
@@ -209,6 +235,8 @@ def scenarios(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         "with noise": with_noise(folder / "noise", rank),
         "best": best(folder / "best", None),
         "best, stopped": best(folder / "best-stopped", 9),
+        "near": near(folder / "near", None),
+        "near, stopped": near(folder / "near-stopped", 7),
     }
     return {**found, "all saved": steps_in(folder / "more")}
 
@@ -239,6 +267,16 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(how: str, on_two_ranks: dict
     whole, found = on_two_ranks["uninterrupted"], on_two_ranks[how]
     assert {name: found[name] for name in SAME} == {name: whole[name] for name in SAME}
     assert whole["step"] == STEPS
+
+
+def test_a_tier_gets_steps_of_its_own_and_is_gone_on_from(on_two_ranks: dict[str, Any]) -> None:
+    whole, found = on_two_ranks["near"], on_two_ranks["near, stopped"]
+    assert {name: found[name] for name in SAME} == {name: on_two_ranks["uninterrupted"][name] for name in SAME}
+    assert (found["left"], found["from"]) == ([4], "step-00000007")
+    assert found["counted"] == whole["counted"] == STEPS
+    assert whole["saves"] == [4, 8, STEPS]
+    assert found["saves"] == [4, 8, STEPS]
+    assert found["saved"] == whole["saved"] == [8, STEPS]
 
 
 def test_random_numbers_of_each_rank_go_on_after_and_within_an_epoch(on_two_ranks: dict[str, Any]) -> None:
