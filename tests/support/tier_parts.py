@@ -49,9 +49,9 @@ def write_part(folder: MachineFolder, sizes: Mapping[str, int], step: int = 1, r
 
 
 def files_below(folder: MachineFolder) -> list[str]:
-    """Whatever lies in a machine's folder but what the folder itself is."""
-    found = [each for each in Path(folder.path).rglob("*") if each.is_file() and each.name != ".boot"]
-    return sorted(each.name for each in found)
+    """Whatever lies in a machine's folder but what the folder itself is, and notes of which parts were received."""
+    found = [each.name for each in Path(folder.path).rglob("*") if each.is_file() and each.name != ".boot"]
+    return sorted(name for name in found if not name.endswith(".received"))
 
 
 @contextmanager

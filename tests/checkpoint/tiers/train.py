@@ -1,9 +1,11 @@
 """A training run for tests of tiers: it notes what its state is at each step, and checks what it restores by that.
 
 Arguments are ``name=value``: ``tier``, ``dir`` of the tier, ``store`` (a directory or ``null``), ``every`` and
-``store_every`` in steps, ``copies``, ``steps``, ``shard`` (``fsdp2`` or ``ddp``), ``step_s``, ``hold`` (a step after
-which it waits to be killed), ``truth`` (the shared folder of what was), ``resume``, ``domain``, ``leave`` (whether it
-saves its end), ``failpoint`` (``NAME:RANK:COUNT``, where a rank ends itself).
+``store_every`` in steps, ``copies``, ``steps``, ``more`` (steps after the start, in place of ``steps``), ``shard``
+(``fsdp2`` or ``ddp``), ``step_s``, ``hold`` (a step after which it waits to be killed), ``truth`` (the shared folder of
+what was), ``resume``, ``domain``, ``leave`` (whether it saves its end), ``calm`` (whether
+each step waits for all copies), ``give_up_after`` (0 for never), ``failpoint`` (``NAME:RANK:COUNT``, where a
+rank ends itself).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,15 @@ from stagereg.checkpoint.store import failpoints
 
 USUAL = {"tier": "memory", "dir": "/dev/shm/t", "store": "null", "every": "2", "store_every": "1000", "copies": "1"}
 USUAL |= {"steps": "12", "shard": "fsdp2", "step_s": "0.05", "hold": "0", "resume": "auto", "domain": ""}
-USUAL |= {"leave": "true", "failpoint": "", "more": "", "width": "64", "host_memory": ""}
+USUAL |= {
+    "leave": "true",
+    "failpoint": "",
+    "more": "",
+    "width": "64",
+    "host_memory": "",
+    "calm": "false",
+    "give_up_after": "3",
+}
 
 
 def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -38,6 +49,27 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
         whole = each.full_tensor() if isinstance(each, DTensor) else each
         found.update(whole.detach().numpy().tobytes())
     return found.hexdigest()
+
+
+def note(place: Path, text: str) -> None:
+    """Write a file of the shared folder, in one step."""
+    beside = place.with_name(f".{place.name}")
+    beside.write_text(text)
+    beside.replace(place)
+
+
+def own_digest(own: torch.Tensor) -> str:
+    """Return a checksum of what this rank has for itself: a value, and the state of its random numbers."""
+    return hashlib.sha256(own.numpy().tobytes() + torch.get_rng_state().numpy().tobytes()).hexdigest()
+
+
+def wait_for_copies(checkpointer: stagereg.Checkpointer) -> None:
+    """Wait until no rank sends copies, so that the next save is not passed over. Collective."""
+    checkpointer.wait()
+    ends = time.monotonic() + 60
+    while any(each.name == "stagereg-tier-copy" for each in threading.enumerate()) and time.monotonic() < ends:
+        time.sleep(0.01)
+    dist.barrier()
 
 
 def watch(given: str, rank: int) -> None:
@@ -79,31 +111,41 @@ def main(options: dict[str, str]) -> None:
         )
     store = None if options["store"] == "null" else options["store"]
     with stagereg.Checkpointer(
-        store, every=int(options["store_every"]), resume=options["resume"], tier=tier, keep=100
+        store,
+        every=int(options["store_every"]),
+        resume=options["resume"],
+        tier=tier,
+        keep=100,
+        restore=stagereg.Restore(give_up_after=int(options["give_up_after"]) or None),
     ) as checkpointer:
         began = time.monotonic()
         start = checkpointer.restore(state)
         seconds = time.monotonic() - began
         if start is not None:
-            assert digest(model, optimizer) == (truth / str(start)).read_text(), f"step {start} is not what was saved"
+            was, size = (truth / str(start)).read_text().split()
+            assert digest(model, optimizer) == was, f"step {start} is not what was saved"
+            if int(size) == dist.get_world_size():
+                own_was = (truth / f"own-{start}-{rank}").read_text()
+                assert own_digest(own) == own_was, f"what rank {rank} has for itself is not of step {start}"
         if rank == 0:
             print(f"RESTORED {start} from {checkpointer.restored} in {seconds:.2f} s", flush=True)
-        for step in range((start or 0) + 1, int(options["steps"]) + 1):
+        last = (start or 0) + int(options["more"]) if options["more"] else int(options["steps"])
+        for step in range((start or 0) + 1, last + 1):
             x = torch.full((4, width), float(step + rank), dtype=torch.float32)
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            own += 1
+            own += 1 + torch.randint(9, (1,))
             now = digest(model, optimizer)
+            note(truth / f"own-{step}-{rank}", own_digest(own))
             if rank == 0:
-                beside = truth / f".{step}"
-                beside.write_text(now)
-                beside.replace(truth / str(step))
+                note(truth / str(step), f"{now} {dist.get_world_size()}")
             checkpointer.maybe_save(step, state)
+            if options["calm"] == "true":
+                wait_for_copies(checkpointer)
             time.sleep(float(options["step_s"]))
             if step == int(options["hold"]):
-                checkpointer.wait()
-                time.sleep(1.0)  # for the copies
+                wait_for_copies(checkpointer)
                 print(f"HOLDS at {step}", flush=True)
                 time.sleep(1000)
         if options["leave"] != "true":

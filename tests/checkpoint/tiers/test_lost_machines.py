@@ -1,0 +1,470 @@
+"""Machines are lost, replaced, cut off and filled up under a run with a tier: what it goes on from, bit for bit.
+
+The program (:mod:`.train`) notes a checksum of its state at each step, and compares what it restores with that; what
+lies on machines is read from their files (:mod:`tests.support.tier_runs`). The first tests start jobs as users do, with
+torchrun; the others fork the ranks, since they start many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from stagereg.checkpoint.store.failpoints import TIER_POINTS
+from tests.support.lab import CHECKOUT, LOCAL, Lab
+from tests.support.programs import comes_true
+from tests.support.tier_runs import START_S, Runs, now
+
+PROGRAM = str(CHECKOUT / "tests/checkpoint/tiers/train.py")
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with Lab(machines=3) as machines:
+        yield machines
+
+
+@pytest.fixture
+def make_runs(lab: Lab, tmp_path: Path) -> Callable[..., Runs]:
+    return lambda **options: Runs(lab, tmp_path, **options)
+
+
+# -- machines come and go
+
+
+def test_a_job_of_torchrun_goes_on_without_a_lost_machine(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "truth").mkdir()
+    options = {"truth": tmp_path / "truth", "tier": "disk", "dir": f"{LOCAL}/t", "width": 300}
+    program = [PROGRAM, *(f"{name}={value}" for name, value in options.items())]
+    job = lab.torchrun([*program, "hold=7"])
+    for process in job.processes.values():
+        process.await_output("HOLDS at 7", 3 * START_S)
+    lab.machines[1].kill()
+    for machine in lab.machines:
+        machine.end_processes()
+    job = lab.torchrun([*program, "steps=9"], machines=[2, 0])
+    first, _ = job.wait(3 * START_S)
+    assert job.returncodes == [0, 0], first
+    assert "RESTORED 6 from" in first
+    assert "was read in the tier" in first
+
+
+def test_any_number_of_machines_in_any_order_goes_on(tmp_path: Path) -> None:
+    with Lab(machines=4) as lab:
+        runs = Runs(lab, tmp_path)
+        runs.hold(at=7, machines=[0, 1, 2])
+        runs.end()
+        assert runs.hold(at=9, machines=[2, 0, 1]).step == 6  # what is of one rank alone, too
+        lab.machines[0].kill()
+        runs.end()
+        assert runs.hold(at=11, machines=[2, 1]).step == 8
+        runs.end()
+        lab.machines[0].replace()
+        assert runs.hold(at=13, machines=[3, 0, 2, 1]).step == 10
+        runs.end()
+        lab.machines[2].replace(same_name=True)
+        lab.machines[3].kill()
+        if runs.newest([0, 1, 2]) == 12:  # the two were no partners
+            assert runs.finish(machines=[0, 1, 2], more=1).step == 12
+
+
+def test_copies_that_a_loss_has_cost_are_made_again_at_once(make_runs: Callable[..., Runs], lab: Lab) -> None:
+    runs = make_runs()
+    runs.hold(at=2)
+    lab.machines[1].kill()
+    runs.end()
+    assert runs.hold(at=3, machines=[0, 2], every=1000).step == 2
+    [left] = runs.left()
+    assert {rank: sorted(machines) for rank, machines in left.on.items()} == {0: [0, 2], 1: [0, 2], 2: [0, 2]}
+    lab.machines[0].kill()
+    runs.end()
+    lab.machines[1].reboot()
+    assert runs.finish(machines=[1, 2], more=1).step == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize("shards", [("fsdp2", 2, "fsdp2", 1), ("ddp", 1, "fsdp2", 2), ("fsdp2", 1, "ddp", 1)], ids=str)
+def test_another_split_gets_the_same_bits(
+    make_runs: Callable[..., Runs], tier: str, shards: tuple[str, int, str, int]
+) -> None:
+    before, nproc, after, then = shards
+    runs = make_runs(tier=tier, width=1000)
+    runs.hold(at=5, machines=[0, 1], nproc=nproc, shard=before)
+    runs.end()
+    assert runs.finish(machines=[1, 0], nproc=then, shard=after, more=1).step == 4
+
+
+@pytest.mark.slow
+def test_a_machine_that_returns_with_old_steps_vetoes_none(make_runs: Callable[..., Runs], lab: Lab) -> None:
+    runs = make_runs(tier="disk")
+    runs.hold(at=7)
+    lab.machines[2].kill()
+    runs.end()
+    assert runs.hold(at=11, machines=[0, 1]).step == 6
+    runs.end()
+    lab.machines[2].reboot()
+    assert [each.step for each in runs.left([2])] == [6, 4]
+    assert runs.hold(at=13, machines=[2, 1, 0]).step == 10
+    assert 6 not in {each.step for each in runs.left([2])}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", [True, False], ids=["store", "no store"])
+def test_an_abandoned_branch_stays_abandoned(
+    make_runs: Callable[..., Runs], lab: Lab, tmp_path: Path, store: bool
+) -> None:
+    options = {"store": tmp_path / "store", "store_every": 3} if store else {}
+    runs = make_runs(tier="disk", copies=2, **options)
+    runs.hold(at=9)
+    lab.machines[2].kill()  # has all parts of step 8
+    runs.end()
+    if store:
+        back = {"resume": tmp_path / "store/step-00000003"}
+    else:  # what there is beyond step 6 is lost on all machines but that one
+        for machine in lab.machines[:2]:
+            [gone] = runs.tier_of(machine).glob("*/step-00000008.*")
+            shutil.rmtree(gone)
+        back = {}
+    assert runs.hold(at=7, machines=[0, 1], **back).step == (3 if store else 6)
+    runs.end()
+    lab.machines[2].reboot()
+    assert 8 in [each.step for each in runs.left([2]) if each.is_whole]
+    assert runs.hold(at=9).step == 6  # the step has its number twice now, on this and on the other branch
+    runs.end()
+    assert runs.finish(more=1).step == (9 if store else 8)  # each save to the store is one to the tier, too
+
+
+@pytest.mark.slow
+def test_what_was_in_memory_before_a_reboot_is_void(make_runs: Callable[..., Runs], lab: Lab, tmp_path: Path) -> None:
+    place = {"dir": f"{LOCAL}/t"}  # which outlives a reboot here, as the boot id does not
+    runs = make_runs(**place, store=tmp_path / "store", store_every=3)
+    runs.hold(at=5)
+    for machine in lab.machines:
+        machine.reboot()
+    assert runs.hold(at=8).step == 3
+    assert "before a reboot" in runs.output
+    runs.end()
+    lab.machines[1].reboot()  # one alone: others have what it had
+    assert runs.finish(more=1).step == 8
+
+
+@pytest.mark.slow
+def test_what_was_on_disks_before_a_reboot_is_not(make_runs: Callable[..., Runs], lab: Lab) -> None:
+    runs = make_runs(tier="disk")
+    runs.hold(at=5)
+    for machine in lab.machines:
+        machine.reboot()
+    assert runs.finish(more=1).step == 4
+
+
+# -- kills at each moment of a copy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loses", ["a process", "a machine"])
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_nothing_copied_is_lost_by_a_kill_at_any_moment(
+    make_runs: Callable[..., Runs], lab: Lab, tier: str, loses: str
+) -> None:
+    runs, newest = make_runs(tier=tier, width=700, every=1, give_up_after=0), None
+    for point, count in [(each, count) for each in TIER_POINTS for count in (1, 3, 4)]:
+        began = now()
+        job = runs.start(failpoint=f"{point}:1:{count}")
+        first, second, _ = job.processes.values()
+        second.await_output("ENDS at", START_S)
+        if "RESTORED" in first.output:  # else it was a copy that is made again, right after restoring
+            assert runs.restored(job).step == newest, point
+        copied = runs.copied(copies=1, since=began) or 0
+        if loses == "a machine":
+            lab.machines[1].kill()
+        runs.end()
+        newest = runs.newest()
+        assert (newest or 0) >= copied, point
+        if loses == "a machine":
+            lab.machines[1].replace()
+    assert newest is not None
+    assert runs.finish(more=1).step == newest
+
+
+@pytest.mark.slow
+def test_two_machines_may_be_lost_with_two_copies(tmp_path: Path) -> None:
+    with Lab(machines=4) as lab:
+        runs, newest = Runs(lab, tmp_path, copies=2), None
+        for lost in ((0, 1), (1, 2), (3, 0)):
+            assert runs.hold(at=(newest or 0) + 3).step == newest
+            newest = runs.copied(copies=2, since=0)
+            assert newest is not None
+            for each in lost:
+                lab.machines[each].kill(silent=each > 1)
+            runs.end()
+            for each in lost:
+                lab.machines[each].replace()
+
+
+# -- damaged copies
+
+
+def flip(part: Path) -> None:
+    """Flip a bit of what a rank wrote."""
+    file = part.with_name(f"__{part.stem.removeprefix('part-')}_0.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def cut(part: Path) -> None:
+    """Take the last byte of what a rank wrote."""
+    file = part.with_name(f"__{part.stem.removeprefix('part-')}_0.distcp")
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def unmark(part: Path) -> None:
+    """Take a checksum out of the part's manifest."""
+    part.write_text(re.sub(r'"blocks": \[\d+', '"blocks": [', part.read_text(), count=1))
+
+
+DAMAGE = {"a flipped bit": flip, "a cut file": cut, "a missing checksum": unmark}
+
+
+class Damaged:
+    """Two machines that have steps 4 and 6 each, and a store with 3 and 6; they can be put back as they were."""
+
+    def __init__(self, runs: Runs, lab: Lab, folder: Path) -> None:
+        self.runs, self._lab, self._folder = runs, lab, folder
+        runs.hold(at=7, machines=[0, 1])
+        runs.end()
+        self._copy(folder / "kept", back=False)
+
+    def put_back(self) -> None:
+        self._copy(self._folder / "kept", back=True)
+
+    def part(self, machine: int, step: int) -> Path:
+        """Return the part of rank 1, which wrote on machine 1."""
+        [path] = self.runs.tier_of(self._lab.machines[machine]).glob(f"*/step-{step:08d}.*/part-1.json")
+        return path
+
+    def _copy(self, kept: Path, back: bool) -> None:
+        places = [self.runs.tier_of(machine) for machine in self._lab.machines[:2]] + [self._folder / "store"]
+        for number, place in enumerate(places):
+            source, target = (kept / str(number), place) if back else (place, kept / str(number))
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(source, target, symlinks=True)
+
+
+def check_damage(state: Damaged, folder: Path, damage: Callable[[Path], None], where: str) -> None:
+    """Damage copies of the newest step, and see that the run goes on from the next best, and says why."""
+    state.put_back()
+    runs, expected = state.runs, 6
+    for machine in {"own": [1], "peer": [0]}.get(where, [0, 1]):
+        damage(state.part(machine, 6))
+    if where == "both and store":
+        data = folder / "store/step-00000006/__1_0.distcp"
+        data.write_bytes(data.read_bytes()[:-1])
+        expected = 4
+    restored = runs.hold(at=expected + 1, machines=[0, 1], every=1000, store_every=1000)
+    assert restored.step == expected
+    assert ("/store/" in restored.path) == (where == "both")
+    if where in ("own", "both"):
+        assert any(text in runs.output for text in ("is not good on", "is passed over")), runs.output
+    if where == "own":  # the copy of the other machine takes its place
+        files = [state.part(machine, 6).parent / "__1_0.distcp" for machine in (0, 1)]
+        assert comes_true(lambda: files[0].read_bytes() == files[1].read_bytes())
+    runs.end()
+
+
+def test_a_damaged_copy_gives_way_to_the_next_best(make_runs: Callable[..., Runs], lab: Lab, tmp_path: Path) -> None:
+    state = Damaged(make_runs(store=tmp_path / "store", store_every=3), lab, tmp_path)
+    check_damage(state, tmp_path, flip, "own")
+    check_damage(state, tmp_path, cut, "both and store")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_any_damage_of_any_copy_gives_way_to_the_next_best(
+    make_runs: Callable[..., Runs], lab: Lab, tmp_path: Path, tier: str
+) -> None:
+    state = Damaged(make_runs(store=tmp_path / "store", store_every=3, tier=tier), lab, tmp_path)
+    for damage in DAMAGE.values():
+        for where in ("own", "peer", "both", "both and store"):
+            check_damage(state, tmp_path, damage, where)
+
+
+# -- full, slow, cut off
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_a_machine_without_room_costs_copies_and_no_run(tmp_path: Path, tier: str) -> None:
+    size = 48 << 20
+    with Lab(machines=3, shm_bytes=size, disk_bytes=size) as lab:
+        runs = Runs(lab, tmp_path, tier=tier, width=700, step_s=0.1, calm="false")
+        job = runs.start(more=60)
+        runs.restored(job)
+        assert comes_true(lambda: runs.copied(1, 0) is not None, START_S)
+        before = runs.copied(1, 0)
+        fill = runs.tier_of(lab.machines[1]).parent / "fill"
+        with contextlib.suppress(OSError), fill.open("wb", 0) as file:
+            while True:
+                file.write(bytes(1 << 16))
+        outputs = job.wait(2 * START_S)
+        assert job.returncodes == [0, 0, 0], outputs
+        assert any("No space left" in output or "left, and" in output for output in outputs), outputs[0]
+        left = runs.newest()
+        assert left is not None
+        assert left >= (before or 0)
+        fill.unlink()
+        assert runs.hold(at=61 + left - left % 2).step == left
+        assert (runs.newest() or 0) > left
+
+
+@pytest.mark.slow
+def test_a_slow_network_passes_saves_over_and_loses_nothing(make_runs: Callable[..., Runs], lab: Lab) -> None:
+    runs = make_runs(width=500, every=1, calm="false", step_s=0.0)
+    lab.machines[1].slow(mbit=10)
+    job = runs.start(more=12)
+    outputs = job.wait(4 * START_S)
+    assert job.returncodes == [0, 0, 0], outputs
+    lab.machines[1].heal()
+    left = runs.newest()
+    assert left is not None
+    assert runs.finish(more=1).step == left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [3.0, 14.0])  # shorter, and longer than a transfer waits for a byte
+def test_a_cut_that_heals_costs_copies_and_no_run(make_runs: Callable[..., Runs], lab: Lab, seconds: float) -> None:
+    runs = make_runs(width=500, every=1, calm="false", step_s=0.05)
+    job = runs.start(hold=150)
+    runs.restored(job)
+    assert comes_true(lambda: runs.copied(1, 0) is not None, START_S)
+    before = runs.done()
+    lab.machines[1].cut()
+    time.sleep(seconds)
+    lab.machines[1].heal()
+    for process in job.processes.values():
+        process.await_output("HOLDS at 150", 4 * START_S)
+    assert runs.done() > before
+    copied = runs.copied(1, 0) or 0
+    assert copied > before
+    lab.machines[1].kill()
+    runs.end()
+    assert (runs.finish(machines=[2, 0], more=1).step or 0) >= copied
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_lost_while_it_receives_is_replaced(make_runs: Callable[..., Runs], lab: Lab) -> None:
+    runs = make_runs(width=700, every=1)
+    job = runs.start(failpoint="receiving:1:6")
+    [*job.processes.values()][1].await_output("ENDS at", START_S)
+    lab.machines[1].kill()
+    runs.end()
+    newest = runs.newest()
+    lab.machines[1].replace()
+    assert runs.hold(at=(newest or 0) + 2).step == newest
+
+
+# -- others
+
+
+STRANGER = """
+import socket, sys, os, time
+sys.path.insert(0, sys.argv[3])
+from stagereg.checkpoint.tiers import wire
+address, ports = sys.argv[1], [int(each) for each in sys.argv[2].split(",")]
+kept = []
+for port in ports:
+    for what in [b"", b"GET / HTTP/1.0\\r\\n\\r\\n", os.urandom(1 << 16), bytes(4096)]:
+        for _ in range(8):
+            caller = socket.create_connection((address, port), 5)
+            try:
+                caller.sendall(what)
+            except OSError:
+                pass
+            kept.append(caller)
+    try:
+        wire.connect((address, port), b"x" * 32)
+        print("LET IN")
+    except OSError as error:
+        print("refused:", error)
+print("called", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.slow
+def test_strangers_disturb_nothing(make_runs: Callable[..., Runs], lab: Lab) -> None:
+    runs = make_runs(every=1, calm="false")
+    job = runs.start(machines=[0, 1], hold=1000, steps=2000)
+    runs.restored(job)
+    tcp = "".join(Path(f"/proc/{lab.machines[0].pid}/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    lines = [line.split() for line in tcp.splitlines()]
+    ports = sorted({int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == "0A"} - {29400})
+    [server] = [port for port in ports if is_tier(lab, port)]
+    stranger = lab.machines[2].start(
+        [sys.executable, "-c", STRANGER, lab.machines[0].address, str(server), str(CHECKOUT)]
+    )
+    stranger.await_output("called", START_S)
+    assert "LET IN" not in stranger.output
+    assert "refused" in stranger.output
+    at = runs.done()
+    assert comes_true(lambda: (runs.copied(1, 0) or 0) > at + 20, START_S)
+    assert "sent away" in next(iter(job.processes.values())).output
+
+
+def is_tier(lab: Lab, port: int) -> bool:
+    """Whether what listens at a port of the first machine greets as a tier does."""
+    ask = f"import socket; s = socket.create_connection(('{lab.machines[0].address}', {port}), 2); print(s.recv(13))"
+    process = lab.machines[2].start([sys.executable, "-c", ask])
+    process.wait(START_S)
+    return "stagereg-tier" in process.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_another_run_in_the_same_folder_is_left_alone(
+    make_runs: Callable[..., Runs], lab: Lab, tmp_path: Path, tier: str
+) -> None:
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    one, other = (Runs(lab, folder, tier=tier, store=folder / "store", store_every=1000) for folder in folders)
+    one.hold(at=5)
+    one.end()
+    kept = {path: path.read_bytes() for machine in lab.machines for path in one.parts(machine)}
+    assert other.hold(at=3, width=32).step is None
+    other.end()
+    # and what somebody has copied from one into the other is refused by its id
+    [there] = {path.parents[1] for path in one.parts(lab.machines[0]) if path in kept}
+    [here] = {path.parents[1] for path in one.parts(lab.machines[0]) if path not in kept}
+    for step in there.glob("step-00000004.*"):
+        shutil.copytree(step, here / step.name)
+    assert other.finish(more=1, width=32).step == 2
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert one.finish(more=1).step == 4
+
+
+@pytest.mark.slow
+def test_a_machine_with_notes_of_another_run_does_not_decide_which_run_it_is(
+    make_runs: Callable[..., Runs], lab: Lab, tmp_path: Path
+) -> None:
+    stranger = tmp_path / "stranger"
+    stranger.mkdir()
+    older = Runs(lab, stranger)
+    for at in (3, 5, 7):  # three branches
+        older.hold(at=at, machines=[2])
+        older.end()
+    runs = make_runs()
+    runs.hold(at=3, machines=[0, 1])
+    runs.end()
+    job = runs.start(machines=[0, 1, 2], more=1)
+    outputs = job.wait(2 * START_S)
+    assert 0 not in job.returncodes, outputs
+    assert "another run" in outputs[0]
