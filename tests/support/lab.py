@@ -131,6 +131,8 @@ class Machine:
             self.cut()
         os.kill(self.pid, signal.SIGKILL)
         self._unshare.communicate(timeout=_SECONDS)  # ends when the last process of the machine has
+        # Connections that wait for an answer keep its network alive, which would answer in place of the next one there.
+        self._lab.run("ip", "link", "set", self._port, "nomaster", may_fail=True)
         self._unshare = None
         _empty(self.shm)
 
