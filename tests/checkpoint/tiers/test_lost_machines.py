@@ -306,7 +306,7 @@ def test_a_machine_without_room_costs_copies_and_no_run(tmp_path: Path, tier: st
     size = 48 << 20
     with Lab(machines=3, shm_bytes=size, disk_bytes=size) as lab:
         runs = Runs(lab, tmp_path, tier=tier, width=700, step_s=0.1, calm="false")
-        job = runs.start(more=60)
+        job = runs.start(more=40)
         runs.restored(job)
         assert comes_true(lambda: runs.copied(1, 0) is not None, START_S)
         before = runs.copied(1, 0)
@@ -321,7 +321,7 @@ def test_a_machine_without_room_costs_copies_and_no_run(tmp_path: Path, tier: st
         assert left is not None
         assert left >= (before or 0)
         fill.unlink()
-        assert runs.hold(at=61 + left - left % 2).step == left
+        assert runs.hold(at=left + 3).step == left
         assert (runs.newest() or 0) > left
 
 
@@ -329,7 +329,7 @@ def test_a_machine_without_room_costs_copies_and_no_run(tmp_path: Path, tier: st
 def test_a_slow_network_passes_saves_over_and_loses_nothing(make_runs: Callable[..., Runs], lab: Lab) -> None:
     runs = make_runs(width=500, every=1, calm="false", step_s=0.0)
     lab.machines[1].slow(mbit=10)
-    job = runs.start(more=12)
+    job = runs.start(more=6)
     outputs = job.wait(4 * START_S)
     assert job.returncodes == [0, 0, 0], outputs
     lab.machines[1].heal()
@@ -342,7 +342,7 @@ def test_a_slow_network_passes_saves_over_and_loses_nothing(make_runs: Callable[
 @pytest.mark.parametrize("seconds", [3.0, 14.0])  # shorter, and longer than a transfer waits for a byte
 def test_a_cut_that_heals_costs_copies_and_no_run(make_runs: Callable[..., Runs], lab: Lab, seconds: float) -> None:
     runs = make_runs(width=500, every=1, calm="false", step_s=0.05)
-    job = runs.start(hold=150)
+    job = runs.start(hold=60)
     runs.restored(job)
     assert comes_true(lambda: runs.copied(1, 0) is not None, START_S)
     before = runs.done()
@@ -350,7 +350,7 @@ def test_a_cut_that_heals_costs_copies_and_no_run(make_runs: Callable[..., Runs]
     time.sleep(seconds)
     lab.machines[1].heal()
     for process in job.processes.values():
-        process.await_output("HOLDS at 150", 4 * START_S)
+        process.await_output("HOLDS at 60", 4 * START_S)
     assert runs.done() > before
     copied = runs.copied(1, 0) or 0
     assert copied > before
