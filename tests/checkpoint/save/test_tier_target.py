@@ -24,11 +24,16 @@ def test_a_save_that_cannot_begin_leaves_the_step_before_it(tmp_path: Path, monk
     monkeypatch.setattr(NearCopies, "begin_save", begin_save)
     state = {"value": torch.tensor([1.0])}
     tier = stagereg.build("tier", "disk", dir=str(tmp_path), every=1, copies=0)
-    with pytest.raises(CheckpointError, match="rank 1 ended"), stagereg.Checkpointer(None, tier=tier) as checkpointer:
-        assert checkpointer.restore(state) is None
-        for step in (1, 2):
-            checkpointer.maybe_save(step, state)
-            checkpointer.wait()
+
+    def run() -> None:
+        with stagereg.Checkpointer(None, tier=tier) as checkpointer:
+            assert checkpointer.restore(state) is None
+            for step in (1, 2):
+                checkpointer.maybe_save(step, state)
+                checkpointer.wait()
+
+    with pytest.raises(CheckpointError, match="rank 1 ended"):
+        run()
     state["value"].zero_()
     with stagereg.Checkpointer(None, tier=tier) as checkpointer:
         assert checkpointer.restore(state) == 1
