@@ -160,13 +160,14 @@ def test_what_has_no_contract_is_not_shown(install: Install, check: Check) -> No
     assert found["metadata"] == ("kept", "")
 
 
-@pytest.mark.parametrize("name", ["disk", "memory", "none"])
+@pytest.mark.parametrize("name", [pytest.param("disk", marks=pytest.mark.slow), "memory", "none"])
 def test_a_built_in_tier_is_tried_where_its_medium_is(name: str, check: Check) -> None:
     result = check(f"tier/{name}", code=0)
     assert set(result["counts"]) == ({"kept", "skipped"} if name == "none" else {"kept"})
     assert len(result["cases"]) > (1 if name == "none" else 9)
 
 
+@pytest.mark.slow
 def test_a_tier_without_a_contract_is_built_from_its_folder(tmp_path: Path, check: Check) -> None:
     file = tmp_path / "many.py"
     file.write_text(TIERS)

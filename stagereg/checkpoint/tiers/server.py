@@ -132,11 +132,9 @@ class PartServer:
             finally:
                 self._strangers.release()
         except OSError as error:
-            _log.log(
-                logging.DEBUG if self._warned else logging.WARNING,
-                *("stagereg: somebody who is not of this run called its tier, and was sent away: %s", error),
-            )
-            self._warned = True
+            with self._lock:
+                level, self._warned = logging.DEBUG if self._warned else logging.WARNING, True
+            _log.log(level, "stagereg: somebody who is not of this run called its tier, and was sent away: %s", error)
         else:
             try:
                 _Session(self, connection).run()

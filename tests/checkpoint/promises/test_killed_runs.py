@@ -32,6 +32,7 @@ def kill(tmp_path: Path, limit_s: float, *asked: str) -> dict[str, list[str]]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_nothing_is_lost_by_twenty_kills(tmp_path: Path) -> None:
     assert int(kill(tmp_path, 380, "--few", "--kills", "20")["all"][2]) >= 20
