@@ -326,7 +326,7 @@ def test_a_machine_without_room_costs_copies_and_no_run(tmp_path: Path, tier: st
 
 
 @pytest.mark.slow
-def test_a_slow_network_passes_saves_over_and_loses_nothing(make_runs: Callable[..., Runs], lab: Lab) -> None:
+def test_a_slow_network_loses_nothing(make_runs: Callable[..., Runs], lab: Lab) -> None:
     runs = make_runs(width=500, every=1, calm="false", step_s=0.0)
     lab.machines[1].slow(mbit=10)
     job = runs.start(more=6)
