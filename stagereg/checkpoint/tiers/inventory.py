@@ -106,9 +106,14 @@ class NearStep(NamedTuple):
         return Manifest(self.save.step, self.save.world_size, self.save.serial, self.files, "dcp")
 
     def without(self, bad: Collection[tuple[str, int]]) -> NearStep:
-        """Return it without the copies that proved bad, by machine and the rank whose part it is."""
+        """Return it without the copies that proved bad, by machine and the rank whose part it is.
+
+        Where all of a part are, they stay: each may have what another one has not.
+        """
         parts = enumerate(self.parts)
-        return NearStep(self.save, tuple((p, tuple(m for m in on if (m, rank) not in bad)) for rank, (p, on) in parts))
+        return NearStep(
+            self.save, tuple((p, tuple(m for m in on if (m, rank) not in bad) or on) for rank, (p, on) in parts)
+        )
 
     def survives(self) -> bool:
         """Whether each part lies on two machines at least."""

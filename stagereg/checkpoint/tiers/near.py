@@ -321,7 +321,8 @@ class NearCopies:
     def restored(self, step: NearStep, found: Sequence[Found]) -> None:
         """Make the copies again that a restored step lacks, before anything else is sent. On all ranks.
 
-        ``found`` is what each rank has found, in rank order.
+        Older steps stay until another save begins, when they are made. ``found`` is what each rank has found, in rank
+        order.
         """
         own = found[self._ranks.rank]
         if self._ranks.rank == 0:
@@ -330,12 +331,12 @@ class NearCopies:
             more = f" and {len(total) - _SHOWN} machines more" if len(total) > _SHOWN else ""
             _log.info("stagereg: step %d was read in the tier: %s%s", step.save.step, sources, more)
         record.emit("restored", step=step.save.step, branch=step.save.branch, sources=dict(own.sources))
-        bad = {(each.machine, rank) for each in found for rank in each.bad}
+        bad = set().union(*(each.bad for each in found))
         step = step.without(bad)
         self._whole = [step.save]
         if self._leads:
-            self.folder.drop(step.save, [rank for machine, rank in bad if machine == self.here])
-            self.folder.delete({step.save.folder}, keep=True)
+            gone = [rank for machine, rank in bad if machine == self.here and machine not in step.parts[rank][1]]
+            self.folder.drop(step.save, gone)
             wanted = inventory.missing_copies(step, self._partners, self.tier.copies)
             for rank, machines in wanted.get(self.here, {}).items():
                 if (held := self.folder.find(step.save, rank)) is not None:

@@ -38,7 +38,7 @@ class Found(NamedTuple):
 
     machine: str  # of the rank
     sources: Counter[str]  # how many bytes were read from which machine
-    bad: set[int]  # the ranks of whose parts this machine's own copy is not what was staged
+    bad: set[tuple[str, int]]  # copies that are not what was staged: the machine, and the rank whose part it is
 
 
 class StepReader(ExitStack):
@@ -86,6 +86,8 @@ class StepReader(ExitStack):
                     take(name, rank, known, missing)
                 except (OSError, CheckpointError, ValueError) as error:
                     reasons.append(f"{machine}: {reason(error)}")
+                    if isinstance(error, DamagedError):
+                        self.found.bad.add((machine, rank))
                     _log.warning(
                         "stagereg: %s of step %d is not good on %s, and read from another copy: %s",
                         *(name, self.step.save.step, machine, reason(error)),
@@ -136,7 +138,6 @@ class StepReader(ExitStack):
         """Compare blocks of this machine's own file where they lie."""
         data = self._map(name)
         if len(data) != known.nbytes:
-            self.found.bad.add(rank)
             raise DamagedError(f"it has {len(data)} of {known.nbytes} bytes")
 
         def check(number: int) -> bool:
@@ -149,7 +150,6 @@ class StepReader(ExitStack):
             span = known.block(number)
             self._keep(self._here, name, number, data[span.start : span.stop])
         if wrong := [number for number in numbers if not good[number]]:
-            self.found.bad.add(rank)
             raise DamagedError(f"flipped bits in block {wrong[0]}")
 
     def _take_from(self, machine: str, name: str, rank: int, known: PartFile, numbers: Sequence[int]) -> None:

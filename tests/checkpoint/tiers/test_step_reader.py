@@ -90,7 +90,7 @@ def test_the_next_machine_is_asked_for_what_the_own_copy_lacks(machines: dict[st
         machines["a"].file.unlink()
     with reader(machines, step) as opened:
         assert opened.content(NAME) == DATA
-        assert opened.found.bad == ({0} if how != "missing" else set())
+        assert opened.found.bad == ({("a", 0)} if how != "missing" else set())
         assert opened.found.sources["b"] == (BLOCK_BYTES if how == "flipped" else len(DATA))
 
 
@@ -101,6 +101,9 @@ def test_a_copy_that_is_bad_on_the_way_too_is_replaced_by_the_third(machines: di
     with reader(machines, step) as opened:
         assert opened.content(NAME) == DATA
         assert opened.found.sources["c"] == BLOCK_BYTES
+        assert opened.found.bad == {("a", 0), ("b", 0)}
+    assert step.without(opened.found.bad).parts[0][1] == ("c",)
+    assert step.without({("a", 0), ("b", 0), ("c", 0)}) == step  # each may have what another one has not
 
 
 def test_what_no_machine_has_whole_is_damage_with_each_reason(machines: dict[str, Machine]) -> None:
