@@ -53,17 +53,23 @@ class MachineFolder:
     def __init__(self, root: str, run: str, durable: bool) -> None:
         self.path, self._durable = f"{root}/{run}", durable
 
+    def make(self) -> None:
+        """Make the folder, also where somebody has deleted it under a run that goes on."""
+        os.makedirs(self.path, mode=0o700, exist_ok=True)
+        if not self._durable and not (noted := Path(self.path, BOOT)).exists():
+            noted.write_text(boot_id())
+
     def prepare(self) -> None:
         """Make the folder; delete what a reboot has made void."""
-        os.makedirs(self.path, mode=0o700, exist_ok=True)
-        boot, noted = boot_id(), Path(self.path, BOOT)
+        noted, since = Path(self.path, BOOT), ""
         with contextlib.suppress(FileNotFoundError):
-            if self._durable or noted.read_text() == boot:
-                return
-            _log.warning("stagereg: %s is from before a reboot, and what was in memory then is void.", self.path)
-        for name in self._saves():
-            shutil.rmtree(f"{self.path}/{name}", ignore_errors=True)
-        noted.write_text(boot)
+            since = noted.read_text()
+        if not self._durable and since != boot_id():
+            if since:
+                _log.warning("stagereg: %s is from before a reboot, and what was in memory then is void.", self.path)
+                noted.unlink()
+            self.delete((), keep=True)
+        self.make()
 
     @property
     def nowhere(self) -> str:
@@ -98,13 +104,14 @@ class MachineFolder:
         self._replace(self.directory(part.save), manifest_name(part.rank) + _COPIED, "\n".join(machines))
 
     def delete(self, saves: Collection[str], keep: bool = False) -> None:
-        """Delete the folders of these saves, by :attr:`.SaveId.folder`; with ``keep`` all others."""
-        for name in self._saves():
-            if (name in saves) != keep:
-                gone = f"{self.path}/.{name}.tmp"  # in one step no part of it is complete any more
-                with contextlib.suppress(OSError):
-                    os.rename(f"{self.path}/{name}", gone)
-                shutil.rmtree(gone, ignore_errors=True)
+        """Delete the folders of these saves, by :attr:`.SaveId.folder`; with ``keep`` all others. Raises nothing."""
+        with contextlib.suppress(OSError):
+            for name in self._saves():
+                if (name in saves) != keep:
+                    gone = f"{self.path}/.{name}.tmp"  # in one step no part of it is complete any more
+                    with contextlib.suppress(OSError):
+                        os.rename(f"{self.path}/{name}", gone)
+                    shutil.rmtree(gone, ignore_errors=True)
 
     def drop(self, save: SaveId, ranks: Collection[int]) -> None:
         """Delete the parts of these ranks in a save: they are not what was staged."""
@@ -134,7 +141,9 @@ class MachineFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _saves(self) -> list[str]:
-        return [name for name in os.listdir(self.path) if step_of(name) is not None]
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return [name for name in os.listdir(self.path) if step_of(name) is not None]
+        return []
 
     def _parts_in(self, folder: str) -> Iterator[HeldPart]:
         with contextlib.suppress(FileNotFoundError):

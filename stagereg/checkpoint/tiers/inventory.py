@@ -115,10 +115,6 @@ class NearStep(NamedTuple):
             self.save, tuple((p, tuple(m for m in on if (m, rank) not in bad) or on) for rank, (p, on) in parts)
         )
 
-    def survives(self) -> bool:
-        """Whether each part lies on two machines at least."""
-        return all(len(machines) > 1 for _, machines in self.parts)
-
 
 def steps(reports: Mapping[str, Sequence[ReportedPart]], lineage: Lineage) -> tuple[list[NearStep], list[str]]:
     """Return the complete steps that are valid, the newest first, and a line on each other step.

@@ -153,7 +153,7 @@ class NearCopies:
         return [_Agreed(root, first, run, secret) for root, *_ in found]
 
     def _start(self) -> Site:
-        os.makedirs(self.folder.path, mode=0o700, exist_ok=True)
+        self.folder.make()
         self._server = PartServer(self.folder, self._secret, self.tier.durable, self.lacking)
         there = os.stat(self.folder.path)
         machine = f"{socket.gethostname()} {boot_id()} {there.st_dev} {there.st_ino}"  # who shares the folder
@@ -262,6 +262,10 @@ class NearCopies:
         self._serial += 1
         self._whole = [each for each in self._whole if each.folder in turn.stay]
         self._copied &= turn.stay
+        with contextlib.suppress(OSError):  # writing shows it, on all ranks
+            self.folder.make()
+            if self._leads and not os.path.exists(f"{self.folder.path}/{NOTE}"):  # the folder was deleted
+                self._note()
         if self._leads:
             self.folder.delete(turn.stay, keep=True)
         return turn.save

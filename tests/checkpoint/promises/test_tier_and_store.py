@@ -1,0 +1,142 @@
+"""A tier and a store beside it: one copy serves both, and what is wrong with one of them does not concern the other."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import stagereg
+from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.stagers.pinned_cached import PinnedCachedStager
+from stagereg.testing import run_ranks
+
+from ...support.programs import comes_true
+
+BOUND_S = 30.0
+
+
+def tier(folder: Path, **options: Any) -> Any:
+    return stagereg.build("tier", "disk", dir=str(folder), **{"every": 1, "copies": 0, **options})
+
+
+class SlowStorage(DcpStorage):
+    """Writes when it is let go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.wraps = stagereg.build("storage", "dcp")
+
+    def write_files(self, *args: Any) -> Any:
+        self.begun.set()
+        assert self.go.wait(BOUND_S)
+        return super().write_files(*args)
+
+
+class CountingStager(PinnedCachedStager):
+    """Counts the copies that it makes, and those that it is given back."""
+
+    made = given_back = 0
+
+    def stage(self, state_dict: Any) -> Any:
+        self.made += 1
+        return super().stage(state_dict)
+
+    def release(self, copy: Any) -> None:
+        self.given_back += 1
+        super().release(copy)
+
+
+def test_a_store_that_is_slow_holds_up_no_save_of_the_tier(tmp_path: Path) -> None:
+    storage, state = SlowStorage(), {"value": torch.zeros(1000)}
+    with stagereg.Checkpointer(
+        str(tmp_path / "store"), every=100, storage=storage, tier=tier(tmp_path / "tier")
+    ) as checkpointer:
+        checkpointer.save(1, state)
+        try:
+            for step in range(2, 7):
+                checkpointer.maybe_save(step, state)
+                assert comes_true(lambda step=step: checkpointer.stats.tier_saves == step, BOUND_S)
+            assert storage.begun.is_set()
+            assert checkpointer.stats.saves == 0
+        finally:
+            storage.go.set()
+        checkpointer.wait()
+        assert checkpointer.stats.saves == 1
+
+
+def test_one_copy_serves_tier_and_store_and_is_given_back_once(tmp_path: Path) -> None:
+    storage, stager, state = SlowStorage(), CountingStager(pin=False), {"value": torch.arange(1000.0)}
+    checkpointer = stagereg.Checkpointer(
+        str(tmp_path / "store"), every=1, stager=stager, storage=storage, tier=tier(tmp_path / "tier")
+    )
+    checkpointer.maybe_save(1, state)
+    state["value"].zero_()
+    assert comes_true(lambda: checkpointer.stats.tier_saves == 1 and storage.begun.is_set(), BOUND_S)
+    assert (stager.made, stager.given_back) == (1, 0)  # the store still reads it
+    storage.go.set()
+    checkpointer.wait()
+    assert (stager.made, stager.given_back) == (1, 1)
+    checkpointer.close()
+    for folder in (tmp_path / "store", tmp_path / "tier"):
+        resumed = stagereg.Checkpointer(
+            str(tmp_path / "store"),
+            tier=tier(tmp_path / ("other" if folder.name == "store" else "tier")),
+            leave=stagereg.Leave(save_last=False),
+        )
+        got = {"value": torch.zeros(1000)}
+        assert resumed.restore(got) == 1
+        assert folder in Path(str(resumed.restored)).parents
+        assert torch.equal(got["value"], torch.arange(1000.0))
+        resumed.close()
+
+
+def test_a_tier_without_room_leaves_the_store_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"value": torch.ones(1000)}
+    with stagereg.Checkpointer(
+        str(tmp_path / "store"), every=2, tier=tier(tmp_path / "tier", host_memory=10)
+    ) as checkpointer:
+        for step in (1, 2):
+            checkpointer.maybe_save(step, state)
+            checkpointer.wait()
+        assert (checkpointer.stats.saves, checkpointer.stats.tier_saves) == (1, 0)
+    warnings = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert sum("tier.host_memory=10B would be passed" in each for each in warnings) == 2
+
+
+def lose_folder(rank: int, world_size: int, root: str) -> tuple[int, int]:
+    """Lose the folder of the tier between two saves, as where a login ends and its memory is cleared."""
+    folder, state = Path(root, "tier"), {"value": torch.ones(10) * rank}
+    with stagereg.Checkpointer(None, tier=tier(folder), leave=stagereg.Leave(save_last=False)) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.maybe_save(step, {"value": stagereg.per_rank(state["value"])})
+            checkpointer.wait()
+            dist.barrier()
+            if step == 1 and rank == 0:
+                shutil.rmtree(folder)
+            dist.barrier()
+        return checkpointer.stats.tier_saves, len([*folder.glob("*/step-*/part-*.json")])
+
+
+def test_a_run_goes_on_where_the_folder_of_its_tier_vanishes(tmp_path: Path) -> None:
+    state = {"value": torch.ones(10)}
+    with stagereg.Checkpointer(str(tmp_path / "store"), every=100, tier=tier(tmp_path / "tier")) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.maybe_save(step, state)
+            checkpointer.wait()
+            if step == 1:
+                shutil.rmtree(tmp_path / "tier")
+        assert checkpointer.stats.tier_saves == 3
+
+
+def test_ranks_go_on_where_the_folder_of_their_tier_vanishes(tmp_path: Path) -> None:
+    for saves, parts in run_ranks(lose_folder, 2, args=(str(tmp_path),), timeout_s=60):
+        assert saves == 3
+        assert parts == 4
