@@ -347,7 +347,7 @@ class Checkpointer:
         restored = restoring.restore(restoring.RestoreRequest(*what, self.wait, self._crashes, how.fresh, near))
         step = None if restored is None else restored.manifest.step
         if near is not None:
-            near.begin_branch(step)
+            near.go_on_from(step)
         self._store.retention.spared.clear()
         self._target.metrics.forget_steps()
         if self._ranks.rank == 0:

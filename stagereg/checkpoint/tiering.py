@@ -75,9 +75,9 @@ class Tiering:
             self.near.move(store)
 
     def finish(self, stored: int | None) -> None:
-        """The run has come to its end: delete what is in the tier, if the store has come as far."""
+        """The run has come to its end: delete what is in the tier, if it has saved, and the store has come as far."""
         newest = None if self.background is None else self.background.newest
-        if self.near is not None and stored is not None and (newest is None or newest <= stored):
+        if self.near is not None and stored is not None and newest is not None and newest <= stored:
             self.near.clear()
 
     def close(self) -> None:

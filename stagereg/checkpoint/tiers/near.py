@@ -104,7 +104,8 @@ class NearCopies:
         self._lock: StoreLock | None = None
         self._whole: list[SaveId] = []  # whose parts of this rank are complete, the newest last
         self._copied: set[str] = set()  # the folders of those that are copied as often as they should be
-        self._fresh = True  # it is not known yet which step this run goes on from
+        self._origin: int | None = None  # the step that this run goes on from
+        self._fresh = True  # it has saved nothing yet
         self._serial = 0
         self._lag = CopyLag()
         self._is_over = False  # nothing of the run is needed here any more
@@ -200,8 +201,12 @@ class NearCopies:
 
     # -- branches
 
-    def begin_branch(self, step: int | None) -> None:
-        """This run goes on from ``step``, ``None`` from the beginning: what was saved beyond it is void. Collective."""
+    def go_on_from(self, step: int | None) -> None:
+        """The run goes on from ``step``, ``None`` from the beginning; what is beyond it is void once it saves."""
+        self._origin, self._fresh = step, True
+
+    def _begin_branch(self, step: int) -> None:
+        """Void what was saved beyond ``step``. Collective."""
 
         def newest() -> int:
             there = self._store.checkpoints()[0] if self._ranks.rank == 0 else []
@@ -209,7 +214,7 @@ class NearCopies:
 
         failing = "The tier could not note where this run goes on from"
         stored = self._ranks.run_on_all(failing, newest)[0]
-        self._lineage = self._lineage.branched(-1 if step is None else step, stored)
+        self._lineage = self._lineage.branched(step, stored)
         self._serial, self._fresh = 0, False
         self._ranks.run_on_all(failing, self._note)
 
@@ -217,7 +222,7 @@ class NearCopies:
         """Have another store know the run, whose checkpoints go there from now on. Collective."""
         self._store = store
         if not self._fresh:
-            self.begin_branch(MOST)  # nothing was given up
+            self._begin_branch(MOST)  # nothing was given up
 
     def _note(self) -> None:
         text = self._lineage.dumps()
@@ -235,7 +240,7 @@ class NearCopies:
     def begin_save(self, step: int) -> SaveId | None:
         """Agree on a save of the tier, and make room for it; ``None`` while copies are still being sent. Collective."""
         if self._fresh:
-            self.begin_branch(None)
+            self._begin_branch(-1 if self._origin is None else self._origin)
 
         def look() -> _Own:
             busy, whole = self._threads.busy, tuple(each.folder for each in self._whole)

@@ -1,0 +1,143 @@
+"""What the ranks of a run agree on about its tier: which steps stay, which are void, and when nothing is left of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import stagereg
+from stagereg.checkpoint.tiers.peer import Peer
+from stagereg.errors import CheckpointError
+from stagereg.testing import run_ranks
+
+from ...support.programs import comes_true
+
+BOUND_S = 30.0
+STAYS = stagereg.Leave(save_last=False)
+
+
+def checkpointer(root: str, store: bool = False, **options: Any) -> Any:
+    """Two ranks are two machines: each has a folder of its own."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    tier = stagereg.build("tier", "disk", dir=f"{root}/{rank}", every=1)
+    options = {"every": 1 if store else 100, "leave": STAYS, **options}
+    return stagereg.Checkpointer(f"{root}/store", tier=tier, **options)
+
+
+def settle(of: Any) -> None:
+    of.wait()
+    assert comes_true(lambda: not of._tiering.near._threads.busy, BOUND_S)
+    dist.barrier()
+
+
+def steps_in(root: str, rank: int) -> set[int]:
+    return {int(path.parent.name[5:13]) for path in Path(root, str(rank)).glob("*/step-*/part-*.json")}
+
+
+def lose_copies(rank: int, world_size: int, root: str) -> list[set[int]]:
+    """Save steps, of which only the first can be copied; return what each left on this rank."""
+    found = []
+    with checkpointer(root) as saving, pytest.MonkeyPatch.context() as patched:
+        for step in range(1, 5):
+            if step == 2:
+
+                def refuse(*_: object) -> None:
+                    raise CheckpointError("no room")
+
+                patched.setattr(Peer, "put", refuse)
+            saving.maybe_save(step, {"x": stagereg.per_rank(torch.tensor([rank, step]))})
+            settle(saving)
+            found.append(steps_in(root, rank))
+    return found
+
+
+def test_a_copied_step_stays_until_a_newer_one_is_copied(tmp_path: Path) -> None:
+    for found in run_ranks(lose_copies, 2, args=(str(tmp_path),), timeout_s=90):
+        assert found == [{1}, {1, 2}, {1, 3}, {1, 4}]
+
+
+def save_in_both(rank: int, world_size: int, root: str) -> list[Any]:
+    """Save what is alike and what is not to tier and store at once; return what each of them gives back."""
+    model = torch.nn.Linear(400, 400)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(2.0)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    saving = checkpointer(root, store=True)
+    for step in (1, 2, 3):
+        own = torch.tensor([rank, step])
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        saving.maybe_save(step, {"model": wrapped, "own": stagereg.per_rank(own)})
+        settle(saving)
+    nbytes = saving.stats.bytes_staged
+    saving.close()
+    got: list[Any] = []
+    for tier in (True, False):
+        other = checkpointer(root) if tier else stagereg.Checkpointer(f"{root}/store", leave=STAYS)
+        own = torch.zeros(2, dtype=torch.int64)
+        with torch.no_grad():
+            model.weight.zero_()
+        step = other.restore({"model": wrapped, "own": stagereg.per_rank(own)})
+        got.append((step, model.weight.unique().tolist(), own.tolist(), f"{root}/store" in str(other.restored)))
+        other.close()
+    return [nbytes, *got]
+
+
+def test_tier_and_store_have_the_same_of_what_ranks_hold_alike(tmp_path: Path) -> None:
+    whole = 4 * (400 * 400 + 400)
+    for rank, (nbytes, near, stored) in enumerate(run_ranks(save_in_both, 2, args=(str(tmp_path),), timeout_s=90)):
+        assert near == (3, [4.0], [rank, 3], False)
+        assert stored == (3, [4.0], [rank, 3], True)
+        assert nbytes < 2.1 * whole  # the first as a whole, where they compare; of the others a share
+
+
+def run(root: Path, *steps: int, **options: Any) -> tuple[int | None, str]:
+    """Restore, and save these steps; return what was restored, and from where."""
+    with checkpointer(str(root), **options) as saving:
+        restored = saving.restore({"x": torch.zeros(1)})
+        for step in steps:
+            saving.maybe_save(step, {"x": torch.ones(1)})
+            saving.wait()
+        return restored, str(saving.restored)
+
+
+def test_going_back_to_an_older_step_voids_later_ones_once_something_is_saved(tmp_path: Path) -> None:
+    run(tmp_path, 1, 2, every=2)
+    run(tmp_path, 3, 4, 5, every=100)
+    back = str(tmp_path / "store" / "step-00000002")
+    assert run(tmp_path, resume=back) == (2, back)  # as an evaluation does
+    restored, where = run(tmp_path)
+    assert (restored, Path(where).parents[1]) == (5, tmp_path / "0")
+    assert run(tmp_path, 3, resume=back) == (2, back)
+    restored, where = run(tmp_path)
+    assert (restored, Path(where).parents[1]) == (3, tmp_path / "0")
+
+
+def test_steps_in_the_tier_are_progress_that_ends_the_count_of_crashes(tmp_path: Path) -> None:
+    """Those that a run restores and goes beyond, before it dies each time, are not what it dies of."""
+
+    def die(*steps: int) -> int | None:
+        saving = checkpointer(str(tmp_path), restore=stagereg.Restore(give_up_after=2))
+        restored: int | None = saving.restore({"x": torch.zeros(1)})
+        for step in steps:
+            saving.maybe_save(step, {"x": torch.ones(1)})
+            saving.wait()
+        saving._crashes.crashed = True
+        saving.close()
+        return restored
+
+    assert [die(1), die(2), die(3), die(4), die()] == [None, 1, 2, 3, 4]
+    assert (tmp_path / "store" / ".restored.json").exists()
+    assert [die(), die(5), die()] == [4, 3, 5]
+
+
+def test_the_end_of_a_run_clears_its_tier_only_if_the_store_has_come_as_far(tmp_path: Path) -> None:
+    run(tmp_path, 1, 2, every=1)
+    assert steps_in(str(tmp_path), 0) == set()
+    run(tmp_path, 3, every=100)
+    assert steps_in(str(tmp_path), 0) == {3}
