@@ -27,6 +27,7 @@ class TierBackground(SaveThread):
         if save.agreed is None:  # else the save to the store counts them
             self.stats.bytes_staged += save.copy.nbytes or 0
         record.emit("tier", step=save.step, start=began, seconds=ended - began, bytes=nbytes, dir=save.to.where)
+        self._call_listeners(save.step)
 
     def _clear(self) -> None:
         """What is no longer kept goes before another save is written."""
