@@ -48,6 +48,11 @@ def write_part(folder: MachineFolder, sizes: Mapping[str, int], step: int = 1, r
     return part
 
 
+def tier_threads() -> set[threading.Thread]:
+    """The threads of this process that serve and copy parts."""
+    return {each for each in threading.enumerate() if each.name.startswith("stagereg-tier")}
+
+
 def files_below(folder: MachineFolder) -> list[str]:
     """Whatever lies in a machine's folder but what the folder itself is, and notes of which parts were received."""
     found = [each.name for each in Path(folder.path).rglob("*") if each.is_file() and each.name != ".boot"]

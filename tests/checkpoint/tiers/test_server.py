@@ -38,6 +38,7 @@ from tests.support.tier_parts import (
     files_below,
     new_folder,
     serving,
+    tier_threads,
     write_part,
 )
 from tests.support.watching import watching
@@ -387,6 +388,7 @@ def test_a_receiver_that_freezes_ends_the_transfer(here: MachineFolder, monkeypa
 
 
 def test_closing_the_server_ends_a_transfer_and_deletes_what_came(here: MachineFolder, there: MachineFolder) -> None:
+    before = tier_threads()
     part = write_part(here, {"big": 8 * BLOCK_BYTES})
     reached, go_on = threading.Event(), threading.Event()
 
@@ -413,7 +415,7 @@ def test_closing_the_server_ends_a_transfer_and_deletes_what_came(here: MachineF
         thread.join(BOUND_S)
         assert not thread.is_alive()
     assert len(errors) == 1
-    assert [each.name for each in threading.enumerate() if each.name.startswith("stagereg-tier")] == []
+    assert tier_threads() <= before
 
 
 def test_two_senders_of_one_part_do_not_meet(here: MachineFolder, there: MachineFolder, server: PartServer) -> None:

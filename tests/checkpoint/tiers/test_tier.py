@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -83,16 +84,15 @@ def tier_in(folder: Path, **options: Any) -> Tier:
 def crash(folder: Path, more: int = 0) -> tuple[int | None, str]:
     """Restore, take steps, and end without an end in good order; what was restored, and from where."""
     state = {"x": 0}
-    checkpointer = Checkpointer(str(folder / "store"), every=100, tier=tier_in(folder))
-    step = checkpointer.restore(state)
-    found = str(checkpointer.restored)
-    for each in range((step or 0) + 1, (step or 0) + 1 + more):
-        state["x"] = each
-        checkpointer.maybe_save(each, state)
-    checkpointer.wait()
-    assert state["x"] == (step or 0) + more
-    checkpointer._crashes.crashed = True
-    checkpointer.close()
+    with contextlib.closing(Checkpointer(str(folder / "store"), every=100, tier=tier_in(folder))) as checkpointer:
+        step = checkpointer.restore(state)
+        found = str(checkpointer.restored)
+        for each in range((step or 0) + 1, (step or 0) + 1 + more):
+            state["x"] = each
+            checkpointer.maybe_save(each, state)
+        checkpointer.wait()
+        assert state["x"] == (step or 0) + more
+        checkpointer._crashes.crashed = True
     return step, found
 
 
