@@ -17,7 +17,7 @@ from stagereg.checkpoint.tiers.folder import MachineFolder
 from stagereg.checkpoint.tiers.part import Part
 from stagereg.checkpoint.tiers.peer import Peer
 from stagereg.errors import CheckpointError
-from tests.support.tier_parts import SECRET, connected, files_below, new_folder, serving, write_part
+from tests.support.tier_parts import SECRET, connected, files_below, new_folder, serving, tier_threads, write_part
 from tests.support.watching import watching
 
 BOUND_S = 30
