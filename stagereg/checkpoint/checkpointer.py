@@ -158,15 +158,15 @@ class Checkpointer:
             schedule = schedule_of(every, failure.mtbf, process_group)
             self._target = SaveTarget(self._store, policy, self._storage, self._ranks, token, schedule)
             self._tiering = Tiering(chosen, process_group, self._store, self._stores, failure)
-            self._begin(ShareBook(replicas.verify_every, replicas.share), process_group, components)
+            self._begin(replicas, process_group, components)
 
     def _begin(
-        self, shared: ShareBook, process_group: dist.ProcessGroup | None, components: Mapping[str, OnCommit]
+        self, replicas: Replicas, process_group: dist.ProcessGroup | None, components: Mapping[str, OnCommit]
     ) -> None:
         """Make what saves and exchanges, on all ranks: one group for each kind of exchange, which must not meet."""
-        first = self._ranks.rank == 0
+        near, first = self._tiering, self._ranks.rank == 0
         warns, cast = self._failure.on_error == "warn", self.restore_options.cast
-        near = self._tiering
+        shared = ShareBook(replicas.verify_every, replicas.share, near.copied_to)
         self._background = Background(self._target, self._failure.timeout, warns, near.background)
         self._saver = Saver(self._target, self._stager, self._background, shared, cast, near.target, self._stores)
         self.stats = self._background.stats

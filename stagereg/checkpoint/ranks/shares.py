@@ -12,14 +12,14 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from stagereg.checkpoint.format.checksum import crc32
-from stagereg.checkpoint.ranks.comparing import EntryContents, HeldTensor, Kind, Part, Place
+from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, HeldTensor, Kind, Part
 from stagereg.checkpoint.state.entries import local_part
 from stagereg.errors import DisagreementError, name_ranks
 from stagereg.kernel.memory import view_of
@@ -29,6 +29,8 @@ _SAMPLED = 16  # tensors, and elements of each
 _NOTHING = torch.empty(0)
 SAMPLES = "stagereg.samples"
 """The entry of a staged copy that goes into no checkpoint: elements of what ranks share, to be compared each time."""
+DOUBLES = "stagereg.doubles"
+"""Another one: other ranks' shares by their ranks, as tensors by dotted name."""
 
 
 class Cut(NamedTuple):
@@ -50,6 +52,8 @@ class Shares(NamedTuple):
     cuts: dict[Kind, list[Cut]]  # by kind
     parts: dict[str, Part | None]  # where it lies in the whole by dotted name; ``None`` for what others write
     first: dict[Kind, int]  # of the ranks that share a kind, the lowest
+    doubles: dict[int, dict[Kind, list[Cut]]]  # of ranks whose shares this one writes as well, their cuts
+    doubled: bool  # whether a rank does so with this one's
 
 
 class ShareBook:
@@ -62,10 +66,11 @@ class ShareBook:
     Args:
         every: they compare in every that many saves; 0 for the first alone.
         share: whether what is alike is shared.
+        pairs: as for :func:`.comparing.double`.
     """
 
-    def __init__(self, every: int, share: bool) -> None:
-        self.share = share
+    def __init__(self, every: int, share: bool, pairs: Sequence[tuple[int, Sequence[int]]] = ()) -> None:
+        self.share, self.pairs = share, pairs
         self._every = every
         self._numbers = itertools.count()
         self._known: dict[int, Shares | None] = {-2: None, -1: None}  # what goes after the last saves that have ended
@@ -82,8 +87,10 @@ class ShareBook:
         after = None if failed else found or self._known.get(number - 1)
         self._known = {number - 1: self._known.get(number - 1), number: after}
 
-    def cut(self, number: int, entries: Mapping[str, Any]) -> tuple[dict[str, Any], Shares] | None:
-        """Return what this rank writes of entries in a save, and its shares in that.
+    def cut(
+        self, number: int, entries: Mapping[str, Any], doubles: bool = False
+    ) -> tuple[dict[str, Any], Shares] | None:
+        """Return what this rank writes of entries in a save, with others' shares if it ``doubles``, and its shares.
 
         Returns ``None`` if it is all of it: ranks compare in this save, or, on the training thread, that is not known.
         """
@@ -95,13 +102,13 @@ class ShareBook:
             if before not in known:
                 return None
             shares = known[before]
-            if shares is not None and (found := cut(entries, shares)) is not None:
+            if shares is not None and (found := cut(entries, shares, doubles)) is not None:
                 return found, shares
         return None
 
 
-def cut(entries: Mapping[str, Any], shares: Shares) -> dict[str, Any] | None:
-    """Return entries with shares in place of what others have as well, and samples of these.
+def cut(entries: Mapping[str, Any], shares: Shares, doubles: bool = False) -> dict[str, Any] | None:
+    """Return entries with shares in place of what others have as well, and samples of these; or others' shares too.
 
     Returns ``None`` if a tensor is not there any more, or is another one.
     """
@@ -115,7 +122,22 @@ def cut(entries: Mapping[str, Any], shares: Shares) -> dict[str, Any] | None:
             f"{first}.{kind[1]:d}.{kind[0]}": _sample(entries[kind[0]], shares.cuts[kind])
             for kind, first in shares.first.items()
         }
+    if doubles and shares.doubles:
+        found[DOUBLES] = {
+            str(rank): dict(
+                itertools.chain.from_iterable(_taken(entries[kind[0]], kind[0], cuts[kind]) for kind in cuts)
+            )
+            for rank, cuts in shares.doubles.items()
+        }
     return found
+
+
+def _taken(value: Any, entry: str, cuts: Sequence[Cut]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the tensors of a share, by dotted name."""
+    for holder, key, _, _, rows, part in cuts:
+        if part is not None:
+            x = local_part(functools.reduce(lambda at, step: at[step], (*holder, key), value)).detach()
+            yield ".".join(map(str, (entry, *holder, key))), x if rows is None else x.narrow(*rows)
 
 
 def _sample(value: Any, cuts: Sequence[Cut]) -> list[torch.Tensor]:
@@ -178,18 +200,22 @@ def expect_samples_alike(ranks: Sequence[Mapping[str, int]]) -> None:
                 )
 
 
-def shares(
-    number: int, own: Mapping[Kind, EntryContents], places: Mapping[Kind, Place], mixed: Collection[str] = ()
-) -> Shares:
-    """Return this rank's shares of what others have as well, as found in the save ``number``."""
-    found = Shares(number, {}, {}, {})
-    for kind, (first, ranks, at) in places.items():
-        pieces = [piece._replace(nbytes=0) if piece.name in mixed else piece for piece in own[kind].pieces]
-        cuts = {piece.name: each for piece, each in zip(pieces, _cuts(pieces, ranks, at), strict=True)}
-        kept = {name: each for name, each in cuts.items() if name not in mixed}
-        if ranks > 1 and kept:
-            found.cuts[kind], found.first[kind] = [*kept.values()], first
-            found.parts.update({name: each.part for name, each in kept.items()})
+def shares(number: int, own: Mapping[Kind, EntryContents], compared: Compared, of: Collection[str]) -> Shares:
+    """Return this rank's shares of the entries ``of`` which others have as well, as found in the save ``number``."""
+    found = Shares(number, {}, {}, {}, {}, bool(compared.doubled))
+    for kind, (first, ranks, at) in compared.places.items():
+        pieces = [piece._replace(nbytes=0) if piece.name in compared.mixed else piece for piece in own[kind].pieces]
+
+        def cuts(index: int, pieces: Sequence[HeldTensor] = pieces, count: int = ranks) -> list[Cut]:
+            each = zip(pieces, _cuts(pieces, count, index), strict=True)
+            return [*{piece.name: cut for piece, cut in each if piece.name not in compared.mixed}.values()]
+
+        if ranks > 1 and kind[0] in of and (kept := cuts(at)):
+            found.cuts[kind], found.first[kind] = kept, first
+            found.parts.update({".".join(map(str, (kind[0], *each.holder, each.key))): each.part for each in kept})
+            for rank, numbers in compared.doubles.items():
+                if kind in numbers:
+                    found.doubles.setdefault(rank, {})[kind] = cuts(numbers[kind])
     return found
 
 

@@ -14,8 +14,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 import stagereg.record as record
@@ -66,6 +67,7 @@ class Target(Protocol):
     schedule: Schedule  # says when
     last: LastSave
     optional: bool  # what fails there, once all ranks have staged, is a warning
+    doubles: bool  # ranks write others' shares as well
 
     @property
     def where(self) -> str:
@@ -78,6 +80,23 @@ class Target(Protocol):
 
     def expect_room(self, nbytes: int) -> None:
         """Raise ``OSError`` if it is known that so many bytes of each rank do not fit."""
+        ...
+
+    def write(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        doubled: Collection[str],
+        doubles: Mapping[str, Mapping[str, torch.Tensor]],
+    ) -> list[WriteResult]:
+        """Write this rank's files.
+
+        Args:
+            plan: this rank's share of the plan.
+            planner: has the tensors.
+            doubled: the names of those that another rank writes as well.
+            doubles: the shares of others, by their ranks, and in them by name.
+        """
         ...
 
     def finish(self, metadata: Metadata | None, results: list[list[WriteResult]]) -> None:
@@ -119,6 +138,7 @@ class SaveTarget:
     """
 
     optional = False
+    doubles = False
 
     def __init__(
         self,
@@ -150,6 +170,9 @@ class SaveTarget:
 
     def expect_room(self, nbytes: int) -> None:
         """Writing shows it."""
+
+    def write(self, plan: SavePlan, planner: SavePlanner, *_: object) -> list[WriteResult]:
+        return self.storage.write_data(plan, planner).wait()
 
     def finish(self, metadata: Metadata | None, results: list[list[WriteResult]]) -> None:
         if metadata is None:

@@ -6,11 +6,14 @@ Nobody waits for its copies: the next save finds out how far they have come.
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from stagereg.checkpoint.format.index import INDEX
@@ -18,7 +21,7 @@ from stagereg.checkpoint.format.manifest import FileMark
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.pending_save import Begun, LastSave
 from stagereg.checkpoint.save.schedule import Schedule
-from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.storage.doubled import DoubledStorage, doubled_name
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.local_files import sync
 from stagereg.checkpoint.tiers.near import NearCopies
@@ -28,11 +31,12 @@ from stagereg.checkpoint.tiers.part import Part, PartFile, SaveId
 class TierTarget:
     """The tier of one checkpointer; a :class:`.Target`."""
 
-    optional = True
+    optional = doubles = True
 
     def __init__(self, near: NearCopies, ranks: RankGroup, schedule: Schedule) -> None:
         self._near, self.ranks, self.schedule = near, ranks, schedule
-        self._files = DcpStorage(direct="auto" if near.tier.durable else "never")
+        direct = "auto" if near.tier.durable else "never"
+        self._files, self._others = DoubledStorage(direct), DoubledStorage(direct)
         self.storage: Storage = self._files
         self.last = LastSave(self.storage.repeats)
         self._save: SaveId | None = None
@@ -54,6 +58,24 @@ class TierTarget:
         """Raise ``OSError`` if this machine has no room for so many bytes of each of its ranks."""
         if why := self._near.lacking(nbytes * self._near.ranks_here):
             raise OSError(errno.ENOSPC, why)
+
+    def write(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        doubled: Collection[str],
+        doubles: Mapping[str, Mapping[str, torch.Tensor]],
+    ) -> list[WriteResult]:
+        self._files.doubled = doubled
+        assert self._save is not None
+        results = self._files.write_data(plan, planner).wait()
+        for rank, tensors in doubles.items():
+            name, folder = doubled_name(int(rank)), self._near.folder
+            with contextlib.suppress(OSError):  # then it is sent
+                path = folder.double_path(self._save, name)
+                file = PartFile(*self._others.write_double(path, tensors))
+                folder.note_double(Part(self._save, int(rank), {name: file}))
+        return results
 
     def finish(self, metadata: Metadata | None, results: list[list[WriteResult]]) -> None:
         """Leave out torch's metadata: nothing reads a tier but this project."""

@@ -113,27 +113,31 @@ def _write_item(file: AlignedFile, name: str, item: WriteItem, data: Any) -> Wri
     x = data.detach().resolve_conj().resolve_neg()
     around = envelope(x)
     if around is not None:
-        return _result(item, name, _write_tensor(file, x, around), x, around)
+        return result_of(item, name, write_tensor(file, x, around, aligned=True), x, around)
     own = x.layout is torch.strided and x.untyped_storage().nbytes() == x.nbytes
     return write_archive(file, name, item, x.cpu() if own else x.cpu().clone())
 
 
-def _result(item: WriteItem, name: str, begin: int, x: torch.Tensor, around: Envelope) -> TensorResult:
-    length = len(around.head) + x.nbytes + len(around.tail)
-    stride = None if x.is_contiguous() else around.stride
-    return TensorResult(item.index, length, _StorageInfo(name, begin, length), begin + len(around.head), stride)
+def write_tensor(file: AlignedFile, x: torch.Tensor, around: Envelope, aligned: bool = False) -> tuple[int, int]:
+    """Write head, content and tail; return where in the file they begin, and their length.
 
-
-def _write_tensor(file: AlignedFile, x: torch.Tensor, around: Envelope) -> int:
-    """Write head, content and tail; return where in the file they begin."""
+    ``aligned``: behind as many zeros as large memory needs to go past buffers.
+    """
     if not x.is_cpu or x.stride() != around.stride:
         x = torch.empty_strided(x.shape, around.stride, dtype=x.dtype).copy_(x)
-    file.align(x.data_ptr() - len(around.head), x.nbytes)
+    if aligned:
+        file.align(x.data_ptr() - len(around.head), x.nbytes)
     begin = file.tell()
     file.write(around.head)
     file.write_memory(view_of(x))
     file.write(around.tail)
-    return begin
+    return begin, file.tell() - begin
+
+
+def result_of(item: WriteItem, name: str, place: tuple[int, int], x: torch.Tensor, around: Envelope) -> TensorResult:
+    """Return what is said of a tensor that was written at a place in the file ``name``."""
+    stride = None if x.is_contiguous() else around.stride
+    return TensorResult(item.index, place[1], _StorageInfo(name, *place), place[0] + len(around.head), stride)
 
 
 def _in_place(x: InPlace, name: str, place: int) -> WriteResult:

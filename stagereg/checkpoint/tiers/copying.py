@@ -134,10 +134,10 @@ class CopyThread:
         return len(done) == self._wanted(copying)
 
     def _send(self, copying: _Copying, machine: str, done: Sequence[str]) -> bool:
-        part, error = copying.part, ""
+        part, error, sent = copying.part, "", 0
         start, began = record.now(), time.monotonic()
         try:
-            self._peer(machine).put(part, copying.directory)
+            sent = self._peer(machine).put(part, copying.directory)
             failpoint("acknowledged")
             self._folder.note_copied(part, [*copying.have, *done, machine])
             failpoint("copied")
@@ -149,7 +149,7 @@ class CopyThread:
             self._failing.add(machine)
         record.emit(
             "copy",
-            **{"step": part.save.step, "rank": part.rank, "to": machine, "bytes": part.nbytes},
+            **{"step": part.save.step, "rank": part.rank, "to": machine, "bytes": part.nbytes, "sent": sent},
             **{"start": start, "seconds": time.monotonic() - began, **({"error": error} if error else {})},
         )
         return not error

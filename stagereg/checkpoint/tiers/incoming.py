@@ -27,6 +27,7 @@ class IncomingPart:
     Attributes:
         part: as given.
         token: tells it from all others, and is known to its sender alone.
+        here: the blocks that this machine has already, since one of its ranks has written them too.
         left: bytes that are yet to come.
         touched: when something came last, of ``time.monotonic``.
 
@@ -36,15 +37,18 @@ class IncomingPart:
 
     def __init__(self, part: Part, folder: MachineFolder, durable: bool) -> None:
         self.part, self._folder, self._durable = part, folder, durable
-        self.token, self.left, self.touched = secrets.token_hex(16), part.nbytes, time.monotonic()
+        self.token, self.touched = secrets.token_hex(16), time.monotonic()
         self._lock = threading.Lock()
         self._turn = threading.Lock()  # of a file the system lets one write at a time, and has others spin
-        self._missing = {(name, number) for name, file in part.files.items() for number in range(len(file.blocks))}
-        self._half = len(self._missing) // 2
         self._hidden = f"{folder.directory(part.save)}/.{self.token}.tmp"
         os.makedirs(self._hidden, mode=0o700)
+        self.here = folder.take_double(part, self._hidden)
+        blocks = {(name, number) for name, file in part.files.items() for number in range(len(file.blocks))}
+        self._missing = blocks - self.here
+        self.left = sum(len(part.files[name].block(number)) for name, number in self._missing)
+        self._half = len(self._missing) // 2
         for name in part.files:
-            os.close(os.open(f"{self._hidden}/{name}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+            os.close(os.open(f"{self._hidden}/{name}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
 
     def write(self, name: str, number: int, block: memoryview) -> None:
         """Take a block whose checksum is right."""

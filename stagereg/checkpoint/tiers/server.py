@@ -84,11 +84,12 @@ class PartServer:
     def begin(self, part: Part) -> IncomingPart:
         """Take in a part. Raises: ``CheckpointError``: there is no room, or it is closed; ``OSError``."""
         with self._lock:
-            if why := self._room(part.nbytes + sum(each.left for each in self._coming.values())):
-                raise CheckpointError(f"no room: {why}")
             if self._closed:
                 raise CheckpointError("this process is ending")
             incoming = IncomingPart(part, self.folder, self.durable)
+            if why := self._room(incoming.left + sum(each.left for each in self._coming.values())):
+                incoming.discard()
+                raise CheckpointError(f"no room: {why}")
             self._coming[incoming.token] = incoming
             return incoming
 
@@ -246,7 +247,7 @@ class _Session:
                 raise CheckpointError("another part of that rank and save is here")
             return {"have": True}
         self._incoming, self._owns = self._server.begin(part), True
-        return {"token": self._incoming.token}
+        return {"token": self._incoming.token, "here": sorted(self._incoming.here)}
 
     def _stream(self, request: dict[str, Any]) -> dict[str, Any]:
         self._incoming, self._owns = self._server.find(request["token"]), False

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Leave, Replicas
-from stagereg.checkpoint.ranks.comparing import EntryContents, HeldTensor, Part, Place
+from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, HeldTensor, Kind, Part, Place
 from stagereg.checkpoint.ranks.shares import Cut, ShareBook, Shares, shares
 from stagereg.checkpoint.store.failpoints import watch
 from stagereg.errors import CheckpointError, ConfigError
@@ -295,6 +295,11 @@ tensors = st.lists(st.lists(st.integers(0, 40_000), max_size=3).map(torch.Size),
 )
 
 
+def told(kind: Kind, count: int, rank: int) -> Compared:
+    """What a rank is told of a kind that so many have alike."""
+    return Compared([], {kind: Place(0, count, rank)}, set(), {}, [])
+
+
 @given(tensors, st.integers(2, 5))
 def test_shares_cover_each_tensor_once_and_are_balanced(shapes: list[torch.Size], count: int) -> None:
     pieces = [
@@ -302,7 +307,7 @@ def test_shares_cover_each_tensor_once_and_are_balanced(shapes: list[torch.Size]
         for i, shape in enumerate(shapes)
     ]
     own, kind = EntryContents(pieces, [0] * len(pieces)), ("x", True)
-    each = [shares(0, {kind: own}, {kind: Place(0, count, rank)}).cuts.get(kind, []) for rank in range(count)]
+    each = [shares(0, {kind: own}, told(kind, count, rank), "x").cuts.get(kind, []) for rank in range(count)]
     total, staged = sum(shape.numel() for shape in shapes), [0] * count
     for i, shape in enumerate(shapes):
         parts = []
@@ -336,7 +341,7 @@ def test_ranks_write_the_same_shares_whatever_they_know_when_they_stage(data: st
             of = number if known is None else known[1].found_in
             found.append(of)
             cuts = {("x", True): [Cut((), "a", torch.Size([sizes[number]]), torch.float32, None, None)]}
-            new = Shares(number, cuts, {"x.a": None}, {("x", True): 0}) if known is None else None
+            new = Shares(number, cuts, {"x.a": None}, {("x", True): 0}, {}, False) if known is None else None
             replicas.end_save(number, new, failed=fails[number])
 
         for number in range(len(fails)):
