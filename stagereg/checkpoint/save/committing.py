@@ -247,7 +247,8 @@ class _Work:
             self._to.last.plan = plan
             self._to.last.sent = [plan] if self._ranks.size == 1 else split_plan(plan, self._ranks.rank)
         self._plans = self._to.last.sent
-        save.copy.nbytes = self._to.last.nbytes if save.copy.nbytes is None else save.copy.nbytes
+        if save.copy.nbytes is None:
+            save.copy.nbytes = self._to.last.nbytes + self._nbytes_of_doubles()
         save.at = WAITING_FOR_OTHERS
         digests = self.entries.digests(self._to.last.structures)
         of = None if own is None else own.found_in
@@ -258,6 +259,9 @@ class _Work:
         """Return the bytes of tensor data in a copy, without this rank's random number generators."""
         own: Mapping[str, torch.Tensor] = copy.get(rng_name(self._ranks.rank), {})
         return sum(part.nbytes for x in leaves for part in _parts(x)) - sum(x.nbytes for x in own.values())
+
+    def _nbytes_of_doubles(self) -> int:
+        return sum(x.nbytes for share in self._doubles.values() for x in share.values())
 
     def share_out(self, prepared: Sequence[_Prepared], lasting: Sequence[Sequence[Any]] | None) -> Sequence[Any]:
         """Return what each rank writes, ``None`` for the same as in the save before, and what it is asked for.
@@ -311,8 +315,7 @@ class _Work:
         """Write this rank's files, and let go of its copy."""
         save = self._save
         failpoint("agreed")
-        doubles = sum(x.nbytes for share in self._doubles.values() for x in share.values())
-        self._to.expect_room(self._to.last.nbytes + doubles)
+        self._to.expect_room(self._to.last.nbytes + self._nbytes_of_doubles())
         save.at = "writing its files"
         own = self.planner.finish_plan(cast("SavePlan", self._to.last.dealt))
         shares = save.sharing.shares

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_tier_and_store_have_the_same_of_what_ranks_hold_alike(tmp_path: Path) -
     for rank, (nbytes, near, stored) in enumerate(run_ranks(save_in_both, 2, args=(str(tmp_path),), timeout_s=90)):
         assert near == (3, [4.0], [rank, 3], False)
         assert stored == (3, [4.0], [rank, 3], True)
-        assert nbytes < 2.1 * whole  # the first as a whole, where they compare; of the others a share
+        assert nbytes < 3.1 * whole  # the first as a whole, where they compare; then a share, and that of the other one
 
 
 def run(root: Path, *steps: int, **options: Any) -> tuple[int | None, str]:
@@ -123,13 +124,12 @@ def test_a_step_in_the_tier_is_progress_that_ends_the_count_of_crashes(tmp_path:
     """Runs that save beyond the step that they restored, and then lose that with their machine, do not die of it."""
 
     def die(*steps: int) -> int | None:
-        saving = checkpointer(str(tmp_path), restore=stagereg.Restore(give_up_after=2))
-        restored: int | None = saving.restore({"x": torch.zeros(1)})
-        for step in steps:
-            saving.maybe_save(step, {"x": torch.ones(1)})
-            saving.wait()
-        saving._crashes.crashed = True
-        saving.close()
+        with closing(checkpointer(str(tmp_path), restore=stagereg.Restore(give_up_after=2))) as saving:
+            restored: int | None = saving.restore({"x": torch.zeros(1)})
+            for step in steps:
+                saving.maybe_save(step, {"x": torch.ones(1)})
+                saving.wait()
+            saving._crashes.crashed = True
         for lost in tmp_path.glob("0/*/step-00000002.*"):
             shutil.rmtree(lost)
         return restored
