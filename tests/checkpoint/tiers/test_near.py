@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import stagereg
+from stagereg.checkpoint.store.failpoints import watch
 from stagereg.checkpoint.tiers.peer import Peer
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
@@ -124,7 +126,7 @@ def test_a_step_in_the_tier_is_progress_that_ends_the_count_of_crashes(tmp_path:
     """Runs that save beyond the step that they restored, and then lose that with their machine, do not die of it."""
 
     def die(*steps: int) -> int | None:
-        with closing(checkpointer(str(tmp_path), restore=stagereg.Restore(give_up_after=2))) as saving:
+        with contextlib.closing(checkpointer(str(tmp_path), restore=stagereg.Restore(give_up_after=2))) as saving:
             restored: int | None = saving.restore({"x": torch.zeros(1)})
             for step in steps:
                 saving.maybe_save(step, {"x": torch.ones(1)})
@@ -145,3 +147,31 @@ def test_the_end_of_a_run_clears_its_tier_only_if_the_store_has_come_as_far(tmp_
     assert steps_in(str(tmp_path), 0) == set()
     run(tmp_path, 3, every=100)
     assert steps_in(str(tmp_path), 0) == {3}
+
+
+def weigh(rank: int, world_size: int, root: str, split: str) -> tuple[int, int]:
+    """Save steps; return the most that this machine had at any moment of it, and the bytes of the whole state."""
+    model: Any = torch.nn.Sequential(torch.nn.Linear(700, 700), torch.nn.Linear(700, 700))
+    model = fully_shard(model) if split == "fsdp2" else torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = [0]
+
+    def weigh_now(point: str) -> None:
+        with contextlib.suppress(FileNotFoundError):  # a file has its name by now, or is gone
+            found.append(sum(path.stat().st_size for path in Path(root, str(rank)).rglob("*") if path.is_file()))
+
+    watch(weigh_now)
+    with checkpointer(root) as saving:
+        for step in range(1, 6):
+            model(torch.randn(2, 700)).sum().backward()
+            optimizer.step()
+            saving.maybe_save(step, {"model": model, "optimizer": optimizer})
+            settle(saving)
+    return max(found), 3 * 4 * sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("split", ["fsdp2", "ddp"])
+def test_a_machine_never_has_more_than_two_steps_of_its_share_and_its_partners(tmp_path: Path, split: str) -> None:
+    for most, whole in run_ranks(weigh, 2, args=(str(tmp_path), split), timeout_s=90):
+        share = whole / 2
+        assert 3 * share < most < 4 * share * 1.03
