@@ -15,7 +15,7 @@ from stagereg.checkpoint.save.tier_target import TierTarget
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.tiers.near import NearCopies
 from stagereg.checkpoint.tiers.tier import NoTier, Tier
-from stagereg.errors import ConfigError
+from stagereg.errors import CheckpointError, ConfigError
 
 _NOTES = "notes"
 
@@ -78,10 +78,20 @@ class Tiering:
             self.near.move(store)
 
     def finish(self, stored: int | None) -> None:
-        """The run has come to its end: delete what is in the tier, if it has saved, and the store has come as far."""
+        """The run has come to its end: delete what is in the tier, if the store has come as far; else have it copied.
+
+        Collective. Nothing is done if the tier has saved nothing.
+        """
         newest = None if self.background is None else self.background.newest
-        if self.near is not None and stored is not None and newest is not None and newest <= stored:
+        if self.near is None or newest is None:
+            return
+        if stored is not None and newest <= stored:
             self.near.clear()
+            return
+        try:
+            self.near.wait_for_copies()
+        except CheckpointError as error:
+            _log.warning("stagereg: %s", error)
 
     def close(self) -> None:
         """End its threads and let go of its folder. Twice is harmless."""

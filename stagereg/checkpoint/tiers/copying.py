@@ -94,6 +94,11 @@ class CopyThread:
                     return
                 self._thread = thread
 
+    def wait(self, seconds: float) -> bool:
+        """Wait until nothing is left to copy, no longer than that; return whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._thread is None, seconds)
+
     def close(self, wait_s: float = 5.0) -> None:
         """End: what was submitted has so long to be copied, then it is given up. Twice is harmless."""
         with self._changed:

@@ -364,6 +364,11 @@ class NearCopies:
 
     # -- ending
 
+    def wait_for_copies(self) -> None:
+        """Wait until every rank has made its copies, or cannot. Collective. Raises: ``CheckpointError``."""
+        limit_s = 0.9 * self._ranks.limit.total_seconds()
+        self._ranks.run_on_all("The last step may not be copied in the tier", lambda: self._threads.wait(limit_s))
+
     def clear(self) -> None:
         """Have :meth:`close` delete what this machine has: the run has come to its end, and the store has all of it."""
         self._is_over = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import stagereg
 from stagereg.checkpoint.store.failpoints import watch
+from stagereg.checkpoint.tiers.copying import CopyThread
 from stagereg.checkpoint.tiers.peer import Peer
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
@@ -175,3 +177,25 @@ def test_a_machine_never_has_more_than_two_steps_of_its_share_and_its_partners(t
     for most, whole in run_ranks(weigh, 2, args=(str(tmp_path), split), timeout_s=90):
         share = whole / 2
         assert 3 * share < most < 4 * share * 1.03
+
+
+def end_without_store(rank: int, world_size: int, root: str) -> None:
+    """Save one step, of which rank 1 begins to send its copy late."""
+    real = Peer.put
+
+    def put(*given: Any) -> int:
+        time.sleep(1.0 if rank else 0.0)
+        return real(*given)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Peer, "put", put)
+        patched.setattr(CopyThread.close, "__defaults__", (0.0,))
+        tier = stagereg.build("tier", "disk", dir=f"{root}/{rank}", every=1)
+        with stagereg.Checkpointer(None, tier=tier, leave=STAYS) as saving:
+            saving.maybe_save(1, {"x": stagereg.per_rank(torch.ones(100_000))})
+
+
+def test_the_end_of_a_run_without_a_store_waits_for_the_last_copies(tmp_path: Path) -> None:
+    run_ranks(end_without_store, 2, args=(str(tmp_path),), timeout_s=60)
+    for machine in "01":
+        assert len([*tmp_path.glob(f"{machine}/*/step-00000001.*/part-?.json")]) == 2
