@@ -101,7 +101,7 @@ def test_texts_of_a_run_are_escaped(opened: Opener, tmp_path: Path) -> None:
     evil = replace(compared(rows, warnings=[EVIL]), directory=Path(EVIL))
     evil = replace(evil, rows=(replace(rows[0], jobs=(job,), note=EVIL), rows[1]))
     picture = page.Picture(EVIL, SVG, caption=EVIL)
-    text = page.compare_page(evil, [picture], {tmp_path: picture})
+    text = page.compare_page(evil, [picture])
     assert EVIL not in text
     assert "<script" not in text
     one = opened(text)
