@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from ..support.forks import run_forked
 
 LIMIT_S = 100
 
@@ -22,19 +23,13 @@ if os.environ["RANK"] == "1":
 """
 
 
-def run(folder: Path, *arguments: str, start: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    command = [
-        *start,
-        sys.executable,
-        "-m",
-        "stagereg",
-        "run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "program.py",
-        *arguments,
-    ]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
+RUN = ["run", "--standalone", "--nproc-per-node=2", "program.py"]
+MAIN = "import runpy; runpy.run_module('stagereg', run_name='__main__', alter_sys=True)"
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """As ``python -m stagereg run``."""
+    return run_forked(MAIN, *RUN, *arguments, cwd=folder, timeout_s=LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +109,7 @@ for name in ("SIGINT", "SIGHUP", "SIGQUIT"):
 def test_what_was_ignored_at_its_start_stays_ignored(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(IGNORED)
     shell = ["sh", "-c", 'trap "" INT HUP QUIT; exec "$0" "$@"']  # as nohup and & of a script do
-    ended = run(tmp_path, start=shell)
+    command = [*shell, sys.executable, "-m", "stagereg", *RUN]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
     assert ended.returncode == 0, ended.stderr
     assert "Failed to register" not in ended.stderr

@@ -20,7 +20,7 @@ SMALL = ["model.width=16", "model.layers=1", "model.heads=2", "data.context=64",
 
 
 def run(*overrides: str, cwd: Path, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
-    return App(cwd, {}).run(*SMALL, *overrides, script=str(script), OMP_NUM_THREADS="1")
+    return App(cwd, {}).fork(*SMALL, *overrides, script=str(script), OMP_NUM_THREADS="1")
 
 
 def saved(checkpoint: Path, tmp_path: Path) -> dict:
