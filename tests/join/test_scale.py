@@ -19,10 +19,11 @@ import stagereg
 from stagereg.errors import JoinError, PeerFailedError, UnevenInputsError
 from stagereg.kernel.membership import ActiveRanks, StoreMembership
 
+from ..support.examples import examples
 from ..support.simulated import SimulatedChannel, Simulation, Stuck
 
 SEVERAL = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 _names = itertools.count()
 
