@@ -217,12 +217,14 @@ class BrokenContract(Contract):
 """
 
 
-def test_what_is_not_kept_is_repeated_at_the_end(tmp_path: Path) -> None:
+def test_what_is_not_kept_is_repeated_at_the_end(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text(BROKEN)
-    command = [sys.executable, "-m", "stagereg", "check", "mine.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1, done
-    full, _, repeated = done.stdout.partition("\nOnce more, what is not kept: BrokenContract\n")
+    monkeypatch.chdir(tmp_path)
+    full, _, repeated = command("check", "mine.py", code=1).out.partition(
+        "\nOnce more, what is not kept: BrokenContract\n"
+    )
     assert [line.split() for line in full.splitlines() if "It breaks" in line] == [
         ["broken", "It", "breaks", "this.", "3", "is", "not", "4"]
     ]
@@ -254,15 +256,14 @@ class HalfContract(StagerContract):
 """
 
 
-def test_promises_that_break_for_one_cause_are_one_line_that_names_expected(tmp_path: Path) -> None:
+def test_promises_that_break_for_one_cause_are_one_line_that_names_expected(tmp_path: Path, command: Command) -> None:
     (tmp_path / "mine.py").write_text(CASTING)
-    command = [sys.executable, "-m", "stagereg", "check", "mine.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    for table in done.stdout.split("Once more, what is not kept"):
+    out = command("check", tmp_path / "mine.py", code=1).out
+    for table in out.split("Once more, what is not kept"):
         assert " ".join(table.split()).count("has the dtype") == 1
-    assert next(line.split()[:2] for line in table.splitlines() if "broken" in line) == ["broken", "4"], done.stdout
-    assert "expected(tensor)" in done.stdout
-    assert "4 broken" in done.stdout
+    assert next(line.split()[:2] for line in table.splitlines() if "broken" in line) == ["broken", "4"], out
+    assert "expected(tensor)" in out
+    assert "4 broken" in out
 
 
 PROJECT = """
