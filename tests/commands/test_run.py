@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from stagereg.machine import tunables
 
 from ..support.forks import run_forked
 
@@ -28,8 +31,13 @@ MAIN = "import runpy; runpy.run_module('stagereg', run_name='__main__', alter_sy
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """As ``python -m stagereg run``."""
-    return run_forked(MAIN, *RUN, *arguments, cwd=folder, timeout_s=LIMIT_S)
+    return stagereg(*RUN, *arguments, cwd=folder)
+
+
+def stagereg(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """As ``python -m stagereg``, with the variables for which it would else start itself once more."""
+    environment = {**os.environ, **tunables(os.environ)}
+    return run_forked(MAIN, *arguments, cwd=cwd, timeout_s=LIMIT_S, environment=environment)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +54,7 @@ def test_the_code_is_that_of_the_rank_that_ended_first(act: str, code: int, tmp_
 
 
 def test_its_options_are_those_of_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "stagereg", "run", "--help"]
-    assert "--nproc-per-node" in subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S).stdout
+    assert "--nproc-per-node" in stagereg("run", "--help", cwd=tmp_path).stdout
 
 
 SIGNALLED = """
