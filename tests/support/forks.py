@@ -6,6 +6,7 @@ not ask whether a module has been imported; the names of the modules that this f
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -59,10 +60,15 @@ def run_forked(
         server = _server()
         print(json.dumps(asked), file=server.stdin, flush=True)
         pid = int(server.stdout.readline())
-        if not select.select([server.stdout], [], [], timeout_s)[0]:
-            os.kill(pid, signal.SIGKILL)
-            server.stdout.readline()
-            raise subprocess.TimeoutExpired(asked["arguments"], timeout_s, *(file.read_bytes() for file in files[1:]))
+        try:
+            if not select.select([server.stdout], [], [], timeout_s)[0]:
+                printed = (file.read_bytes() for file in files[1:])
+                raise subprocess.TimeoutExpired(asked["arguments"], timeout_s, *printed)
+        except BaseException:  # pytest's own limit too
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            server.stdout.readline()  # which the next program would take for its own
+            raise
         code = int(server.stdout.readline())
         return subprocess.CompletedProcess(asked["arguments"], code, *(file.read_text() for file in files[1:]))
 
