@@ -22,6 +22,7 @@ from stagereg.data import LoadsEveryRank, ResumableSampler, is_position
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.testing import run_ranks
 
+from .support.examples import examples
 from .support.pages import Page
 
 
@@ -92,7 +93,7 @@ class Run:
 LIVES = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 12), st.integers(1, 4)), max_size=8)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     length=st.integers(0, 40),
     epochs=st.integers(1, 4),

@@ -253,15 +253,14 @@ def test_the_program_of_the_guide_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_the_program_of_the_readme_runs_as_it_is_printed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("starts", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_program_of_the_readme_runs_as_it_is_printed(tmp_path: Path, starts: int) -> None:
     (program,) = Page("../README.md").of("python")[:1]
-    (tmp_path / "train.py").write_text(program)
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf/train.yaml").write_text("defaults: [stagereg, sweep: compare, _self_]\nnproc: 2\n")
-    command = [sys.executable, "train.py", "checkpoint.dir=kept", "checkpoint.every=20"]
-    for begins in ("training starts from scratch", "resumed from"):
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    config = "defaults: [stagereg, sweep: compare, _self_]\nnproc: 2\n"
+    app = App(tmp_path, {"train.py": program, "conf/train.yaml": config})
+    for said in ("training starts from scratch", "resumed from")[:starts]:
+        done = app.fork("checkpoint.dir=kept", "checkpoint.every=20", script="train.py")
         assert done.returncode == 0, done.stderr
-        assert begins in done.stdout + done.stderr
+        assert said in done.stdout + done.stderr
         assert sorted(path.name for path in (tmp_path / "kept").glob("step-*")) == ["step-00000020", "step-00000030"]
         shutil.rmtree(tmp_path / "kept/step-00000030")  # the next run resumes at step 20, and repeats no batch

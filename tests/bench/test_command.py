@@ -53,11 +53,17 @@ def test_medians_and_ratios_follow_from_the_samples_of_the_run(
     assert max(map(len, out.splitlines())) <= 120
 
 
-def test_stall_measures_what_a_checkpoint_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    seen = measured(tmp_path, "stall", *FEW["stall"])
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 120
+def test_stall_measures_what_a_checkpoint_costs_and_prints_no_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The process that saves for torch prints none either."""
+    rows = ["torch:async_save", "torch:process", "pinned_cached+dcp"]
+    seen = measured(tmp_path, "stall", "--rows", ",".join(rows), "--torch-threads", "1")
+    printed = capfd.readouterr()
+    assert max(map(len, printed.out.splitlines())) <= 120
+    assert "INFO" not in printed.err
     (found,) = rows_by_group(seen).values()
-    assert list(found) == ["none", "torch:async_save", "pinned_cached+dcp"]
+    assert list(found) == ["none", *rows]
     for row in found.values():
         pairs = zip(row["segment"]["samples"], row["alone"]["samples"], strict=True)
         lost = [mine - without for mine, without in pairs]

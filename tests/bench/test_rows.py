@@ -118,8 +118,3 @@ def test_pairs_have_the_segment_without_a_checkpoint_before_and_behind_in_turns(
 def test_a_loop_that_dies_is_an_error_of_the_project(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"(?s)process that measures failed: RuntimeError.*nowhere"):
         stall.measured(["none"], 1, 1, 0.001, "nowhere", tmp_path)
-
-
-def test_the_process_that_saves_for_torch_prints_no_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert any(one.samples for one in stall.measured(["torch:process"], 1, 1, 0.001, "cpu", tmp_path))
-    assert "INFO" not in capfd.readouterr().err

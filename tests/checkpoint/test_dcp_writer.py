@@ -31,6 +31,7 @@ from stagereg.checkpoint.store.failpoints import watch
 from stagereg.errors import ConfigError, StagerClosedError
 from stagereg.testing.ranks import run_ranks
 
+from ..support.forks import run_forked
 from ..support.watching import watching
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -437,14 +438,7 @@ for over in (False, True):
 @pytest.mark.parametrize("apart", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_kill_at_any_moment_leaves_all_or_nothing(tmp_path: Path, apart: int) -> None:
     """At each of the moments, or at every third."""
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, tmp_path / "root", str(apart)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
+    done = run_forked(KILLED, tmp_path / "root", apart, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     assert all(int(count) > 9 for count in done.stdout.split()), done.stdout
 

@@ -41,6 +41,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_the_same_path_on_disks_of_their_own_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "start.py").write_text(START)

@@ -120,8 +120,17 @@ def check(command: Command) -> Check:
 @pytest.mark.parametrize(
     ("harm", "seen"),
     [
-        ("os.write(2, b'last output\\n'); os._exit(4)", "ended the process with exit code 4; .* output: .*last output"),
-        ("ctypes.string_at(0)", r"crashed with SIGSEGV in test_harms \(.*harmful.py:{line}\)"),
+        # A process that ends by itself is quickly tried with doctor, which has the same children.
+        pytest.param(
+            "os.write(2, b'last output\\n'); os._exit(4)",
+            "ended the process with exit code 4; .* output: .*last output",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "ctypes.string_at(0)",
+            r"crashed with SIGSEGV in test_harms \(.*harmful.py:{line}\)",
+            marks=pytest.mark.slow,
+        ),
         ("time.sleep(600)", r"still running after 4 s: stuck in test_harms \(.*harmful.py:{line}\)"),
     ],
 )
@@ -198,6 +207,10 @@ def test_errors_in_the_metadata_of_a_package_are_reported(install: Install, chec
     assert found["metadata"][0] == "broken"
     assert "Did you mean 'stager'?" in found["metadata"][1]
     assert "is no class that inherits stagereg.testing.StagerContract" in found["contract"][1]
+
+
+@pytest.mark.slow
+def test_a_package_that_requires_the_unrelated_project_is_told(install: Install, check: Check) -> None:
     install("older", STAGER.format(name="other"), {"stager.older": "Mine"}, requires="stagereg")
     found = rows(check("older", code=1))
     assert "requires 'stagereg', which is an unrelated project" in found["metadata"][1]
@@ -217,12 +230,14 @@ class BrokenContract(Contract):
 """
 
 
-def test_what_is_not_kept_is_repeated_at_the_end(tmp_path: Path) -> None:
+def test_what_is_not_kept_is_repeated_at_the_end(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text(BROKEN)
-    command = [sys.executable, "-m", "stagereg", "check", "mine.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1, done
-    full, _, repeated = done.stdout.partition("\nOnce more, what is not kept: BrokenContract\n")
+    monkeypatch.chdir(tmp_path)
+    full, _, repeated = command("check", "mine.py", code=1).out.partition(
+        "\nOnce more, what is not kept: BrokenContract\n"
+    )
     assert [line.split() for line in full.splitlines() if "It breaks" in line] == [
         ["broken", "It", "breaks", "this.", "3", "is", "not", "4"]
     ]
@@ -254,15 +269,14 @@ class HalfContract(StagerContract):
 """
 
 
-def test_promises_that_break_for_one_cause_are_one_line_that_names_expected(tmp_path: Path) -> None:
+def test_promises_that_break_for_one_cause_are_one_line_that_names_expected(tmp_path: Path, command: Command) -> None:
     (tmp_path / "mine.py").write_text(CASTING)
-    command = [sys.executable, "-m", "stagereg", "check", "mine.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    for table in done.stdout.split("Once more, what is not kept"):
+    out = command("check", tmp_path / "mine.py", code=1).out
+    for table in out.split("Once more, what is not kept"):
         assert " ".join(table.split()).count("has the dtype") == 1
-    assert next(line.split()[:2] for line in table.splitlines() if "broken" in line) == ["broken", "4"], done.stdout
-    assert "expected(tensor)" in done.stdout
-    assert "4 broken" in done.stdout
+    assert next(line.split()[:2] for line in table.splitlines() if "broken" in line) == ["broken", "4"], out
+    assert "expected(tensor)" in out
+    assert "4 broken" in out
 
 
 PROJECT = """
@@ -304,12 +318,20 @@ def test_a_folder_is_checked_as_if_it_was_installed(
     assert "is not valid TOML" in command("check", tmp_path, code=2).err
 
 
-def test_a_package_that_cannot_be_imported_is_one_row(install: Install, check: Check) -> None:
-    for name, source, seen in (("leaving", "raise SystemExit('no licence')", "no licence"), ("dying", EXIT, "code 7")):
-        install(name, source, {f"stager.{name}": "Mine"})
-        found = rows(check(name, code=1))
-        assert (list(found), found["loads"][0]) == (["metadata", "loads"], "broken")
-        assert seen in found["loads"][1]
+@pytest.mark.parametrize(
+    ("name", "source", "seen"),
+    [
+        pytest.param("leaving", "raise SystemExit('no licence')", "no licence", marks=pytest.mark.slow),
+        ("dying", EXIT, "code 7"),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_one_row(
+    name: str, source: str, seen: str, install: Install, check: Check
+) -> None:
+    install(name, source, {f"stager.{name}": "Mine"})
+    found = rows(check(name, code=1))
+    assert (list(found), found["loads"][0]) == (["metadata", "loads"], "broken")
+    assert seen in found["loads"][1]
 
 
 def test_without_pytest_its_extra_is_named(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

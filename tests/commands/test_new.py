@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, example, given, reject, settings
 from hypothesis import strategies as st
 
 import stagereg.commands.scaffold as scaffold
+from stagereg.cli import main
 from stagereg.errors import ConfigError
 
 from ..support.wheels import ROOT, build, environment
@@ -30,6 +31,15 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         list(map(str, command)), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=110
     )
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a package of each kind."""
+    folder = tmp_path_factory.mktemp("packages")
+    for kind in KINDS:
+        assert main(["new", kind, f"my_{kind}", "--dir", str(folder)]) == 0
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +79,7 @@ def test_a_new_package_passes_its_own_tests_and_check(kind: str, made: Path, pyt
     assert int(passed[1]) > sum(name.startswith("test_") for name in kept) >= 6
 
 
+@pytest.mark.slow
 def test_the_new_packages_are_known_by_name_from_any_folder(python: Path, tmp_path: Path) -> None:
     listed = run(python, "-m", "stagereg", "list", "--json", cwd=tmp_path)
     assert listed.returncode == 0, listed.stderr
@@ -76,8 +87,8 @@ def test_the_new_packages_are_known_by_name_from_any_folder(python: Path, tmp_pa
         assert f"my_{kind}" in listed.stdout
 
 
-def test_the_new_packages_are_linted_and_formatted(made: Path) -> None:
-    for package in (made / "packages").iterdir():
+def test_the_new_packages_are_linted_and_formatted(packages: Path) -> None:
+    for package in packages.iterdir():
         for command in (["check"], ["format", "--check"]):
             done = run(RUFF, *command, "--no-cache", ".", cwd=package)
             assert done.returncode == 0, done.stdout

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from stagereg.machine import tunables
+
+from ..support.forks import run_forked
 
 LIMIT_S = 100
 
@@ -22,19 +26,18 @@ if os.environ["RANK"] == "1":
 """
 
 
-def run(folder: Path, *arguments: str, start: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    command = [
-        *start,
-        sys.executable,
-        "-m",
-        "stagereg",
-        "run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "program.py",
-        *arguments,
-    ]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
+RUN = ["run", "--standalone", "--nproc-per-node=2", "program.py"]
+MAIN = "import runpy; runpy.run_module('stagereg', run_name='__main__', alter_sys=True)"
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return stagereg(*RUN, *arguments, cwd=folder)
+
+
+def stagereg(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """As ``python -m stagereg``, with the variables for which it would else start itself once more."""
+    environment = {**os.environ, **tunables(os.environ)}
+    return run_forked(MAIN, *arguments, cwd=cwd, timeout_s=LIMIT_S, environment=environment)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +54,7 @@ def test_the_code_is_that_of_the_rank_that_ended_first(act: str, code: int, tmp_
 
 
 def test_its_options_are_those_of_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "stagereg", "run", "--help"]
-    assert "--nproc-per-node" in subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S).stdout
+    assert "--nproc-per-node" in stagereg("run", "--help", cwd=tmp_path).stdout
 
 
 SIGNALLED = """
@@ -114,6 +116,7 @@ for name in ("SIGINT", "SIGHUP", "SIGQUIT"):
 def test_what_was_ignored_at_its_start_stays_ignored(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(IGNORED)
     shell = ["sh", "-c", 'trap "" INT HUP QUIT; exec "$0" "$@"']  # as nohup and & of a script do
-    ended = run(tmp_path, start=shell)
+    command = [*shell, sys.executable, "-m", "stagereg", *RUN]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
     assert ended.returncode == 0, ended.stderr
     assert "Failed to register" not in ended.stderr

@@ -89,8 +89,10 @@ def test_workers_of_a_sweep_have_what_the_command_line_names(app: App) -> None:
 
 
 def test_a_command_line_names_modules_a_wrong_one_is_an_error(app: App) -> None:
-    assert "stager=mine" in app.completes("plugins=[my_module] stager=m", script="train.py")
-    assert "nproc=" in app.completes("plugins=[my_modu] np", script="train.py")
+    ask, lines = ("-sc", "query=bash"), ("plugins=[my_module] stager=m", "plugins=[my_modu] np")
+    done = app.run_many([("train.py", ask, f"python train.py {line}") for line in lines])
+    assert [each.returncode for each in done] == [0, 0], done
+    assert ["stager=mine" in done[0].stdout.split(), "nproc=" in done[1].stdout.split()] == [True, True]
     message = app.refuses("plugins=[my_modul]", script="train.py")
     assert (
         "The command line names the plugin 'my_modul', which cannot be imported. Did you mean 'my_module'?" in message

@@ -26,6 +26,8 @@ from stagereg import ByteSize, registry
 from stagereg.config.resolved_tree import NodePath, built
 from stagereg.errors import ConfigError
 
+from ..support.examples import examples
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -437,7 +439,7 @@ def _deeper(hints: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 @settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
     phases=[Phase.explicit, Phase.generate],  # shrinking a failure takes minutes
     suppress_health_check=[HealthCheck.too_slow],

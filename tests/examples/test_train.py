@@ -20,7 +20,7 @@ SMALL = ["model.width=16", "model.layers=1", "model.heads=2", "data.context=64",
 
 
 def run(*overrides: str, cwd: Path, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
-    return App(cwd, {}).run(*SMALL, *overrides, script=str(script), OMP_NUM_THREADS="1")
+    return App(cwd, {}).fork(*SMALL, *overrides, script=str(script), OMP_NUM_THREADS="1")
 
 
 def saved(checkpoint: Path, tmp_path: Path) -> dict:
@@ -94,7 +94,8 @@ def test_uneven_fsdp2_resumes_where_a_rank_has_no_batch_left(tmp_path: Path) -> 
 UNEVEN = ["data=uneven", "join.throw=true", "data.files=8", "train.steps=60", "checkpoint.every=1000"]
 
 
-@pytest.mark.parametrize("mode", ["counted", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["counted", "auto"])
 def test_throw_stops_all_ranks_at_one_step_and_names_the_reason(tmp_path: Path, mode: str) -> None:
     done = run(*UNEVEN, f"join.mode={mode}", f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
     assert done.returncode == 1

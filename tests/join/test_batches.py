@@ -20,6 +20,8 @@ from torch.nn.utils.rnn import pack_sequence
 from stagereg.errors import JoinError
 from stagereg.join.batches import SampleCounter, emptied, fetch, publish, samples_in
 
+from ..support.examples import examples
+
 CPU = torch.device("cpu")
 
 
@@ -137,7 +139,7 @@ BATCHES = st.recursive(tensors() | ARRAYS | STRINGS | CONSTANTS, containers, max
 
 
 @given(batch=BATCHES)
-@settings(deadline=None, derandomize=True, database=None, max_examples=300)
+@settings(deadline=None, derandomize=True, database=None, max_examples=examples(300))
 def test_any_batch_keeps_all_but_its_samples(batch: Any) -> None:
     assume(any(tensor.ndim for tensor in tensors_in(batch)))
     before, store = copy.deepcopy(batch), HashStore()

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from stagereg.errors import JoinError
 from stagereg.join.responder import Responder
 
+from ..support.examples import examples
 from ..support.simulated import SimulatedChannel, Simulation
 
-SEVERAL = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SEVERAL = settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @SEVERAL

@@ -19,10 +19,11 @@ import stagereg
 from stagereg.errors import JoinError, PeerFailedError, UnevenInputsError
 from stagereg.kernel.membership import ActiveRanks, StoreMembership
 
+from ..support.examples import examples
 from ..support.simulated import SimulatedChannel, Simulation, Stuck
 
 SEVERAL = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 _names = itertools.count()
 
@@ -416,10 +417,10 @@ def thrown(scripts: Scripts) -> tuple[int, list[int]] | None:
 @SEVERAL
 @given(scenario=scenarios(throw=True, mode="counted"))
 @example(scenario=crowd([[steps(5), steps(4)]], 64, throw=True, mode="counted"))
-@example(scenario=crowd([[steps(5), steps(4, announced=None)]], 64, throw=True, mode="counted"))
-@example(scenario=crowd([[steps(4), steps(4, announced=None)], MANY[0]], 64, throw=True, mode="counted"))
-@example(scenario=crowd([[steps(6), steps(4, announced=2)]], 64, throw=True, mode="counted"))
-@example(scenario=crowd([[Script((True, True, True, False)), steps(5)]], 64, throw=True, mode="counted"))
+@example(scenario=crowd([[steps(5), steps(4, announced=None)]], 16, throw=True, mode="counted"))
+@example(scenario=crowd([[steps(4), steps(4, announced=None)], MANY[0]], 16, throw=True, mode="counted"))
+@example(scenario=crowd([[steps(6), steps(4, announced=2)]], 16, throw=True, mode="counted"))
+@example(scenario=crowd([[Script((True, True, True, False)), steps(5)]], 16, throw=True, mode="counted"))
 def test_all_throw_in_the_same_step_and_can_join_again(scenario: Scenario) -> None:
     expected = next(((loop, *why) for loop, each in enumerate(scenario.loops) if (why := thrown(each))), None)
     loop, taken, gone = expected or (len(scenario.loops), 0, [])

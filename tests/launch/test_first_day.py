@@ -107,7 +107,7 @@ from there."""
     ("what", "code", "error", "logged"),
     [
         pytest.param("uneven", 0, "", newest(40), marks=pytest.mark.slow),
-        ("save alone", 1, SAVE_ALONE, BEGINS),
+        pytest.param("save alone", 1, SAVE_ALONE, BEGINS, marks=pytest.mark.slow),
         pytest.param("restore alone", 1, RESTORE_ALONE, MADE_ALONE, marks=pytest.mark.slow),
         pytest.param("interrupt", 130, INTERRUPT, BEGINS, marks=pytest.mark.slow),
     ],
@@ -117,7 +117,7 @@ def test_ranks_that_differ_save_or_say_so_in_seconds(
     tmp_path: Path, what: str, code: int, error: str, logged: str
 ) -> None:
     steps = 400 if what == "save alone" else 25
-    ended = app_in(tmp_path).run("nproc=3", f"what={what}", f"steps={steps}")
+    ended = app_in(tmp_path).fork("nproc=3", f"what={what}", f"steps={steps}")
     seconds = [float(each) for each in re.findall(r"left after ([\d.]+) s", ended.stdout)]
     seconds += [time.time() - float(each) for each in re.findall(r"interrupted at ([\d.]+)", ended.stdout)]
     assert ended.returncode == code, ended.stderr

@@ -266,8 +266,9 @@ def test_an_error_of_a_single_process_is_printed_once(called, name, stderr):
     assert name in ("an error of ours", "another error") or called[name]["answers"] == {}
 
 
-def test_a_failed_job_ends_the_sweep_with_its_error_once(app):
-    ended = app.run("-m", "lr=1", "what=fail_everywhere")
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_failed_job_ends_the_sweep_with_its_error_once(app, nproc):
+    ended = app.run("-m", "lr=1", "what=fail_everywhere", f"nproc={nproc}")
     assert ended.returncode == 1
     assert re.fullmatch(r"Error executing job.*\nrank [01]: no shelf for cheese\n", ended.stderr)
 
@@ -296,7 +297,7 @@ def test_a_config_in_the_call_skips_the_command_line(called):
     ("name", "to_group", "arguments", "code"),
     [
         pytest.param("SIGINT", True, [], 130, marks=pytest.mark.slow),
-        ("SIGINT", True, ["-m", "lr=1,2"], 130),
+        pytest.param("SIGINT", True, ["-m", "lr=1,2"], 130, marks=pytest.mark.slow),
         ("SIGINT", False, ["nproc=1"], 130),
         ("SIGTERM", False, [], 143),
         pytest.param("SIGKILL", False, [], -9, marks=pytest.mark.slow),

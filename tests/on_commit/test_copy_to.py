@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +25,7 @@ from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.on_commit.copy_to import CopyTo
 
+from ..support.forks import run_forked
 from ..support.watching import watching
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -158,7 +157,7 @@ def test_a_copy_killed_anywhere_goes_on_and_is_never_seen(
 def test_a_process_killed_while_it_copies_loses_nothing(tmp_path: Path, copied: list[str], point: str) -> None:
     source, target = str(tmp_path / "run"), str(tmp_path / "copies")
     save(source, 1)
-    done = subprocess.run([sys.executable, "-c", COPY, source, target, point], check=False, timeout=100)
+    done = run_forked(COPY, source, target, point)
     assert done.returncode == -signal.SIGKILL
     assert steps(target) == ([1] if point == "committed" else [])
     CopyTo(target, keep=1).committed(newest(source))

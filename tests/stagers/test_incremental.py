@@ -20,6 +20,7 @@ from stagereg.stagers.incremental import IncrementalStager, names_of
 from stagereg.testing import run_ranks
 
 from ..support import states
+from ..support.examples import examples
 from .test_properties import tensors
 
 build = functools.partial(states.build, "incremental")
@@ -254,7 +255,7 @@ def test_collectives_writes_are_copied_and_dtensors_frozen() -> None:
 
 
 @pytest.mark.parametrize("detect", ["declared", "content"])
-@settings(max_examples=40, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_copy_is_right_for_any_frozen_part_and_writes(detect: str, data: st.DataObject) -> None:
     """Declared truthfully, over any overlaps, ``verify`` never complains and no byte of any copy is wrong."""

@@ -26,6 +26,7 @@ import stagereg.stagers.delta as delta
 from stagereg.errors import StagingError
 from stagereg.stagers.deferred_copy import DeferredCopy
 
+from ..support.examples import examples
 from ..support.states import OPTIONS, PATIENCE_S, Piece, assert_whole, build, kept, pieces, same, settled
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -231,7 +232,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta, "_COMPARED_TOGETHER", 1)
 
 
-@pytest.mark.parametrize(("examples", "steps"), [(25, 50), pytest.param(600, 80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("examples", "steps"), [(examples(25), 50), pytest.param(600, 80, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "held_back"), [*((kind, False) for kind in OPTIONS), ("overlapped", True)])
 def test_every_copy_is_the_state_at_the_call_of_stage(
     kind: str, held_back: bool, examples: int, steps: int, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from stagereg import AsyncStager
 from stagereg.kernel.state_dict import span_of
 
+from ..support.examples import examples
 from ..support.states import Piece, assert_whole, kept, pieces
 from .conftest import MAKERS
 
@@ -79,7 +80,11 @@ def overwrite(state: Any, mask: int) -> None:
 STAGERS = ("blocking", "incremental_content", "overlapped", "overlapped_late", "pinned_cached", "shared")
 TORCHS = ("torch_plain", "torch_cached")
 LIMITS = settings(
-    max_examples=60, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    max_examples=examples(60),
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
 )
 
 

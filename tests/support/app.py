@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .forks import run_forked
+
 MANY_CALLS = str(Path(__file__).with_name("many_calls.py"))
 
 STAGER = """
@@ -54,13 +56,25 @@ class App:
             timeout=200,
         )
 
+    def fork(
+        self, *arguments: str, script: str = "app.py", given: str = "", **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        """As ``run``, in a process that has imported torch and Hydra already, if it is of this Python."""
+        if self.python != sys.executable:
+            return self.run(*arguments, script=script, given=given, **env)
+        environment = {**os.environ, "PYTHONPATH": str(self.folder / "site"), **env}
+        how: dict[str, Any] = {"cwd": self.folder, "given": given, "timeout_s": 200, "environment": environment}
+        return run_forked(Path(script), *arguments, **how)
+
     def run_each(self, *lines: tuple[str, ...]) -> list[subprocess.CompletedProcess[str]]:
         """Run each command line, one after the other in one process."""
         return self.run_many([("app.py", line) for line in lines])
 
     def run_many(self, lines: Sequence[tuple[Any, ...]]) -> list[subprocess.CompletedProcess[str]]:
         """As ``run_each``, of scripts with their arguments, and of what a shell is to complete."""
-        done = self.run(script=MANY_CALLS, given=json.dumps(lines))
+        return self._ended(self.fork(script=MANY_CALLS, given=json.dumps(lines)))
+
+    def _ended(self, done: subprocess.CompletedProcess[str]) -> list[subprocess.CompletedProcess[str]]:
         assert done.returncode == 0, done.stderr
         return [subprocess.CompletedProcess(*ended) for ended in json.loads(done.stdout)]
 
@@ -75,7 +89,7 @@ class App:
         return [each.stdout for each in done]
 
     def refuses(self, *arguments: str, script: str = "app.py") -> str:
-        return self.refusal(self.run(*arguments, script=script))
+        return self.refusal(self.fork(*arguments, script=script))
 
     def refusal(self, done: subprocess.CompletedProcess[str]) -> str:
         assert done.returncode == 1
@@ -88,6 +102,7 @@ class App:
 
     def completes_each(self, *lines: str) -> list[list[str]]:
         ask = ("-sc", "query=bash")
-        done = self.run_many([("app.py", ask, f"python app.py {line}") for line in lines])
+        asked = [("app.py", ask, f"python app.py {line}") for line in lines]
+        done = self._ended(self.run(script=MANY_CALLS, given=json.dumps(asked)))  # in a process without torch
         assert [each.returncode for each in done] == [0] * len(lines), done
         return [each.stdout.split() for each in done]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .app import App
+from .forks import run_forked
 
 LIMIT_S = 110
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -104,7 +105,10 @@ class Program:
         return [*(start or [sys.executable]), "train.py", *arguments, f"answers={self.answers}"]
 
     def run(self, *arguments: str, start: list[str] | None = None) -> subprocess.CompletedProcess[str]:
-        return run(self.command(*arguments, start=start), self.folder)
+        if start is not None:
+            return run(self.command(*arguments, start=start), self.folder)
+        _, script, *line = self.command(*arguments)
+        return run_forked(Path(script), *line, cwd=self.folder, environment=plain(), timeout_s=LIMIT_S)
 
     def answers_of(self, rank: int) -> list[dict[str, Any]]:
         """What a rank wrote, a line for each job that it came to."""
@@ -118,8 +122,13 @@ class Program:
 
 
 def run(command: list[str], cwd: Path, given: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    plain = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | variables
-    return subprocess.run(command, cwd=cwd, env=plain, input=given, capture_output=True, text=True, timeout=LIMIT_S)
+    env = plain() | variables
+    return subprocess.run(command, cwd=cwd, env=env, input=given, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def plain() -> dict[str, str]:
+    """The environment of a user who has not said how many threads there are to be."""
+    return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 
 
 def await_job(programs: Iterable[subprocess.Popen[str]], ranks: int) -> None:

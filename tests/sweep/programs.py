@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..support.forks import run_forked
+
 # Plain Hydra; no ranks and no torch of its own, so that a job takes no time.
 PLAIN = """
 import os, signal, sys, time
@@ -92,7 +94,10 @@ class App:
     def run(
         self, *arguments: str, python: Path | str = sys.executable, limit_s: float = 100
     ) -> subprocess.CompletedProcess[str]:
-        """Run it, with warnings of Hydra's coming releases off."""
+        """Run it, with warnings of Hydra's coming releases off; in a fork, unless by another Python."""
+        if python == sys.executable:
+            how: dict[str, Any] = {"timeout_s": limit_s, "environment": environment(), "ignores_warnings": True}
+            return run_forked(Path("app.py"), *arguments, cwd=self.folder, **how)
         command = [str(python), "-W", "ignore", "app.py", *arguments]
         return subprocess.run(
             command, cwd=self.folder, env=environment(), capture_output=True, text=True, timeout=limit_s, check=False

@@ -28,6 +28,7 @@ from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, ConfigError, Preempted, Stopped
 from stagereg.testing.ranks import RankFailure, run_ranks
 
+from ...support.forks import run_forked
 from ...support.pages import Page
 
 NOTE = ".restored.json"
@@ -334,8 +335,7 @@ def test_a_process_without_with_counts_its_errors_alone(
     )
     counted = []
     for more in ends:
-        command = [sys.executable, "-c", program + more, str(tmp_path)]
-        subprocess.run(command, timeout=60, check=False, capture_output=True)
+        run_forked(program + more, tmp_path, timeout_s=60)
         counted.append(json.loads((tmp_path / NOTE).read_text())["restored"] != "" if known(tmp_path) else False)
     assert counted == crashes
     assert known(tmp_path) == ({"step-00000100": "2 crashes after it was restored"} if any(crashes) else {})

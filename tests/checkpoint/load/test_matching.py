@@ -94,19 +94,20 @@ def exchange(rank: int, world_size: int, root: str, cases: Sequence[tuple[str, s
     return differing
 
 
-def test_what_others_saved_is_restored_into_any_split(tmp_path: Path) -> None:
-    cases = [
-        ("torch flat", "ddp", "plain"),
-        ("torch flat", "fsdp2", "interleaved"),
-        ("torch flat", "pp", "fsdp2"),
-        ("torch nested", "fsdp2", "interleaved_each"),
-        ("torch nested", "tp", "zero"),
-        ("torchtitan", "fsdp2", "ddp"),
-        ("torchtitan", "plain", "pp4"),
-        ("torchtitan", "pp", "tp_fsdp2"),
-        ("lightning", "fsdp2", "plain"),
-        ("a recipe of torch", "ddp", "fsdp2"),
-    ]
+QUICK = [
+    ("torch flat", "pp", "fsdp2"),
+    ("torch nested", "fsdp2", "interleaved_each"),
+    ("torch nested", "tp", "zero"),
+    ("torchtitan", "plain", "pp4"),
+    ("torchtitan", "pp", "tp_fsdp2"),
+    ("lightning", "fsdp2", "plain"),
+    ("a recipe of torch", "ddp", "fsdp2"),
+]
+OTHERS = [("torch flat", "ddp", "plain"), ("torch flat", "fsdp2", "interleaved"), ("torchtitan", "fsdp2", "ddp")]
+
+
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["quick", "others"])
+def test_what_others_saved_is_restored_into_any_split(tmp_path: Path, cases: list[tuple[str, str, str]]) -> None:
     results = run_ranks(exchange, nproc=4, args=(str(tmp_path), cases), timeout_s=120)
     assert results == [[]] * 4
 

@@ -30,6 +30,8 @@ from stagereg.registry import build
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 
+from ...support.examples import examples
+
 
 def saved(root: Path, state: dict[str, Any]) -> Checkpointer:
     checkpointer = Checkpointer(str(root), stager=BlockingAsyncStager())
@@ -338,7 +340,7 @@ def typed(value: Any) -> Any:
     return type(value), repr(value)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(plain)
 def test_plain_data_comes_back_with_its_types(value: Any) -> None:
     encoded = encode(value, "x")

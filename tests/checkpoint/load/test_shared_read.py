@@ -84,7 +84,8 @@ PAIRS_OF_FOUR = [("tp_fsdp2", "pp_ddp"), ("ddp", "hsdp"), ("experts", "pp_fsdp2"
 
 
 @pytest.mark.parametrize(
-    ("storage", "piece"), [("dcp", 1000), pytest.param("torch_dcp", 300, marks=pytest.mark.slow), ("dcp", 1 << 20)]
+    ("storage", "piece"),
+    [("dcp", 1000), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("torch_dcp", 300), ("dcp", 1 << 20)))],
 )
 def test_any_split_gets_its_bytes_from_one_reader(tmp_path: Path, storage: str, piece: int) -> None:
     results = run_ranks(restore_pairs, nproc=3, args=(str(tmp_path), PAIRS, storage, piece))

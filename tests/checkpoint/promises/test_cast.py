@@ -6,8 +6,6 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,6 +25,7 @@ from stagereg.stagers.blocking import BlockingStager
 from stagereg.testing import run_ranks
 
 from ...support import splits
+from ...support.forks import run_forked
 
 
 class HalfStager(BlockingStager):
@@ -213,8 +212,7 @@ print("from", start, "to", step, model.weight.dtype)
 
 def test_a_run_in_half_is_warned_of_refused_and_goes_on_with_the_option(tmp_path: Path) -> None:
     def run(*arguments: str) -> tuple[int, str]:
-        command = [sys.executable, "-c", PROGRAM, *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+        done = run_forked(PROGRAM, *arguments, cwd=tmp_path)
         return done.returncode, done.stdout + done.stderr
 
     code, said = run()

@@ -7,8 +7,6 @@ import errno
 import gc
 import os
 import re
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,6 +28,7 @@ from stagereg.errors import CheckpointError, StagingError
 from stagereg.registry import build
 from stagereg.stagers.async_stager import AsyncStager
 
+from ...support.forks import run_forked
 from ...support.watching import watching
 
 
@@ -236,8 +235,7 @@ print("the loop is done")
 
 @pytest.mark.parametrize(("how", "status"), [("fails", 1), ("works", 0), ("is_interrupted", 1)])
 def test_a_failure_that_was_not_raised_reaches_the_exit_status(tmp_path: Path, how: str, status: int) -> None:
-    command = [sys.executable, "-c", UNREAD_FAILURE, str(tmp_path), how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_forked(UNREAD_FAILURE, tmp_path, how)
     assert done.returncode == status, done.stderr
     assert done.stdout == "the loop is done\n"
     assert ("No space left on device" in done.stderr) == (how == "fails")
@@ -270,8 +268,7 @@ checkpointer.save(1, {"x": torch.arange(5_000_000)})
     ("stager", "storage"), [("overlapped", "dcp"), pytest.param("blocking", "torch_dcp", marks=pytest.mark.slow)]
 )
 def test_a_save_ends_well_where_no_thread_can_be_started(tmp_path: Path, stager: str, storage: str) -> None:
-    command = [sys.executable, "-c", NO_MORE_THREADS, str(tmp_path), stager, storage]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_forked(NO_MORE_THREADS, tmp_path, stager, storage, timeout_s=60)
     assert (done.returncode, done.stdout) == (0, "committed 1\n"), done.stderr
     with open_checkpoint(tmp_path / "latest", verify=True) as checkpoint:
         assert torch.equal(checkpoint["x"], torch.arange(5_000_000))

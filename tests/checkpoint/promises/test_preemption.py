@@ -11,8 +11,6 @@ import os
 import pickle
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +33,8 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import Preempted, Stopped
 from stagereg.launch.preemption import PreemptionHandler
 from stagereg.testing import run_ranks
+
+from ...support.forks import run_forked
 
 LIMIT_S = 100
 STEPS = 40
@@ -417,13 +417,7 @@ print(json.dumps({name: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for n
 
 
 def test_a_preempted_process_has_ended_when_its_grace_is_over(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    ended = run_forked(SCRIPT, tmp_path, timeout_s=LIMIT_S, ignores_warnings=True)
     codes = json.loads(ended.stdout)
     seen = {name: Path(tmp_path, f"{name}.txt").read_text() for name in codes}
     ended_by_grace = ["save hangs", "too late", "twice", "another rank"]

@@ -43,6 +43,7 @@ from stagereg.errors import CheckpointError
 from stagereg.registry import build
 
 from ...support import audit
+from ...support.examples import examples
 
 DATA = "__0_0.distcp"
 FORBIDDEN_EVENTS = {"exec", "import", "open", "os.system", "os.exec", "os.posix_spawn", "pickle.find_class"}
@@ -372,7 +373,7 @@ def test_a_bad_index_is_refused_in_a_short_text(
     assert capsys.readouterr().err.strip() == f"stagereg: {seen}"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_a_damaged_index_is_refused_or_read_and_nothing_else(good: Path, data: st.DataObject) -> None:
     content = bytearray((good / INDEX).read_bytes())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.testing import run_ranks
+
+from ...support.forks import run_forked
 
 
 def said(caplog: Any) -> list[str]:
@@ -175,6 +175,5 @@ OPEN = "checkpointer = stagereg.Checkpointer('c'); checkpointer.save(1, state)"
 def test_a_program_that_does_not_close_its_checkpointer_is_told_at_its_end(
     body: str, code: int, times: int, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", PROGRAM.format(body=body)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    done = run_forked(PROGRAM.format(body=body), cwd=tmp_path)
     assert (done.returncode, done.stderr.count("was not closed")) == (code, times), done.stderr

@@ -68,13 +68,17 @@ def followed(rank: int, root: str, mode: str | None, waits: bool) -> tuple[dict[
     return seen, found
 
 
-def follow(rank: int, world_size: int, root: str) -> dict[Any, Any]:
-    cases = [(None, False), ("torch", True), ("counted", True), ("planned", False), ("planned", True)]
+def follow(rank: int, world_size: int, root: str, cases: list[tuple[str | None, bool]]) -> dict[Any, Any]:
     return {case: followed(rank, f"{root}/{case[0]}-{case[1]}", *case) for case in cases}
 
 
-def test_ranks_that_left_the_loop_save_with_those_in_it(tmp_path: Path) -> None:
-    ranks = run_ranks(follow, 3, args=(str(tmp_path),), timeout_s=120)
+WAYS = [(None, False), ("torch", True), ("planned", True)]
+OTHER_WAYS = [("counted", True), ("planned", False)]
+
+
+@pytest.mark.parametrize("ways", [WAYS, pytest.param(OTHER_WAYS, marks=pytest.mark.slow)], ids=["ways", "others"])
+def test_ranks_that_left_the_loop_save_with_those_in_it(tmp_path: Path, ways: list[tuple[str | None, bool]]) -> None:
+    ranks = run_ranks(follow, 3, args=(str(tmp_path), ways), timeout_s=120)
     for case, (seen, _) in ranks[0].items():  # the rank that goes on longest
         for found in (each[case][1] for each in ranks):
             assert [(step, taken) for step, _, taken in found] == [(2, 2), (4, 4), (6, 6)], case

@@ -6,10 +6,7 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from stagereg.checkpoint.save.logged_metrics import LoggedMetrics
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.testing.ranks import run_ranks
 
+from ...support.forks import run_forked
 from ...support.watching import watching
 
 
@@ -111,30 +109,22 @@ def test_a_damaged_file_of_metrics_is_passed_over(tmp_path: Path, caplog: Any, t
 
 
 KILLED = """
-import sys, time, stagereg
+import os, signal, sys, time, stagereg
 from stagereg import Checkpointer
 with Checkpointer(sys.argv[1]) as checkpointer:
     checkpointer.save(1, {"x": 1})
     checkpointer.wait()
     stagereg.log(1, held_out=2.5)
-    print("logged", flush=True)
-    time.sleep(600)
+    ends = time.monotonic() + 60
+    while not os.path.exists(f"{sys.argv[1]}/metrics.json") and time.monotonic() < ends:
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_a_metric_that_is_logged_late_outlives_a_kill(tmp_path: Path) -> None:
     """Training does nothing after it: it is not for the next save, or the end, to write it."""
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"logged\n"
-            began = time.monotonic()
-            while not (tmp_path / "metrics.json").exists() and time.monotonic() < began + 60:
-                time.sleep(0.001)
-            print(f"written {time.monotonic() - began:.3f} s after it was logged")
-        finally:
-            process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
+    assert run_forked(KILLED, tmp_path).returncode == -signal.SIGKILL
     assert metrics(tmp_path) == {1: {"held_out": 2.5}}
 
 

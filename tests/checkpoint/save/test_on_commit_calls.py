@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +18,8 @@ from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.save.on_commit import CommittedCheckpoint
 from stagereg.errors import ConfigError
 from stagereg.testing.ranks import run_ranks
+
+from ...support.forks import run_forked
 
 LIMIT_S = 60.0
 ROOT = Path(__file__).parents[3]
@@ -262,8 +263,7 @@ with stagereg.Checkpointer(root, every=1, failure=failure, on_commit=[calls.get(
     ],
 )
 def test_the_exit_code_is_that_of_the_run(tmp_path: Path, how: str, code: int, saved: list[int]) -> None:
-    command = [sys.executable, "-c", PROGRAM, how, str(tmp_path)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ran = run_forked(PROGRAM, how, tmp_path, timeout_s=60)
     assert (ran.returncode, steps(tmp_path)) == (code, saved), ran.stderr
     if how == "preempted":
         assert "on_commit 0 (hangs) is given up, since the run is preempted" in ran.stderr
@@ -274,8 +274,7 @@ def test_the_exit_code_is_that_of_the_run(tmp_path: Path, how: str, code: int, s
 
 
 def test_a_process_that_a_call_ends_has_its_checkpoint(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, "leaves", str(tmp_path)]
-    assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == 4
+    assert run_forked(PROGRAM, "leaves", tmp_path, timeout_s=60).returncode == 4
     state = {"x": 0}
     with Checkpointer(str(tmp_path)) as checkpointer:
         assert checkpointer.restore(state) == state["x"] >= 1

@@ -43,7 +43,7 @@ def test_a_job_of_torchrun_goes_on_without_a_lost_machine(lab: Lab, tmp_path: Pa
     (tmp_path / "truth").mkdir()
     options = {"truth": tmp_path / "truth", "tier": "disk", "dir": f"{LOCAL}/t", "width": 300}
     program = [PROGRAM, *(f"{name}={value}" for name, value in options.items())]
-    job = lab.torchrun([*program, "hold=7"])
+    job = lab.torchrun([*program, "hold=7"], machines=[0, 1])
     for process in job.processes.values():
         process.await_output("HOLDS at 7", 3 * START_S)
     lab.machines[1].kill()
@@ -56,6 +56,7 @@ def test_a_job_of_torchrun_goes_on_without_a_lost_machine(lab: Lab, tmp_path: Pa
     assert "was read in the tier" in first
 
 
+@pytest.mark.slow
 def test_any_number_of_machines_in_any_order_goes_on(tmp_path: Path) -> None:
     with Lab(machines=4) as lab:
         runs = Runs(lab, tmp_path)

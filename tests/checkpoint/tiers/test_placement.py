@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from stagereg.checkpoint.tiers.placement import Machine, partners, survival, survives
 from stagereg.errors import ConfigError
 
+from ...support.examples import examples
+
 Placed = Mapping[str, Sequence[str]]
 
 DOMAINS = st.sampled_from(["", "", "a", "b", "c", "d", "e"])
@@ -57,7 +59,7 @@ def test_another_process_and_version_finds_the_same() -> None:
     assert {name: others[0] for name, others in partners(cluster(7, 3), 1).items()} == expected
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(MACHINES, COPIES)
 def test_a_machine_and_its_partners_are_in_domains_of_their_own(machines: list[Machine], copies: int) -> None:
     groups = len(machines) // (copies + 1)
@@ -79,7 +81,7 @@ def test_the_loss_of_any_rack_is_survived(count: int, racks: int) -> None:
         assert survives(placed, 1, [each.name for each in machines if each.domain == f"rack{rack}"])
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(MACHINES, st.integers(1, 4))
 def test_machines_that_share_a_domain_with_a_partner_are_as_few_as_can_be(machines: list[Machine], copies: int) -> None:
     if len(machines) % (copies + 1):
@@ -95,7 +97,7 @@ def test_machines_that_share_a_domain_with_a_partner_are_as_few_as_can_be(machin
         assert crowded[domain] == (n if least > 1 else 2 * more if least else 0)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(MACHINES, COPIES)
 def test_machines_receive_equally_many_copies(machines: list[Machine], copies: int) -> None:
     placed = wanted(partners(machines, copies), copies)
@@ -131,7 +133,7 @@ def test_few_others_change_partners_when_a_machine_is_gone_or_replaced(copies: i
     before = wanted(partners(machines, copies), copies)
     for new in (False, True):
         changed = []
-        for lost in machines[::128]:
+        for lost in machines[::256]:
             left = [each for each in machines if each != lost] + [Machine(f"new-{lost.name}", lost.domain)] * new
             after = wanted(partners(left, copies), copies)
             changed.append(sum(before[name] != after[name] for name in before if name != lost.name))

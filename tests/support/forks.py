@@ -1,0 +1,117 @@
+"""Runs programs as ``python -c`` does, each in a fork of one process that has imported torch, which takes seconds.
+
+A program ends as in any interpreter, with all that runs at the end of a process; torch computes on one thread. It must
+not ask whether a module has been imported; the names of the modules that this file imports are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+_IMPORTED = ["hydra", "torch.distributed.checkpoint", "torch.distributed.run", "stagereg.checkpoint.checkpointer"]
+_IMPORTED += ["torch._dynamo"]  # which an optimizer asks for in its first step
+_PYTHON = [sys.executable, str(Path(__file__))]
+
+
+def run_forked(
+    program: str | Path,
+    *arguments: object,
+    cwd: Path | None = None,
+    given: str = "",
+    timeout_s: float = 100,
+    environment: Mapping[str, str] | None = None,
+    ignores_warnings: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program, and return how it ended and what it printed.
+
+    Args:
+        program: its source, or its file, which may be relative to ``cwd``.
+        arguments: of its command line.
+        cwd: where it runs; else here.
+        given: what it can read from its standard input.
+        timeout_s: seconds until it is killed.
+        environment: its variables; else those that are here. What is in ``PYTHONPATH`` comes first.
+        ignores_warnings: as ``-W ignore``.
+
+    Raises:
+        subprocess.TimeoutExpired: it was killed.
+    """
+    with tempfile.TemporaryDirectory(prefix="stagereg-forks-") as folder:
+        files = [Path(folder, name) for name in ("in", "out", "err")]
+        files[0].write_text(given)
+        asked = {"program": str(program), "is_file": isinstance(program, Path), "cwd": os.path.abspath(cwd or "")}
+        asked |= {"arguments": [*map(str, arguments)], "files": [*map(str, files)], "ignores": ignores_warnings}
+        asked["environment"] = dict(os.environ if environment is None else environment)
+        server = _server()
+        print(json.dumps(asked), file=server.stdin, flush=True)
+        pid = int(server.stdout.readline())
+        try:
+            if not select.select([server.stdout], [], [], timeout_s)[0]:
+                printed = (file.read_bytes() for file in files[1:])
+                raise subprocess.TimeoutExpired(asked["arguments"], timeout_s, *printed)
+        except BaseException:  # pytest's own limit too
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            server.stdout.readline()  # which the next program would take for its own
+            raise
+        code = int(server.stdout.readline())
+        return subprocess.CompletedProcess(asked["arguments"], code, *(file.read_text() for file in files[1:]))
+
+
+@functools.cache
+def _server() -> Any:
+    """The process; it ends with this one, whose end closes the pipe."""
+    path = os.pathsep.join(os.path.abspath(each) for each in sys.path if each)
+    environment, pipe = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, subprocess.PIPE
+    return subprocess.Popen(_PYTHON, stdin=pipe, stdout=pipe, text=True, env=environment)
+
+
+def _next_program() -> CodeType:
+    """Fork for each request; returns in the children, with what they are to run."""
+    while line := sys.stdin.readline():
+        if pid := os.fork():
+            print(pid, flush=True)
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+            continue
+        asked = json.loads(line)
+        for descriptor, path in enumerate(asked["files"]):
+            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
+        os.chdir(asked["cwd"])
+        os.environ.clear()
+        os.environ.update(asked["environment"])
+        program, file = asked["program"], ""
+        flags = [*(["-W", "ignore"] if asked["ignores"] else []), *([] if asked["is_file"] else ["-c"])]
+        if asked["ignores"]:
+            warnings.simplefilter("ignore")
+        sys.orig_argv = [sys.executable, *flags, program, *asked["arguments"]]
+        sys.argv = [program if asked["is_file"] else "-c", *asked["arguments"]]
+        if asked["is_file"]:
+            globals()["__file__"] = file = os.path.abspath(program)
+            program = Path(file).read_text()
+        else:
+            del globals()["__file__"]
+        sys.path[:1] = [os.path.dirname(file), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        return compile(program, file or "<string>", "exec", dont_inherit=True)
+    sys.exit()
+
+
+if __name__ == "__main__":
+    for each in _IMPORTED:
+        importlib.import_module(each)
+    gc.freeze()  # a child would touch, and so copy, all of it when it collects garbage
+    exec(_next_program())
