@@ -329,6 +329,8 @@ def measure(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
                 groups.append(copied(asked.rounds, asked.scale))
             else:
                 groups.append({"lost": lost, "restore": restored}[name](asked.rounds, asked.scale, Path(folder)))
+            for left in Path(_SHM).glob(f"{Path(folder).name}-*"):
+                shutil.rmtree(left)
     return groups
 
 

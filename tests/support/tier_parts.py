@@ -55,8 +55,8 @@ def tier_threads() -> set[threading.Thread]:
 
 def files_below(folder: MachineFolder) -> list[str]:
     """Whatever lies in a machine's folder but what the folder itself is, and notes of which parts were received."""
-    found = [each.name for each in Path(folder.path).rglob("*") if each.is_file() and each.name != ".boot"]
-    return sorted(name for name in found if not name.endswith(".received"))
+    found = [name for _, _, names in os.walk(folder.path) for name in names]  # passes over what goes meanwhile
+    return sorted(name for name in found if name != ".boot" and not name.endswith(".received"))
 
 
 @contextmanager

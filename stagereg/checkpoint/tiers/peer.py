@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
@@ -17,6 +17,7 @@ from stagereg.checkpoint.tiers.part import Part, PartFile, SaveId
 from stagereg.errors import CheckpointError, DamagedError
 
 _STREAMS = 3
+_AHEAD = 2  # requests on a stream: the other side has the next one when it has sent a block
 _ANSWER_S = 30.0  # that an answer may take which waits for the other machine's disk
 
 
@@ -45,18 +46,43 @@ class Peer:
             text = _ask(self._link(0), {"do": "part", "save": save, "rank": rank}).get("part")
             return None if text is None else Part.loads(text)
 
-    def get(self, save: SaveId, rank: int, name: str, numbers: Sequence[int], known: PartFile) -> list[memoryview]:
-        """Return blocks of a file of a part. Raises: ``DamagedError``: one is not what was staged."""
+    def get(
+        self,
+        save: SaveId,
+        rank: int,
+        name: str,
+        numbers: Sequence[int],
+        known: PartFile,
+        take: Callable[[int, memoryview], object],
+    ) -> None:
+        """Get blocks of a file of a part; ``take`` is called with each that is right, on any thread.
+
+        Raises:
+            DamagedError: another one is not what was staged.
+        """
         with self._ending():
-            link = self._link(0)
-            request = {"do": "get", "save": save, "rank": rank, "file": name, "blocks": [*numbers]}
-            blocks = _memory([len(known.block(number)) for number in numbers])
-            if _ask(link, request).get("nbytes") != sum(map(len, blocks)):
-                raise DamagedError(f"{name} has another size there")
-            for number, block in zip(numbers, blocks, strict=True):
-                if link.receive_block(block) != known.blocks[number]:
-                    raise DamagedError(f"block {number} of {name} is not what was staged")
-            return blocks
+            memory = _memory([len(known.block(number)) for number in numbers])
+            rest, bad = iter([*zip(numbers, memory, strict=True)]), list[int]()
+
+            def run(stream: int) -> None:
+                link, asked = self._link(stream), deque[tuple[int, memoryview]]()
+                while True:
+                    while len(asked) < _AHEAD and (more := next(rest, None)):
+                        link.send({"do": "get", "save": save, "rank": rank, "file": name, "blocks": [more[0]]})
+                        asked.append(more)
+                    if not asked:
+                        return
+                    number, block = asked.popleft()
+                    if _answer(link).get("nbytes") != len(block):
+                        raise DamagedError(f"{name} has another size there")
+                    if link.receive_block(block) == known.blocks[number]:
+                        take(number, block)
+                    else:
+                        bad.append(number)
+
+            _on_streams(len(numbers), run)
+        if bad:
+            raise DamagedError(f"block {min(bad)} of {name} is not what was staged")
 
     def put(self, part: Part, directory: str) -> int:
         """Send a part, whose files are in ``directory``; returns when it is complete there, and checked.
@@ -91,30 +117,18 @@ class Peer:
 
     def _send_all(self, sending: _Sending, token: Any) -> None:
         """Send on several connections; the first error of any ends all."""
-        errors: list[BaseException] = []
 
-        def run(number: int) -> None:
+        def run(stream: int) -> None:
             try:
-                link = self._link(number)
-                if number:
+                link = self._link(stream)
+                if stream:
                     _ask(link, {"do": "stream", "token": token})
                 sending.run(link)
-            except BaseException as error:
-                errors.append(error)
+            except BaseException:
                 sending.stop()
+                raise
 
-        count = max(1, min(_STREAMS, len(sending.blocks) // 2))
-        others = [
-            threading.Thread(target=run, args=[number], name="stagereg-tier-send", daemon=True)
-            for number in range(1, count)
-        ]
-        for thread in others:
-            thread.start()
-        run(0)
-        for thread in others:
-            thread.join()
-        if errors:
-            raise errors[0]
+        _on_streams(len(sending.blocks), run)
 
     def _link(self, number: int) -> wire.Connection:
         with self._lock:
@@ -201,9 +215,38 @@ def _memory(sizes: Sequence[int]) -> list[memoryview]:
     return [memoryview(memory)[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
+def _on_streams(blocks: int, run: Callable[[int], None]) -> None:
+    """Call ``run`` with the number of each stream that so many blocks are worth, at once; raises what one raises."""
+    count = max(1, min(_STREAMS, blocks // 2))
+    errors: list[BaseException] = []
+
+    def note_error(stream: int) -> None:
+        try:
+            run(stream)
+        except BaseException as error:
+            errors.append(error)
+
+    others = [
+        threading.Thread(target=note_error, args=[stream], name="stagereg-tier-stream", daemon=True)
+        for stream in range(1, count)
+    ]
+    for thread in others:
+        thread.start()
+    note_error(0)
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
 def _ask(link: wire.Connection, request: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to a request. Raises: ``CheckpointError``: it is a refusal; ``OSError``."""
     link.send(request)
+    return _answer(link)
+
+
+def _answer(link: wire.Connection) -> dict[str, Any]:
+    """Return the next answer. Raises as :func:`_ask`."""
     if not link.is_readable(_ANSWER_S):
         raise TimeoutError(f"the other side has not answered for {_ANSWER_S:g} s")
     answer = link.receive()

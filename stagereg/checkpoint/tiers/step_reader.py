@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,6 @@ from stagereg.errors import CheckpointError, DamagedError, reason
 _log = logging.getLogger(__name__)
 
 _THREADS = 4
-_AT_ONCE = 8  # blocks that one request is for
 
 
 class Found(NamedTuple):
@@ -61,6 +61,7 @@ class StepReader(ExitStack):
         self._parts: dict[int, Part] = {}
         self._blocks: dict[tuple[str, int], memoryview] = {}
         self._mapped: dict[str, memoryview] = {}
+        self._lock = threading.Lock()
         self.found = Found(here, Counter(), set())
 
     def content(self, name: str) -> bytes:
@@ -153,16 +154,14 @@ class StepReader(ExitStack):
             raise DamagedError(f"flipped bits in block {wrong[0]}")
 
     def _take_from(self, machine: str, name: str, rank: int, known: PartFile, numbers: Sequence[int]) -> None:
-        """Get blocks from another machine; what differs raises, and what came before stays."""
-        for at in range(0, len(numbers), _AT_ONCE):
-            several = numbers[at : at + _AT_ONCE]
-            got = self._connect(machine).get(self.step.save, rank, name, several, known)
-            for number, block in zip(several, got, strict=True):
-                self._keep(machine, name, number, block)
+        """Get blocks from another machine; those that are right stay, whatever it raises."""
+        keep = partial(self._keep, machine, name)
+        self._connect(machine).get(self.step.save, rank, name, numbers, known, keep)
 
     def _keep(self, machine: str, name: str, number: int, block: memoryview) -> None:
-        self._blocks[name, number] = block
-        self.found.sources[machine] += len(block)
+        with self._lock:
+            self._blocks[name, number] = block
+            self.found.sources[machine] += len(block)
 
     def _map(self, name: str) -> memoryview:
         if name not in self._mapped:

@@ -25,7 +25,7 @@ import stagereg.checkpoint.tiers.peer as peer_module
 import stagereg.checkpoint.tiers.wire as wire
 from stagereg.checkpoint.storage.aligned import BLOCK_BYTES
 from stagereg.checkpoint.tiers.folder import MachineFolder
-from stagereg.checkpoint.tiers.part import PartFile
+from stagereg.checkpoint.tiers.part import Part, PartFile
 from stagereg.checkpoint.tiers.peer import Peer
 from stagereg.checkpoint.tiers.server import PartServer
 from stagereg.errors import CheckpointError, DamagedError
@@ -77,6 +77,24 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def blocks_of(
+    peer: Peer,
+    part: Part,
+    name: str,
+    numbers: list[int],
+    known: PartFile | None = None,
+    got: dict[int, bytes] | None = None,
+) -> dict[int, bytes]:
+    """Return blocks of a file of a part of rank 0, by their numbers; what comes before an error is in ``got``."""
+    found = {} if got is None else got
+
+    def take(number: int, block: memoryview) -> None:
+        found[number] = bytes(block)
+
+    peer.get(part.save, 0, name, numbers, known or part.files[name], take)
+    return found
+
+
 def has_ended(stranger: socket.socket) -> bool:
     try:
         return not stranger.recv(1000)
@@ -98,8 +116,8 @@ def test_a_part_arrives_whole_and_comes_back_checked(here: MachineFolder, tmp_pa
         for name, nbytes in SEVERAL.items():
             assert Path(there.directory(part.save), name).read_bytes() == data_of(nbytes)
             numbers = [*range(len(part.files[name].blocks))][::-1]
-            got = peer.get(part.save, 0, name, numbers, part.files[name])
-            assert b"".join(map(bytes, got[::-1])) == data_of(nbytes)
+            got = blocks_of(peer, part, name, numbers)
+            assert b"".join(got[number] for number in numbers[::-1]) == data_of(nbytes)
         peer.put(part, "/nowhere")  # it is there already, so nothing is read
         other = write_part(here, {"again": 2 * BLOCK_BYTES}, step=2)
         peer.put(other, here.directory(other.save))
@@ -257,27 +275,27 @@ def test_a_bit_that_flips_on_the_way_is_noticed_and_the_block_sent_again(
 
 def test_a_bit_that_flips_where_the_part_lies_is_noticed(there: MachineFolder, peer: Peer) -> None:
     part = write_part(there, SEVERAL)
-    known = part.files["__r_0.distcp"]
-    with Path(there.directory(part.save), "__r_0.distcp").open("rb+") as file:
+    name, got = "__r_0.distcp", dict[int, bytes]()
+    data = data_of(part.files[name].nbytes)
+    with Path(there.directory(part.save), name).open("rb+") as file:
         file.seek(2 * BLOCK_BYTES + 5)
         file.write(b"?")
     with pytest.raises(DamagedError, match=r"block 2 of __r_0\.distcp"):
-        peer.get(part.save, 0, "__r_0.distcp", [1, 2, 3], known)
-    got = peer.get(part.save, 0, "__r_0.distcp", [1, 3], known)  # and those beside it are good
-    assert bytes(got[0]) == data_of(known.nbytes)[BLOCK_BYTES : 2 * BLOCK_BYTES]
+        blocks_of(peer, part, name, [0, 1, 2, 3], got=got)
+    assert got == {n: data[n * BLOCK_BYTES : (n + 1) * BLOCK_BYTES] for n in (0, 1, 3)}  # those beside it are good
     with pytest.raises(DamagedError, match="another size"):
-        peer.get(part.save, 0, "small", [0], PartFile.of_bytes(b"1234"))
+        blocks_of(peer, part, "small", [0], PartFile.of_bytes(b"1234"))
     Path(there.directory(part.save), "small").unlink()
     with connected(peer._address) as another, pytest.raises(CheckpointError, match="not here"):
-        another.get(part.save, 0, "small", [0], part.files["small"])
+        blocks_of(another, part, "small", [0])
 
 
 def test_a_file_that_was_cut_since_is_an_error(there: MachineFolder, peer: Peer) -> None:
     part = write_part(there, SEVERAL)
-    assert peer.get(part.save, 0, "small", [0], part.files["small"])
+    assert blocks_of(peer, part, "small", [0])
     os.truncate(Path(there.directory(part.save), "small"), 1)
     with pytest.raises(OSError, match="closed"):
-        peer.get(part.save, 0, "small", [0], part.files["small"])
+        blocks_of(peer, part, "small", [0])
 
 
 SENDER = """

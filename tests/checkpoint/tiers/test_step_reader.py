@@ -35,14 +35,14 @@ class Machine:
     def part(self, save: SaveId, rank: int) -> Part:
         return self.part_
 
-    def get(self, save: SaveId, rank: int, name: str, numbers: Any, known: PartFile) -> list[bytearray]:
+    def get(self, save: SaveId, rank: int, name: str, numbers: Any, known: PartFile, take: Any) -> None:
         self.asked += len(numbers)
         data = self.file.read_bytes()
         found = [bytearray(data[known.block(n).start : known.block(n).stop]) for n in numbers]
         for number, each in zip(numbers, found, strict=True):
             if PartFile.of_bytes(bytes(each)).blocks != (known.blocks[number],):
                 raise DamagedError(f"block {number} is not what was staged")
-        return found
+            take(number, each)
 
     def flip(self, at: int) -> None:
         data = bytearray(self.file.read_bytes())
