@@ -364,8 +364,10 @@ class Checkpointer:
             self._background.newest = step
         return step
 
-    def close(self) -> None:
+    def close(self, stored: int | None = None) -> None:
         """Wait for every save, no longer than ``timeout``, end the thread and close the stager. Twice is harmless.
+
+        With ``stored``, the step up to which others keep this run, what the tier has goes if that is no newer.
 
         Raises:
             CheckpointError: a save failed, and no call has raised that yet; everything is closed nevertheless.
@@ -385,6 +387,7 @@ class Checkpointer:
         if self.preemption is not None:
             self.preemption.close()
         self._background.close()
+        self._tiering.finish(stored if ended else None)
         self._tiering.close()
         if ended:  # else a thread hangs, and no other run may write before this process ends
             self._crashes.leave()
