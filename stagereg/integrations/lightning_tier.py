@@ -7,8 +7,8 @@ what Lightning goes on from would leave it out.
 
 ``fit(ckpt_path=)`` names a path. ``last*.ckpt`` in that directory stands for what was saved last, there or in the tier:
 saves to a directory are counted, and each step has in it how many there were. Any other path is what is restored, and
-the tier begins anew with the next save. Lightning finds ``"last"`` by its file, so ``DIR/last-near.ckpt`` is a link that is
-older than any, for a run whose steps are in the tier alone.
+the tier begins anew with the next save. Lightning finds ``"last"`` by its path, so ``DIR/last-near.ckpt`` is an empty directory,
+older than any other, for a run whose steps are in the tier alone.
 """
 
 from __future__ import annotations
@@ -107,15 +107,15 @@ class FitTier:
             rest, own = self._parts(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
             if trainer.is_global_zero:
                 rest[_SAVES] = [[each, self._plugin.directory(each).begun] for each in self._directories]
-                self._link()
+                self._make_path()
                 own = {**own, _CHECKPOINT: rest}
             checkpointer.save(step, own)
 
-    def _link(self) -> None:
+    def _make_path(self) -> None:
         path = Path(self._directories[0], NEAR)
-        with contextlib.suppress(OSError):  # it is there, or there are no links: then "last" wants a last.ckpt
-            path.symlink_to(f"{STORE}/near")
-            os.utime(path, (0, 0), follow_symlinks=False)
+        with contextlib.suppress(OSError):  # it is there; if it cannot be made, "last" wants a last.ckpt
+            path.mkdir()
+            os.utime(path, (0, 0))
 
     def stored(self, checkpoint: dict[str, Any], path: Any) -> None:
         """A checkpoint was saved to a path, and is complete when ``fit`` ends without an error."""

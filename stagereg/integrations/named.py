@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 STORE = ".stagereg"
 NEAR = "last-near.ckpt"
-"""A link that stands for the newest checkpoint of a directory and of the tier; see :mod:`.lightning_tier`."""
+"""What stands for the newest checkpoint of a directory and of the tier; see :mod:`.lightning_tier`."""
 _STEPS = "step-*"
 _NUMBER = re.compile(r"step-(\d+)(\.[0-9a-f]+)?")
 _PLACEHOLDER = re.compile(r"/proc/\d+/comm")
