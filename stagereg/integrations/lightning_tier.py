@@ -60,12 +60,13 @@ class FitTier:
         self._checkpointer: Checkpointer | None = None  # while ``fit`` runs
         self._directories: list[str] = []
         self._seen: int | None = None  # the global step last looked at
+        self._near = False  # whether a step of the tier is gone on from
         self._stored: int | None = None  # that of the last checkpoint in one of the directories
 
     def open(self, trainer: Any) -> Checkpointer:
         """Return the checkpointer of this ``fit``, which has the tier."""
         if self._checkpointer is None:
-            self._trainer, self._seen, self._stored = trainer, None, None
+            self._trainer, self._seen, self._stored, self._near = trainer, None, None, False
             own = [each.dirpath for each in trainer.checkpoint_callbacks if getattr(each, "dirpath", None)]
             folders = own or [trainer.default_root_dir]
             self._directories = self._plugin.agree(lambda: [split(os.path.join(each, NEAR))[0] for each in folders])
@@ -92,7 +93,9 @@ class FitTier:
     def begin(self) -> None:
         """Training begins, or goes on."""
         if self._trainer is not None:
-            self._seen = self._trainer.global_step
+            self._seen, loop = self._trainer.global_step, self._trainer.fit_loop.epoch_loop
+            if self._near and loop.batch_progress.is_last_batch:  # with max_steps Lightning would end that epoch again
+                loop.restarting = False
 
     def end_step(self, ends_epoch: bool = False) -> None:
         """Save, if the optimizer has made the step, it is due, and what follows it is over."""
@@ -139,7 +142,8 @@ class FitTier:
             step = None
         if step is not None:
             saves = dict(found.pop(_SAVES, ()))
-            if not self._is_newer(path, saves.get(parent, -1), found):
+            self._near = not self._is_newer(path, saves.get(parent, -1), found)
+            if self._near:
                 return found
         resumed.forget()
         if step is None and name == NEAR and self._plugin.agree(lambda: is_empty(parent)):
