@@ -1,10 +1,11 @@
 """A program of test_lightning_tier.py: :mod:`lightning_resume`'s model with a tier, stopped and resumed, by ``fit``."""
 
 import hashlib
+import json
 import os
 import random
+import signal
 import sys
-from pathlib import Path
 
 import lightning as pl
 import numpy as np
@@ -19,8 +20,11 @@ import stagereg
 from stagereg.integrations.lightning import StageregCheckpointIO
 
 
-def fit(folder: str, kind: str, seed: int, stop: int | None = None, **more) -> str:
-    """Train 12 steps, 4 an epoch, and stop after ``stop``; return what the run has come to, and from where it began."""
+def fit(folder: str, kind: str, seed: int, stop: int | None = None, kill: int | None = None, **more) -> str:
+    """Train 12 steps, 4 an epoch; return from where the run began, and what it has come to.
+
+    It is stopped in the step after ``stop``, or dies by a signal in that after ``kill``.
+    """
     ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     sharded = kind == "sharded"
     tier = stagereg.build("tier", "disk", dir=f"{folder}/near", every=1, copies=0)
@@ -40,7 +44,7 @@ def fit(folder: str, kind: str, seed: int, stop: int | None = None, **more) -> s
     loaders = [DataLoader(data, batch_size=8, shuffle=shuffle) for shuffle in (True, False)]
     module = Noisy(None if stop is None else stop + 1)
     began = []
-    trainer.callbacks.append(At(began))
+    trainer.callbacks.append(At(began, kill))
     for seeded in (torch.manual_seed, random.seed, np.random.seed):
         seeded(seed + rank)
     try:
@@ -54,21 +58,22 @@ def fit(folder: str, kind: str, seed: int, stop: int | None = None, **more) -> s
 
 
 class At(pl.Callback):
-    """Notes at which step training begins."""
+    """Notes at which step training begins, and ends the process after a step."""
 
-    def __init__(self, began: list[int]) -> None:
-        self.began = began
+    def __init__(self, began: list[int], kill: int | None) -> None:
+        self.began, self.kill = began, kill
 
     def on_train_start(self, trainer, pl_module):
         self.began.append(trainer.global_step)
 
+    def on_train_batch_end(self, trainer, *_):
+        if self.kill is not None and trainer.global_step > self.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+
 
 if __name__ == "__main__":
-    root, kind, *stops = sys.argv[1:]
-    more = {}
-    while stops and "=" in stops[0]:
-        name, value = stops.pop(0).split("=")
-        more[name] = float(value) if "." in value else int(value)
+    root, kind, options, *stops = sys.argv[1:]
+    more = json.loads(options)
     rank, found = os.environ.get("RANK", "0"), {"whole": fit(f"{root}/whole", kind, 7, **more)}
     for stop in map(int, stops):
         fit(f"{root}/{stop}", kind, 7, stop=stop, **more)
