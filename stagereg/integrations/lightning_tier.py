@@ -1,14 +1,14 @@
 """The tier of a ``fit``: each ``tier.every`` global steps what ``trainer.save_checkpoint`` would save goes there alone.
 
 A tier belongs to the directory of the first ``ModelCheckpoint``, or else ``default_root_dir``: its run is noted in
-``DIR/.stagereg/near``, by a :class:`stagereg.Checkpointer` whose own directory gets no checkpoint. No callback has a part
-in its saves. They come when a batch is over; where a validation or the end of the epoch follows, when that is over, since
-what Lightning goes on from would leave it out.
+``DIR/.stagereg/near``, by a :class:`stagereg.Checkpointer` whose own directory gets no checkpoint. No callback has a
+part in its saves. They come when a batch is over; where a validation or the end of the epoch follows, when that is
+over, since what goes on from before it would leave it out.
 
 ``fit(ckpt_path=)`` names a path. ``last*.ckpt`` in that directory stands for what was saved last, there or in the tier:
 saves to a directory are counted, and each step has in it how many there were. Any other path is what is restored, and
-the tier begins anew with the next save. Lightning finds ``"last"`` by its path, so ``DIR/last-near.ckpt`` is an empty directory,
-older than any other, for a run whose steps are in the tier alone.
+the tier begins anew with the next save. Lightning finds ``"last"`` by its path, so ``DIR/last-near.ckpt`` is an empty
+directory, older than any other, for a run whose steps are in the tier alone.
 """
 
 from __future__ import annotations
@@ -102,11 +102,11 @@ class FitTier:
         checkpointer, trainer = self._checkpointer, self._trainer
         if checkpointer is None or self._seen is None:
             return
-        step = trainer.global_step
+        step, is_last = trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if step != self._seen:
             self._seen = step
             checkpointer.due(step)
-        if checkpointer.near_at == step and (ends_epoch or not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch):
+        if checkpointer.near_at == step and (ends_epoch or not is_last):
             rest, own = self._parts(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
             if trainer.is_global_zero:
                 rest[_SAVES] = [[each, self._plugin.directory(each).begun] for each in self._directories]

@@ -42,7 +42,7 @@ def fit(folder: str, kind: str, seed: int, stop: int | None = None, kill: int | 
     batches = 4 * trainer.accumulate_grad_batches
     data = TensorDataset(torch.randn(8 * batches * ranks, 8, generator=torch.Generator().manual_seed(1)))
     loaders = [DataLoader(data, batch_size=8, shuffle=shuffle) for shuffle in (True, False)]
-    module = Noisy(None if stop is None else stop + 1)
+    module = Drawing(None if stop is None else stop + 1)
     began = []
     trainer.callbacks.append(At(began, kill))
     for seeded in (torch.manual_seed, random.seed, np.random.seed):
@@ -55,6 +55,13 @@ def fit(folder: str, kind: str, seed: int, stop: int | None = None, kill: int | 
     text = hashlib.sha256(b"".join(x.detach().numpy().tobytes() for x in whole)).hexdigest()[:16]
     drawn = f"{torch.rand(1).item()} {random.random()} {np.random.rand()}"
     return f"from {began[0]} to {trainer.global_step} epoch {trainer.current_epoch} {text} {drawn}"
+
+
+class Drawing(Noisy):
+    """Draws after an epoch as well."""
+
+    def on_train_epoch_end(self) -> None:
+        torch.rand(1)
 
 
 class At(pl.Callback):
