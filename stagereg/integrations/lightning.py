@@ -67,10 +67,12 @@ class StageregCheckpointIO(CheckpointIO):
 
     Args:
         **checkpoint_options: those of :class:`stagereg.Checkpointer` that Lightning has none for: ``stager``,
-            ``storage``, ``restore``, ``failure`` and ``replicas``. ``stager`` and ``storage`` may be names; an object
-            serves one directory and one ``fit``, which closes it.
+            ``storage``, ``restore``, ``failure``, ``replicas`` and ``tier``. ``stager`` and ``storage`` may be names;
+            an object serves one directory and one ``fit``, which closes it. A ``tier`` is for the ``Trainer``; it gets
+            global steps by ``tier.every``, and ``fit(ckpt_path="last")`` goes on from what was saved last anywhere.
 
     Attributes:
+        tier: as given, ``None`` for none.
         chosen: the directory that :meth:`load_checkpoint` has read last; ``None`` for what Lightning itself wrote.
 
     Raises:
