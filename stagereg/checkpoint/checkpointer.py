@@ -144,8 +144,7 @@ class Checkpointer:
         self.restored: Path | str | None = None
         self._seen: int | None = None  # the step last asked about
         self._resumed: int | None = None  # the step that ``resume`` has led to
-        self._closed = False
-        self._pid = os.getpid()
+        self._closed, self._pid = False, os.getpid()
         self.near_at: int | None = None
         self._ranks = RankGroup(process_group, failure.timeout)
         self._hold = Hold(self._ranks, failure.timeout.total_seconds(), resume)
@@ -364,11 +363,11 @@ class Checkpointer:
             self._background.newest = step
         return step
 
-    def close(self) -> None:
+    def close(self, stored: int | None = None) -> None:
         """Wait for every save, no longer than ``timeout``, end the thread and close the stager. Twice is harmless.
 
-        Raises:
-            CheckpointError: a save failed, and no call has raised that yet; everything is closed nevertheless.
+        ``stored`` is the step up to which others keep the run: what the tier has goes if it is no newer. Raises:
+        ``CheckpointError`` if a save failed, and no call has raised that yet; everything is closed nevertheless.
         """
         if self._closed:
             return
@@ -385,6 +384,7 @@ class Checkpointer:
         if self.preemption is not None:
             self.preemption.close()
         self._background.close()
+        self._tiering.finish(stored if ended else None)
         self._tiering.close()
         if ended:  # else a thread hangs, and no other run may write before this process ends
             self._crashes.leave()

@@ -28,7 +28,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.hold import SCRATCH
-from stagereg.checkpoint.options import Leave, Restore, check_all
+from stagereg.checkpoint.options import Leave, Restore, check_all, component
+from stagereg.checkpoint.tiers.tier import NoTier, Tier
 from stagereg.errors import ConfigError, nearest
 from stagereg.integrations.agreed import agreed, expect_known
 from stagereg.integrations.lightning_resume import RESUME
@@ -40,13 +41,13 @@ from stagereg.spec import instead
 
 __all__ = ["StageregCheckpointIO", "UnevenInputs"]
 
-_OPTIONS = ("stager", "storage", "restore", "failure", "replicas")
+_OPTIONS = ("stager", "storage", "restore", "failure", "replicas", "tier")
 _LIGHTNINGS = (
     "ModelCheckpoint(dirpath=, every_n_train_steps=, save_top_k=, save_last=), fit(ckpt_path=) or the strategy"
 )
 _NO_TIER = (
-    "Lightning reads a checkpoint at a path, where the steps of a tier are not. A loop of your own, accelerate, the "
-    "Hugging Face Trainer and torchtitan have tiers"
+    "Fabric calls nobody at the end of a step, so nothing could be saved in a tier: use the Trainer, or "
+    "Checkpointer(dir, every=..., tier=...) with its maybe_save in your loop."
 )
 _FOLLOW = "`stagereg follow DIR/last.ckpt -- COMMAND` runs a command on each complete checkpoint there"
 _SAVING: dict[type, tuple[str, ...]] = {
@@ -66,10 +67,12 @@ class StageregCheckpointIO(CheckpointIO):
 
     Args:
         **checkpoint_options: those of :class:`stagereg.Checkpointer` that Lightning has none for: ``stager``,
-            ``storage``, ``restore``, ``failure`` and ``replicas``. ``stager`` and ``storage`` may be names; an object
-            serves one directory and one ``fit``, which closes it.
+            ``storage``, ``restore``, ``failure``, ``replicas`` and ``tier``. ``stager`` and ``storage`` may be names;
+            an object serves one directory and one ``fit``, which closes it. A ``tier`` is for the ``Trainer``; it gets
+            global steps by ``tier.every``, and ``fit(ckpt_path="last")`` goes on from what was saved last anywhere.
 
     Attributes:
+        tier: as given, ``None`` for none.
         chosen: the directory that :meth:`load_checkpoint` has read last; ``None`` for what Lightning itself wrote.
 
     Raises:
@@ -84,11 +87,13 @@ class StageregCheckpointIO(CheckpointIO):
         for name in checkpoint_options.keys() - _OPTIONS:
             known = name in inspect.signature(Checkpointer).parameters
             usual = f"in Lightning that is said by {_LIGHTNINGS}"
-            said_by = {"on_commit": _FOLLOW, "tier": _NO_TIER}.get(name, usual)
+            said_by = {"on_commit": _FOLLOW}.get(name, usual)
             grouped = instead(name, Checkpointer, repr(checkpoint_options[name]))
             why = f": {said_by}." if known else f".{grouped or nearest(name, _OPTIONS)}"
             raise ConfigError(f"StageregCheckpointIO takes no {name!r}{why}")
+        tier = component("tier", checkpoint_options.pop("tier", None), "none")
         check_all(checkpoint_options)
+        self.tier: Tier | None = None if isinstance(tier, NoTier) else tier
         self._options = checkpoint_options
         self._used: set[str] = set()
         self.chosen: str | None = None
@@ -108,6 +113,8 @@ class StageregCheckpointIO(CheckpointIO):
                 f"StageregCheckpointIO saves shards: leave out {kind.__name__}(save_distributed_checkpoint=False). "
                 "`stagereg convert` makes one file of a checkpoint."
             )
+        if self.tier is not None and not isinstance(strategy, Strategy):
+            raise ConfigError(_NO_TIER)
         self._strategy, attached = strategy, saving(self, strategy)
         for name in [name for name in dir(saving) if not name.startswith("_")]:
             setattr(strategy, name, getattr(attached, name))
@@ -155,27 +162,32 @@ class StageregCheckpointIO(CheckpointIO):
         """Stage what this rank has of a checkpoint; the ``path`` of rank 0 counts."""
         for option in [option for option, value in refused.items() if value is not None]:
             raise ConfigError(f"StageregCheckpointIO takes no {option}.")
-        parent, name = self._agree(lambda: split(path))
-        directory = self._directories.get(parent)
-        if directory is None or not directory.is_open:
-            directory = NamedCheckpoints(parent, self._strategy.is_global_zero, self._build_options())
-            self._directories[parent] = directory
-        directory.save(state, self._agree(lambda: directory.begin(name)))
+        parent, name = self.agree(lambda: split(path))
+        directory = self.directory(parent)
+        directory.save(state, self.agree(lambda: directory.begin(name)))
         if name.startswith("hpc_ckpt"):  # after which Lightning has Slurm end this job at once
             directory.checkpointer.wait()
 
-    def choose(self, path: str | Path) -> str | None:
+    def directory(self, parent: str) -> NamedCheckpoints:
+        """Return the checkpoints of a directory, the same on all ranks, which call this together."""
+        directory = self._directories.get(parent)
+        if directory is None or not directory.is_open:
+            directory = NamedCheckpoints(parent, self._strategy.is_global_zero, self.build_options(*_OPTIONS))
+            self._directories[parent] = directory
+        return directory
+
+    def choose(self, path: str | Path, verify: bool = True) -> str | None:
         """Return the directory of the checkpoint to read, a good one; ``None`` for what Lightning itself wrote."""
         NamedCheckpoints.wait_for_all()
-        verify = self._options.get("restore", Restore()).verify == "full"
-        return self._agree(lambda: choose(str(path), verify))
+        verify = verify and self.option("restore", Restore()).verify == "full"
+        return self.agree(lambda: choose(str(path), verify))
 
     def restore(self, chosen: str, state: dict[str, Any]) -> None:
         """Load into the objects of ``state``, each rank its own shards."""
         # Reading takes no lock where another run may write.
-        scratch = self._agree(lambda: tempfile.mkdtemp(prefix=SCRATCH))
+        scratch = self.agree(lambda: tempfile.mkdtemp(prefix=SCRATCH))
         options = {name: self._options[name] for name in self._options.keys() & {"failure"}}
-        how, leave = replace(self._options.get("restore", Restore()), verify="fast"), Leave(grace=None)
+        how, leave = replace(self.option("restore", Restore()), verify="fast"), Leave(grace=None)
         try:
             with Checkpointer(scratch, resume=chosen, restore=how, leave=leave, **options) as checkpointer:
                 checkpointer.restore(state)
@@ -183,11 +195,17 @@ class StageregCheckpointIO(CheckpointIO):
             if self._strategy.is_global_zero:
                 shutil.rmtree(scratch, ignore_errors=True)
 
-    def _agree(self, decide: Callable[[], Any]) -> Any:
+    def agree(self, decide: Callable[[], Any]) -> Any:
+        """Return what ``decide`` returns on rank 0, or raise its error, on all ranks."""
         return agreed(decide, self._strategy.is_global_zero, self._strategy.broadcast)
 
-    def _build_options(self) -> dict[str, Any]:
-        options = dict(self._options)
+    def option(self, name: str, usual: Any) -> Any:
+        """Return an option of a checkpointer as it was given."""
+        return self._options.get(name, usual)
+
+    def build_options(self, *wanted: str) -> dict[str, Any]:
+        """Return options for one more checkpointer. Raises: ``ConfigError`` if one of them serves another already."""
+        options = {name: self._options[name] for name in self._options.keys() & wanted}
         for kind in options.keys() & {"stager", "storage"}:
             if isinstance(options[kind], str):
                 options[kind] = build(kind, options[kind])

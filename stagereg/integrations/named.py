@@ -30,7 +30,9 @@ from stagereg.errors import CheckpointError, ConfigError, kind_of
 
 _log = logging.getLogger(__name__)
 
-_STORE = ".stagereg"
+STORE = ".stagereg"
+NEAR = "last-near.ckpt"
+"""What stands for the newest checkpoint of a directory and of the tier; see :mod:`.lightning_tier`."""
 _STEPS = "step-*"
 _NUMBER = re.compile(r"step-(\d+)(\.[0-9a-f]+)?")
 _PLACEHOLDER = re.compile(r"/proc/\d+/comm")
@@ -50,7 +52,7 @@ class NamedCheckpoints:
         if parent in self._open:
             self._open[parent].close()
         self._parent, self._is_first = Path(parent), is_first
-        self._store = self._parent / _STORE
+        self._store = self._parent / STORE
         leave = Leave(grace=None, save_last=False)
         self.checkpointer = Checkpointer(str(self._store), keep=_ALL, resume="never", leave=leave, **options)
         self._stores: dict[Path, CheckpointStore] = {}  # which know since when somebody reads there
@@ -60,7 +62,7 @@ class NamedCheckpoints:
         self._begun = self._placed = 0
         if is_first:
             latest = self._store / "latest"  # where the last one of all was moved from
-            self._begun = self._placed = _number(Path(os.readlink(latest))) if latest.is_symlink() else 0
+            self._begun = self._placed = number_of(Path(os.readlink(latest))) if latest.is_symlink() else 0
             for path in self._store.glob(_STEPS):  # of a run that was killed before it moved them
                 delete(path, self._store)
             self._clear_placeholders()
@@ -71,6 +73,11 @@ class NamedCheckpoints:
     def is_open(self) -> bool:
         """Whether it is not closed."""
         return self._open.get(str(self._parent)) is self
+
+    @property
+    def begun(self) -> int:
+        """How many saves to the directory there have been, with those of earlier runs; on rank 0."""
+        return self._begun
 
     @classmethod
     def wait_for_all(cls) -> None:
@@ -86,7 +93,7 @@ class NamedCheckpoints:
             with contextlib.suppress(OSError):  # where there are no links it is taken only when the save is complete
                 path.symlink_to(f"/proc/{os.getpid()}/comm")
         with self._lock:
-            self._begun = 1 + max([self._begun, *map(_number, path.glob(_STEPS))])
+            self._begun = 1 + max([self._begun, *map(number_of, path.glob(_STEPS))])
             self._waiting.append((self._begun, partial(self._place, path, self._begun)))
         return self._begun
 
@@ -178,8 +185,9 @@ def choose(path: str, verify: bool) -> str | None:
     and there is no good checkpoint at it, the newest good one beside it. ``verify``: compare checksums of all files.
     """
     there = os.path.realpath(path)
-    own = _newest_first(Path(there).glob(_STEPS))
-    taken = os.path.exists(there) and not _PLACEHOLDER.fullmatch(there)
+    is_near = os.path.basename(path) == NEAR
+    own = _beside(path) if is_near else _newest_first(Path(there).glob(_STEPS))
+    taken = os.path.exists(there) and not _PLACEHOLDER.fullmatch(there) and not is_near
     if taken and not own and not os.path.exists(f"{there}/manifest.json"):
         return None
     first: CheckpointError | None = None
@@ -197,7 +205,7 @@ def choose(path: str, verify: bool) -> str | None:
 
 def delete(path: Path, store: Path | None = None) -> None:
     """Delete what is at ``path``, in ``store`` or the one beside it, so that no half is left under its name."""
-    store = store or path.parent / _STORE
+    store = store or path.parent / STORE
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
     else:
@@ -206,16 +214,24 @@ def delete(path: Path, store: Path | None = None) -> None:
 
 def _candidates(path: str, own: list[Path]) -> Iterator[Path]:
     yield from own
-    parent, name = split(path)
-    if name.startswith("last"):
-        yield from (each for each in _newest_first(Path(parent).glob(f"*/{_STEPS}")) if each not in own)
+    if split(path)[1].startswith("last"):
+        yield from (each for each in _beside(path) if each not in own)
+
+
+def is_empty(directory: str) -> bool:
+    """Whether there is no checkpoint in a directory."""
+    return not any(Path(directory).glob(f"*/{_STEPS}"))
+
+
+def _beside(path: str) -> list[Path]:
+    return _newest_first(Path(split(path)[0]).glob(f"*/{_STEPS}"))
 
 
 def _newest_first(found: Iterable[Path]) -> list[Path]:
-    return sorted((path for path in found if _number(path)), key=_number, reverse=True)
+    return sorted((path for path in found if number_of(path)), key=number_of, reverse=True)
 
 
-def _number(path: Path) -> int:
+def number_of(path: Path) -> int:
     """Return the number in the name of a checkpoint, 0 of anything else."""
     found = _NUMBER.fullmatch(path.name)
     return int(found[1]) if found else 0

@@ -469,7 +469,6 @@ def test_two_trainers_of_a_process_save_to_one_directory(tmp_path):
     [
         *((name, "in Lightning that is said by") for name in ("dir", "every", "keep", "resume", "leave")),
         ("on_commit", "`stagereg follow DIR/last.ckpt -- COMMAND`"),
-        ("tier", "Lightning reads a checkpoint at a path"),
         ("restor", "Did you mean 'restore'"),
     ],
 )
