@@ -384,8 +384,7 @@ class Checkpointer:
         if self.preemption is not None:
             self.preemption.close()
         self._background.close()
-        self._tiering.finish(stored if ended else None)
-        self._tiering.close()
+        self._tiering.close(stored if ended else None)
         if ended:  # else a thread hangs, and no other run may write before this process ends
             self._crashes.leave()
             self._hold.let_go()
