@@ -121,7 +121,7 @@ class MachineFolder:
             here = Part.loads(noted.read_bytes())
             noted.unlink()
             for name, file in here.files.items():
-                if here.save == part.save and name in part.files and file.nbytes == part.files[name].nbytes:
+                if name in part.files and file.nbytes == part.files[name].nbytes:
                     os.rename(self.double_path(part.save, name), f"{directory}/{name}")
                     pairs = enumerate(zip(file.blocks, part.files[name].blocks, strict=True))
                     found |= {(name, number) for number, (own, known) in pairs if own == known}
