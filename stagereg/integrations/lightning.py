@@ -189,8 +189,9 @@ class StageregCheckpointIO(CheckpointIO):
         options = {name: self._options[name] for name in self._options.keys() & {"failure"}}
         how, leave = replace(self.option("restore", Restore()), verify="fast"), Leave(grace=None)
         try:
-            with Checkpointer(scratch, resume=chosen, restore=how, leave=leave, **options) as checkpointer:
-                checkpointer.restore(state)
+            reading = Checkpointer(scratch, resume=chosen, restore=how, leave=leave, **options)
+            with contextlib.closing(reading):  # its end is not that of a run, of which there would be something to say
+                reading.restore(state)
         finally:
             if self._strategy.is_global_zero:
                 shutil.rmtree(scratch, ignore_errors=True)

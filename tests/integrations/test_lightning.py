@@ -166,11 +166,12 @@ def check_sharded(process):
 # -- one process
 
 
-def test_resumed_state_equals_that_of_lightning_itself(tmp_path):
+def test_resumed_state_equals_that_of_lightning_itself(tmp_path, caplog):
     plain = trained(tmp_path / "a")[1].optimizers[0].state_dict()
     trained(tmp_path / "b", StageregCheckpointIO(), epochs=1)
     _, fitter = trained(tmp_path / "b", StageregCheckpointIO())
     assert fitter.global_step == 12
+    assert "NO STEP" not in caplog.text
     assert str(fitter.optimizers[0].state_dict()) == str(plain)
     assert checkpoints(tmp_path / "a") == checkpoints(tmp_path / "b")
 
