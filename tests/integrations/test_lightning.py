@@ -123,9 +123,10 @@ def kill_and_go_on(folder, expected, seed):
     while killed.poll() is None and time.monotonic() < until and not list(folder.glob(f".stagereg/*{number:08d}*")):
         time.sleep(0.001)
     time.sleep(drawn.random() * 0.05)
-    os.killpg(killed.pid, signal.SIGKILL)
+    if killed.poll() is None:
+        os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate(timeout=60)
-    assert killed.returncode == -signal.SIGKILL
+    assert killed.returncode in (-signal.SIGKILL, 0)  # on a busy machine it may have ended before it was looked at
     for path in folder.glob("*.ckpt"):  # complete or absent
         assert not path.exists() or stagereg.open_checkpoint(path, verify=True).verified
     assert weights(start(EXAMPLE, "--dir", folder)) == expected
