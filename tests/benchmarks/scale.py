@@ -41,6 +41,7 @@ from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult
 from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
 from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, HeldTensor, Kind
 from stagereg.checkpoint.ranks.merging import Asked, Sent
+from stagereg.checkpoint.ranks.shares import ShareBook
 from stagereg.checkpoint.ranks.unchanged import Post, RepeatedExchange
 from stagereg.checkpoint.save.committing import _Prepared, _Work
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy
@@ -233,7 +234,10 @@ class Real:
         first = self.rank // self.place.shards * self.place.shards
         dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=self.ranks)
         entries = state(self.place, self.rank, step, DeviceMesh("cpu", torch.arange(first, first + self.place.shards)))
-        save = PendingSave(step, self.target, copy=StagedCopy(entries), sharing=Sharing(compares=compares, buffers=()))
+        book = ShareBook(0, True) if compares else None
+        save = PendingSave(
+            step, self.target, copy=StagedCopy(entries), sharing=Sharing(book, compares=compares, buffers=())
+        )
         save.copy.settled.set()
         save.hurried.set()  # there is no training to wait for
         self.work = _Work(save, None)
