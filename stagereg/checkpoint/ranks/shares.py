@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -108,7 +108,8 @@ class ShareBook:
 
 
 def cut(entries: Mapping[str, Any], shares: Shares, doubles: bool = False) -> dict[str, Any] | None:
-    """Return entries with shares in place of what others have as well, and samples of these; or others' shares too.
+    """Return entries with shares in place of what others have as well, with samples of these, and, if this rank is to
+    write them (``doubles``), with the shares of others.
 
     Returns ``None`` if a tensor is not there any more, or is another one.
     """
@@ -124,28 +125,37 @@ def cut(entries: Mapping[str, Any], shares: Shares, doubles: bool = False) -> di
         }
     if doubles and shares.doubles:
         found[DOUBLES] = {
-            str(rank): dict(
-                itertools.chain.from_iterable(_taken(entries[kind[0]], kind[0], cuts[kind]) for kind in cuts)
-            )
+            str(rank): {
+                _name(kind, each): _taken(entries[kind[0]], each)
+                for kind, of_kind in cuts.items()
+                for each in of_kind
+                if each.part is not None
+            }
             for rank, cuts in shares.doubles.items()
         }
     return found
 
 
-def _taken(value: Any, entry: str, cuts: Sequence[Cut]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the tensors of a share, by dotted name."""
-    for holder, key, _, _, rows, part in cuts:
-        if part is not None:
-            x = local_part(functools.reduce(lambda at, step: at[step], (*holder, key), value)).detach()
-            yield ".".join(map(str, (entry, *holder, key))), x if rows is None else x.narrow(*rows)
+def _name(kind: Kind, cut: Cut) -> str:
+    """Return the dotted name of a tensor."""
+    return ".".join(map(str, (kind[0], *cut.holder, cut.key)))
+
+
+def _local(value: Any, cut: Cut) -> torch.Tensor:
+    """Return what this rank has of a tensor, out of its entry."""
+    return local_part(functools.reduce(lambda at, step: at[step], (*cut.holder, cut.key), value)).detach()
+
+
+def _taken(value: Any, cut: Cut) -> torch.Tensor:
+    """Return the share itself."""
+    return _local(value, cut) if cut.rows is None else _local(value, cut).narrow(*cut.rows)
 
 
 def _sample(value: Any, cuts: Sequence[Cut]) -> list[torch.Tensor]:
     """Return some elements of some tensors, the same on all ranks and in each save."""
     found = []
-    for holder, key, *_ in cuts[:: max(1, len(cuts) // _SAMPLED)]:
-        x = functools.reduce(lambda at, step: at[step], (*holder, key), value)
-        x = local_part(x).detach()
+    for each in cuts[:: max(1, len(cuts) // _SAMPLED)]:
+        x = _local(value, each)
         if x.is_contiguous():
             found.append(x.view(-1)[x.numel() // 2 :][:_SAMPLED])
     return found
@@ -212,7 +222,7 @@ def shares(number: int, own: Mapping[Kind, EntryContents], compared: Compared, o
 
         if ranks > 1 and kind[0] in of and (kept := cuts(at)):
             found.cuts[kind], found.first[kind] = kept, first
-            found.parts.update({".".join(map(str, (kind[0], *each.holder, each.key))): each.part for each in kept})
+            found.parts.update({_name(kind, each): each.part for each in kept})
             for rank, numbers in compared.doubles.items():
                 if kind in numbers:
                     found.doubles.setdefault(rank, {})[kind] = cuts(numbers[kind])

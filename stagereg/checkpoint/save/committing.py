@@ -143,7 +143,7 @@ class _Work:
         self._is_second = self.agreed = before is not None
         if before is not None:
             self._copy, self._doubles, self.entries = before._copy, {}, before.entries
-            before._copy = {}
+            before._copy, before._doubles = {}, {}
 
     def run(self) -> tuple[float, int] | None:
         """Do it. Returns, and raises, as :func:`write_and_commit`."""

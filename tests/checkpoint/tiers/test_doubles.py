@@ -52,7 +52,7 @@ def whole(state: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def train(
-    rank: int, size: int, root: str, split: str, per_machine: int, harm: str = ""
+    rank: int, size: int, root: str, split: str, per_machine: int, harm: str = "", wanted: int = 1
 ) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
     """Take three steps, of which the tier has each; return the copies of the last one, and what was saved."""
     copies: list[dict[str, Any]] = []
@@ -64,7 +64,7 @@ def train(
     record.emit = note
     model, optimizer = network(split, size)
     state = {"model": model, "optimizer": optimizer, "own": stagereg.per_rank(torch.tensor([rank]))}
-    tier = stagereg.build("tier", "disk", dir=f"{root}/{rank // per_machine}", every=1)
+    tier = stagereg.build("tier", "disk", dir=f"{root}/{rank // per_machine}", every=1, copies=wanted)
     with stagereg.Checkpointer(f"{root}/store", every=100, tier=tier, leave=STAYS) as saving:
         for step in range(1, 4):
             torch.manual_seed(step)
@@ -103,15 +103,19 @@ def resume(rank: int, size: int, root: str, split: str) -> tuple[int | None, lis
         return saving.restore(state), [x.detach().clone() for x in whole(state)], int(own)
 
 
-@pytest.mark.parametrize(("split", "size", "per_machine"), [("ddp", 2, 1), ("ddp", 3, 1), ("hsdp", 4, 2)])
+@pytest.mark.parametrize(
+    ("split", "size", "per_machine", "wanted"),
+    [("ddp", 2, 1, 1), ("ddp", 3, 1, 1), ("ddp", 3, 1, 2), ("hsdp", 4, 2, 1)],
+)
 def test_what_replicas_have_is_not_sent_and_survives_a_machine(
-    tmp_path: Path, split: str, size: int, per_machine: int
+    tmp_path: Path, split: str, size: int, per_machine: int, wanted: int
 ) -> None:
-    ranks = run_ranks(train, size, args=(str(tmp_path), split, per_machine), timeout_s=120)
+    ranks = run_ranks(train, size, args=(str(tmp_path), split, per_machine, "", wanted), timeout_s=120)
     for copies, _ in ranks:
-        assert [each.get("error") for each in copies] == [None]
-        assert 0 < copies[0]["sent"] < 0.1 * copies[0]["bytes"], "small things, and what a rank has for itself"
-        assert copies[0]["bytes"] > 300_000
+        assert [each.get("error") for each in copies] == [None] * wanted
+        for each in copies:
+            assert 0 < each["sent"] < 0.1 * each["bytes"], "small things, and what a rank has for itself"
+            assert each["bytes"] > 300_000
     every: dict[str, bytes] = {}
     machines = size // per_machine
     for machine in range(machines):
