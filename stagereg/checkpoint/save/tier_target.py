@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -71,10 +72,13 @@ class TierTarget:
         results = self._files.write_data(plan, planner).wait()
         for rank, tensors in doubles.items():
             name, folder = doubled_name(int(rank)), self._near.folder
-            with contextlib.suppress(OSError):  # then it is sent
-                path = folder.double_path(self._save, name)
+            path = folder.double_path(self._save, name)
+            try:
                 file = PartFile(*self._others.write_double(path, tensors))
                 folder.note_double(Part(self._save, int(rank), {name: file}))
+            except OSError:  # then it is sent, and needs the room
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
         return results
 
     def finish(self, metadata: Metadata | None, results: list[list[WriteResult]]) -> None:

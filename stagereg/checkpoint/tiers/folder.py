@@ -121,10 +121,12 @@ class MachineFolder:
             here = Part.loads(noted.read_bytes())
             noted.unlink()
             for name, file in here.files.items():
-                if name in part.files and file.nbytes == part.files[name].nbytes:
-                    os.rename(self.double_path(part.save, name), f"{directory}/{name}")
-                    pairs = enumerate(zip(file.blocks, part.files[name].blocks, strict=True))
-                    found |= {(name, number) for number, (own, known) in pairs if own == known}
+                if name not in part.files or file.nbytes != part.files[name].nbytes:
+                    _discard(self.double_path(part.save, name))
+                    continue
+                os.rename(self.double_path(part.save, name), f"{directory}/{name}")
+                pairs = enumerate(zip(file.blocks, part.files[name].blocks, strict=True))
+                found |= {(name, number) for number, (own, known) in pairs if own == known}
         return found
 
     def delete(self, saves: Collection[str], keep: bool = False) -> None:

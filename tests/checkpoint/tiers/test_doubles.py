@@ -84,7 +84,8 @@ def train(
     return copies, saved
 
 
-def no_room(*_: object) -> None:
+def no_room(_: object, path: str, *__: object) -> None:
+    Path(path).write_bytes(b"as far as it went")
     raise OSError(28, "No space left on device")
 
 
@@ -134,6 +135,7 @@ def test_what_the_other_machine_has_not_or_has_otherwise_is_sent(tmp_path: Path,
     first = ranks[0][0][0]
     assert first["sent"] > 0.5 * first["bytes"]
     assert files_of_step_3(tmp_path, 0) == files_of_step_3(tmp_path, 1)
+    assert [*tmp_path.glob("*/*/step-00000003.*/.*")] == [], "what is of no use takes room"
     shutil.rmtree(tmp_path / "1")
     found = run_ranks(resume, 2, args=(str(tmp_path), split), timeout_s=90)
     assert [step for step, *_ in found] == [3, 3]
@@ -170,6 +172,7 @@ def test_blocks_that_differ_are_sent_and_those_alone(
         len(part.files["big"].block(number)) for number in range(BLOCKS + 1) if every or number in wrong
     )
     assert there.find(part.save, part.rank) is not None
+    assert other or not Path(there.double_path(part.save, "big")).exists()
     for name in part.files:
         assert Path(there.directory(part.save), name).read_bytes() == Path(here.directory(part.save), name).read_bytes()
     assert data_of(5) == Path(there.directory(part.save), "small").read_bytes()
