@@ -239,7 +239,8 @@ def test_a_follower_that_is_stopped_goes_on(tmp_path: Path, job: Job, number: si
     save(root, 100, 200)
     job.does(
         f"if os.environ['STAGEREG_STEP'] == '200' and not os.path.exists({str(pid)!r}):\n"
-        f"    open({str(pid)!r}, 'w').write(str(os.getpid()))\n"
+        f"    with open({str(pid)!r}, 'w') as file:\n"  # a finalizer's close swallows a Ctrl-C
+        "        file.write(str(os.getpid()))\n"
         f"    time.sleep({LIMIT_S})\n"
     )
     with following(root, job) as follower:

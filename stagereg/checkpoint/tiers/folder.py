@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -196,7 +197,7 @@ class MachineFolder:
         return HeldPart(part, *notes_of_part(folder, name))
 
     def _replace(self, folder: str, name: str, text: str) -> None:
-        beside = Path(folder, f".{name}.tmp")
+        beside = Path(folder, f".{name}.{secrets.token_hex(4)}.tmp")  # two senders may complete one part
         beside.write_text(text)
         if self._durable:
             sync(beside)

@@ -251,8 +251,11 @@ class Damaged:
 
     def part(self, machine: int, step: int) -> Path:
         """Return the part of rank 1, which wrote on machine 1."""
-        [path] = self.runs.tier_of(self._lab.machines[machine]).glob(f"*/step-{step:08d}.*/part-1.json")
+        [path] = self.parts(machine, step)
         return path
+
+    def parts(self, machine: int, step: int) -> list[Path]:
+        return [*self.runs.tier_of(self._lab.machines[machine]).glob(f"*/step-{step:08d}.*/part-1.json")]
 
     def _copy(self, kept: Path, back: bool) -> None:
         places = [self.runs.tier_of(machine) for machine in self._lab.machines[:2]] + [self._folder / "store"]
@@ -278,8 +281,9 @@ def check_damage(state: Damaged, folder: Path, damage: Callable[[Path], None], w
     if where in ("own", "both"):
         assert any(text in runs.output for text in ("is not good on", "is passed over")), runs.output
     if where == "own":  # the copy of the other machine takes its place
+        assert comes_true(lambda: state.parts(1, 6))
         files = [state.part(machine, 6).parent / "__1_0.distcp" for machine in (0, 1)]
-        assert comes_true(lambda: files[0].read_bytes() == files[1].read_bytes())
+        assert files[0].read_bytes() == files[1].read_bytes()
     runs.end()
 
 

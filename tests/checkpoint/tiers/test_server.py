@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -445,14 +446,10 @@ def test_two_senders_of_one_part_do_not_meet(here: MachineFolder, there: Machine
             if name == "sending":
                 begun.wait()
 
-        with watching(both):
-            threads = [
-                threading.Thread(target=each.put, args=[part, here.directory(part.save)]) for each in (one, other)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(BOUND_S)
+        with watching(both), ThreadPoolExecutor() as threads:
+            puts = [threads.submit(each.put, part, here.directory(part.save)) for each in (one, other)]
+            for put in puts:
+                put.result(BOUND_S)
     assert files_below(there) == ["big", "part-0.json"]
     assert Path(there.directory(part.save), "big").read_bytes() == data_of(4 * BLOCK_BYTES)
 
