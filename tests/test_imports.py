@@ -20,6 +20,7 @@ LAYERS = [
         "shutdown",
         "output",
         "machine",
+        "address",
         "crash_report",
         "installed",
         "spec",

@@ -16,6 +16,7 @@ import math
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -46,7 +47,11 @@ _EXIT_S = 10.0
 _TOGETHER_S = 60.0
 """Likewise where the error has reached all ranks on purpose: others may still be saving."""
 _LOST_S = 5.0
-"""Seconds without a heartbeat after which a rank is lost, where something has failed already."""
+"""Seconds in which a rank that failed since another one is gone hears of that."""
+_MERCY_S = 2.0
+"""Seconds that a rank has to fail by itself once another one is lost, before it is ended."""
+NOTICE_S = 10.0
+"""Seconds in which a loss is noticed where the config does not say."""
 _LOST_PEER = (
     "connection closed",
     "connection reset",
@@ -105,7 +110,7 @@ class Rank:
         """Run the job in the process group; return rank 0's value. Ends the process if the task fails."""
         self._agree_on_run()
         try:
-            with self.store.heartbeat(), _process_group(self):
+            with self.store.watch(_checked_notice(cfg), self._end_for_loss), _process_group(self):
                 self.store.set(f"in job/{self.rank}", True)
                 try:
                     value = run_recorded(task, cfg)
@@ -144,6 +149,22 @@ class Rank:
                 host = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
                 gone = f"lost rank 0's torchrun or machine: the store of this run, on {host}, is gone."
                 self._print(f"{gone} If a rank there reported a cause, that is it. Seen here:\n{format_error(error)}")
+        shutdown.exit_now(1)
+
+    def _end_for_loss(self, lost: str) -> None:
+        """End this rank, which may wait for ever for one that is lost; on a thread of the watch."""
+        if self.store.ended.wait(_MERCY_S):
+            return
+
+        def report() -> None:
+            if self.store.is_first(lost):
+                self._report(LaunchError(lost))
+
+        reporting = threading.Thread(target=report, daemon=True)  # where the store is lost too, it may hang
+        reporting.start()
+        reporting.join(_MERCY_S)
+        if reporting.is_alive():
+            self._print(lost)
         shutdown.exit_now(1)
 
     def _exit(self, error: Preempted | Stopped) -> NoReturn:
@@ -281,6 +302,15 @@ def torchrun_note() -> str:
     if "TORCHELASTIC_RUN_ID" not in os.environ or KEEPS_CODE in os.environ:
         return ""
     return "; torchrun shows a traceback and ends with 1 all the same, `stagereg run` in its place with 75"
+
+
+def _checked_notice(cfg: Any) -> float:
+    from omegaconf import OmegaConf
+
+    value = OmegaConf.select(cfg, "notice_s", default=NOTICE_S)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= 3600:
+        raise LaunchError(f"notice_s={value} is no number of seconds from 1 to 3600, in which a lost rank is noticed")
+    return float(value)
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -9,32 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import socket
-import textwrap
+import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 from stagereg.errors import LaunchError
+from stagereg.launch.watch import Watch
 
 GATHER_S = 600
 """Seconds in which the ranks of a run may start one after another."""
-_BEAT_S = 1.0
-"""Seconds between two heartbeats of a rank."""
-_LOST_WAITING_S = 60.0
-"""Seconds without a heartbeat after which a rank is lost, where nothing has failed and others wait for its end."""
-_NAMED = 400
-"""Characters of a message that name ranks, at most."""
 
 
 class RunStore:
     """The store of a run, as one rank uses it in one attempt; the launcher uses it as rank 0 would.
 
     ``store`` is torch's, and nothing else uses it. ``multi_node``: ranks are on other machines, or below other agents
-    at least, so they write heartbeats. ``group`` is the store for the process group.
+    at least, so the store may be lost with one. ``group`` is the store for the process group; ``ended`` is set once
+    this rank has come to the end of its job.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, multi_node: bool = False, attempt: str = "0") -> None:
@@ -46,6 +40,8 @@ class RunStore:
         self._rank = rank
         self._world_size = world_size
         self.multi_node = multi_node
+        self.ended = threading.Event()
+        self._watch: Watch | None = None
 
     def begin(self, directory: str, resume: str) -> None:
         """Publish what :meth:`run` returns, unless an earlier attempt has. On rank 0, or the launcher."""
@@ -84,60 +80,41 @@ class RunStore:
 
     def set_ended(self) -> None:
         """Record that this rank has come to the end of its job."""
+        self.ended.set()
         self._store.set(f"ended/{self._rank}", "")
 
     def await_ended(self, limit_s: float) -> None:
         """Wait until all ranks have ended, at most ``limit_s`` seconds. Raises ``LaunchError`` if ranks are lost."""
         deadline = time.monotonic() + limit_s
-        check = time.monotonic() + _LOST_WAITING_S
         ended = [f"ended/{rank}" for rank in range(self._world_size)]
         while not self._store.check(ended) and time.monotonic() < deadline:
-            if time.monotonic() > check:
-                if lost := self.lost(_LOST_WAITING_S):
-                    raise LaunchError(lost)
-                check = time.monotonic() + _LOST_WAITING_S
+            if limit_s == math.inf and (lost := self.lost(0.0)):
+                raise LaunchError(lost)
             time.sleep(0.02)
 
     @contextlib.contextmanager
-    def heartbeat(self) -> Iterator[None]:
-        """Write this rank's heartbeat for the time of a ``with`` block."""
-        if not self.multi_node:
+    def watch(self, notice_s: float, on_lost: Callable[[str], None]) -> Iterator[None]:
+        """Know of lost ranks, in a ``with`` block; ``on_lost`` is called with a sentence, on another thread."""
+        if self._world_size == 1:
             yield
             return
-        over = threading.Event()
 
-        def beat() -> None:
-            with contextlib.suppress(Exception):
-                while not over.wait(_BEAT_S):
-                    self._beat()
+        def meet(hub: list[Any] | None) -> list[Any]:
+            if hub is not None:
+                self.set("hub", hub)
+                return hub
+            _await_key(self._store, "hub", "rank 0 did not come to its job")
+            return list(self.get("hub"))
 
-        self._beat()
-        thread = threading.Thread(target=beat, name="stagereg-heartbeat", daemon=True)
-        thread.start()
+        self._watch = Watch(self._rank, notice_s, meet, on_lost)
         try:
             yield
         finally:
-            over.set()
-            thread.join(_BEAT_S)
+            self._watch.close()
 
     def lost(self, for_s: float) -> str:
-        """The ranks that have not ended and write no heartbeat for so many seconds, as a sentence; else nothing."""
-        if not self.multi_node:
-            return ""  # whoever has started the ranks sees how they end
-        alive = [rank for rank in range(self._world_size) if not self._store.check([f"ended/{rank}"])]
-        last = {rank: self.get(f"heartbeat/{rank}") for rank in alive}
-        deadline = time.monotonic() + for_s
-        while last and time.monotonic() < deadline:
-            time.sleep(_BEAT_S / 10)
-            last = {rank: beat for rank, beat in last.items() if self.get(f"heartbeat/{rank}") == beat}
-        if not last:
-            return ""
-        named = [f"rank {rank} ({beat[1] if beat else 'it has not started'})" for rank, beat in sorted(last.items())]
-        text = textwrap.shorten(", ".join(named), _NAMED, placeholder=" and more")
-        return f"lost {text}: no heartbeat for seconds; killed, or the machine is gone."
-
-    def _beat(self) -> None:
-        self.set(f"heartbeat/{self._rank}", [time.monotonic(), f"process {os.getpid()} on {socket.gethostname()}"])
+        """The ranks that are lost, or become so within so many seconds, as a sentence; else nothing."""
+        return "" if self._watch is None else self._watch.sentence(for_s)
 
 
 def name_attempt(store: Any, rank: int, world_size: int) -> str:

@@ -173,24 +173,6 @@ def test_the_ranks_of_an_attempt_agree_on_a_new_name(world: int, dead: list[int]
     assert len(set(names)) == len(names)
 
 
-def test_a_rank_without_a_new_heartbeat_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_store, "_BEAT_S", 0.02)
-    monkeypatch.setattr(run_store, "_LOST_WAITING_S", 0.3)
-    store = HashStore()
-    first, second, _ = ranks = [RunStore(store, number, 3, multi_node=True) for number in range(3)]
-    with first.heartbeat(), second.heartbeat():
-        pass
-    lost = rf"lost rank 0 \(process {os.getpid()} on .*\), rank 2 \(it has not started\): no heartbeat .*"
-    with second.heartbeat():
-        assert re.fullmatch(lost, second.lost(2.0))
-    second.set_ended()
-    with pytest.raises(LaunchError, match=lost):
-        second.await_ended(LIMIT_S)
-    for each in ranks:
-        each.set_ended()
-    assert second.lost(2.0) == ""
-
-
 def test_ranks_of_two_machines_report_a_cause_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,8 +19,8 @@ from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import stagereg.checkpoint.tiers.wire as wire
+from stagereg.address import own_address
 from stagereg.checkpoint.storage.aligned import BLOCK_BYTES
-from stagereg.checkpoint.tiers.address import own_address
 from stagereg.checkpoint.tiers.folder import MachineFolder
 from stagereg.checkpoint.tiers.incoming import IncomingPart
 from stagereg.checkpoint.tiers.part import Part, SaveId

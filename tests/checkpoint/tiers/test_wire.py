@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-import stagereg.checkpoint.tiers.address as address
+import stagereg.address as address
 import stagereg.checkpoint.tiers.wire as wire
+from stagereg.address import own_address
 from stagereg.checkpoint.format.checksum import crc32
-from stagereg.checkpoint.tiers.address import own_address
 from tests.support.tier_parts import SECRET
 
 

@@ -1,0 +1,168 @@
+"""A rank that is lost is known to all others in seconds, whatever it was lost by; one that is busy is not lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ..support.programs import await_gone, comes_true
+
+BOUND_S = 30.0
+NOTICE_S = 2.0
+RANK = """
+import ctypes, json, sys, time
+from pathlib import Path
+from stagereg.launch.watch import Watch
+
+rank, root, what = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+
+def meet(hub):
+    if hub is not None:
+        (root / "hub.tmp").write_text(json.dumps(hub))
+        (root / "hub.tmp").rename(root / "hub")
+        return hub
+    while not (root / "hub").exists():
+        time.sleep(0.01)
+    return json.loads((root / "hub").read_text())
+
+watch = Watch(rank, 2.0, meet, lambda text: print(text, flush=True))
+print("UP", flush=True)
+if what == "holds the lock of the interpreter":
+    ctypes.PyDLL(None).usleep(5_000_000)
+if what == "ends":
+    time.sleep(1)
+    watch.close()
+    sys.exit()
+time.sleep(1000)
+"""
+
+
+class Ranks:
+    """Processes with a watch each; what they print goes to files."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.processes = root, list[subprocess.Popen[bytes]]()
+
+    def start(self, *whats: str) -> None:
+        for rank, what in enumerate(whats):
+            with (self.root / f"out{rank}").open("wb") as out:
+                command = [sys.executable, "-c", RANK, str(rank), str(self.root), what]
+                self.processes.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT))
+        assert comes_true(lambda: all("UP" in self.said(rank) for rank in range(len(whats))), BOUND_S)
+
+    def said(self, rank: int) -> str:
+        return (self.root / f"out{rank}").read_text()
+
+    def end(self) -> None:
+        for each in self.processes:
+            each.kill()
+            each.wait()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    started = Ranks(tmp_path)
+    yield started
+    started.end()
+    assert comes_true(lambda: not pulses_of(tmp_path), BOUND_S), "a pulse outlives its rank"
+
+
+def pulses_of(root: Path) -> list[str]:
+    """Processes that know where the hub of these ranks is."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if b"pulse.py" in place.read_bytes() and os.readlink(place.parent / "cwd") == str(root):
+                found.append(place.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_killed_or_stopped_is_named_on_all_others(ranks: Ranks, lost: int, harm: signal.Signals) -> None:
+    why = {signal.SIGKILL: "its process has ended", signal.SIGSTOP: "it was stopped"}[harm]
+    ranks.start("", "", "")
+    gone = ranks.processes[lost]
+    gone.send_signal(harm)
+    for rank in {0, 1, 2} - {lost}:
+        assert comes_true(lambda rank=rank: f"rank {lost} (process {gone.pid} on " in ranks.said(rank), BOUND_S)
+        assert why in ranks.said(rank)
+    if harm == signal.SIGSTOP:  # nobody counts on it any more, and it must not go on
+        assert await_gone(gone.pid)
+
+
+def test_a_rank_that_hears_nothing_of_the_hub_is_ended(ranks: Ranks) -> None:
+    ranks.start("", "", "")
+    [hub] = children(ranks.processes[0].pid)
+    os.kill(hub, signal.SIGSTOP)
+    for rank in (1, 2):
+        assert comes_true(lambda rank=rank: "lost rank 0" in ranks.said(rank), BOUND_S)
+        assert "nothing was heard of it for 2 s" in ranks.said(rank)
+        ranks.processes[rank].wait(BOUND_S)
+    os.kill(hub, signal.SIGKILL)
+
+
+def children(parent: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("what", ["ends", "holds the lock of the interpreter"])
+def test_a_rank_that_is_busy_or_ends_in_order_is_not_lost(ranks: Ranks, what: str) -> None:
+    ranks.start("", what, "")
+    time.sleep(3 * NOTICE_S)
+    assert [ranks.said(rank) for rank in (0, 2)] == ["UP\n", "UP\n"]
+
+
+def test_a_rank_that_a_debugger_holds_is_not_lost(ranks: Ranks) -> None:
+    ranks.start("", "", "")
+    hold = (
+        f"import ctypes, time; assert not ctypes.CDLL(None).ptrace(16, {ranks.processes[1].pid}, 0, 0); time.sleep(100)"
+    )
+    debugger = subprocess.Popen([sys.executable, "-c", hold])
+    try:
+        assert comes_true(lambda: state_of(ranks.processes[1].pid) == "t", BOUND_S)
+        time.sleep(3 * NOTICE_S)
+        assert [ranks.said(rank) for rank in (0, 2)] == ["UP\n", "UP\n"]
+    finally:
+        debugger.kill()
+        debugger.wait()
+
+
+def state_of(process: int) -> str:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+GARBAGE: dict[str, Callable[[str], bytes]] = {
+    "nothing": lambda challenge: b"",
+    "garbage": lambda challenge: os.urandom(1 << 18),
+    "a wrong proof": lambda challenge: f"1 {'0' * 64} me\n".encode(),
+    "a loss without a proof": lambda challenge: json.dumps({"lost": {"1": ["me", "dead"]}}).encode() + b"\n",
+    "no proof in ASCII": lambda challenge: "1 é me\n".encode(),
+}
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_a_stranger_loses_no_rank(ranks: Ranks, kind: str) -> None:
+    ranks.start("", "", "")
+    host, port, *_ = json.loads((ranks.root / "hub").read_text())
+    with socket.create_connection((host, port), BOUND_S) as stranger:
+        challenge = stranger.makefile().readline().strip()
+        with contextlib.suppress(OSError):
+            stranger.sendall(GARBAGE[kind](challenge))
+        time.sleep(NOTICE_S / 2)
+    time.sleep(NOTICE_S)
+    assert [ranks.said(rank) for rank in range(3)] == ["UP\n"] * 3
+    ranks.processes[2].kill()
+    assert comes_true(lambda: "lost rank 2" in ranks.said(1), BOUND_S), "the hub has ended"
