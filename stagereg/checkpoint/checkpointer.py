@@ -20,7 +20,7 @@ import stagereg.checkpoint.load.choosing as choosing
 import stagereg.checkpoint.load.restoring as restoring
 import stagereg.checkpoint.options as options
 import stagereg.checkpoint.state.entries as entries
-import stagereg.record as record
+import stagereg.launch.phases as phases
 from stagereg.checkpoint.end_report import describe_end, expect_usable, log_end, warn_of_unclosed
 from stagereg.checkpoint.hold import Hold, warn_of_earlier_run
 from stagereg.checkpoint.load.crashes import CrashCounter, is_in_order
@@ -204,7 +204,7 @@ class Checkpointer:
         For programs that call :meth:`save` themselves, once a step in place of :meth:`maybe_save`: true at positive
         multiples of ``every``, at what ``"auto"`` has agreed upon, and when one rank got SIGTERM or SIGUSR1.
         """
-        record.emit("step", step=checked_step(step))
+        phases.take_step(checked_step(step))
         self._seen = step
         if not self._enabled:
             return False
@@ -350,7 +350,7 @@ class Checkpointer:
         self._store.retention.spared.clear()
         self._target.metrics.forget_steps()
         if self._ranks.rank == 0:
-            choosing.log_begin(restored, self.dir, own=source is None)
+            choosing.log_begin(restored, self.dir, source is None, near)
         if restored is None or step is None:  # now, and not at the first save
             self._ranks.run_on_all("No save could succeed", partial(entries.expect_savable, state))
             return None

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import stagereg.launch.phases as phases
 import stagereg.shutdown as shutdown
 from stagereg.crash_report import format_error
 from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped
@@ -185,6 +186,7 @@ class _Job:
         from stagereg.config.instantiate import check_values
         from stagereg.config.suggestions import refuse_unused
 
+        phases.mark("composed")
         hydra = HydraConfig.get()
         one_of_several = hydra.mode == RunMode.MULTIRUN
         with env_override({_FULL_ERROR: self._full_error}):

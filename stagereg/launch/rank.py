@@ -23,6 +23,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+import stagereg.launch.phases as phases
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.crash_report import format_error
@@ -79,11 +80,13 @@ class Rank:
     @classmethod
     def current(cls) -> Rank | None:
         """This process's rank, or ``None`` if it is none. Waits for the other ranks."""
+        phases.mark("imported")
         if not is_rank():
             return None
         launcher = os.environ.get(LAUNCHER)
         if launcher is not None or "TORCHELASTIC_RUN_ID" in os.environ:
             _end_with(int(launcher or os.getppid()))
+            phases.mark("launched", phases.process_start(str(os.getppid())))
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
         from torch.distributed.rendezvous import rendezvous
 
@@ -93,6 +96,7 @@ class Rank:
         local_world_size = ranks_here(world_size)
         attempt = name_attempt(store, rank, world_size) if launcher is None else "0"
         run_store = RunStore(store, rank, world_size, local_world_size < world_size, attempt)
+        phases.mark("connected")
         return cls(rank, world_size, local_rank, local_world_size, launcher is not None, run_store)
 
     def overrides(self) -> list[str]:
@@ -113,7 +117,7 @@ class Rank:
             with self.store.watch(_checked_notice(cfg), self._end_for_loss), _process_group(self):
                 self.store.set(f"in job/{self.rank}", True)
                 try:
-                    value = run_recorded(task, cfg)
+                    value = run_recorded(task, cfg, self.store.take_failure())
                 except (Preempted, Stopped) as error:
                     self._exit(error)
                 except Exception as error:
@@ -153,6 +157,10 @@ class Rank:
 
     def _end_for_loss(self, lost: str) -> None:
         """End this rank, which may wait for ever for one that is lost; on a thread of the watch."""
+        if self.store.ended.is_set():
+            return
+        noting = threading.Thread(target=self.store.note_failure, args=(lost,), daemon=True)
+        noting.start()  # now: it may hang where the store is lost too, and this rank may fail in the meantime
         if self.store.ended.wait(_MERCY_S):
             return
 
@@ -201,6 +209,7 @@ class Rank:
 
     def _report(self, error: Exception, preface: str = "") -> None:
         text = preface + format_error(error)
+        self.store.note_failure(text)
         if self.launched:
             self.store.add_error(text)
         else:
@@ -228,14 +237,19 @@ def alone(task: Callable[[Any], Any], cfg: Any) -> Any:
         return task(cfg)
 
 
-def run_recorded(task: Callable[[Any], Any], cfg: Any) -> Any:
-    """Run the job to its end, recorded in the directory of Hydra's job with the accelerator as a fact."""
+def run_recorded(task: Callable[[Any], Any], cfg: Any, failure: dict[str, Any] | None = None) -> Any:
+    """Run the job to its end, recorded in the directory of Hydra's job with the accelerator as a fact.
+
+    ``failure`` is what was noted of one that this start follows, on rank 0.
+    """
     import torch
     import torch.distributed as dist
     from hydra.core.hydra_config import HydraConfig
 
     directory = Path(HydraConfig.get().runtime.output_dir)
     device = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    if dist.get_rank() == 0:
+        phases.begin(directory, failure)
     with record.recording(directory, dist.get_rank(), dist.get_world_size(), **device):
         value = task(cfg)
         shutdown.finish()
@@ -255,6 +269,7 @@ def _process_group(rank: Rank) -> Iterator[None]:
         enough = rank.local_world_size <= torch.cuda.device_count()
         backend = "cpu:gloo,cuda:nccl" if enough and dist.is_nccl_available() else "cpu:gloo,cuda:gloo"
     dist.init_process_group(backend, store=rank.store.group, rank=rank.rank, world_size=rank.world_size)
+    phases.mark("grouped")
     try:
         yield
     finally:

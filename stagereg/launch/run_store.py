@@ -74,6 +74,19 @@ class RunStore:
         lines = self._store.get("errors").splitlines() if self._store.check(["errors"]) else []
         return dict(sorted(json.loads(line) for line in lines))
 
+    def note_failure(self, why: str) -> None:
+        """Leave a note for the next attempt on what has ended this one, unless a rank has; returns at once if so."""
+        if self._store.add("failed", 1) == 1:
+            self._all_attempts.set("failure", json.dumps({"why": why.partition("\n")[0], "noticed": time.time()}))
+
+    def take_failure(self) -> dict[str, Any] | None:
+        """On rank 0, take that note of the attempt before; ``None`` if there is none, and on other ranks."""
+        if self._rank > 0 or not self._all_attempts.check(["failure"]):
+            return None
+        note = dict(json.loads(self._all_attempts.get("failure")))
+        self._all_attempts.delete_key("failure")
+        return note
+
     def is_first(self, text: str) -> bool:
         """Return True for the first rank that reports this text, and False for all later ones."""
         return bool(self._store.add(f"reported/{text}", 1) == 1)
