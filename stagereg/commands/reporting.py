@@ -219,20 +219,23 @@ def _warnings(job: JobResult, recorded: Run | None) -> Iterator[str]:
 
 def _time_of(life: Goodput) -> Table:
     """Where the time of the run went."""
-    parts = [("training", life.training), ("held by saves", life.saves), ("steps done again", life.again)]
-    parts += [(f"start: {name}", seconds) for name, seconds in life.starts.items()]
-    rows = tuple((name, seconds, 100 * seconds / life.seconds) for name, seconds in [*parts, ("the rest", life.rest)])
-    note = "Of all attempts, by rank 0. The rest: starts that came to no step, and what follows the last step."
-    return Table("Where the time went", ("part", "s", "%"), rows, note)
+    parts = [
+        ("training", life.training, "steps taken for the first time"),
+        ("saves", life.saves, "that held the training loop"),
+        ("again", life.again, "steps that had been taken before"),
+        ("starts", life.starts, "from the beginning, or an end in order, to the first step"),
+        *((f"restarts: {name}", s, f"until {phases.PHASES.get(name, name)}") for name, s in life.restarts.items()),
+        ("the rest", life.rest, "starts that came to no step, and what follows the last step"),
+    ]
+    rows = tuple((name, seconds, 100 * seconds / life.seconds, what) for name, seconds, what in parts)
+    return Table("Where the time went", ("part", "s", "%", "what it is"), rows, "Of all attempts, by rank 0.")
 
 
 def _starts(every: Sequence[Started]) -> Table:
     names = [name for name in phases.PHASES if any(name in one.phases for one in every)]
     rows = tuple((one.number, *(one.phases.get(name) for name in names), one.seconds) for one in every)
-    note = (
-        "Each column is the time since the one before; the first, since the last step before a failure, or the start."
-    )
-    return Table("Seconds of each start until", ("restart", *names, "in all"), rows, note)
+    note = "Each is the time since the one before; the first, since the last step before a failure, or the beginning."
+    return Table("Seconds of each start, by phase", ("restart", *names, "in all"), rows, note)
 
 
 def _restarts(every: Sequence[Started]) -> Table:

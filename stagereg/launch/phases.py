@@ -27,10 +27,18 @@ _log = logging.getLogger(__name__)
 _SHOWN = 200
 """Characters of an error in the log."""
 
-PHASES = ("noticed", "ended", "started", "imported", "connected", "composed", "grouped", "restored", "first step")
-"""The failure was noticed; all ranks had ended; this process began; torch and the program are imported; the ranks have
-found each other; the config is composed; the process group is made; the model is built and restored; the first step was
-taken."""
+PHASES = {
+    "noticed": "the failure was noticed",
+    "ended": "all ranks had ended",
+    "started": "this process began",
+    "imported": "torch and the program were imported",
+    "connected": "the ranks had found each other",
+    "composed": "the config was composed",
+    "grouped": "the process group was made",
+    "restored": "the model was built and restored",
+    "first step": "the first step was taken",
+}
+"""The phases of a start, in order, and what ends them."""
 FAILURE = "STAGEREG_FAILURE"
 """The environment variable with what the launcher saw of the failure that a rank is started again after, as JSON:
 ``why``, a sentence; when it was ``noticed`` and all ranks had ``ended``, in unix seconds; which ``restart`` it is, from
@@ -47,7 +55,7 @@ class _Start:
 
     def report(self, step: int) -> None:
         self.reported = True
-        known = {name: self.failure[name] for name in PHASES if name in self.failure}
+        known = {name: self.failure[name] for name in PHASES if self.failure.get(name) is not None}
         earlier = self.earlier
         moments = {**known, "started": process_start("self"), **_marks, "first step": time.time()}
         since = moments.get("launched", moments["started"]) if earlier is None else earlier.last

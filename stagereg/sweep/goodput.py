@@ -26,12 +26,15 @@ class Goodput:
     training: float
     saves: float  # that held the training loop
     again: float  # steps that had been taken before a failure, or a rollback
-    starts: dict[str, float]  # all starts, by phase
+    starts: float  # from the beginning, or an end in order, to the first step
+    restarts: dict[str, float]  # likewise from the last step before a failure, by phase
 
     @property
     def rest(self) -> float:
         """What is left."""
-        return max(0.0, self.seconds - self.training - self.saves - self.again - sum(self.starts.values()))
+        return max(
+            0.0, self.seconds - self.training - self.saves - self.again - self.starts - sum(self.restarts.values())
+        )
 
     @property
     def share(self) -> float:
@@ -43,7 +46,7 @@ def goodput(run: Run) -> Goodput | None:
     """Return where the time of ``run`` went; ``None`` if rank 0 has recorded no step."""
     if not any(record.steps for record in run.attempts):
         return None
-    parts, phases = defaultdict[str, float](float), defaultdict[str, float](float)
+    parts, restarts = defaultdict[str, float](float), dict.fromkeys(PHASES, 0.0)
     reached = -math.inf
     for record in run.attempts:
         held = Covered(record.stalls)
@@ -57,14 +60,16 @@ def goodput(run: Run) -> Goodput | None:
     if last.steps:  # of others this is in a phase of the next start
         parts["saves"] += Covered(last.stalls).within(last.steps[-1][1], math.inf)
     began = first.first if first.started is None else first.started.since
-    for name, seconds in (phase for start in starts(run) for phase in start.phases.items()):
-        phases[name] += seconds
+    for start in failures(run):
+        for name, seconds in start.phases.items():
+            restarts[name] = restarts.get(name, 0.0) + seconds
     return Goodput(
         last.last - began,
         parts["training"],
         parts["saves"],
         parts["again"],
-        {name: phases[name] for name in PHASES if name in phases},
+        sum(start.seconds for start in starts(run) if not start.why),
+        {name: seconds for name, seconds in restarts.items() if seconds},
     )
 
 
