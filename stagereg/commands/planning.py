@@ -96,7 +96,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(asked: argparse.Namespace) -> int:
     """Print the plan; return 0."""
-    recorded = Run.read(Path(asked.recorded)) if asked.recorded else None
+    measures = asked.recorded and not asked.stage_gib_s and not asked.write_gib_s
+    recorded = Run.read(Path(asked.recorded)) if measures else None
     seen = "" if recorded is None else _take_failures(asked, recorded)
     each_s, nodes = asked.mtbf_per_node, asked.nodes
     cluster = _cluster(asked)
@@ -170,9 +171,9 @@ def _take_failures(asked: argparse.Namespace, run: Run) -> str:
 def _costs(asked: argparse.Namespace, run: Run | None) -> Job:
     nbytes, stage, write = asked.state, asked.stage_gib_s, asked.write_gib_s
     ranks = asked.ranks or (1 if asked.copies is None else asked.nodes)
-    if run is not None and not stage and not write:
+    if run is not None:
         return _of_run(run, nbytes, asked.ranks)
-    if run is not None or not stage or not write:
+    if asked.recorded or not stage or not write:
         raise ConfigError(
             "What does a checkpoint take? Give --run DIR, which was recorded, or both rates in its place, as in\n"
             "--stage-gib-s 4 --write-gib-s 0.5; `stagereg report` shows those of a run."
