@@ -8,13 +8,11 @@ ranks fail, the cause is printed once, and errors that follow from it are not.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import inspect
 import json
 import logging
 import math
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,15 +24,26 @@ from typing import Any, NoReturn
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.crash_report import format_error
-from stagereg.errors import LaunchError, PeerFailedError, Preempted, Stopped, UnevenInputsError
+from stagereg.errors import (
+    ConfigError,
+    InstallationError,
+    LaunchError,
+    PeerFailedError,
+    Preempted,
+    RegistryError,
+    Stopped,
+    UnevenInputsError,
+)
 from stagereg.launch.command_line import quoted
 from stagereg.launch.run_store import RunStore, name_attempt
-from stagereg.machine import ranks_here
+from stagereg.machine import end_with, ranks_here
 
 log = logging.getLogger(__name__)
 
 LAUNCHER = "STAGEREG_LAUNCHER"
 """The environment variable with the process number of the ``stagereg.main`` that has started a rank."""
+ATTEMPT = "STAGEREG_ATTEMPT"
+"""The environment variable with how often it has started the run again."""
 KEEPS_CODE = "STAGEREG_KEEPS_CODE"
 """The environment variable by which ``stagereg run`` tells its ranks that it ends with their exit code."""
 _RUN = "STAGEREG_RUN"
@@ -83,7 +92,7 @@ class Rank:
             return None
         launcher = os.environ.get(LAUNCHER)
         if launcher is not None or "TORCHELASTIC_RUN_ID" in os.environ:
-            _end_with(int(launcher or os.getppid()))
+            end_with(int(launcher or os.getppid()))
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
         from torch.distributed.rendezvous import rendezvous
 
@@ -91,7 +100,7 @@ class Rank:
         store = PrefixStore("stagereg", store)
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_world_size = ranks_here(world_size)
-        attempt = name_attempt(store, rank, world_size) if launcher is None else "0"
+        attempt = name_attempt(store, rank, world_size) if launcher is None else os.environ.get(ATTEMPT, "0")
         run_store = RunStore(store, rank, world_size, local_world_size < world_size, attempt)
         return cls(rank, world_size, local_rank, local_world_size, launcher is not None, run_store)
 
@@ -196,6 +205,8 @@ class Rank:
         """Report an error that is no consequence, unless another rank has reported the same."""
         if not is_consequence(error):
             self.store.set("cause is known", True)
+            if isinstance(error, (ConfigError, RegistryError, InstallationError)):
+                self.store.set("comes again", True)
             if self.store.is_first(format_error(error)):
                 self._report(error)
 
@@ -329,12 +340,3 @@ def _for_json(value: Any) -> Any:
     except (AttributeError, TypeError, ValueError, RuntimeError):
         log.warning("the %s that rank 0 returned cannot be sent as JSON, so the job returns None", type(value).__name__)
         return None
-
-
-def _end_with(parent: int) -> None:
-    """Have the kernel end this process when the one that started it is gone, however it went (Linux)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
-    if os.getppid() != parent:
-        shutdown.exit_now(1)

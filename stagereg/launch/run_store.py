@@ -86,10 +86,13 @@ class RunStore:
     def await_ended(self, limit_s: float) -> None:
         """Wait until all ranks have ended, at most ``limit_s`` seconds. Raises ``LaunchError`` if ranks are lost."""
         deadline = time.monotonic() + limit_s
-        ended = [f"ended/{rank}" for rank in range(self._world_size)]
-        while not self._store.check(ended) and time.monotonic() < deadline:
-            if limit_s == math.inf and (lost := self.lost(0.0)):
-                raise LaunchError(lost)
+        while True:
+            lost = {} if self._watch is None else self._watch.lost
+            if limit_s == math.inf and lost:
+                raise LaunchError(self.lost(0.0))
+            ended = [f"ended/{rank}" for rank in range(self._world_size) if rank not in lost]
+            if self._store.check(ended) or time.monotonic() > deadline:
+                return
             time.sleep(0.02)
 
     @contextlib.contextmanager
