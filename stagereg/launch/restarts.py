@@ -68,7 +68,7 @@ class Restarts:
         self.count, self.progressed = 0, False
         self.most, self._left = most, most
         self._newest = progress.newest
-        self._failure: tuple[Any, ...] | None = None
+        self._causes, self._step = set[str](), progress.step
 
     def refusal(self, errors: Mapping[int, str], killed: bool, progress: Progress) -> str | None:
         """Return why a run that has failed is not to start again; ``None`` if it is, which is counted.
@@ -78,11 +78,11 @@ class Restarts:
             killed: whether a process was lost, in place of an error of the program.
             progress: how far it has come.
         """
-        failure = (sorted(errors.values()), progress.step)
-        if not killed and failure == self._failure:
+        causes = {text.strip().rpartition("\n")[2] for text in errors.values()}  # of a traceback the exception
+        if not killed and causes & self._causes and progress.step == self._step:
             where = "before its first step" if progress.step is None else f"after step {progress.step}"
             return f"\nIt is not started again: the same error has come twice {where}."
-        self._failure = failure
+        self._causes, self._step = causes, progress.step
         if progress.newest != self._newest:
             self._left, self._newest, self.progressed = self.most, progress.newest, True
         if self._left == 0:

@@ -31,7 +31,7 @@ from stagereg.machine import end_with
 
 _ALWAYS = ("torch.distributed.checkpoint", "torch._dynamo", "stagereg.checkpoint.checkpointer", "stagereg.launch.main")
 """Modules that every rank comes to import."""
-_ANSWER_S = 10.0
+_ANSWER_S = 30.0
 
 
 class Start(NamedTuple):
@@ -163,10 +163,10 @@ def split_command(command: list[str]) -> Program | None:
 
 
 def _is_installed(name: str) -> bool:
-    """Whether a module is of an installed package, or of Python itself."""
+    """Whether a module is of an installed package, or of Python or stagereg itself."""
     file = getattr(getattr(sys.modules[name], "__spec__", None), "origin", None) or ""
     places = [sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return any(file.startswith(f"{place}{os.sep}") for place in places)
+    return name.startswith("stagereg.") or any(file.startswith(f"{place}{os.sep}") for place in places)
 
 
 class _Server:
