@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import types
 from typing import Any, NamedTuple
 
 from stagereg.machine import end_with
@@ -233,11 +235,12 @@ def _can_fork() -> bool:
     return single and hasattr(os, "pidfd_open") and not any(each.startswith("/dev/nvidia") for each in opened)
 
 
-def _run(start: Start) -> None:
+def _run(start: Start, server: int) -> None:
     """Run the program in this process, as a fresh interpreter would."""
+    end_with(server)
     os.chdir(start.folder)
     os.environ.clear()
-    os.environ.update({**start.variables, "STAGEREG_LAUNCHER": str(os.getppid())})
+    os.environ.update({**start.variables, "STAGEREG_LAUNCHER": str(server)})
     if "numpy" in sys.modules:  # else the random numbers of all ranks are the same
         sys.modules["numpy"].random.seed()
     program = split_command(start.command)
@@ -246,11 +249,15 @@ def _run(start: Start) -> None:
     sys.path[0] = program.folder(start.folder)
     if program.is_module:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        return
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = os.path.abspath(sys.argv[0])
+    with io.open_code(main.__file__) as file:
+        exec(compile(file.read(), main.__file__, "exec", dont_inherit=True), main.__dict__)
 
 
 if __name__ == "__main__":
     end_with(int(sys.argv[2]))
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that no import opens a GPU to count them
-    _run(_Server(socket.socket(fileno=int(sys.argv[1]))).run())
+    server = os.getpid()
+    _run(_Server(socket.socket(fileno=int(sys.argv[1]))).run(), server)
