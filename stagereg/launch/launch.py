@@ -74,7 +74,7 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int) -> Any:
                 raise SystemExit(RESUME_CODE)
             if not end.errors and not end.codes:
                 return end.result if task.index == 0 else None
-            received = local.forwarded or next((each for each in SIGNALS if 128 + each in end.codes.values()), None)
+            received = local.forwarded or end.received
             refusal = "" if received else _refusal(end, store, task, restarts, directory)
             if refusal is not None:
                 _raise(end, received, refusal + _newest_checkpoint(directory))
@@ -95,6 +95,11 @@ class _End:
     noticed: float
     errors: dict[int, str] = field(default_factory=dict)
     result: Any = None
+
+    @property
+    def received(self) -> signal.Signals | None:
+        """The signal that a rank has been sent, as it says itself."""
+        return next((each for each in SIGNALS if 128 + each in self.codes.values()), None)
 
     def __str__(self) -> str:
         ends = {
