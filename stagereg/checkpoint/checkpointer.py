@@ -38,6 +38,7 @@ from stagereg.checkpoint.save.schedule import schedule_of
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.checkpoint.store.open_store import open_parent_store, open_store, path_or_url
+from stagereg.checkpoint.survivors import Survivors, await_saved
 from stagereg.checkpoint.tiering import Tiering, notes_of
 from stagereg.checkpoint.tiers.tier import Tier
 from stagereg.checkpoint.together import LEAVE, MOVE, NEAR, RESTORE, Together
@@ -175,6 +176,8 @@ class Checkpointer:
             each.stats = self._background.stats
         if first:
             self._target.metrics.listen(self._background.note_metrics)
+        if self._stores and self._ranks.size > 1:
+            self._survivors = Survivors(self._target, self._saver, self._background)
         parts = self._ranks, self._saver, self._leave.grace, self._background, self._follow
         self._together = Together(process_group, self._target.token, *parts)
         self.preemption = self._together.preemption
@@ -189,7 +192,7 @@ class Checkpointer:
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
         """Save if that is :meth:`due`, at the end of each step; return whether it did. Raises as :meth:`save` does."""
-        self.remember(state)
+        self.remember(state, step)
         if self.due(step):
             self.save(step, state)
             return True
@@ -403,6 +406,7 @@ class Checkpointer:
         if not self._enabled:
             self.close()
             return
+        await_saved(error)
         interrupted = isinstance(error, KeyboardInterrupt)
         if interrupted and self._ranks.rank == 0:
             _log.warning("stagereg: interrupted. %s", describe_end(self._background, self.dir, finished=False))
@@ -443,7 +447,10 @@ class Checkpointer:
         """The step last saved, with ``dir`` not in the tier alone, or ``None``: shows whether the last one is saved."""
         return self._saver.stored if self._enabled else None
 
-    def remember(self, state: MutableMapping[str, Any]) -> None:
-        """Keep what this rank would have to save if it left a loop; done by :meth:`maybe_save` and :meth:`restore`."""
+    def remember(self, state: MutableMapping[str, Any], step: int | None = None) -> None:
+        """Keep what this rank would have to save if it left a loop, or lost others after ``step``, which has ended.
+
+        Done by :meth:`maybe_save`, and but for the step by :meth:`restore`.
+        """
         if self._enabled:
-            self._saver.remember(checked_state(state))
+            self._saver.remember(checked_state(state), step)

@@ -34,6 +34,8 @@ from stagereg.machine import tunables
 
 _KILL_S = 3.0
 """Seconds ranks have to end after a signal, before they are killed."""
+_MORE_S = 5.0
+"""Seconds that ranks have to report and end once they have saved what is left."""
 _LEAVE_S = 60.0
 """Seconds that a task waits for the others to end, since one of them has the store."""
 _RANKS_PER_CORE = 4
@@ -74,6 +76,8 @@ def launch(command: CommandLine, hydra: Any, nproc: int) -> Any:
             own = {"RANK": str(rank), "LOCAL_RANK": str(number)}
             local.start(rank, command.for_ranks(hydra), hydra.runtime.cwd, variables | own)
         codes = local.wait()
+        if any(code < 0 for code in codes.values()):
+            local.wait_for_survivors(run.get("saves after a loss") or 0.0)
         if local.stopped is not None:
             # A rank in its job may run its ``finally`` blocks after SIGINT; one that is not there yet could only print
             # a traceback from the middle of an import, so it is terminated instead.
@@ -132,6 +136,12 @@ class LocalRanks:
             failed = not set(codes.values()) <= {None, 0, RESUME_CODE}
             if failed or self.stopped is not None or None not in codes.values():
                 return {rank: code for rank, code in codes.items() if code}
+            time.sleep(0.05)
+
+    def wait_for_survivors(self, limit_s: float) -> None:
+        """Wait until all have ended that save what they have, since one is lost; or a signal is to end them."""
+        ends = time.monotonic() + limit_s + (_MORE_S if limit_s else 0.0)
+        while time.monotonic() < ends and self.stopped is None and None in [p.poll() for p in self._processes.values()]:
             time.sleep(0.05)
 
     def end(self, number: signal.Signals) -> None:
@@ -227,7 +237,8 @@ def _raise(
         rank: f"died of {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         for rank, code in codes.items()
     }
-    message = "\n".join(f"rank {rank}: {text}" for rank, text in (errors or ends).items()) + more
+    died = {rank: text for rank, text in ends.items() if codes[rank] < 0}
+    message = "\n".join(f"rank {rank}: {text}" for rank, text in {**died, **errors, **({} if errors else ends)}.items()) + more
     if received is None:
         raise RanksFailedError(message)
     if errors:

@@ -134,6 +134,17 @@ class CheckpointStore:
         self._lock = self.backend.lock()
         return self._lock
 
+    def take_over(self) -> None:
+        """Lock the store, unless this process has it locked. Raises as :meth:`lock`."""
+        if self._lock is None:
+            self.lock()
+
+    def let_go(self) -> None:
+        """Let another process lock it, while a save may be under way here. Twice is harmless."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
     def sweep(self, but: Collection[str] = ()) -> None:
         """Delete what killed runs left half-written, ``but`` these, and bring to its end what one of them had begun."""
         hidden = self.backend.list(self.root) if self._appears_as else {}
