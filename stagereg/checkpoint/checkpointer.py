@@ -381,6 +381,7 @@ class Checkpointer:
         if self._unclosed is not None:
             self._unclosed.detach()
         self._together.leave()
+        self._saver.whole = None
         ended = self._background.finish()
         self._closed = True
         self._calls.close()

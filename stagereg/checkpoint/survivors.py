@@ -27,7 +27,6 @@ import stagereg.checkpoint.state.entries as entries
 import stagereg.launch.loss as loss
 import stagereg.record as record
 from stagereg.checkpoint.format.encoding import walk
-from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import FileMark, Manifest, new_token
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.background import Background
@@ -110,7 +109,7 @@ class Survivors:
         until = time.monotonic() + _SETTLE_S
         while self._whole.is_written() and time.monotonic() < until:
             time.sleep(_LOOK_S)
-        why = self._whole.hold()
+        why = self._whole.hold() if self._saver.whole is not None else "it has closed its checkpointer"
         if (group := self._target.ranks.group) is not None:
             abort(group)
         if not self._background.ends_by(time.monotonic() + told.notice_s):
@@ -171,11 +170,12 @@ class Survivors:
         save = PendingSave(made.step, target, until=made.told.until, copy=copy)
         save.hurried.set()
         began, nbytes = write_and_commit(save) or (0.0, 0)
+        record.emit("write", step=made.step, start=began, seconds=record.now() - began, bytes=nbytes, dir=target.where)
         if made.leads and target.committed is not None:
-            seconds = record.now() - began
-            record.emit("write", step=made.step, start=began, seconds=seconds, bytes=nbytes, dir=target.where)
             missing = "; ".join(f"of rank {rank} it lacks {', '.join(each)}" for rank, each in lost.items())
-            made.end(f"R{name_ranks(made.ranks)[1:]} saved step {made.step}, in {target.committed.path}; {missing}.", True)
+            made.end(
+                f"R{name_ranks(made.ranks)[1:]} saved step {made.step}, in {target.committed.path}; {missing}.", True
+            )
 
 
 class _Try:
@@ -192,7 +192,13 @@ class _Try:
 
     def begin(self, target: SaveTarget) -> None:
         """Have the others begin too, once the directory is this rank's to write to."""
-        target.store.take_over()
+        while True:  # a rank that was stopped has it until it is ended
+            try:
+                target.store.take_over()
+                break
+            except CheckpointError:
+                if time.monotonic() > self.told.until - self.told.notice_s:
+                    raise
         if any(each.manifest.step == self.step for each in target.store.checkpoints()[0]):
             self.end(f"Step {self.step} is saved in {target.where}.", True)
         self.store.set("begun", "")
@@ -227,9 +233,7 @@ class _RanksLeft(RankGroup):
         self.numbers, self.rank, self.size = made.ranks, made.ranks.index(made.told.rank), len(made.ranks)
         self.group, self._store, self._why = None, made.store, ""
         if self.size > 1:
-            self.group = dist.new_group(
-                made.ranks, timeout=self.limit, backend="gloo", use_local_synchronization=True
-            )
+            self.group = dist.new_group(made.ranks, timeout=self.limit, backend="gloo", use_local_synchronization=True)
 
 
 class _SurvivorsTarget(SaveTarget):

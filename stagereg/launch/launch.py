@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -92,7 +92,7 @@ def launch(command: CommandLine, hydra: Any, nproc: int) -> Any:
     if not errors and RESUME_CODE in codes.values():
         raise SystemExit(RESUME_CODE)
     if errors or codes:
-        _raise(errors, codes, local.forwarded, _newest_checkpoint(hydra.runtime.output_dir))
+        _raise(errors, codes, local.forwarded, _newest_checkpoint(hydra.runtime.output_dir, {0, *errors}))
     return result if task.index == 0 else None
 
 
@@ -208,15 +208,16 @@ def _variables(task: SchedulerTask, nproc: int, port: int) -> dict[str, str]:
     }
 
 
-def _newest_checkpoint(directory: str) -> str:
-    """Return a line on the newest checkpoint that rank 0 has recorded, and the command that goes on from it."""
+def _newest_checkpoint(directory: str, ranks: Collection[int] = (0,)) -> str:
+    """Return a line on the newest checkpoint that ranks have recorded, and the command that goes on from it."""
     newest: dict[str, dict[str, Any]] = {}
-    with contextlib.suppress(OSError):
-        for line in Path(directory, record.file_name(0)).read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError):  # cut off, or no event
-                event = json.loads(line) if '"write"' in line or '"tier"' in line else {}
-                if "dir" in event:
-                    newest[event.get("event", "")] = event
+    for rank in ranks:  # one that is left may have saved after rank 0 was lost
+        with contextlib.suppress(OSError):
+            for line in Path(directory, record.file_name(rank)).read_text(errors="replace").splitlines():
+                with contextlib.suppress(ValueError):  # cut off, or no event
+                    event = json.loads(line) if '"write"' in line or '"tier"' in line else {}
+                    if "dir" in event and event["t"] >= newest.get(event["event"], event)["t"]:
+                        newest[event["event"]] = event
     stored, near = newest.get("write"), newest.get("tier")
     if stored is None and near is None:
         return ""
@@ -238,7 +239,8 @@ def _raise(
         for rank, code in codes.items()
     }
     died = {rank: text for rank, text in ends.items() if codes[rank] < 0}
-    message = "\n".join(f"rank {rank}: {text}" for rank, text in {**died, **errors, **({} if errors else ends)}.items()) + more
+    texts = died | dict(errors) if errors else ends
+    message = "\n".join(f"rank {rank}: {text}" for rank, text in sorted(texts.items())) + more
     if received is None:
         raise RanksFailedError(message)
     if errors:

@@ -112,7 +112,8 @@ class WholeStep:
     def take(self, rank: int, world_size: int) -> dict[str, Any]:
         """Return the entries to save: references to live tensors, which get back what was noted of them."""
         seen, step = self._seen, self.step
-        assert seen is not None and step is not None
+        assert seen is not None
+        assert step is not None
         with torch.no_grad():
             torch._foreach_copy_(seen.small, seen.copies) if seen.small else None
         for group, options in self._options:
@@ -192,7 +193,9 @@ def _optimizers(objects: Mapping[str, Any]) -> list[Optimizer]:
 
 
 def _known(objects: Mapping[str, Any]) -> list[object]:
-    return [*objects, *map(id, objects.values()), *(len(each.state) for each in _optimizers(objects))]
+    modules = [each for value in objects.values() for each in module_state.modules_of(value)]
+    optimizers = _optimizers(objects)
+    return [*objects, *map(id, modules), *map(id, optimizers), *(len(each.state) for each in optimizers)]
 
 
 def _unfit(state: Mapping[str, Any]) -> str:
