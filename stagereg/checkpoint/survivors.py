@@ -156,6 +156,7 @@ class Survivors:
                 self._write(made)
         except Exception as error:
             if made.leads:
+                self._target.store.let_go()
                 made.end(f"Those who are left have not saved step {made.step}: {reason(error)}")
 
     def _write(self, made: _Try) -> None:
