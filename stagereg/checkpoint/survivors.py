@@ -101,6 +101,8 @@ class Survivors:
             saved, outcome = made.outcome()
             if saved:
                 self._background.newest = step
+                with contextlib.suppress(CheckpointError):  # of a save before, which this one makes up for
+                    self._background.raise_failure()
                 break
         return outcome
 

@@ -67,17 +67,17 @@ class WholeStep:
             return not self._held and self._note(step, state)
 
     def _note(self, step: int, state: Mapping[str, Any]) -> bool:
-        objects = {name: x for name, x in state.items() if module_state.modules_of(x) or optimizers_of(x)}
-        changed = self._seen is None or self._seen.known != _known(objects)
-        if changed:
-            self._seen = _Seen(state, objects, self._names)
-            self.kinds = self._seen.kinds
-        seen = self._seen
-        assert seen is not None
+        seen, changed = self._seen, False
+        if seen is None or not seen.is_of(state):
+            objects = {name: x for name, x in state.items() if module_state.modules_of(x) or optimizers_of(x)}
+            changed = seen is None or seen.known != _known(objects)
+            if seen is None or changed:
+                seen = self._seen = _Seen(state, objects, self._names)
+                self.kinds = seen.kinds
         if not seen.unfit:
             with torch.no_grad():
                 torch._foreach_copy_(seen.copies, seen.small) if seen.small else None
-            self._noted = {name: x if name in objects else _noted(x) for name, x in state.items()}
+            self._noted = {name: x if name in seen.objects else _noted(x) for name, x in state.items()}
             self._plain = [x for value in self._noted.values() for x in _tensors_in(value)]
             self._versions = self._find_versions(seen)
             self._options = [(each, {key: each[key] for key in each if key != "params"}) for each in seen.groups]
@@ -136,6 +136,7 @@ class _Seen:
     """What is known of the modules and optimizers of a state, as long as they are the same.
 
     Attributes:
+        objects: these, by entry.
         known: what they are told from others by.
         unfit: why their state cannot be taken at the end of a step, whatever it is; else empty.
         kinds: as of :class:`WholeStep`.
@@ -148,7 +149,8 @@ class _Seen:
     """
 
     def __init__(self, state: Mapping[str, Any], objects: Mapping[str, Any], names: ParameterNames) -> None:
-        self._objects = objects
+        self.objects, self._counted = objects, [each.state for each in _optimizers(objects)]
+        self._names, self._counts = state.keys() - objects.keys(), [*map(len, self._counted)]
         self.known, self.unfit, self.kinds = _known(objects), _unfit(state), ""
         self.groups = [group for each in _optimizers(objects) for group in each.param_groups]
         self.modules: dict[str, Any] = {}
@@ -160,13 +162,22 @@ class _Seen:
         self.devices = {x.device for x in self.watched if not x.is_cpu}
         self._addresses = self._find_addresses()
 
+    def is_of(self, state: Mapping[str, Any]) -> bool:
+        """Whether they are surely those of ``state``, at a glance."""
+        return (
+            len(state) == len(self.objects) + len(self._names)
+            and all(state.get(name) is x for name, x in self.objects.items())
+            and self._counts == [*map(len, self._counted)]
+            and self._names <= state.keys()
+        )
+
     def has_moved(self) -> bool:
         """Whether parameters or buffers lie elsewhere than before."""
         return self._addresses != self._find_addresses()
 
     def _look(self, captured: Mapping[str, Any]) -> None:
-        own = {name: captured[name] for name in self._objects}
-        self.modules = {name: each for name, each in own.items() if module_state.modules_of(self._objects[name])}
+        own = {name: captured[name] for name in self.objects}
+        self.modules = {name: each for name, each in own.items() if module_state.modules_of(self.objects[name])}
         found = [(path, x) for path, x in walk(own) if isinstance(x, torch.Tensor)]
         self.kinds = digest(sorted((".".join(map(str, path)), str(x.dtype), [*x.shape]) for path, x in found)).hex()
         if not all(isinstance(x, torch.Tensor) and not x.is_inference() for _, x in walk(self.modules)):
@@ -181,7 +192,7 @@ class _Seen:
 
     def _find_addresses(self) -> list[int]:
         found = [x for group in self.groups for x in group["params"]]
-        for value in self._objects.values():
+        for value in self.objects.values():
             for each in (inner for module in module_state.modules_of(value) for inner in module.modules()):
                 left_out = each._non_persistent_buffers_set
                 found += [x for name, x in each._buffers.items() if x is not None and name not in left_out]
@@ -213,17 +224,17 @@ def _unfit(state: Mapping[str, Any]) -> str:
 
 def _noted(value: Any) -> Any:
     """Return what an entry is now, whatever becomes of it; of what has a state of its own, the object itself."""
-    if isinstance(value, entries.PerRank):
-        return entries.PerRank(_noted(value.value))
-    if is_position(value):
-        return entries.PerRank(value.state_dict())
+    if isinstance(value, (int, float, str)):
+        return value
     if isinstance(value, LRScheduler):
         return value.state_dict()
-    if type(value) in (dict, list) and len(value) <= _ITEMS:
-        return copy.copy(value)
-    if type(value) is torch.Tensor and value.nbytes <= _SMALL_BYTES:
-        return value.detach().clone()
-    return value
+    if type(value) in (dict, list):
+        return copy.copy(value) if len(value) <= _ITEMS else value
+    if type(value) is torch.Tensor:
+        return value.detach().clone() if value.nbytes <= _SMALL_BYTES else value
+    if isinstance(value, entries.PerRank):
+        return entries.PerRank(_noted(value.value))
+    return entries.PerRank(value.state_dict()) if is_position(value) else value
 
 
 def _tensors_in(noted: Any) -> Iterator[torch.Tensor]:
