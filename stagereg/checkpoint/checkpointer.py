@@ -176,16 +176,14 @@ class Checkpointer:
             each.stats = self._background.stats
         if first:
             self._target.metrics.listen(self._background.note_metrics)
-        if self._stores and self._ranks.size > 1:
-            self._survivors = Survivors(self._target, self._saver, self._background)
+        self._survivors = Survivors(self._target, self._saver, self._background) if self._stores else None
         parts = self._ranks, self._saver, self._leave.grace, self._background, self._follow
         self._together = Together(process_group, self._target.token, *parts)
         self.preemption = self._together.preemption
         on_commit = components if first else {}, self._background, self._target.metrics
         self._calls = CommitCalls(*on_commit, self.preemption)
-        self._unclosed: Any = None
-        if first and self._leave.save_last:
-            self._unclosed = weakref.finalize(self, warn_of_unclosed, self.dir, self._saver, self._pid)
+        warn = first and self._leave.save_last
+        self._unclosed = weakref.finalize(self, warn_of_unclosed, self.dir, self._saver, self._pid) if warn else None
         if self._ranks.group is not None:
             self._background.call_when_idle(self._together.look_for_missed)
             followers.add(self._together)
@@ -304,8 +302,7 @@ class Checkpointer:
         hold = self._hold.move(store, self.wait)
         self._crashes.leave()
         self._hold.let_go()
-        self._hold, self._store, self._target.store = hold, store, store
-        self.dir = appears_at
+        self._hold, self._store, self._target.store, self.dir = hold, store, store, appears_at
         self._crashes.move(store)
         self._tiering.move(store)
         self._saver.reached = -1
@@ -381,7 +378,6 @@ class Checkpointer:
         if self._unclosed is not None:
             self._unclosed.detach()
         self._together.leave()
-        self._saver.whole = None
         ended = self._background.finish()
         self._closed = True
         self._calls.close()
@@ -449,9 +445,6 @@ class Checkpointer:
         return self._saver.stored if self._enabled else None
 
     def remember(self, state: MutableMapping[str, Any], step: int | None = None) -> None:
-        """Keep what this rank would have to save if it left a loop, or lost others after ``step``, which has ended.
-
-        Done by :meth:`maybe_save`, and but for the step by :meth:`restore`.
-        """
+        """Keep what there is to save if this rank leaves a loop, or others are lost; ``step`` ends with it, if any."""
         if self._enabled:
             self._saver.remember(checked_state(state), step)

@@ -71,7 +71,7 @@ class Survivors:
     def __init__(self, target: SaveTarget, saver: Saver, background: Background) -> None:
         self._target, self._saver, self._background = target, saver, background
         self._whole = WholeStep(saver.names)
-        self._publish = loss.expect(self)
+        self._publish = loss.expect(self) if target.ranks.size > 1 else None
         if self._publish is not None:
             saver.whole = self._note
 
@@ -97,7 +97,7 @@ class Survivors:
             if told.rank in chosen:
                 self._save(made)
             elif ranks.rank == 0:
-                self._target.store.let_go()
+                self._target.store.lock().release()
             saved, outcome = made.outcome()
             if saved:
                 self._background.newest = step
@@ -158,7 +158,7 @@ class Survivors:
                 self._write(made)
         except Exception as error:
             if made.leads:
-                self._target.store.let_go()
+                self._target.store.lock().release()
                 made.end(f"Those who are left have not saved step {made.step}: {reason(error)}")
 
     def _write(self, made: _Try) -> None:
@@ -197,7 +197,7 @@ class _Try:
         """Have the others begin too, once the directory is this rank's to write to."""
         while True:  # a rank that was stopped has it until it is ended
             try:
-                target.store.take_over()
+                target.store.lock()
                 break
             except CheckpointError:
                 if time.monotonic() > self.told.until - self.told.notice_s:

@@ -96,7 +96,7 @@ def lose(
         was = training.copy()
         dist.barrier()
         if rank in lost:
-            checkpointer._target.store.let_go()  # as the end of its process does
+            checkpointer._hold.let_go()  # as the end of its process does
             time.sleep(0.1)
             store.wait(["over"])
             return "", was

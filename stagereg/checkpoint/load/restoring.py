@@ -43,6 +43,7 @@ from stagereg.checkpoint.tiers.inventory import NearStep
 from stagereg.checkpoint.tiers.near import NearCopies
 from stagereg.errors import CheckpointError, DamagedError, kind_of, reason
 from stagereg.machine import is_on_network, machine_name
+from stagereg.stagers.guard import announce_write
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ def restore(asked: RestoreRequest) -> Checkpoint | None:
             ``"auto"`` found none of them good; some rank's objects do not take what was saved; reading failed after
             the check, and the objects have changed in part.
     """
+    announce_write()  # also into what a step has left, which is not whole then
     try:
         return _tried(asked)
     except CheckpointError as error:

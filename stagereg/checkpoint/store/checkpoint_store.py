@@ -130,20 +130,13 @@ class CheckpointStore:
         return self.backend.holder()
 
     def lock(self) -> StoreLock:
-        """Lock the store until the lock is released (:meth:`.Backend.lock`); :meth:`publish` checks that it is held."""
-        self._lock = self.backend.lock()
+        """Lock the store until the lock is released (:meth:`.Backend.lock`), or return the lock that there is.
+
+        :meth:`publish` checks that it is held.
+        """
+        if self._lock is None or not self._lock.held:
+            self._lock = self.backend.lock()
         return self._lock
-
-    def take_over(self) -> None:
-        """Lock the store, unless this process has it locked. Raises as :meth:`lock`."""
-        if self._lock is None:
-            self.lock()
-
-    def let_go(self) -> None:
-        """Let another process lock it, while a save may be under way here. Twice is harmless."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
 
     def sweep(self, but: Collection[str] = ()) -> None:
         """Delete what killed runs left half-written, ``but`` these, and bring to its end what one of them had begun."""
