@@ -32,8 +32,8 @@ from stagereg.machine import tunables
 
 _LEAVE_S = 60.0
 """Seconds that a task waits for the others to end, since one of them has the store."""
-_REST_S = 30.0
-"""Seconds that ranks have to save what a lost one leaves to them, and to end by themselves."""
+_MORE_S = 5.0
+"""Seconds that ranks have to report and end by themselves once one is lost, and they have saved what is left."""
 _RANKS_PER_CORE = 4
 FAILURE = "STAGEREG_FAILURE"
 """The environment variable that tells ranks which are started again why, and when that was noticed."""
@@ -137,7 +137,7 @@ def _run_once(local: LocalRanks, store: Any, task: SchedulerTask, start: Start, 
         # If it is, rank 0 waited in a collective, and could not say this itself.
         raise _stopped(local.stopped, _newest_checkpoint(directory) if killed else "")
     if min(codes.values(), default=0) < 0:
-        local.wait_for_rest(_REST_S)
+        local.wait_for_rest((run.get("saves after a loss") or 0.0) + _MORE_S)
     local.end(signal.SIGTERM)
     with contextlib.suppress(RuntimeError):  # of the store, where the machine that had it is lost
         end.errors, end.result = run.errors(), run.get("result")
@@ -203,7 +203,7 @@ def _variables(task: SchedulerTask, nproc: int, port: int) -> dict[str, str]:
 
 
 def _newest_checkpoint(directory: str) -> str:
-    """Return a line on the newest checkpoint that rank 0 has recorded, and the command that goes on from it."""
+    """Return a line on the newest checkpoint that is recorded, and the command that goes on from it."""
     _, stored, near = Progress.of(directory)
     if stored is None and near is None:
         return ""

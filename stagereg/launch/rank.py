@@ -21,6 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+import stagereg.launch.loss as loss
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.crash_report import format_error
@@ -118,8 +119,9 @@ class Rank:
     def run(self, task: Callable[[Any], Any], cfg: Any) -> Any:
         """Run the job in the process group; return rank 0's value. Ends the process if the task fails."""
         self._agree_on_run()
+        after = loss.AfterLoss(self.store, self.rank, self.world_size, _checked_notice(cfg))
         try:
-            with self.store.watch(_checked_notice(cfg), self._end_for_loss), _process_group(self):
+            with self._watched(after), _process_group(self):
                 self.store.set(f"in job/{self.rank}", True)
                 try:
                     value = run_recorded(task, cfg)
@@ -128,6 +130,8 @@ class Rank:
                 except Exception as error:
                     # Before the group closes, so that a cause is known before a consequence can come of it.
                     self._report_cause(error)
+                    if is_consequence(error):
+                        loss.await_saved()
                     raise
                 except SystemExit as error:
                     if error.code:
@@ -138,13 +142,16 @@ class Rank:
                 # A group that one rank closes while another still connects to it, fails there.
                 self.store.await_ended(math.inf)
         except Exception as error:
-            self.fail(error)
+            self.fail(error, after.outcome)
         if self.rank == 0 and self.launched:
             self.store.set("result", _for_json(value))
         return value
 
-    def fail(self, error: Exception) -> NoReturn:
-        """End this rank because of an error: report it, if it is a cause, once all ranks had the time to."""
+    def fail(self, error: Exception, saved: str = "") -> NoReturn:
+        """End this rank because of an error: report it, if it is a cause, once all ranks had the time to.
+
+        ``saved`` is a sentence on what those who are left have saved.
+        """
         try:
             self._report_cause(error)
             self.store.set_ended()
@@ -152,7 +159,7 @@ class Rank:
             if self.store.get("cause is known") is None:
                 lost = self.store.lost(_LOST_S)  # on all ranks, since the first to exit has the others ended
                 if self.store.is_first("a consequence"):
-                    self._report(error, lost and f"{lost} Seen here:\n")
+                    self._report(error, lost and f"{lost} {saved} Seen here:\n".replace("  ", " "))
         except Exception:  # of the store; others may have reported a cause before it went
             if self.store.multi_node and is_consequence(error):
                 host = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -160,18 +167,33 @@ class Rank:
                 self._print(f"{gone} If a rank there reported a cause, that is it. Seen here:\n{format_error(error)}")
         shutdown.exit_now(1)
 
-    def _end_for_loss(self, lost: str) -> None:
-        """End this rank, which may wait for ever for one that is lost; on a thread of the watch."""
-        if self.store.ended.wait(_MERCY_S):
+    @contextlib.contextmanager
+    def _watched(self, after: loss.AfterLoss) -> Iterator[None]:
+        """Know of lost ranks in a ``with`` block, in which what registers saves after a loss."""
+        ending = threading.Lock()
+
+        def end(lost: str) -> None:
+            if ending.acquire(blocking=False):  # once; the watch goes on to listen
+                threading.Thread(target=self._end_for_loss, args=(after,), daemon=True).start()
+
+        with self.store.watch(after.notice_s, end), loss.of_process(after):
+            yield
+
+    def _end_for_loss(self, after: loss.AfterLoss) -> None:
+        """Save with others that are left, and end this rank, which may wait for ever for one that is lost."""
+        saved = after.save()
+        mercy_s = min(_MERCY_S, after.notice_s / 8)
+        if self.store.ended.wait(mercy_s):
             return
+        lost = f"{self.store.lost(0.0)} {saved}".strip()
 
         def report() -> None:
-            if self.store.is_first(lost):
+            if self.store.is_first("a loss"):
                 self._report(LaunchError(lost))
 
         reporting = threading.Thread(target=report, daemon=True)  # where the store is lost too, it may hang
         reporting.start()
-        reporting.join(_MERCY_S)
+        reporting.join(mercy_s)
         if reporting.is_alive():
             self._print(lost)
         shutdown.exit_now(1)

@@ -17,7 +17,7 @@ from stagereg.errors import LaunchError
 
 
 class Progress(NamedTuple):
-    """How far a run has come, as rank 0 has recorded it.
+    """How far a run has come, as its ranks have recorded it.
 
     Attributes:
         step: that was taken last; ``None`` before the first one.
@@ -37,18 +37,28 @@ class Progress(NamedTuple):
     @classmethod
     def of(cls, directory: str) -> Progress:
         """Read that of the run in a directory."""
-        lines: list[str] = []
-        with contextlib.suppress(OSError):
-            lines = Path(directory, record.file_name(0)).read_text(errors="replace").splitlines()
-        found: dict[str, dict[str, Any]] = {}
-        for line in reversed(lines):
-            for kind in {"step", "write", "tier"} - found.keys():
-                if f'"{kind}"' in line:
-                    with contextlib.suppress(ValueError, KeyError):  # cut off, or no event
-                        event = json.loads(line)
-                        if event["event"] == kind and (kind == "step" or "dir" in event):
-                            found[kind] = event
-        return cls(found.get("step", {}).get("step"), found.get("write"), found.get("tier"))
+        newest: dict[str, dict[str, Any]] = {}
+        for path in Path(directory).glob(record.FILES):  # where rank 0 was lost, another one may have saved last
+            for kind, event in _last_events(path).items():
+                if event["t"] >= newest.get(kind, event)["t"]:
+                    newest[kind] = event
+        return cls(newest.get("step", {}).get("step"), newest.get("write"), newest.get("tier"))
+
+
+def _last_events(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the last step and checkpoints that a rank has recorded, by kind."""
+    found: dict[str, dict[str, Any]] = {}
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = path.read_text(errors="replace").splitlines()
+    for line in reversed(lines):
+        for kind in {"step", "write", "tier"} - found.keys():
+            if f'"{kind}"' in line:
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off, or no event
+                    event = json.loads(line)
+                    if event["event"] == kind and event["t"] and (kind == "step" or "dir" in event):
+                        found[kind] = event
+    return found
 
 
 class Restarts:

@@ -115,6 +115,19 @@ class RunStore:
         finally:
             self._watch.close()
 
+    def lost_ranks(self) -> frozenset[int]:
+        """The ranks that are lost."""
+        return frozenset() if self._watch is None else frozenset([*self._watch.lost])
+
+    def another(self) -> Any:
+        """Torch's store with this attempt's keys, over a connection of its own: another thread may wait in this one."""
+        return self._store.clone()
+
+    def give_time(self, seconds: float) -> None:
+        """Let this rank live so much longer that cannot hear of rank 0: the store answers, so it is not cut off."""
+        if self._watch is not None:
+            self._watch.give_time(seconds)
+
     def lost(self, for_s: float) -> str:
         """The ranks that are lost, or become so within so many seconds, as a sentence; else nothing."""
         return "" if self._watch is None else self._watch.sentence(for_s)

@@ -203,8 +203,15 @@ def test_another_error_or_step_is_another_failure() -> None:
 
 def test_progress_is_what_is_recorded_last(tmp_path: Path) -> None:
     assert Progress.of(str(tmp_path)) == at(None)
-    events = [{"event": "step", "step": 4}, {"event": "write", "step": 3, "dir": "x"}, {"event": "step", "step": 5}]
-    lines = [*map(json.dumps, events), '{"event": "stage", "why": "step"}', '{"event": "tier", "step": 4', "]"]
-    (tmp_path / record.file_name(0)).write_text("\n".join(lines))
+    events = [
+        {"event": "step", "step": 4, "t": 1.0},
+        {"event": "write", "step": 3, "dir": "x", "t": 1.5},
+        {"event": "step", "step": 5, "t": 2.0},
+    ]
+    cut = ['{"event": "stage", "why": "step"}', '{"event": "tier", "step": 4', "]"]
+    (tmp_path / record.file_name(0)).write_text("\n".join([*map(json.dumps, events), *cut]))
     progress = Progress.of(str(tmp_path))
     assert (progress.step, progress.newest, progress.near) == (5, 3, None)
+    saved = {"event": "write", "step": 5, "dir": "x", "t": 3.0}
+    (tmp_path / record.file_name(1)).write_text(json.dumps(saved))
+    assert Progress.of(str(tmp_path)) == (5, saved, None), "what another rank has saved, since rank 0 is lost"
