@@ -21,6 +21,7 @@ from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, 
 from stagereg.launch.command_line import CommandLine, parsed
 from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
 from stagereg.launch.rank import Rank, alone, is_rank, print_exit, publish_run, resume_override, run_recorded
+from stagereg.launch.restarts import checked_restarts
 from stagereg.launch.scheduler_task import SchedulerTask
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -209,8 +210,9 @@ class _Job:
         from omegaconf import OmegaConf
 
         nproc = checked_nproc(OmegaConf.select(cfg, "nproc", default=1))
-        if nproc > 1 or one_of_several or SchedulerTask.current().count > 1:
-            return launch(self._command, hydra, nproc)
+        restarts = checked_restarts(OmegaConf.select(cfg, "restarts", default=0))
+        if nproc > 1 or restarts or one_of_several or SchedulerTask.current().count > 1:
+            return launch(self._command, cfg, hydra, nproc)
         publish_run(hydra.runtime.output_dir, resume_override(hydra))
         try:
             return alone(functools.partial(run_recorded, self._task), cfg)
