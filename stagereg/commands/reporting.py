@@ -36,8 +36,8 @@ from stagereg.sweep.trace import trace_text
 _FILES = ("trace.json", "report.html")
 _SOURCES = 4
 """Machines that a line names."""
-_FIRST, _LAST = 6, 6
-"""Checkpoints that a terminal shows of a run that has many."""
+_FIRST, _LAST = 7, 7
+"""Rows that a terminal shows of a table that has many."""
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -66,7 +66,7 @@ class _Start:
                 last = max(last, moments[name])
         reached, source, tier = self.restored or (step - 1, "", False)
         again = max(0, earlier.step - reached) if earlier is not None and earlier.step is not None else 0
-        why = self.failure.get("why", "")
+        why = _sentence(self.failure.get("why", ""))
         number = self.failure.get("restart") or (1 if earlier is None else earlier.attempts)
         facts: dict[str, Any] = {"since": since, "phases": phases, "source": source, "tier": tier, "again": again}
         if not why:
@@ -125,6 +125,12 @@ def mtbf_s(expected_s: float, in_tier: bool) -> float:
         return expected_s
     seen = (earlier.failures if in_tier else earlier.stored) + ("why" in _start.failure)
     return (expected_s + time.time() - earlier.began) / (1 + seen)
+
+
+def _sentence(why: str) -> str:
+    """The first line of what is reported of a failure, with the error of a traceback that begins there."""
+    lines = why.strip().splitlines() or [""]
+    return lines[0].removesuffix(" Seen here:").replace("Traceback (most recent call last):", lines[-1])
 
 
 def process_start(process: str) -> float:

@@ -77,7 +77,7 @@ class RunStore:
     def note_failure(self, why: str) -> None:
         """Leave a note for the next attempt on what has ended this one, unless a rank has; returns at once if so."""
         if self._store.add("failed", 1) == 1:
-            self._all_attempts.set("failure", json.dumps({"why": why.partition("\n")[0], "noticed": time.time()}))
+            self._all_attempts.set("failure", json.dumps({"why": why, "noticed": time.time()}))
 
     def take_failure(self) -> dict[str, Any] | None:
         """On rank 0, take that note of the attempt before; ``None`` if there is none, and on other ranks."""

@@ -93,6 +93,21 @@ def test_what_the_launcher_saw_counts_from_the_last_step(
     assert len(caplog.text.splitlines()) <= 1 + len(phases.PHASES)
 
 
+@pytest.mark.parametrize(
+    ("why", "shown"),
+    [
+        (
+            "lost rank 1 (process 7): killed. Seen here:\nTraceback (most recent call last):\n  x\nOSError: y",
+            "lost rank 1 (process 7): killed.",
+        ),
+        ("rank 1: Traceback (most recent call last):\n  File x\nKeyError: 'y'\n", "rank 1: KeyError: 'y'"),
+        ("its process was killed", "its process was killed"),
+    ],
+)
+def test_the_failure_is_one_sentence(tmp_path: Path, why: str, shown: str) -> None:
+    assert start(tmp_path, noted={"why": why, "noticed": NOW})["why"] == shown
+
+
 def test_without_a_launcher_the_note_of_the_ranks_counts_and_else_the_record(tmp_path: Path) -> None:
     killed_at(tmp_path, step=12, seconds_ago=15)
     found = start(tmp_path, step=13, noted={"why": "lost rank 1", "noticed": NOW - 12})
@@ -137,7 +152,7 @@ def test_the_first_to_fail_notes_why_and_one_attempt_takes_it() -> None:
     first[0].note_failure("a consequence")
     second = [RunStore(store, rank, 2, attempt="2") for rank in (0, 1)]
     assert second[1].take_failure() is None
-    assert second[0].take_failure() == {"why": "lost rank 0.", "noticed": NOW}
+    assert second[0].take_failure() == {"why": "lost rank 0.\nSeen here: an error", "noticed": NOW}
     assert RunStore(store, 0, 2, attempt="3").take_failure() is None
     second[1].note_failure("again")
     assert RunStore(store, 0, 2, attempt="3").take_failure() == {"why": "again", "noticed": NOW}
