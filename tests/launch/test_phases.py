@@ -226,5 +226,4 @@ def test_a_rank_that_is_killed_is_named_in_the_next_start_with_all_phases(progra
     assert restart["source"].endswith("step-00000006")
     if how != "run again":  # of which rank 0 has recorded what came of it
         assert "rank 1 (process " in restart["why"]
-        assert restart["phases"]["noticed"] < restart["phases"]["composed"]
     assert "stagereg: restart 1, " in (program / "out" / "train.log").read_text()
