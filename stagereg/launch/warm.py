@@ -13,6 +13,7 @@ tells later how it has ended. (The forkserver of ``multiprocessing`` runs no exi
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import io
@@ -167,8 +168,13 @@ def split_command(command: list[str]) -> Program | None:
 def _is_installed(name: str) -> bool:
     """Whether a module is of an installed package, or of Python or stagereg itself."""
     file = getattr(getattr(sys.modules[name], "__spec__", None), "origin", None) or ""
-    places = [sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return name.startswith("stagereg.") or any(file.startswith(f"{place}{os.sep}") for place in places)
+    return name.startswith("stagereg.") or file.startswith(_places())
+
+
+@functools.cache
+def _places() -> tuple[str, ...]:
+    """The folders of installed packages and of Python; to ask for them takes a while."""
+    return tuple(f"{sysconfig.get_path(each)}{os.sep}" for each in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 class _Server:
