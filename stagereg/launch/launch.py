@@ -22,6 +22,7 @@ from stagereg.crash_report import signal_name
 from stagereg.errors import RESUME_CODE, LaunchError
 from stagereg.launch.command_line import CommandLine
 from stagereg.launch.local_ranks import LocalRanks
+from stagereg.launch.phases import FAILURE
 from stagereg.launch.preemption import SIGNALS
 from stagereg.launch.rank import ATTEMPT, LAUNCHER, command_to_go_on, publish_run, resume_override
 from stagereg.launch.restarts import Progress, Restarts, checked_restarts
@@ -35,8 +36,6 @@ _LEAVE_S = 60.0
 _MORE_S = 5.0
 """Seconds that ranks have to report and end by themselves once one is lost, and they have saved what is left."""
 _RANKS_PER_CORE = 4
-FAILURE = "STAGEREG_FAILURE"
-"""The environment variable that tells ranks which are started again why, and when that was noticed."""
 
 
 class RanksFailedError(LaunchError):
