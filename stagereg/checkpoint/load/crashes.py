@@ -106,7 +106,7 @@ class RestoreNote(NamedTuple):
         if not self.restored:
             return self
         times = {**self.times, self.restored: self.times.get(self.restored, 0) + 1}
-        reached = max(self.reached, step_within(self.restored) or 0)
+        reached = max(self.reached, _step(self.restored))
         return self._replace(restored="", times=times, in_a_row=self.in_a_row + 1, reached=reached)
 
     def of(self, key: str) -> Crashes:
@@ -187,7 +187,7 @@ class CrashCounter:
             self._saved.add(_key(step_name(step), near))
             if self._note is None:  # it goes on from none of this directory: what was counted is of no use
                 self.forget()
-            elif self._restored and step > self._note.reached:
+            elif (self._restored or self._note.in_a_row) and step > max(self._note.reached, _step(self._restored)):
                 self._restored = ""
                 most = self.give_up_after
                 given_up = {key: each for key, each in self._times().items() if most is not None and each >= most}
@@ -267,3 +267,9 @@ def crashes_in(store: CheckpointStore) -> dict[str, Crashes]:
 def _key(name: str, near: bool = False) -> str:
     """Return what a checkpoint is counted by."""
     return f"{'tier/' * near}{plain_name(name)}"
+
+
+def _step(key: str) -> int:
+    """Return the step of what is counted by this; -1 for none."""
+    found = step_within(key)
+    return -1 if found is None else found

@@ -122,8 +122,10 @@ class Stragglers:
             is_, it = ("are", "them") if len(here) > 1 else ("is", "it")
             who = f"{name_ranks(here)} on machine {machine} {is_} slow"
             if slow:
-                what = "%s: the others wait %.3g ms of each %.3g ms step for %s, since step %d"
-                _log.warning(f"stagereg: {what}", who, 1e3 * max(waits), 1e3 * step_s, it, since)
+                _log.warning(
+                    "stagereg: %s: the others wait %.3g ms of each %.3g ms step for %s, since step %d",
+                    *(who, 1e3 * max(waits), 1e3 * step_s, it, since),
+                )
             else:
                 _log.warning("stagereg: %s no more, at step %d", who, last)
             for rank, wait_s in zip(here, waits, strict=True):

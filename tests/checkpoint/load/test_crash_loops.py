@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -133,6 +134,21 @@ def test_saving_again_what_was_there_before_the_crash_is_no_progress(
     assert "died before a checkpoint beyond step 1" in cycles.refusal
 
 
+def test_nor_is_saving_what_was_restored(tmp_path: Path) -> None:
+    train(str(tmp_path), "store", steps=LAST, at=99)
+
+    def cycle() -> int | None:
+        state = {"x": torch.zeros(4)}
+        with contextlib.suppress(ZeroDivisionError), Checkpointer(str(tmp_path / "store"), keep=9) as checkpointer:
+            start = checkpointer.restore(state)
+            checkpointer.save(start or 0, state)
+            checkpointer.wait()
+            raise ZeroDivisionError
+        return start
+
+    assert [cycle() for _ in range(4)] == [12, 12, 12, 8]
+
+
 def killed(rank: int, world_size: int, *args: Any) -> int | None:
     """The last rank dies by a signal; the other one waits for it in a collective."""
     root, where, at, often = args
@@ -230,6 +246,22 @@ def test_what_a_machine_notes_that_was_away_does_not_count(tmp_path: Path, capsy
     assert cycle(tmp_path, capsys, 0) == "6t"
     noted.write_bytes(away)
     assert [cycle(tmp_path, capsys, 0) for _ in range(3)] == ["6t", "6t", "5t"]
+
+
+def test_a_run_that_went_on_from_elsewhere_and_came_further_has_nothing_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a trainer's adapter does, which has checkpoints of its own beside the tier."""
+    train(str(tmp_path), "tier", steps=LAST, at=99)
+    assert Cycles(capsys, str(tmp_path), "tier").refusal
+    state, tier = {"x": torch.zeros(4)}, stagereg.build("tier", "disk", dir=f"{tmp_path}/near", copies=1, every=1)
+    with Checkpointer(None, tier=tier, leave=Leave(save_last=False)) as checkpointer:
+        with pytest.raises(DamagedError):
+            checkpointer.restore(state)
+        for step in range(5, LAST + 2):
+            checkpointer.maybe_save(step, state)
+            checkpointer.wait()
+    assert Cycles(capsys, str(tmp_path), "tier").began == thrice("14t", "13t")
 
 
 @pytest.mark.parametrize("anew", ["never", "deleted"])
