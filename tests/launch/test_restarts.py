@@ -33,8 +33,8 @@ def train(cfg):
     state = {"model": model.module, "optimizer": optimizer}
     with stagereg.instantiate(cfg.checkpoint) as checkpointer:
         begun = checkpointer.restore(state)
-        with open(f"{cfg.answers}/{rank}.json", "a") as file:
-            file.write(json.dumps({"begun": begun, "warm": "runpy" in sys.modules}) + "\\n")
+        with open(f"{cfg.answers}/{rank}.json", "a") as file, open(f"/proc/{os.getppid()}/cmdline") as parent:
+            file.write(json.dumps({"begun": begun, "warm": "launch.warm" in parent.read()}) + "\\n")
         for step in range((begun or 0) + 1, cfg.steps + 1):
             optimizer.zero_grad()
             model(torch.full((4, 8), float(step * (rank + 1)))).square().mean().backward()
