@@ -23,7 +23,7 @@ import stagereg.checkpoint.state.entries as entries
 import stagereg.launch.phases as phases
 from stagereg.checkpoint.end_report import describe_end, expect_usable, log_end, warn_of_unclosed
 from stagereg.checkpoint.hold import Hold, warn_of_earlier_run
-from stagereg.checkpoint.load.crashes import CrashCounter, is_in_order
+from stagereg.checkpoint.load.crashes import is_in_order
 from stagereg.checkpoint.options import Failure, Leave, Replicas, Restore
 from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.ranks.rank_group import RankGroup
@@ -170,10 +170,7 @@ class Checkpointer:
         self._background = Background(self._target, self._failure.timeout, warns, near.background)
         self._saver = Saver(self._target, self._stager, self._background, shared, cast, near.target, self._stores)
         self.stats = self._background.stats
-        self._crashes = CrashCounter(self._store, self.restore_options.give_up_after, counts=first)
-        for each in filter(None, (self._background, near.background)):
-            each.listeners.append(self._crashes.committed)
-            each.stats = self._background.stats
+        self._crashes = near.counter(self._store, self.restore_options.give_up_after, first, self._background)
         if first:
             self._target.metrics.listen(self._background.note_metrics)
         self._survivors = Survivors(self._target, self._saver, self._background) if self._stores else None

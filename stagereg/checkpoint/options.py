@@ -31,8 +31,9 @@ class Restore:
             them. ``"once"``: every byte is read by one rank, which checks it and passes it on to the ranks that need
             it, so objects may have changed before damage is found. ``"auto"``: ``"once"`` from URLs and network file
             systems, where there are several ranks, else ``"each"``.
-        give_up_after: how many times in a row runs may crash after a checkpoint was restored and before the next one is
-            complete; then ``resume="auto"`` passes over it. Counted in the directory. ``None`` never gives one up.
+        give_up_after: how many times runs may crash after a checkpoint was restored and before one beyond it is
+            complete; then ``resume="auto"`` passes over it. Counted for the directory and for the tier; after five
+            times as many crashes in a row nothing more is tried. ``None`` never gives one up.
         cast: whether tensors of floating point are converted to the dtypes of the objects, as ``copy_`` does: for a
             stager that makes smaller copies. Else modules refuse what was saved with another dtype.
         fresh: names of entries that begin from scratch where a checkpoint has nothing for them, as for a scheduler that

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 
 import torch.distributed as dist
 
+from stagereg.checkpoint.load.crashes import CrashCounter
 from stagereg.checkpoint.options import Failure
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.background import TierBackground
+from stagereg.checkpoint.save.background import Background, TierBackground
 from stagereg.checkpoint.save.schedule import schedule_of
 from stagereg.checkpoint.save.tier_target import TierTarget
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -61,6 +63,22 @@ class Tiering:
         self.background = TierBackground(self.target, failure.timeout, failure.on_error == "warn")
         if ranks.rank == 0:
             _log_what_it_survives(self.near, stores)
+
+    def counter(
+        self, store: CheckpointStore, give_up_after: int | None, first: bool, background: Background
+    ) -> CrashCounter:
+        """Return what counts crashes: for rank 0, the ``first``, or for one of each machine if none has the store.
+
+        It hears of what ``background`` saves, whose statistics the tier's go into.
+        """
+        alone = self.near is not None and not self.near.shared
+        counts = self.near.leads if alone and self.near is not None else first
+        counter = CrashCounter(store, give_up_after, counts, shared=not alone)
+        background.listeners.append(counter.committed)
+        if self.background is not None:
+            self.background.listeners.append(partial(counter.committed, near=True))
+            self.background.stats = background.stats
+        return counter
 
     def due(self, step: int) -> bool:
         """Whether the tier is to have ``step``. Called once a step; the same on all ranks."""

@@ -210,6 +210,7 @@ def _warnings(job: JobResult, recorded: Run | None) -> Iterator[str]:
     for step, steps, why in (each for rank in recorded.ranks for each in rank.fallbacks):
         text = f"It went on from step {step}, since a newer checkpoint was damaged ({tables.first_line(why)})"
         yield f"{text}: {counted(steps, 'step')} lost."
+    yield from _stragglers(recorded)
     if recorded.damaged:
         yield f"Left out, being damaged: {counted(recorded.damaged, 'line')} of its records."
     if gone := sorted(set(range(recorded.world_size)) - {rank.rank for rank in recorded.ranks}):
@@ -251,6 +252,17 @@ def _restarts(every: Sequence[Started]) -> Table:
     )
     note = "Read from: the tier, or the checkpoints in the store; nothing where training began anew."
     return Table("Restarts", ("restart", "first step", "done again", "read from", "after"), rows, note)
+
+
+def _stragglers(recorded: Run) -> Iterator[str]:
+    """Name the ranks that the others waited for, each time that they did."""
+    told = [each for rank in recorded.ranks for each in rank.stragglers]
+    for at, (rank, machine, since, slow, wait_s, step_s) in enumerate(told):
+        if slow:
+            until = next((step for other, _, step, still, *_ in told[at:] if other == rank and not still), None)
+            span = f"from step {since} on" if until is None else f"from step {since} to {until}"
+            for_it = f"the others waited {1e3 * wait_s:.3g} ms of each {1e3 * step_s:.3g} ms step for it"
+            yield f"Rank {rank} on machine {machine} was slow {span}: {for_it}."
 
 
 def _checkpoints(every: Sequence[Saved]) -> Table:

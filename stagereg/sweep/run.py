@@ -92,6 +92,9 @@ class RankRecord:
     restored: tuple[tuple[int, dict[str, int]], ...] = ()
     # (step, steps lost, why) of each restore that passed over a newer checkpoint which was damaged
     fallbacks: tuple[tuple[int, int, str], ...] = ()
+    # ranks that the others waited for, on rank 0: (rank, machine, since or until which step, whether it is slow, how
+    # many seconds of a step they wait, seconds of a step)
+    stragglers: tuple[tuple[int, str, int, bool, float, float], ...] = ()
     # (step, when, values) of each `stagereg.log`; `None` stands for NaN or infinity
     logs: tuple[tuple[int, float, dict[str, float | None]], ...] = ()
     # steps taken with data, steps shadowed, samples seen; summed over the joins that were left
@@ -103,22 +106,23 @@ class RankRecord:
     first: float = 0.0  # when it recorded something first
     last: float = 0.0  # when it recorded something last
 
-    def step_spans(self) -> list[Span]:
-        """Return the steps, in the order in which they ended, as stretches of time without stalls.
 
-        A step begins where the one before it ended, or where the stall that followed that one did. The first begins
-        with the recording, which makes all that was prepared for training a part of it.
-        """
-        stalls = sorted((span.start, span.end) for span in self.stalls)
-        last = self.start.get("t", self.first)
-        spans = []
-        for end, step in sorted((end, step) for step, end in self.steps):
-            # The save of a step comes after its end, so at that moment it is no part of it yet.
-            before = bisect_left(stalls, (end,))
-            begin = min(max(last, stalls[before - 1][1]), end) if before else last
-            spans.append(Span(step, begin, end - begin))
-            last = end
-        return spans
+def step_spans(recorded: RankRecord) -> list[Span]:
+    """Return the steps, in the order in which they ended, as stretches of time without stalls.
+
+    A step begins where the one before it ended, or where the stall that followed that one did. The first begins
+    with the recording, which makes all that was prepared for training a part of it.
+    """
+    stalls = sorted((span.start, span.end) for span in recorded.stalls)
+    last = recorded.start.get("t", recorded.first)
+    spans = []
+    for end, step in sorted((end, step) for step, end in recorded.steps):
+        # The save of a step comes after its end, so at that moment it is no part of it yet.
+        before = bisect_left(stalls, (end,))
+        begin = min(max(last, stalls[before - 1][1]), end) if before else last
+        spans.append(Span(step, begin, end - begin))
+        last = end
+    return spans
 
 
 @dataclass(frozen=True)
@@ -262,6 +266,7 @@ def _record(rank: int, events: Mapping[str, list[Any]], times: Sequence[float], 
         transfers=tuple(events["copy"]),
         restored=tuple(events["restored"]),
         fallbacks=tuple(events["fallback"]),
+        stragglers=tuple(events["straggler"]),
         logs=tuple(events["log"]),
         join={name: sum(join.get(name, 0) for join in joins) for name in set().union(*joins)} if joins else None,
         end=events["end"][-1] if events["end"] else None,
@@ -326,6 +331,11 @@ def _started(event: Mapping[str, Any]) -> Started:
     return Started(_step(event), _number(event, "since"), phases, number, why, source, event.get("tier") is True, again)
 
 
+def _straggler(event: Mapping[str, Any]) -> tuple[int, str, int, bool, float, float]:
+    who = int(_number(event, "rank")), str(event["machine"])
+    return *who, _step(event), event["slow"] is True, _number(event, "wait"), _number(event, "of")
+
+
 def _log(event: Mapping[str, Any]) -> tuple[int, float, dict[str, float | None]]:
     values = event["values"]
     numbers = {name: None if value is None else _number(values, name) for name, value in values.items()}
@@ -358,6 +368,7 @@ _READ: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "restored": _restored,
     "begin": _started,
     "restart": _started,
+    "straggler": _straggler,
     "fallback": lambda event: (_step(event), int(_number(event, "lost")), str(event.get("why", ""))),
     "join": _join,
     "log": _log,

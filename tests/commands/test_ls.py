@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from stagereg.checkpoint.store.lock import StoreLock
-from stagereg.checkpoint.store.open_store import open_store
 
 from .checkpoint_directories import contents, path_of, save
 from .conftest import Command
@@ -103,8 +102,8 @@ def test_one_checkpoint_is_listed_alone_also_behind_a_link(tmp_path: Path, comma
 
 def test_crashes_after_a_checkpoint_are_shown(tmp_path: Path, command: Command) -> None:
     save(tmp_path, 100, 200)
-    newest, oldest = (each.key for each in open_store(tmp_path).checkpoints()[0])
-    note = {"restored": oldest, "give_up_after": 3, "crashes": {newest: 3, oldest: 1, "step-00000200 1 0": 9}}
+    newest, oldest = "step-00000200", "step-00000100"
+    note = {"restored": oldest, "give_up_after": 3, "crashes": {newest: 3, oldest: 1, "tier/step-00000100": 9}}
     (tmp_path / ".restored.json").write_text(json.dumps(note))
     newest, oldest = command("ls", tmp_path, "--json").json["checkpoints"]
     assert (newest["why"], oldest["why"]) == ("given up after 3 crashes", "2 crashes after it was restored")

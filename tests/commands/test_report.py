@@ -172,6 +172,23 @@ def test_missing_records_and_fallbacks_are_reported(here: Path, report: Command,
     assert "It went on from step 100, since a newer checkpoint was damaged (a: missing): 100 steps lost." in seen
 
 
+def test_stragglers_are_named_with_the_steps_in_which_they_were_slow(
+    here: Path, report: Command, no_matplotlib: None
+) -> None:
+    write_run(here / "run")
+    usual = {"event": "straggler", "t": 1750000000.0, "rank": 3, "machine": "m7", "wait": 0.041, "of": 0.12}
+    told = [usual | {"step": 1200, "slow": True}, usual | {"step": 1900, "slow": False}]
+    told += [usual | {"step": 2500, "slow": True}, usual | {"step": 2600, "slow": True, "rank": 4}]
+    with rank_file(here / "run", 0).open("a") as file:
+        file.writelines(json.dumps(each) + "\n" for each in told)
+    seen, page = report("run").out, (here / "run" / "report.html").read_text()
+    for who in ("3 on machine m7 was slow from step 1200 to 1900", "3 on machine m7 was slow from step 2500 on"):
+        line = f"Rank {who}: the others waited 41 ms of each 120 ms step for it."
+        assert line in seen
+        assert line in page
+    assert seen.count("was slow") == 3
+
+
 def test_many_checkpoints_are_cut_short_on_the_terminal_alone(here: Path, report: Command, no_matplotlib: None) -> None:
     write_run(here / "run", Sample(steps=100, every=5, ranks=1))
     table = report("run").out.partition("Checkpoints")[2].partition("Written")[0]

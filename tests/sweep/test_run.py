@@ -46,6 +46,7 @@ def test_recorded_events_are_read_back(tmp_path: Path) -> None:
         record.emit("lost", step=5, dir="the tier /t", error="memory is full")
         record.emit("restored", step=3, branch=1, sources={"node1": 5, "node2": 7})
         record.emit("fallback", step=1, damaged=3, lost=2, why="x: missing")
+        record.emit("straggler", step=4, rank=3, machine="m7", slow=True, wait=0.041, of=0.12)
         record.emit("join", steps=5, shadowed=2, samples=40)
         record.log(3, loss=2.5, gap=math.nan)
     run = Run.read(tmp_path)
@@ -64,6 +65,7 @@ def test_recorded_events_are_read_back(tmp_path: Path) -> None:
     assert mine.tier_lost == ((5, "memory is full"),)
     assert mine.restored == ((3, {"node1": 5, "node2": 7}),)
     assert mine.fallbacks == ((1, 2, "x: missing"),)
+    assert mine.stragglers == ((3, "m7", 4, True, 0.041, 0.12),)
     assert mine.join == {"samples": 40, "shadowed": 2, "steps": 5}
     assert [(step, values) for step, _, values in mine.logs] == [(3, {"loss": 2.5, "gap": None})]
     assert mine.end is not None

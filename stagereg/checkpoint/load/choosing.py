@@ -24,6 +24,8 @@ from stagereg.errors import CheckpointError
 RESUME = ("auto", "latest", "never")
 """What ``resume`` may be beside the path of a checkpoint."""
 
+_RETRY = "checkpoint.restore.give_up_after=null"
+
 _log = logging.getLogger(__name__)
 
 
@@ -108,8 +110,7 @@ def without_given_up(
     for number, each in enumerate(listed):
         known = crashes.get(each.path, Crashes())
         if known.given_up and resume == "auto":
-            what = f"{known.times} times, and each time the run died before its next checkpoint"
-            listed[number] = Condition(each.path, each.manifest, {**each.damages, "restored": _GivenUp(what)})
+            listed[number] = Condition(each.path, each.manifest, {**each.damages, "restored": _GivenUp(known.why)})
         elif known.given_up:
             _log.warning("%s is restored since it was asked for, although it is %s.", each.path, known)
     return listed
@@ -159,15 +160,25 @@ def log_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGro
     record.emit("fallback", step=step, damaged=newest.step, lost=lost, why=str(newest))
 
 
-def nothing_good(store: CheckpointStore, damaged: Sequence[Condition]) -> str:
-    every = "\n".join(f"  {each.name}: {each}" for each in damaged)
-    more = next(filter(None, map(_how_to_try, damaged)), "").strip()
-    more = f"{more}\n" if more else ""
-    return (
-        f"There are checkpoints in {store.root}, and none of them is good:\n{every}\n{more}"
-        "Starting from scratch would give the run up, so no step was taken. Put back what is missing, or start from "
-        f"scratch with checkpoint.resume=never. `stagereg verify {shlex.quote(store.root)}` shows them again."
+def nothing_good(root: str, damaged: Sequence[Condition]) -> str:
+    """Return what is to be said where none leads on; ``root`` is the directory, or the tier's where there is none."""
+    every = "\n".join(f"  {_name_in(root, each)}: {each}" for each in damaged)
+    given_up = [_word(each) == "given up" for each in damaged]
+    how = (
+        "What ends each run in this way may be in the program, its data or a machine: see the errors of those runs. "
+        f"When it is mended, go on from the newest with {_RETRY}, or from another one with checkpoint.resume=PATH.\n"
     )
+    put_back = "Else " if all(given_up) else "Put back what is missing, or "
+    return (
+        f"There are checkpoints in {root}, and none of them is good:\n{every}\n{how if any(given_up) else ''}"
+        f"Starting from scratch would give the run up, so no step was taken. {put_back}start from scratch "
+        f"with checkpoint.resume=never. `stagereg verify {shlex.quote(root)}` shows them again."
+    )
+
+
+def _name_in(root: str, each: Condition) -> str:
+    """Return its name, or its path if it lies elsewhere, as a step of a tier does."""
+    return each.name if os.path.dirname(each.path) == root else each.path
 
 
 def not_that_one(resume: str, damaged: Condition) -> str:
@@ -185,7 +196,7 @@ def _word(condition: Condition) -> str:
 
 
 def _how_to_try(condition: Condition) -> str:
-    ways = "checkpoint.resume=PATH or checkpoint.restore.give_up_after=null"
+    ways = f"checkpoint.resume=PATH or {_RETRY}"
     more = f"\n  If that had another cause, go on from it with {ways}."
     return more if _word(condition) == "given up" else ""
 

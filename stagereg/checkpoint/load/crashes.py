@@ -1,9 +1,13 @@
-"""Checkpoints that runs crash after: restored, and then the run died before it had committed another one.
+"""Checkpoints that runs crash after: restored, and then the run died before it had come further than it had been.
 
 A process that is killed can write nothing, so rank 0 notes which checkpoint it is about to restore, before any file of
-it is loaded, in ``.restored.json`` of the directory. The run's next commit takes the note back, and so does an end in
-good order (:func:`is_in_order`). A note that the next run finds there is a crash, whatever its cause. Only the run that
-holds the directory writes here. What cannot be read or written counts nothing: it must not keep a run from training.
+it is loaded, in ``.restored.json`` of the directory; without one, a rank on each machine notes it beside the tier. A
+note that the next run finds there is a crash, whatever its cause; an end in good order (:func:`is_in_order`) takes it
+back. What cannot be read or written counts nothing: it must not keep a run from training.
+
+Crashes are counted by step, for the directory and for the tier. A run that went back and saves a step again may come to
+the same end again, so that step has the count of the one before it. Only a checkpoint beyond every step that a crashed
+run was restored from shows that the run has come further, and ends the counting.
 """
 
 from __future__ import annotations
@@ -12,102 +16,204 @@ import json
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import stagereg.shutdown as shutdown
-from stagereg.checkpoint.format.manifest import RESTORED, Checkpoint
+from stagereg.checkpoint.format.manifest import RESTORED, Checkpoint, plain_name, step_name, step_within
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.retry import within
 from stagereg.errors import RESUME_CODE, CheckpointError, Stopped
 from stagereg.launch.rank import is_consequence
 
 _BEST_EFFORT_S = 10.0
+_MOST_TRIED = 5
+"""Crashes in a row, in units of ``give_up_after``, after which nothing is tried any more."""
 
 _log = logging.getLogger(__name__)
 
 
 class Crashes(NamedTuple):
-    """How often runs have crashed after a checkpoint was restored, in a row, and how often is enough to give it up."""
+    """How often runs have crashed after a checkpoint was restored, and how often is enough to give it up.
+
+    Attributes:
+        times: after this one.
+        most: which is enough; ``None`` counts none.
+        in_a_row: after any of the run's, since it has come further.
+        reached: the furthest step that was restored then.
+    """
 
     times: int = 0
     most: int | None = None
+    in_a_row: int = 0
+    reached: int = -1
 
     @property
     def given_up(self) -> bool:
         """Whether it is passed over."""
-        return self.most is not None and self.times >= self.most
+        return self.most is not None and (self.times >= self.most or self.in_a_row >= _MOST_TRIED * self.most)
+
+    @property
+    def why(self) -> str:
+        """What stands in the place of damage where it is given up."""
+        further = f" before a checkpoint beyond step {self.reached}"
+        if self.most is not None and self.times < self.most:
+            return f"not tried: runs have died {self.in_a_row} times in a row{further}"
+        return f"{self.times} times, and each time the run died{further}"
 
     def __str__(self) -> str:
         text = f"{self.times} crash{'es' * (self.times != 1)}"
-        return f"given up after {text}" if self.given_up else f"{text} after it was restored" if self.times else ""
+        if self.given_up:
+            in_all = f" ({self.in_a_row} in a row)" * (self.in_a_row > self.times)
+            return f"given up after {text}{in_all}"
+        return f"{text} after it was restored" if self.times else ""
+
+
+class RestoreNote(NamedTuple):
+    """The content of the file.
+
+    Attributes:
+        restored: what the last run has restored, if that is not over.
+        most: its ``give_up_after``.
+        times: crashes by checkpoint.
+        in_a_row: as of :class:`Crashes`, and so is ``reached``.
+        number: of this writing: what one machine has may be older than what another has.
+    """
+
+    restored: str = ""
+    most: int | None = None
+    times: Mapping[str, int] = {}  # never changed
+    in_a_row: int = 0
+    reached: int = -1
+    number: int = 0
+
+    @classmethod
+    def read(cls, store: CheckpointStore) -> RestoreNote:
+        """Return what is noted in a store; what cannot be read is nothing."""
+        try:
+            read: Any = json.loads(store.notes.read(RESTORED) or b"{}")
+            times = {str(key): int(each) for key, each in read.get("crashes", {}).items()}
+            most = read.get("give_up_after")
+            numbers = [int(read.get(name, usual)) for name, usual in (("in_a_row", 0), ("reached", -1), ("number", 0))]
+            return cls(str(read.get("restored", "")), None if most is None else int(most), times, *numbers)
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            _log.warning("stagereg: crashes in %s are not known: %s", store.root, error)
+            return cls()
+
+    def counted(self) -> RestoreNote:
+        """Return it when the run is over that wrote it: what is still noted was a crash."""
+        if not self.restored:
+            return self
+        times = {**self.times, self.restored: self.times.get(self.restored, 0) + 1}
+        reached = max(self.reached, _step(self.restored))
+        return self._replace(restored="", times=times, in_a_row=self.in_a_row + 1, reached=reached)
+
+    def of(self, key: str) -> Crashes:
+        """Return what is known of one checkpoint."""
+        return Crashes(self.times.get(key, 0), self.most, self.in_a_row, self.reached)
+
+    def dumps(self) -> bytes:
+        """Return its text; nothing if there is nothing to note."""
+        if not (self.restored or self.times or self.number):
+            return b""
+        given = {"restored": self.restored, "give_up_after": self.most, "crashes": {**self.times}}
+        given |= {"in_a_row": self.in_a_row, "reached": self.reached, "number": self.number}
+        return f"{json.dumps(given, indent=1)}\n".encode()
 
 
 class CrashCounter:
-    """Counts for one run, which writes to ``store``; on rank 0, on the others nothing.
+    """Counts for one run, which writes to ``store``; on some ranks, on the others nothing.
 
     Args:
-        store: the directory that the run holds.
-        give_up_after: how many crashes in a row are enough; ``None`` counts none.
-        counts: whether this is rank 0.
+        store: the directory that the run holds, or one of this machine alone.
+        give_up_after: how many crashes are enough; ``None`` counts none.
+        counts: whether this rank notes it: rank 0, or one on each machine.
+        shared: whether ``store`` is that of all machines.
 
     Attributes:
         crashed: whether the end of this run, should it come now, is a crash also where the process goes on.
     """
 
-    def __init__(self, store: CheckpointStore, give_up_after: int | None, counts: bool) -> None:
+    def __init__(self, store: CheckpointStore, give_up_after: int | None, counts: bool, shared: bool = True) -> None:
         self.give_up_after = give_up_after
         self.crashed = False
-        self._store, self._process = store, os.getpid() if counts else 0
-        self._times: dict[str, int] | None = None  # of the checkpoints that there are; None until they are read
-        self._restored = ""  # by this run, which has committed nothing since
+        self._store, self._process, self._shared = store, os.getpid() if counts else 0, shared
+        self._note: RestoreNote | None = None  # of the runs before this one; None until it is read
+        self._restored = ""  # by this run, which has not come further since
+        self._saved: set[str] = set()  # by this run
+        self._lock = threading.Lock()  # saves to the store and to the tier end on two threads
         shutdown.wait_for(self)
+
+    def note(self) -> RestoreNote | None:
+        """Return what is known of the runs before this one; ``None`` on a rank that does not count."""
+        if self._process != os.getpid():
+            return None
+        return RestoreNote.read(self._store).counted() if self._note is None else self._note
+
+    def take_note(self, noted: Sequence[RestoreNote | None]) -> RestoreNote:
+        """Take what the ranks know, of which the newest counts, and return that."""
+        newest = max(filter(None, noted), key=lambda each: each.number, default=RestoreNote())
+        self._note = newest._replace(most=self.give_up_after)
+        return self._note
 
     def crashes_of(self, store: CheckpointStore, near: Sequence[Checkpoint] = ()) -> dict[str, Crashes]:
         """Return what is known of the checkpoints of a store, by their paths; those of this run's it distrusts.
 
-        ``near`` are those of the run that are in its tier.
+        ``near`` are those of the run that are in its tier. On rank 0, after :meth:`take_note`.
         """
         if not self._is_ours(store):
             return {path: each._replace(most=self.give_up_after) for path, each in crashes_in(store).items()}
-        if self._times is None:
-            self._times = _RestoreNote.read(self._store).counted(over=True)
-        every = [*near, *(self._store.checkpoints()[0] if self._times else ())]
-        there = {each.key: each.path for each in every}
-        self._times = {key: times for key, times in self._times.items() if key in there}
-        found = {there[key]: Crashes(times, self.give_up_after) for key, times in self._times.items()}
+        note = self._note or RestoreNote()
+        there = {each.path: _key(each.name) for each in (self._store.checkpoints()[0] if note.times else ())}
+        there |= {each.path: _key(each.name, near=True) for each in near}
+        found = {path: note.of(key) for path, key in there.items()}
         self._store.retention.distrusted |= {path for path, each in found.items() if each.given_up}
         return found
 
-    def begin_restore(self, store: CheckpointStore, checkpoint: Checkpoint) -> None:
-        """Note that this run is about to restore a checkpoint, after :meth:`crashes_of`."""
+    def begin_restore(self, store: CheckpointStore, checkpoint: Checkpoint, near: bool) -> None:
+        """Note that this run is about to restore a checkpoint, which is in its tier if ``near``."""
         if self._is_ours(store):
-            self._restored, times = checkpoint.key, self._times or {}
+            self._restored = _key(checkpoint.name, near)
             self._store.retention.distrusted.discard(checkpoint.path)
-            # In a row: of the others, those that are not given up begin anew.
-            stay = {key for key in times if key == self._restored or Crashes(times[key], self.give_up_after).given_up}
-            self._times = {key: times[key] for key in times if key in stay}
             if self.give_up_after is not None:
                 self._write(self._restored)
 
-    def committed(self, step: int) -> None:
-        """Note that the run has committed a checkpoint, so that the one that it was restored from is no cause."""
-        if self._restored:
-            (self._times or {}).pop(self._restored, None)
-            self._restored = ""
-            self._write()
+    def committed(self, step: int, near: bool = False) -> None:
+        """Note that the run has a checkpoint of a step. On any thread."""
+        if self._process != os.getpid():
+            return
+        with self._lock:
+            self._saved.add(_key(step_name(step), near))
+            if self._note is None:  # it goes on from none of this directory: what was counted is of no use
+                self.forget()
+            elif (self._restored or self._note.in_a_row) and step > max(self._note.reached, _step(self._restored)):
+                self._restored = ""
+                most = self.give_up_after
+                given_up = {key: each for key, each in self._times().items() if most is not None and each >= most}
+                self._note = RestoreNote(times=given_up, number=self._note.number)
+                self._write()
+
+    def forget(self) -> None:
+        """Nothing is counted any more: the run goes on from none of what is here."""
+        known, self._restored = self.note(), ""
+        if known is not None:
+            self._note = RestoreNote(number=known.number)
+            if known.times:
+                self._write()
 
     def leave(self) -> None:
         """Take the note back: the run lets go of the directory in good order. Twice is harmless."""
         if self._restored and not self.crashed and self._process == os.getpid():
             self._restored = ""
+            self._note = (self._note or RestoreNote())._replace(times=self._times())
             if self.give_up_after is not None:
                 self._write()
 
     def move(self, store: CheckpointStore) -> None:
         """Count in another directory from now on, after :meth:`leave`."""
-        self._store, self._times = store, None
+        self._store, self._note, self._restored = store, None, ""
+        self._saved.clear()
 
     def finish(self) -> bool:
         """At the end of the job or the process: :meth:`leave`, unless an error has ended it."""
@@ -123,11 +229,17 @@ class CrashCounter:
         ours = os.path.realpath(store.root) == os.path.realpath(self._store.root)
         return ours and self._process == os.getpid()
 
+    def _times(self) -> dict[str, int]:
+        """Return the counts without those of steps that this run has saved again."""
+        times = {} if self._note is None else self._note.times
+        return {key: each for key, each in times.items() if key not in self._saved}
+
     def _write(self, restored: str = "") -> None:
-        note = _RestoreNote(restored, self.give_up_after, self._times or {})
+        note = self._note or RestoreNote()
+        self._note = note._replace(most=self.give_up_after, number=note.number + (not self._shared))
         try:
             with within(_BEST_EFFORT_S):
-                self._store.notes.write(RESTORED, note.dumps() if restored or note.times else b"")
+                self._store.notes.write(RESTORED, self._note._replace(restored=restored).dumps())
         except Exception as error:
             _log.warning("stagereg: crashes are not counted in %s: %s", self._store.root, error)
 
@@ -146,34 +258,18 @@ def crashes_in(store: CheckpointStore) -> dict[str, Crashes]:
 
     Errors of the store are ``OSError``.
     """
-    note = _RestoreNote.read(store)
-    times = note.counted(over=store.holder() is None) if note.restored or note.times else {}
-    there = {each.path: each.key for each in store.checkpoints()[0]} if times else {}
-    return {path: Crashes(times[key], note.most) for path, key in there.items() if key in times}
+    note = RestoreNote.read(store)
+    note = note.counted() if note.restored and store.holder() is None else note
+    there = {each.path: _key(each.name) for each in store.checkpoints()[0]} if note.times else {}
+    return {path: note.of(key) for path, key in there.items() if key in note.times}
 
 
-class _RestoreNote(NamedTuple):
-    """The content of the file: what the last run has restored, if it is not over; and crashes after checkpoints."""
+def _key(name: str, near: bool = False) -> str:
+    """Return what a checkpoint is counted by."""
+    return f"{'tier/' * near}{plain_name(name)}"
 
-    restored: str = ""
-    most: int | None = None
-    times: Mapping[str, int] = MappingProxyType({})
 
-    @classmethod
-    def read(cls, store: CheckpointStore) -> _RestoreNote:
-        try:
-            read: Any = json.loads(store.notes.read(RESTORED) or b"{}")
-            times = {str(key): int(each) for key, each in read.get("crashes", {}).items()}
-            most = read.get("give_up_after")
-            return cls(str(read.get("restored", "")), None if most is None else int(most), times)
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            _log.warning("stagereg: crashes in %s are not known: %s", store.root, error)
-            return cls()
-
-    def counted(self, over: bool) -> dict[str, int]:
-        more = {self.restored: self.times.get(self.restored, 0) + 1} if self.restored and over else {}
-        return {**self.times, **more}
-
-    def dumps(self) -> bytes:
-        given = {"restored": self.restored, "give_up_after": self.most, "crashes": {**self.times}}
-        return f"{json.dumps(given, indent=1)}\n".encode()
+def _step(key: str) -> int:
+    """Return the step of what is counted by this; -1 for none."""
+    found = step_within(key)
+    return -1 if found is None else found

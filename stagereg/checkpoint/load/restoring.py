@@ -13,6 +13,7 @@ the way, so objects may have changed in part when damage is found. The checkpoin
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from stagereg.checkpoint.format.damage import Condition, Found, Unclear, differe
 from stagereg.checkpoint.format.encoding import fill
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import Checkpoint
-from stagereg.checkpoint.load.crashes import CrashCounter, is_in_order
+from stagereg.checkpoint.load.crashes import CrashCounter, RestoreNote, is_in_order
 from stagereg.checkpoint.load.matching import MatchedFiles
 from stagereg.checkpoint.load.near_files import NearFiles
 from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
@@ -104,19 +105,22 @@ def _tried(asked: RestoreRequest) -> Checkpoint | None:
     near = asked.near if asked.near and (resume in ("auto", "latest") or asked.near.names(resume)) else None
     steps = {} if near is None else {near.path_of(each): each for each in near.steps()}
 
-    def look() -> tuple[list[Condition], str, bool]:
+    def look() -> _Seen:
         asked.ready()
         if near is not None and ranks.rank == 0:
             listed = choosing.candidates_near(store, resume, steps, near.branch_of)
         else:
             listed = choosing.candidates(store, resume) if ranks.rank == 0 else []
         shared = is_url(where) or is_on_network(Path(where))
-        return choosing.without_given_up(store, resume, asked.counter, listed, steps), machine_name(), shared
+        return _Seen(listed, asked.counter.note(), machine_name(), shared)
 
-    def answer(seen: list[tuple[list[Condition], str, bool]]) -> list[tuple[list[Condition], _Machines]]:
-        return [(seen[0][0], _machines(seen))] * ranks.size
+    def answer(seen: list[_Seen]) -> list[tuple[list[Condition], _Machines, RestoreNote]]:
+        note, listed = asked.counter.take_note([each.note for each in seen]), seen[0].listed
+        listed = choosing.without_given_up(store, resume, asked.counter, listed, steps)
+        return [(listed, _machines(seen), note)] * ranks.size
 
-    listed, machines = ranks.round_trip(f"Nothing was restored from {where}", look, answer, ranks.limit)
+    listed, machines, note = ranks.round_trip(f"Nothing was restored from {where}", look, answer, ranks.limit)
+    asked.counter.take_note([note])
     if resume == "auto":
         choosing.warn_of_damaged([each for each in listed if each.damages], ranks)
     passed: list[Condition] = []
@@ -127,7 +131,7 @@ def _tried(asked: RestoreRequest) -> Checkpoint | None:
             parent = store if step or resume in ("auto", "latest") else open_parent_store(candidate.path)
             reads = ranks.rank == 0 and step is None
             with parent.readers.reading(candidate.path) if reads else nullcontext():
-                asked.counter.begin_restore(parent, candidate)
+                asked.counter.begin_restore(parent, candidate, near=step is not None)
                 if near is not None and step is not None:
                     condition = _NearAttempt(near, step, candidate, machines, asked).run()
                 else:
@@ -140,9 +144,20 @@ def _tried(asked: RestoreRequest) -> Checkpoint | None:
                 choosing.warn_of_damaged([condition], ranks)
         passed.append(condition)
     if not passed:
+        asked.counter.forget()
         return None
-    text = choosing.nothing_good(store, passed) if resume == "auto" else choosing.not_that_one(resume, passed[0])
+    root = store.root if near is None or near.shared else os.path.dirname(near.folder.path)
+    text = choosing.nothing_good(root, passed) if resume == "auto" else choosing.not_that_one(resume, passed[0])
     raise DamagedError(text)
+
+
+class _Seen(NamedTuple):
+    """What a rank tells: what rank 0 has listed, what is noted of crashes, and whether all machines see the files."""
+
+    listed: list[Condition]
+    note: RestoreNote | None
+    machine: str
+    shared: bool
 
 
 class _Machines(NamedTuple):
@@ -152,12 +167,12 @@ class _Machines(NamedTuple):
     shared: bool
 
 
-def _machines(seen: Sequence[tuple[object, str, bool]]) -> _Machines:
-    if any(shared for *_, shared in seen):
+def _machines(seen: Sequence[_Seen]) -> _Machines:
+    if any(each.shared for each in seen):
         return _Machines([[*range(len(seen))]], True)
     by_name: dict[str, list[int]] = {}
-    for rank, (_, name, _) in enumerate(seen):
-        by_name.setdefault(name, []).append(rank)
+    for rank, each in enumerate(seen):
+        by_name.setdefault(each.machine, []).append(rank)
     return _Machines([*by_name.values()], False)
 
 

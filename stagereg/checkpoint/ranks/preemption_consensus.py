@@ -3,9 +3,10 @@
 About once a second the training threads exchange whether one of them has been signalled: an all-reduce that is begun in
 one call and read in the next, so no rank waits for it while the ranks go in step. How many calls lie between two
 exchanges follows from the slowest rank's time of a step, which is exchanged along; so all ranks begin and read in the
-same calls, and learn of a signal at the same step, the one to save and exit at. A rank that has left its loop, in a
-join, takes part by :class:`.Requests`; of an exchange that a rank is missing from the wait is bounded, and it is the
-last.
+same calls, and learn of a signal at the same step, the one to save and exit at. What each rank has computed in a step
+goes along too, so that rank 0 can name those that the others wait for (:mod:`.stragglers`). A rank that has left its
+loop, in a join, takes part by :class:`.Requests`; of an exchange that a rank is missing from the wait is bounded, and
+it is the last.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.requests import Requests
+from stagereg.checkpoint.ranks.stragglers import BusyClock, Stragglers
 from stagereg.errors import RESUME_CODE, CheckpointError, Preempted, Stopped, reason
 from stagereg.launch.preemption import SIGNALS, PreemptionHandler
 from stagereg.launch.rank import torchrun_note
@@ -55,6 +57,8 @@ class PreemptionConsensus:
         self._calls = 0  # since the last exchange began
         self._next = 1
         self._since = record.now()
+        self._busy = BusyClock()
+        self._stragglers = Stragglers(ranks.machine_of)
         self._pending: Callable[[float], list[float]] | None = None
 
     def signal_flags(self) -> list[float]:
@@ -95,7 +99,7 @@ class PreemptionConsensus:
             # A peer that leaves seconds later would take the end of this one for a failure.
             with contextlib.suppress(CheckpointError, RuntimeError):
                 # Like an exchange in size: gloo ends a process in which two of different sizes meet.
-                self._ranks.max_async([*self.signal_flags(), 0.0])()
+                self._ranks.max_async(self._sent())()
         if failure is None:
             exception: SystemExit = Preempted(step, directory, self.agreed)
         else:
@@ -144,16 +148,26 @@ class PreemptionConsensus:
 
     def _begin_exchange(self) -> None:
         now = record.now()
-        step_s = (now - self._since) / self._calls if self._calls else 0.0
+        busy_s, calls = self._busy.lap(), self._calls
+        sent = self._sent((now - self._since) / calls, busy_s / calls) if calls else self._sent()
         self._since, self._calls = now, 0
-        self._pending = self._ranks.max_async([*self.signal_flags(), step_s])
+        self._pending = self._ranks.max_async(sent)
+
+    def _sent(self, step_s: float = 0.0, busy_s: float = 0.0) -> list[float]:
+        """Return what this rank gives to an exchange: the time of a step, and in a place of its own what is its own."""
+        own = [0.0] * self._ranks.size
+        own[self._ranks.rank] = busy_s
+        return [*self.signal_flags(), step_s, *own]
 
     def _read_exchange(self) -> None:
         """Wait for what was exchanged last, if that is still to be read."""
         if self._pending is not None:
-            *signalled, step_s = self._pending(_PATIENCE_S)
+            found = self._pending(_PATIENCE_S)
+            signalled, (step_s, *busy_s) = found[: len(SIGNALS)], found[len(SIGNALS) :]
             self._pending = None
             self._update(signalled)
+            if self._ranks.rank == 0:
+                self._stragglers.add(self._asked or 0, step_s, busy_s)
             self._next = max(1, min(_MOST_CALLS, round(_EVERY_S / step_s))) if step_s > 0 else 1
 
     def _give_up(self, error: Exception) -> None:

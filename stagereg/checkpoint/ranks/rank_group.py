@@ -19,6 +19,7 @@ import contextlib
 import datetime
 import logging
 import pickle
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -160,6 +161,7 @@ class RankGroup:
         store = self._store = PrefixStore(resources_of(training).next_name("ranks"), training.get_group_store())
         rank, ends = dist.get_rank(training), time.monotonic() + _TOGETHER_S
         store.set(str(rank), "")
+        store.set(f"machine/{rank}", socket.gethostname())
         warned = False
         while not wait_for_keys(store, [str(each) for each in range(size)], _LONG_S):
             there = [each for each in range(size) if store.check([str(each)])]
@@ -174,6 +176,11 @@ class RankGroup:
                     "others wait for it in torch.distributed.barrier()."
                 )
         return partial(store.delete_key, str(rank))
+
+    def machine_of(self, rank: int) -> str:
+        """Return the name of the machine that a rank is on."""
+        found: str = self._store.get(f"machine/{rank}").decode()
+        return found
 
     def check_still_all(self) -> None:
         """Raise ``CheckpointError`` if other ranks have come up since a process alone constructed this."""

@@ -91,6 +91,7 @@ class NearCopies:
         shared: as given.
         folder: this machine's parts.
         here: the name of this machine.
+        leads: whether this rank is the lowest of its machine.
         ranks_here: how many ranks this machine has.
         machines: the names of all.
 
@@ -170,7 +171,7 @@ class NearCopies:
         self.here = names[sites[self._ranks.rank].machine]
         self._ranks_on = {names[machine]: ranks for machine, ranks in ranks_of.items()}
         self._addresses = [site.address for site in sites]
-        self._leads = self._ranks_on[self.here][0] == self._ranks.rank
+        self.leads = self._ranks_on[self.here][0] == self._ranks.rank
         self.ranks_here, self.machines = len(self._ranks_on[self.here]), [*self._ranks_on]
         machines = [Machine(names[machine], sites[ranks[0]].domain) for machine, ranks in ranks_of.items()]
         self._partners = partners(machines, self.tier.copies)
@@ -178,7 +179,9 @@ class NearCopies:
     def _begin(self) -> list[bytes]:
         """Take this machine's folder, clear it, and return what is noted of the run's branches."""
         texts = [self._store.notes.read(NOTE)] if self._ranks.rank == 0 and self.shared else []
-        if self._leads:
+        if self.leads:
+            if not self.shared:
+                os.makedirs(self._store.root, exist_ok=True)
             self._lock = StoreLock(self.folder.path)
             self.folder.prepare()
             self.folder.sweep()
@@ -237,7 +240,7 @@ class NearCopies:
         text = self._lineage.dumps()
         if self._ranks.rank == 0 and self.shared:
             self._store.notes.write(NOTE, text)
-        if self._leads:
+        if self.leads:
             folder = Path(self.folder.path)
             for place in (folder, folder.parent)[: 1 if self.shared else 2]:
                 beside = place / f"{NOTE}.tmp"
@@ -278,9 +281,9 @@ class NearCopies:
         self._copied &= turn.stay
         with contextlib.suppress(OSError):  # writing shows it, on all ranks
             self.folder.make()
-            if self._leads and not os.path.exists(f"{self.folder.path}/{NOTE}"):  # the folder was deleted
+            if self.leads and not os.path.exists(f"{self.folder.path}/{NOTE}"):  # the folder was deleted
                 self._note()
-        if self._leads:
+        if self.leads:
             self.folder.delete(turn.stay, keep=True)
         return turn.save
 
@@ -300,7 +303,7 @@ class NearCopies:
         """Return the complete steps that this run may go on from, the newest first. Collective."""
 
         def look() -> tuple[str, list[inventory.ReportedPart]]:
-            return self.here, inventory.report(self.folder.parts()) if self._leads else []
+            return self.here, inventory.report(self.folder.parts()) if self.leads else []
 
         def decide(found: list[tuple[str, list[inventory.ReportedPart]]]) -> list[list[NearStep]]:
             reports = {machine: parts for machine, parts in found if parts}
@@ -352,7 +355,7 @@ class NearCopies:
         bad = set().union(*(each.bad for each in found))
         step = step.without(bad)
         self._whole = [step.save]
-        if self._leads:
+        if self.leads:
             gone = [rank for machine, rank in bad if machine == self.here and machine not in step.parts[rank][1]]
             self.folder.drop(step.save, gone)
             wanted = inventory.missing_copies(step, self._partners, self.tier.copies)

@@ -1,0 +1,283 @@
+"""A run that is started again and again comes to an end, whatever it dies of and wherever its checkpoints are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import stagereg
+from stagereg import Checkpointer, Leave, Restore
+from stagereg.errors import DamagedError
+from stagereg.testing.ranks import RankFailure, run_ranks
+
+from ...support.programs import comes_true
+
+NOTE = ".restored.json"
+LAST = 13  # the first run ends here
+
+
+def die(how: str) -> None:
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "nan":  # as a program finds it in its loss
+        assert torch.isfinite(torch.tensor(float("nan"))), "the loss is not finite"
+    raise ZeroDivisionError
+
+
+def train(
+    root: str, where: str, how: str = "raise", at: int = 0, steps: int = 99, often: int = 3, folder: str = "near"
+) -> int | None:
+    """Take steps up to ``steps``; die before step ``at``, or at once where something was restored, if that is 0."""
+    tier = stagereg.build("tier", "disk", dir=f"{root}/{folder}", copies=1, every=1) if "tier" in where else None
+    options = {
+        "every": 4,
+        "keep": 9,
+        "tier": tier,
+        "restore": Restore(give_up_after=often),
+        "leave": Leave(save_last=False),
+    }
+    state = {"x": torch.zeros(4)}
+    with Checkpointer(f"{root}/store" if "store" in where else None, **options) as checkpointer:
+        start = checkpointer.restore(state)
+        print("began", "scratch" if start is None else f"{start}{'t' if folder in str(checkpointer.restored) else 's'}")
+        for step in range((start or 0) + 1, steps + 1):
+            if step == (at or (start or -1) + 1):
+                die(how)
+            state["x"] += 1
+            checkpointer.maybe_save(step, state)
+            checkpointer.wait()
+            await_copies(checkpointer)
+    return start
+
+
+def await_copies(checkpointer: Any) -> None:
+    """Wait for them, since a step is passed over while copies of the one before are sent."""
+    if checkpointer._tiering.near is not None and dist.is_initialized():
+        assert comes_true(lambda: not checkpointer._tiering.near._threads.busy, 30)
+        dist.barrier()
+
+
+class Cycles:
+    """A job that is started again each time that it has died, at most so often."""
+
+    MOST = 30
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], *args: Any, **options: Any) -> None:
+        self.capsys, self.refusal = capsys, ""
+        self.began = [*self._until_refused(args, options)]
+
+    def _until_refused(self, args: Any, options: Any) -> Iterator[str]:
+        for _ in range(self.MOST):
+            try:
+                train(*args, **options)
+            except DamagedError as refused:
+                self.refusal = str(refused)
+                return
+            except (ZeroDivisionError, AssertionError):
+                yield self.capsys.readouterr().out.split()[-1]
+        pytest.fail("it never ends")
+
+
+def thrice(*names: str) -> list[str]:
+    return [name for name in names for _ in range(3)]
+
+
+AT_ONCE = {"tier": ["13t", "12t"], "store": ["12s", "8s", "4s"], "tier+store": ["13t", "12t", "12s", "8s", "4s"]}
+LATER = {"tier": ["14t", "13t"], "store": ["12s", "8s", "4s"], "tier+store": ["14t", "13t", "12s", "8s", "4s"]}
+
+
+@pytest.mark.parametrize("how", ["raise", "nan"])
+@pytest.mark.parametrize("where", [*AT_ONCE])
+def test_a_run_that_dies_at_once_tries_each_copy_of_each_step_so_often_and_is_then_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str, how: str
+) -> None:
+    train(str(tmp_path), where, steps=LAST, at=99)
+    cycles = Cycles(capsys, str(tmp_path), where, how)
+    assert cycles.began == thrice(*AT_ONCE[where])
+    assert cycles.refusal.count("restored: 3 times, and each time the run died before a checkpoint beyond step 1") == (
+        len(AT_ONCE[where])
+    )
+    place = tmp_path / ("store" if "store" in where else "near")
+    assert cycles.refusal.startswith(f"There are checkpoints in {place}, and none of them is good:\n")
+    assert "see the errors of those runs" in cycles.refusal
+    assert "Put back what is missing" not in cycles.refusal
+    for path in re.findall(r"  (/.*): restored: ", cycles.refusal):
+        with pytest.raises((ZeroDivisionError, AssertionError)):
+            resume(tmp_path, where, path, how)
+        assert capsys.readouterr().out.split()[-1] == f"{int(Path(path).name[5:13])}t"
+
+
+def resume(root: Path, where: str, path: str, how: str) -> None:
+    tier = stagereg.build("tier", "disk", dir=f"{root}/near", copies=1, every=1)
+    with Checkpointer(f"{root}/store" if "store" in where else None, every=4, tier=tier, resume=path) as checkpointer:
+        start = checkpointer.restore({"x": torch.zeros(4)})
+        print("began", f"{start}{'t' if str(checkpointer.restored) == path else 's'}")
+        die(how)
+
+
+@pytest.mark.parametrize("where", [*LATER])
+def test_saving_again_what_was_there_before_the_crash_is_no_progress(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    cycles = Cycles(capsys, str(tmp_path), where, at=15)
+    assert cycles.began == ["scratch", *thrice(*LATER[where])]
+    assert "died before a checkpoint beyond step 1" in cycles.refusal
+
+
+def test_nor_is_saving_what_was_restored(tmp_path: Path) -> None:
+    train(str(tmp_path), "store", steps=LAST, at=99)
+
+    def cycle() -> int | None:
+        state = {"x": torch.zeros(4)}
+        with contextlib.suppress(ZeroDivisionError), Checkpointer(str(tmp_path / "store"), keep=9) as checkpointer:
+            start = checkpointer.restore(state)
+            checkpointer.save(start or 0, state)
+            checkpointer.wait()
+            raise ZeroDivisionError
+        return start
+
+    assert [cycle() for _ in range(4)] == [12, 12, 12, 8]
+
+
+def killed(rank: int, world_size: int, *args: Any) -> int | None:
+    """The last rank dies by a signal; the other one waits for it in a collective."""
+    root, where, at, often = args
+    how = "kill" if rank == world_size - 1 else "waits"
+    try:
+        return train(root, where, how, at, often=often)
+    except ZeroDivisionError:
+        dist.barrier()
+        raise
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("where", "world_size"),
+    [("store", 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("tier+store", 1), ("tier", 2)))],
+)
+def test_the_same_holds_where_it_is_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str, world_size: int
+) -> None:
+    began, failure = list[str](), ""
+    while "none of them is good" not in failure:
+        with pytest.raises(RankFailure) as failed:
+            run_ranks(killed, world_size, args=(str(tmp_path), where, 15, 1))
+        failure = str(failed.value)
+        began += re.findall(r"began (\w+)", capsys.readouterr().out)
+        assert len(began) < 20 * world_size, "it never ends"
+    assert began[::world_size] == ["scratch", *LATER[where]]
+
+
+def test_of_many_checkpoints_five_are_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(str(tmp_path), "store", steps=32, at=99)
+    cycles = Cycles(capsys, str(tmp_path), "store", often=2)
+    assert cycles.began == [f"{step}s" for step in (32, 28, 24, 20, 16) for _ in range(2)]
+    untried = "restored: not tried: runs have died 10 times in a row before a checkpoint beyond step 32"
+    assert [line.split(": ", 1)[0].strip() for line in cycles.refusal.splitlines() if untried in line] == [
+        *("step-00000012", "step-00000008", "step-00000004")
+    ]
+    with pytest.raises(ZeroDivisionError):
+        train(str(tmp_path), "store", often=3)
+    assert capsys.readouterr().out.split()[-1] == "32s", "as soon as more is allowed"
+
+
+def test_a_run_that_comes_beyond_the_crash_has_nothing_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = str(tmp_path)
+    train(root, "tier+store", steps=14, at=99)
+    for _ in range(5):
+        with pytest.raises(ZeroDivisionError):
+            train(root, "tier+store", at=15)
+    train(root, "tier+store", at=99, steps=17)
+    assert capsys.readouterr().out.split()[-1] == "13t"
+    assert (
+        "tier/step-00000014" not in (tmp_path / "store" / NOTE).read_text()
+        if (tmp_path / "store" / NOTE).exists()
+        else True
+    )
+    cycles = Cycles(capsys, root, "tier+store", at=18)
+    assert cycles.began[:6] == thrice("17t", "16t")
+
+
+def machines(rank: int, world_size: int, root: str, at: int, steps: int) -> int | None:
+    """Each rank is a machine: it has a folder of its own."""
+    return train(root, "tier", at=at, steps=steps, folder=f"near{rank}")
+
+
+def cycle(root: Path, capsys: pytest.CaptureFixture[str], at: int, steps: int = 99) -> str:
+    capsys.readouterr()
+    try:
+        run_ranks(machines, 2, args=(str(root), at, steps))
+    except RankFailure as failure:
+        if "none of them is good" in str(failure):
+            return "refused"
+    return capsys.readouterr().out.split("began")[1].split()[0]
+
+
+def test_without_a_store_the_count_outlives_the_machine_of_rank_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cycle(tmp_path, capsys, 99, 5) == "scratch"
+    assert [cycle(tmp_path, capsys, 0) for _ in range(2)] == ["5t", "5t"]
+    shutil.rmtree(tmp_path / "near0")
+    assert [cycle(tmp_path, capsys, 0) for _ in range(2)] == ["5t", "4t"]
+    assert (tmp_path / "near0" / "notes" / NOTE).read_text() == (tmp_path / "near1" / "notes" / NOTE).read_text()
+    assert [cycle(tmp_path, capsys, 0) for _ in range(3)] == ["4t", "4t", "refused"]
+
+
+@pytest.mark.slow
+def test_what_a_machine_notes_that_was_away_does_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cycle(tmp_path, capsys, 99, 5)
+    assert [cycle(tmp_path, capsys, 0) for _ in range(3)] == ["5t", "5t", "5t"]
+    noted, away = tmp_path / "near1" / "notes" / NOTE, (tmp_path / "near1" / "notes" / NOTE).read_bytes()
+    assert cycle(tmp_path, capsys, 99, 6) == "4t"
+    noted.write_bytes(away)
+    assert cycle(tmp_path, capsys, 0) == "6t"
+    noted.write_bytes(away)
+    assert [cycle(tmp_path, capsys, 0) for _ in range(3)] == ["6t", "6t", "5t"]
+
+
+def test_a_run_that_went_on_from_elsewhere_and_came_further_has_nothing_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a trainer's adapter does, which has checkpoints of its own beside the tier."""
+    train(str(tmp_path), "tier", steps=LAST, at=99)
+    assert Cycles(capsys, str(tmp_path), "tier").refusal
+    state, tier = {"x": torch.zeros(4)}, stagereg.build("tier", "disk", dir=f"{tmp_path}/near", copies=1, every=1)
+    with Checkpointer(None, tier=tier, leave=Leave(save_last=False)) as checkpointer:
+        with pytest.raises(DamagedError):
+            checkpointer.restore(state)
+        for step in range(5, LAST + 2):
+            checkpointer.maybe_save(step, state)
+            checkpointer.wait()
+    assert Cycles(capsys, str(tmp_path), "tier").began == thrice("14t", "13t")
+
+
+@pytest.mark.parametrize("anew", ["never", "deleted"])
+def test_a_run_that_begins_from_scratch_has_nothing_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], anew: str
+) -> None:
+    train(str(tmp_path), "store", steps=LAST, at=99)
+    assert Cycles(capsys, str(tmp_path), "store").began
+    if anew == "deleted":
+        for each in (tmp_path / "store").glob("step-*"):
+            shutil.rmtree(each)
+        train(str(tmp_path), "store", steps=LAST, at=99)
+    else:
+        with Checkpointer(str(tmp_path / "store"), every=4, keep=9, resume=anew) as checkpointer:
+            checkpointer.restore({"x": torch.zeros(4)})
+            for step in range(1, LAST):
+                checkpointer.maybe_save(step, {"x": torch.zeros(4)})
+    assert not (tmp_path / "store" / NOTE).exists()
+    assert Cycles(capsys, str(tmp_path), "store").began == thrice("12s", "8s", "4s")
