@@ -215,6 +215,22 @@ class ResumableSampler(Sampler[int]):
         self._dealt = [(of, [*counts]) for of, counts in dealt if of >= epoch]
         self._drawn = self._counted = self._is_over = False
 
+    def of_other_rank(
+        self, state: Mapping[str, Any], own: int, rank: int, world_size: int
+    ) -> tuple[dict[str, Any], bool] | None:
+        """Return where ``rank`` is after as many batches as rank ``own``, whose ``state`` is given; and whether surely.
+
+        ``None`` if the samples are not dealt to the ``world_size`` ranks. It is not sure where ranks have different
+        numbers of samples, and so perhaps of batches in an epoch.
+        """
+        epoch, replicas = state["epoch"], state["num_replicas"]
+        if (state["rank"], replicas) != (own, world_size):
+            return None
+        size = self.length - sum(sum(counts) for of, counts in state["dealt"] if of == epoch)
+        here, share = (size // replicas if self.drop_last else _share(size, each, replicas) for each in (own, rank))
+        sure = here == share or (epoch == 0 and state["consumed"] <= share)
+        return {**state, "rank": rank, "consumed": min(state["consumed"], share)}, sure
+
     def _expect_alike(self, state: Mapping[str, Any]) -> None:
         for name in _ORDER:
             if state[name] != getattr(self, name):

@@ -45,7 +45,7 @@ ROOMS = [
     {"storage", "ranks"},
     {"tiers"},
     {"save", "load"},
-    {"options", "dcp_writer", "hold", "together", "end_report"},
+    {"options", "dcp_writer", "hold", "together", "survivors", "end_report"},
     {"tiering"},
     {"checkpointer"},
 ]

@@ -20,7 +20,7 @@ import stagereg.checkpoint.load.choosing as choosing
 import stagereg.checkpoint.load.restoring as restoring
 import stagereg.checkpoint.options as options
 import stagereg.checkpoint.state.entries as entries
-import stagereg.record as record
+import stagereg.launch.phases as phases
 from stagereg.checkpoint.end_report import describe_end, expect_usable, log_end, warn_of_unclosed
 from stagereg.checkpoint.hold import Hold, warn_of_earlier_run
 from stagereg.checkpoint.load.crashes import is_in_order
@@ -38,6 +38,7 @@ from stagereg.checkpoint.save.schedule import schedule_of
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.checkpoint.store.open_store import open_parent_store, open_store, path_or_url
+from stagereg.checkpoint.survivors import Survivors, await_saved
 from stagereg.checkpoint.tiering import Tiering, notes_of
 from stagereg.checkpoint.tiers.tier import Tier
 from stagereg.checkpoint.together import LEAVE, MOVE, NEAR, RESTORE, Together
@@ -172,21 +173,21 @@ class Checkpointer:
         self._crashes = near.counter(self._store, self.restore_options.give_up_after, first, self._background)
         if first:
             self._target.metrics.listen(self._background.note_metrics)
+        self._survivors = Survivors(self._target, self._saver, self._background) if self._stores else None
         parts = self._ranks, self._saver, self._leave.grace, self._background, self._follow
         self._together = Together(process_group, self._target.token, *parts)
         self.preemption = self._together.preemption
         on_commit = components if first else {}, self._background, self._target.metrics
         self._calls = CommitCalls(*on_commit, self.preemption)
-        self._unclosed: Any = None
-        if first and self._leave.save_last:
-            self._unclosed = weakref.finalize(self, warn_of_unclosed, self.dir, self._saver, self._pid)
+        warn = first and self._leave.save_last
+        self._unclosed = weakref.finalize(self, warn_of_unclosed, self.dir, self._saver, self._pid) if warn else None
         if self._ranks.group is not None:
             self._background.call_when_idle(self._together.look_for_missed)
             followers.add(self._together)
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
         """Save if that is :meth:`due`, at the end of each step; return whether it did. Raises as :meth:`save` does."""
-        self.remember(state)
+        self.remember(state, step)
         if self.due(step):
             self.save(step, state)
             return True
@@ -201,7 +202,7 @@ class Checkpointer:
         For programs that call :meth:`save` themselves, once a step in place of :meth:`maybe_save`: true at positive
         multiples of ``every``, at what ``"auto"`` has agreed upon, and when one rank got SIGTERM or SIGUSR1.
         """
-        record.emit("step", step=checked_step(step))
+        phases.take_step(checked_step(step))
         self._seen = step
         if not self._enabled:
             return False
@@ -298,8 +299,7 @@ class Checkpointer:
         hold = self._hold.move(store, self.wait)
         self._crashes.leave()
         self._hold.let_go()
-        self._hold, self._store, self._target.store = hold, store, store
-        self.dir = appears_at
+        self._hold, self._store, self._target.store, self.dir = hold, store, store, appears_at
         self._crashes.move(store)
         self._tiering.move(store)
         self._saver.reached = -1
@@ -347,7 +347,7 @@ class Checkpointer:
         self._store.retention.spared.clear()
         self._target.metrics.forget_steps()
         if self._ranks.rank == 0:
-            choosing.log_begin(restored, self.dir, own=source is None)
+            choosing.log_begin(restored, self.dir, source is None, near)
         if restored is None or step is None:  # now, and not at the first save
             self._ranks.run_on_all("No save could succeed", partial(entries.expect_savable, state))
             return None
@@ -400,6 +400,7 @@ class Checkpointer:
         if not self._enabled:
             self.close()
             return
+        await_saved(error)
         interrupted = isinstance(error, KeyboardInterrupt)
         if interrupted and self._ranks.rank == 0:
             _log.warning("stagereg: interrupted. %s", describe_end(self._background, self.dir, finished=False))
@@ -440,7 +441,7 @@ class Checkpointer:
         """The step last saved, with ``dir`` not in the tier alone, or ``None``: shows whether the last one is saved."""
         return self._saver.stored if self._enabled else None
 
-    def remember(self, state: MutableMapping[str, Any]) -> None:
-        """Keep what this rank would have to save if it left a loop; done by :meth:`maybe_save` and :meth:`restore`."""
+    def remember(self, state: MutableMapping[str, Any], step: int | None = None) -> None:
+        """Keep what there is to save if this rank leaves a loop, or others are lost; ``step`` ends with it, if any."""
         if self._enabled:
-            self._saver.remember(checked_state(state))
+            self._saver.remember(checked_state(state), step)

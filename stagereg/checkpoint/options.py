@@ -70,7 +70,8 @@ class Failure:
         timeout: of one save, from the end of the one before it to its commit. One that takes longer has failed, and
             until it ends no other begins; one whose ``stage`` has not returned by then ends the process. A store that
             does not answer at the start is waited for as long.
-        mtbf: for ``every="auto"``: mean time between failures of the whole job, all its machines together.
+        mtbf: for ``every="auto"``: mean time between failures of the whole job, all its machines together. It counts
+            as one failure seen in that time, beside those that the run's record has.
 
     Raises:
         ConfigError: a value is of no use.

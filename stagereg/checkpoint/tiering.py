@@ -58,7 +58,8 @@ class Tiering:
         ranks = RankGroup(process_group, failure.timeout)
         self.near = NearCopies(tier, ranks, store, stores)
         self.copied_to = self.near.copied_to()
-        self.target = TierTarget(self.near, ranks, schedule_of(tier.every, failure.mtbf, process_group, "the tier "))
+        schedule = schedule_of(tier.every, failure.mtbf, process_group, "the tier ", in_tier=True)
+        self.target = TierTarget(self.near, ranks, schedule)
         self.background = TierBackground(self.target, failure.timeout, failure.on_error == "warn")
         if ranks.rank == 0:
             _log_what_it_survives(self.near, stores)

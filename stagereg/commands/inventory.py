@@ -55,7 +55,7 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
         why = "; ".join(filter(None, (str(crashes.get(each.path, "")), str(each))))
         entries.append(_entry(each, good) | {"why": why, "latest": is_latest, "kept": "; ".join(stays)})
     for path in [] if found.one else found.store.leftovers():
-        unknown = dict.fromkeys(("time", "bytes", "ranks", "storage"))
+        unknown = dict.fromkeys(("time", "bytes", "ranks", "lost", "storage"))
         state = "leftover of a dead run" if owner is None else "being written"
         step = step_within(path.rpartition("/")[2])
         entries.append({"path": path, "step": step, **unknown, "state": state, "why": "", "latest": False, "kept": ""})
@@ -129,6 +129,7 @@ def _entry(each: Condition, good: str) -> dict[str, Any]:
         "files": manifest and len(manifest.files),
         "bytes": manifest and manifest.nbytes,
         "ranks": manifest and manifest.world_size,
+        "lost": manifest and [int(rank) for rank in manifest.lost],
         "storage": manifest and manifest.storage,
         "state": bad if each.damages else good,
         "damages": [{"file": name, "what": what} for name, what in each.damages.items()],
@@ -137,6 +138,8 @@ def _entry(each: Condition, good: str) -> dict[str, Any]:
 
 def _cells(entry: dict[str, Any], columns: Sequence[str]) -> list[str]:
     texts = {name: "-" if value is None else str(value) for name, value in entry.items()}
+    if entry["lost"]:
+        texts["ranks"] = f"{entry['ranks'] - len(entry['lost'])} of {entry['ranks']}"
     if entry["bytes"] is not None:
         texts["size"] = size_text(entry["bytes"])
         texts["saved"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["time"]))

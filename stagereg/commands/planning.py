@@ -1,9 +1,10 @@
 """``stagereg plan``: how often to save, from how often the job fails and what a checkpoint takes.
 
 The formulas, and where they are from, are those of :mod:`stagereg.checkpoint.save.interval`, with which
-``checkpoint.every=auto`` plans too. What a checkpoint takes is read from a recorded run, or given by rates. All
-costs are those of one rank, since all ranks copy and write at the same time. For a tier (``--copies``) it also says
-what the cluster survives and needs (:mod:`stagereg.commands.tier_plan`).
+``checkpoint.every=auto`` plans too. What a checkpoint takes is read from a recorded run, or given by rates; of a run
+that was restarted, how often that was and what it takes are read, too. All costs are those of one rank, since all ranks
+copy and write at the same time. For a tier (``--copies``) it also says what the cluster survives and needs
+(:mod:`stagereg.commands.tier_plan`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from stagereg.errors import ConfigError
 from stagereg.output import size_text
 from stagereg.sizes import ByteSize
 from stagereg.sweep.figures import figures, saved
+from stagereg.sweep.goodput import failures, goodput
 from stagereg.sweep.run import Run
 
 _MODEL = (
@@ -34,6 +36,8 @@ _MODEL = (
     "J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3), 2006.",
     "N. H. Vaidya, Impact of checkpoint latency on overhead ratio of a checkpointing scheme, IEEE ToC 46(8), 1997.",
 )
+
+_RESTART_S = 300.0
 
 
 @dataclass
@@ -86,12 +90,15 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         ("mtbf-cluster", "TIME", _seconds, "mean time between failures that end what all machines hold, 720h"),
     ):
         tier.add_argument(f"--{name}", metavar=kind, type=output.above_zero(read, name == "copies"), help=text)
-    parser.set_defaults(restart=300.0)
-    parser.add_argument("--run", metavar="DIR", dest="recorded", help="take what checkpoints cost from a recorded run")
+    help_ = "take what checkpoints cost from a recorded run, and if not given, from its restarts --mtbf and --restart"
+    parser.add_argument("--run", metavar="DIR", dest="recorded", help=help_)
 
 
 def run(asked: argparse.Namespace) -> int:
     """Print the plan; return 0."""
+    measures = asked.recorded and not asked.stage_gib_s and not asked.write_gib_s
+    recorded = Run.read(Path(asked.recorded)) if measures else None
+    seen = "" if recorded is None else _take_failures(asked, recorded)
     each_s, nodes = asked.mtbf_per_node, asked.nodes
     cluster = _cluster(asked)
     of_each = nodes if cluster is None or each_s else None
@@ -100,9 +107,11 @@ def run(asked: argparse.Namespace) -> int:
             raise ConfigError(f"{'--mtbf-per-node' if each_s is None else '--nodes'} is missing: the two go together.")
         text = "Give one: --mtbf 6h, of all its machines together; or --mtbf-per-node 50000h --nodes 128, of each."
         raise ConfigError(f"How often does the job fail? {text}")
-    job = _costs(asked)
-    job.mtbf_s, job.restart_s = asked.mtbf or each_s / nodes, asked.restart
+    job = _costs(asked, recorded)
+    job.mtbf_s = asked.mtbf or each_s / nodes
+    job.restart_s = _RESTART_S if asked.restart is None else asked.restart
     job.step_s = asked.step or job.step_s
+    job.sources += [seen] * bool(seen)
     job.sources.append("The restart (--restart) changes what is lost, not the best interval.")
     best_s, least_s = interval.best(job.cost_s, job.mtbf_s, job.write_s), interval.least(job.cost_s, job.write_s)
     steps = None
@@ -146,11 +155,24 @@ def _seconds(text: str) -> float:
     return duration(text).total_seconds()
 
 
-def _costs(asked: argparse.Namespace) -> Job:
+def _take_failures(asked: argparse.Namespace, run: Run) -> str:
+    """Fill in what a run says of failures, where that is not given; return where it is from, if anything is."""
+    found, life = failures(run), goodput(run)
+    seen = []
+    if found and life is not None and asked.mtbf is None and asked.mtbf_per_node is None:
+        asked.mtbf = life.seconds / len(found)
+        seen.append(f"{len(found)} in {_time(life.seconds)} (--mtbf)")
+    if found and asked.restart is None:
+        asked.restart = statistics.fmean(start.seconds for start in found)
+        seen.append(f"{_time(asked.restart)} from the last step before one to the first after it (--restart)")
+    return f"Failures, from there too: {', '.join(seen)}." if seen else ""
+
+
+def _costs(asked: argparse.Namespace, run: Run | None) -> Job:
     nbytes, stage, write = asked.state, asked.stage_gib_s, asked.write_gib_s
     ranks = asked.ranks or (1 if asked.copies is None else asked.nodes)
-    if asked.recorded and not stage and not write:
-        return _of_run(asked.recorded, nbytes, asked.ranks)
+    if run is not None:
+        return _of_run(run, nbytes, asked.ranks)
     if asked.recorded or not stage or not write:
         raise ConfigError(
             "What does a checkpoint take? Give --run DIR, which was recorded, or both rates in its place, as in\n"
@@ -163,17 +185,18 @@ def _costs(asked: argparse.Namespace) -> Job:
     return Job(nbytes, ranks, stage_s, stage_s + write_s, [source])
 
 
-def _of_run(directory: str, nbytes: int | None, ranks: int | None) -> Job:
+def _of_run(run: Run, nbytes: int | None, ranks: int | None) -> Job:
     """The costs that a run has recorded, scaled to the bytes of a rank."""
-    run = Run.read(Path(directory))
     known, ages = figures(run), [one.end - one.start for one in saved(run) if one.state == "complete"]
     if not ages or "state_bytes" not in known or "stall_ms" not in known:
-        raise ConfigError(f"{directory}: no checkpoint was completed in it, so there is nothing to plan with.")
+        raise ConfigError(f"{run.directory}: no checkpoint was completed in it, so there is nothing to plan with.")
     nbytes, ranks = nbytes or int(known["state_bytes"]), ranks or run.world_size
     factor = (nbytes / ranks) / (known["state_bytes"] / run.world_size)
     cost_s = known["lost_s"] / len(ages) if "lost_s" in known else known["stall_ms"] / 1e3
     what = "its lost training time" if "lost_s" in known else "the stall alone: there were too few steps for more"
-    sources = [f"From {directory}: {len(ages)} checkpoints of {size_text(known['state_bytes'])}. The cost is {what}."]
+    sources = [
+        f"From {run.directory}: {len(ages)} checkpoints of {size_text(known['state_bytes'])}. The cost is {what}."
+    ]
     if abs(factor - 1) > 1e-3:
         sources.append(f"A rank has {factor:.3g} times as many bytes as there: times are taken to grow with them.")
     write_s = max(statistics.median(ages), cost_s) * factor

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import stagereg.launch.phases as phases
 import stagereg.output as output
 import stagereg.sweep.render as render
 import stagereg.sweep.render.page as page
@@ -24,11 +25,12 @@ from stagereg.output import size_text
 from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import compare
 from stagereg.sweep.figures import Saved, saved
+from stagereg.sweep.goodput import Goodput, failures, goodput, starts
 from stagereg.sweep.metric import counted, in_order, labelled, metric, quantity, shown, usual
 from stagereg.sweep.near_steps import NearSaved, near_saved, sources
 from stagereg.sweep.render.tables import Table, Value
 from stagereg.sweep.result import JobResult, kind_of, results
-from stagereg.sweep.run import Run
+from stagereg.sweep.run import Run, Started
 from stagereg.sweep.trace import trace_text
 
 _FILES = ("trace.json", "report.html")
@@ -122,16 +124,25 @@ class RunReport:
             self._warnings = [*_warnings(self._job, None), f"There is no trace: {error}"]
         self._saved = saved(self._run) if self._run is not None else []
         self._near = near_saved(self._run) if self._run is not None else []
-        self._tables = [_checkpoints(self._saved)] if self._saved else []
+        self._starts = starts(self._run) if self._run is not None else []
+        self._failures = failures(self._run) if self._run is not None else []
+        self._goodput = goodput(self._run) if self._run is not None else None
+        self._tables = [_time_of(self._goodput)] if self._goodput is not None else []
+        self._tables += [_starts(self._starts)] if self._starts else []
+        self._tables += [_restarts(self._failures)] if self._failures else []
+        self._tables += [_checkpoints(self._saved)] if self._saved else []
         self._tables += [_near_steps(self._near)] if self._near else []
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON has it."""
-        steps = {
+        found: dict[str, Any] = {
             "checkpoints": [dataclasses.asdict(one) for one in self._saved],
             "tier": [dataclasses.asdict(one) for one in self._near],
+            "starts": [dataclasses.asdict(one) for one in self._starts],
         }
-        return {"kind": "run", **dataclasses.asdict(self._job), **steps, "warnings": self._warnings}
+        if (life := self._goodput) is not None:
+            found["goodput"] = {"share": life.share, **dataclasses.asdict(life), "rest": life.rest}
+        return {"kind": "run", **dataclasses.asdict(self._job), **found, "warnings": self._warnings}
 
     def show(self) -> None:
         """Print it; of many checkpoints the first and the last ones."""
@@ -147,7 +158,8 @@ class RunReport:
             if len(rows) > _FIRST + _LAST + 1:
                 rows[_FIRST:-_LAST] = [("…", *[""] * (len(table.columns) - 1))]
             output.echo()
-            output.table(table.title, tuple(map(str, table.columns)), rows, verdict="state")
+            columns = tuple(map(str, table.columns))
+            output.table(table.title, columns, rows, verdict="state" if "state" in columns else "")
 
     def write(self, target: Path) -> list[Path]:
         """Write the trace and the page into ``target`` and return their paths. Raises: ``OSError``."""
@@ -163,6 +175,9 @@ class RunReport:
         if run is not None:
             text += f": {counted(found.get('steps', 0), 'step')} on {counted(run.world_size, 'rank')}"
             text += f" in {shown(run.seconds)} s"
+        if self._failures and self._goodput is not None:
+            text += f". After {counted(len(self._failures), 'failure')} it was started again"
+            text += f": {self._goodput.share:.1%} of {shown(self._goodput.seconds)} s in all was training"
         if found.get("checkpoints"):
             text += f". {counted(found['checkpoints'], 'checkpoint')}"
             if "stall_ms" in found:
@@ -201,6 +216,42 @@ def _warnings(job: JobResult, recorded: Run | None) -> Iterator[str]:
     if gone := sorted(set(range(recorded.world_size)) - {rank.rank for rank in recorded.ranks}):
         named = ", ".join(map(str, gone[:8])) + ", …" * (len(gone) > 8)
         yield f"There are no records of {counted(len(gone), 'rank')} ({named}): the figures are those of the others."
+
+
+def _time_of(life: Goodput) -> Table:
+    """Where the time of the run went."""
+    parts = [
+        ("training", life.training, "steps taken for the first time"),
+        ("saves", life.saves, "that held the training loop"),
+        ("again", life.again, "steps that had been taken before"),
+        ("starts", life.starts, "from the beginning, or an end in order, to the first step"),
+        *((f"restarts: {name}", s, f"until {phases.PHASES.get(name, name)}") for name, s in life.restarts.items()),
+        ("the rest", life.rest, "starts that came to no step, and what follows the last step"),
+    ]
+    rows = tuple((name, seconds, 100 * seconds / life.seconds, what) for name, seconds, what in parts)
+    return Table("Where the time went", ("part", "s", "%", "what it is"), rows, "Of all attempts, by rank 0.")
+
+
+def _starts(every: Sequence[Started]) -> Table:
+    names = [name for name in phases.PHASES if any(name in one.phases for one in every)]
+    rows = tuple((one.number, *(one.phases.get(name) for name in names), one.seconds) for one in every)
+    note = "Each is the time since the one before; the first, since the last step before a failure, or the beginning."
+    return Table("Seconds of each start, by phase", ("restart", *names, "in all"), rows, note)
+
+
+def _restarts(every: Sequence[Started]) -> Table:
+    rows = tuple(
+        (
+            one.number,
+            one.step,
+            one.again,
+            ("tier" if one.tier else "store") if one.source else None,
+            tables.first_line(one.why),
+        )
+        for one in every
+    )
+    note = "Read from: the tier, or the checkpoints in the store; nothing where training began anew."
+    return Table("Restarts", ("restart", "first step", "done again", "read from", "after"), rows, note)
 
 
 def _stragglers(recorded: Run) -> Iterator[str]:

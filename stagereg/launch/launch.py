@@ -12,30 +12,29 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
-import stagereg.record as record
 from stagereg.crash_report import signal_name
 from stagereg.errors import RESUME_CODE, LaunchError
 from stagereg.launch.command_line import CommandLine
-from stagereg.launch.preemption import SAME_SIGNAL_S, SIGNALS
-from stagereg.launch.rank import LAUNCHER, command_to_go_on, publish_run, resume_override
+from stagereg.launch.local_ranks import LocalRanks
+from stagereg.launch.phases import FAILURE
+from stagereg.launch.preemption import SIGNALS
+from stagereg.launch.rank import ATTEMPT, LAUNCHER, command_to_go_on, publish_run, resume_override
+from stagereg.launch.restarts import Progress, Restarts, checked_restarts
 from stagereg.launch.run_store import GATHER_S, RunStore
 from stagereg.launch.scheduler_task import SchedulerTask
+from stagereg.launch.warm import Start
 from stagereg.machine import tunables
 
-_KILL_S = 3.0
-"""Seconds ranks have to end after a signal, before they are killed."""
 _LEAVE_S = 60.0
 """Seconds that a task waits for the others to end, since one of them has the store."""
+_MORE_S = 5.0
+"""Seconds that ranks have to report and end by themselves once one is lost, and they have saved what is left."""
 _RANKS_PER_CORE = 4
 
 
@@ -53,111 +52,115 @@ def checked_nproc(value: Any) -> int:
     return value
 
 
-def launch(command: CommandLine, hydra: Any, nproc: int) -> Any:
+def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int) -> Any:
     """Run one job on ``nproc`` fresh local ranks and return rank 0's value, once all ranks have ended.
 
     In a scheduler's job with several tasks these are the ranks of this task, and only the first one returns a value. A
-    signal that stopped the run, or that all ranks have saved for and exited, is a ``SystemExit``.
+    signal that stopped the run, or that all ranks have saved for and exited, is a ``SystemExit``. A run that fails is
+    started again as often as ``restarts`` of the config says.
     """
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+    from omegaconf import OmegaConf
 
-    task = SchedulerTask.current()
-    publish_run(hydra.runtime.output_dir, resume_override(hydra))
-    ranks = range(task.index * nproc, (task.index + 1) * nproc)
+    task, directory = SchedulerTask.current(), hydra.runtime.output_dir
+    publish_run(directory, resume_override(hydra))
+    restarts = Restarts(checked_restarts(OmegaConf.select(cfg, "restarts", default=0)), Progress.of(directory))
     with LocalRanks() as local:
         store = _open_store(task)
-        run = RunStore(PrefixStore("stagereg", store), ranks[0], task.count * nproc)
-        if task.index == 0:
-            run.begin(hydra.runtime.output_dir, resume_override(hydra))
-        variables = _variables(task, nproc, store.port)
-        for number, rank in enumerate(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(number)}
-            local.start(rank, command.for_ranks(hydra), hydra.runtime.cwd, variables | own)
-        codes = local.wait()
-        if local.stopped is not None:
-            # A rank in its job may run its ``finally`` blocks after SIGINT; one that is not there yet could only print
-            # a traceback from the middle of an import, so it is terminated instead.
-            in_job = all(run.get(f"in job/{rank}") for rank in ranks)
-            local.end(local.stopped if in_job else signal.SIGTERM)
-            killed = local.wait().get(0, 0) < 0  # rank 0 waited in a collective, and could not say this itself
-            raise _stopped(local.stopped, _newest_checkpoint(hydra.runtime.output_dir) if killed else "")
-    errors, result = {}, None
-    with contextlib.suppress(RuntimeError):  # of the store, where the machine that had it is lost
-        errors, result = run.errors(), run.get("result")
-        _meet(store, task, "ended", _LEAVE_S)
-    if not errors and RESUME_CODE in codes.values():
-        raise SystemExit(RESUME_CODE)
-    if errors or codes:
-        _raise(errors, codes, local.forwarded, _newest_checkpoint(hydra.runtime.output_dir))
-    return result if task.index == 0 else None
-
-
-class LocalRanks:
-    """The ranks of this task, and the signals that this process gets, for the time of a ``with`` block.
-
-    SIGTERM and SIGUSR1 are forwarded: ranks with a checkpointer save and exit, others end. Where the same signal comes
-    again later, and where it is any other one, the ranks are to be ended (``stopped``).
-    """
-
-    def __init__(self) -> None:
-        self.forwarded: signal.Signals | None = None
-        self.stopped: signal.Signals | None = None
-        self._forwarded_at = 0.0
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._handlers: dict[int, Any] = {}
-
-    def __enter__(self) -> LocalRanks:
-        if threading.current_thread() is threading.main_thread():  # no other can handle signals
-            for number in {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *SIGNALS}:
-                handler = signal.getsignal(number)
-                if handler is signal.SIG_IGN:  # by nohup, or a script that has this program in the background
-                    continue
-                if number != signal.SIGUSR1 or handler is signal.SIG_DFL:  # else a launcher's
-                    self._handlers[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.end(signal.SIGTERM)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
-    def start(self, rank: int, command: list[str], folder: str, variables: dict[str, str]) -> None:
-        """Start a rank, in a session of its own, so that Ctrl-C in a terminal does not reach it."""
-        self._processes[rank] = subprocess.Popen(command, cwd=folder, env=variables, start_new_session=True)
-
-    def wait(self) -> dict[int, int]:
-        """Wait until all have ended, one has failed, or a signal is to end them; return exit codes that are not 0."""
+        start = Start(command.for_ranks(hydra), hydra.runtime.cwd, _variables(task, nproc, store.port))
         while True:
-            codes = {rank: process.poll() for rank, process in self._processes.items()}
-            failed = not set(codes.values()) <= {None, 0, RESUME_CODE}
-            if failed or self.stopped is not None or None not in codes.values():
-                return {rank: code for rank, code in codes.items() if code}
-            time.sleep(0.05)
+            end = _run_once(local, store, task, start, hydra, restarts)
+            if not end.errors and RESUME_CODE in end.codes.values():
+                raise SystemExit(RESUME_CODE)
+            if not end.errors and not end.codes:
+                return end.result if task.index == 0 else None
+            received = local.forwarded or end.received
+            refusal = "" if received else _refusal(end, store, task, restarts, directory)
+            if refusal is not None:
+                _raise(end, received, refusal + _newest_checkpoint(directory))
+            print(f"{end}\n{restarts}", file=sys.stderr, flush=True)
+            failure = {"why": str(end), "noticed": end.noticed, "ended": time.time(), "restart": restarts.count}
+            start.variables[FAILURE] = json.dumps(failure)
+            resume = "++checkpoint.resume=auto"  # what it was to begin from is behind it
+            if restarts.progressed and OmegaConf.select(cfg, "checkpoint.resume") not in (None, "auto"):
+                start.command[:] = [*(each for each in start.command if each != resume), resume]
 
-    def end(self, number: signal.Signals) -> None:
-        """End those that still run: with their children they get this signal, and are killed seconds later."""
-        running = [process for process in self._processes.values() if process.poll() is None]
-        for process in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-        deadline = time.monotonic() + _KILL_S
-        for process in running:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        received = signal.Signals(number)
-        again = received == self.forwarded and time.monotonic() > self._forwarded_at + SAME_SIGNAL_S
-        if received not in SIGNALS or again or not self._processes:
-            self.stopped = self.stopped or received
-            return
-        if self.forwarded is None:
-            self.forwarded, self._forwarded_at = received, time.monotonic()
-        for process in self._processes.values():
-            process.send_signal(received)
+@dataclass
+class _End:
+    """How the ranks have ended: exit codes that are not 0, reported errors, rank 0's value; when that was noticed."""
+
+    run: RunStore
+    codes: dict[int, int]
+    noticed: float
+    errors: dict[int, str] = field(default_factory=dict)
+    result: Any = None
+
+    @property
+    def received(self) -> signal.Signals | None:
+        """The signal that a rank has been sent, as it says itself."""
+        return next((each for each in SIGNALS if 128 + each in self.codes.values()), None)
+
+    def __str__(self) -> str:
+        ends = {
+            rank: f"died of {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            for rank, code in self.codes.items()
+        }
+        return "\n".join(f"rank {rank}: {text}" for rank, text in (self.errors or ends).items())
+
+
+def _run_once(local: LocalRanks, store: Any, task: SchedulerTask, start: Start, hydra: Any, restarts: Restarts) -> _End:
+    """Start all ranks of this task, and wait for their end."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    nproc = int(start.variables["LOCAL_WORLD_SIZE"])
+    ranks = range(task.index * nproc, (task.index + 1) * nproc)
+    run = RunStore(PrefixStore("stagereg", store), ranks[0], task.count * nproc, attempt=str(restarts.count))
+    directory = hydra.runtime.output_dir
+    if task.index == 0:
+        run.begin(directory, resume_override(hydra))
+    for number, rank in enumerate(ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(number), ATTEMPT: str(restarts.count)}
+        local.start(rank, start._replace(variables=start.variables | own))
+
+    def warm_up() -> None:
+        if restarts.most and run.get("in job/0"):  # before, it would take their cores
+            local.warm_up(start)
+
+    codes = local.wait(warm_up)
+    end = _End(run, codes, time.time())
+    if local.stopped is not None:
+        # A rank in its job may run its ``finally`` blocks after SIGINT; one that is not there yet could only print a
+        # traceback from the middle of an import, so it is terminated instead.
+        in_job = all(run.get(f"in job/{rank}") for rank in ranks)
+        killed = local.end(local.stopped if in_job else signal.SIGTERM).get(0, 0) < 0
+        # If it is, rank 0 waited in a collective, and could not say this itself.
+        raise _stopped(local.stopped, _newest_checkpoint(directory) if killed else "")
+    if min(codes.values(), default=0) < 0:
+        local.wait_for_rest((run.get("saves after a loss") or 0.0) + _MORE_S)
+    local.end(signal.SIGTERM)
+    with contextlib.suppress(RuntimeError):  # of the store, where the machine that had it is lost
+        end.errors, end.result = run.errors(), run.get("result")
+        _meet(store, task, f"ended {restarts.count}", _LEAVE_S)
+    return end
+
+
+def _refusal(end: _End, store: Any, task: SchedulerTask, restarts: Restarts, directory: str) -> str | None:
+    """Return why this run is not started again, or nothing if nobody asked for that; ``None`` if it is."""
+    if restarts.most == 0:
+        return ""
+    key = f"refused {restarts.count}"
+    with contextlib.suppress(RuntimeError):  # of the store, whose task is gone
+        if end.run.get("comes again"):
+            return ""
+        if task.index > 0:
+            refusal, restarts.progressed = json.loads(store.get(key))
+            restarts.count += refusal is None
+            return str(refusal) if refusal else None
+        killed = min(end.codes.values(), default=0) < 0
+        refusal = restarts.refusal(end.errors, killed, Progress.of(directory))
+        store.set(key, json.dumps([refusal, restarts.progressed]))
+        return refusal
+    return ""
 
 
 def _open_store(task: SchedulerTask) -> Any:
@@ -199,15 +202,8 @@ def _variables(task: SchedulerTask, nproc: int, port: int) -> dict[str, str]:
 
 
 def _newest_checkpoint(directory: str) -> str:
-    """Return a line on the newest checkpoint that rank 0 has recorded, and the command that goes on from it."""
-    newest: dict[str, dict[str, Any]] = {}
-    with contextlib.suppress(OSError):
-        for line in Path(directory, record.file_name(0)).read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError):  # cut off, or no event
-                event = json.loads(line) if '"write"' in line or '"tier"' in line else {}
-                if "dir" in event:
-                    newest[event.get("event", "")] = event
-    stored, near = newest.get("write"), newest.get("tier")
+    """Return a line on the newest checkpoint that is recorded, and the command that goes on from it."""
+    _, stored, near = Progress.of(directory)
     if stored is None and near is None:
         return ""
     found = [] if stored is None else [f"The newest checkpoint is step {stored['step']}, in {stored['dir']}"]
@@ -218,20 +214,12 @@ def _newest_checkpoint(directory: str) -> str:
     return f"\n{text[0].upper()}{text[1:]}."
 
 
-def _raise(
-    errors: Mapping[int, str], codes: Mapping[int, int], forwarded: signal.Signals | None, more: str = ""
-) -> NoReturn:
-    """Raise for ranks that have failed: with what they have reported, or else with how they ended."""
-    received = forwarded or next((each for each in SIGNALS if 128 + each in codes.values()), None)
-    ends = {
-        rank: f"died of {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        for rank, code in codes.items()
-    }
-    message = "\n".join(f"rank {rank}: {text}" for rank, text in (errors or ends).items()) + more
+def _raise(end: _End, received: signal.Signals | None, more: str) -> NoReturn:
+    """Raise for ranks that have failed, after this signal, if there was one."""
     if received is None:
-        raise RanksFailedError(message)
-    if errors:
-        print(message, file=sys.stderr)
+        raise RanksFailedError(f"{end}{more}")
+    if end.errors:
+        print(f"{end}{more}", file=sys.stderr)
     raise _stopped(received)
 
 

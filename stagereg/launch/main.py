@@ -14,12 +14,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import stagereg.launch.phases as phases
 import stagereg.shutdown as shutdown
 from stagereg.crash_report import format_error
 from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped
 from stagereg.launch.command_line import CommandLine, parsed
 from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
 from stagereg.launch.rank import Rank, alone, is_rank, print_exit, publish_run, resume_override, run_recorded
+from stagereg.launch.restarts import checked_restarts
 from stagereg.launch.scheduler_task import SchedulerTask
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -185,6 +187,7 @@ class _Job:
         from stagereg.config.instantiate import check_values
         from stagereg.config.suggestions import refuse_unused
 
+        phases.mark("composed")
         hydra = HydraConfig.get()
         one_of_several = hydra.mode == RunMode.MULTIRUN
         with env_override({_FULL_ERROR: self._full_error}):
@@ -207,8 +210,9 @@ class _Job:
         from omegaconf import OmegaConf
 
         nproc = checked_nproc(OmegaConf.select(cfg, "nproc", default=1))
-        if nproc > 1 or one_of_several or SchedulerTask.current().count > 1:
-            return launch(self._command, hydra, nproc)
+        restarts = checked_restarts(OmegaConf.select(cfg, "restarts", default=0))
+        if nproc > 1 or restarts or one_of_several or SchedulerTask.current().count > 1:
+            return launch(self._command, cfg, hydra, nproc)
         publish_run(hydra.runtime.output_dir, resume_override(hydra))
         try:
             return alone(functools.partial(run_recorded, self._task), cfg)

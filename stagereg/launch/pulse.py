@@ -9,7 +9,8 @@ process has ended is told to all at once; that it was stopped, or that nothing w
 that hears nothing of the hub for so long is cut off, or the hub's machine is gone: it cannot know which. If it has not
 ended ``notice_s`` later, its pulse kills it. A rank that a debugger holds is not lost.
 
-From the rank come lines of JSON: first its :class:`Config`, and ``"bye"`` when it has ended in order. To it go
+From the rank come lines of JSON: first its :class:`Config`, seconds that it needs more before it is killed,
+and ``"bye"`` when it has ended in order. To it go
 ``{"port": N}`` once it is connected, the port on the hub, and ``{"lost": {RANK: [NAME, WHY]}}``.
 """
 
@@ -143,7 +144,10 @@ class Pulse:
             self._accept()
         elif source == self._rank.reads:
             for text in self._rank.take() or ():
-                self._said = self._said or text == '"bye"'
+                if text == '"bye"':
+                    self._said = True
+                elif self._kill_at is not None:
+                    self._kill_at += float(text)
         elif (line := self._lines.get(source)) is not None:
             self._read(line)
 

@@ -8,13 +8,11 @@ ranks fail, the cause is printed once, and errors that follow from it are not.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import inspect
 import json
 import logging
 import math
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,18 +21,31 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+import stagereg.launch.loss as loss
+import stagereg.launch.phases as phases
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.crash_report import format_error
-from stagereg.errors import LaunchError, PeerFailedError, Preempted, Stopped, UnevenInputsError
+from stagereg.errors import (
+    ConfigError,
+    InstallationError,
+    LaunchError,
+    PeerFailedError,
+    Preempted,
+    RegistryError,
+    Stopped,
+    UnevenInputsError,
+)
 from stagereg.launch.command_line import quoted
 from stagereg.launch.run_store import RunStore, name_attempt
-from stagereg.machine import ranks_here
+from stagereg.machine import end_with, ranks_here
 
 log = logging.getLogger(__name__)
 
 LAUNCHER = "STAGEREG_LAUNCHER"
 """The environment variable with the process number of the ``stagereg.main`` that has started a rank."""
+ATTEMPT = "STAGEREG_ATTEMPT"
+"""The environment variable with how often it has started the run again."""
 KEEPS_CODE = "STAGEREG_KEEPS_CODE"
 """The environment variable by which ``stagereg run`` tells its ranks that it ends with their exit code."""
 _RUN = "STAGEREG_RUN"
@@ -79,11 +90,13 @@ class Rank:
     @classmethod
     def current(cls) -> Rank | None:
         """This process's rank, or ``None`` if it is none. Waits for the other ranks."""
+        phases.mark("imported")
         if not is_rank():
             return None
         launcher = os.environ.get(LAUNCHER)
         if launcher is not None or "TORCHELASTIC_RUN_ID" in os.environ:
-            _end_with(int(launcher or os.getppid()))
+            end_with(int(launcher or os.getppid()))
+            phases.mark("launched", phases.process_start(str(os.getppid())))
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
         from torch.distributed.rendezvous import rendezvous
 
@@ -91,8 +104,9 @@ class Rank:
         store = PrefixStore("stagereg", store)
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_world_size = ranks_here(world_size)
-        attempt = name_attempt(store, rank, world_size) if launcher is None else "0"
+        attempt = name_attempt(store, rank, world_size) if launcher is None else os.environ.get(ATTEMPT, "0")
         run_store = RunStore(store, rank, world_size, local_world_size < world_size, attempt)
+        phases.mark("connected")
         return cls(rank, world_size, local_rank, local_world_size, launcher is not None, run_store)
 
     def overrides(self) -> list[str]:
@@ -109,16 +123,19 @@ class Rank:
     def run(self, task: Callable[[Any], Any], cfg: Any) -> Any:
         """Run the job in the process group; return rank 0's value. Ends the process if the task fails."""
         self._agree_on_run()
+        after = loss.AfterLoss(self.store, self.rank, self.world_size, _checked_notice(cfg))
         try:
-            with self.store.watch(_checked_notice(cfg), self._end_for_loss), _process_group(self):
+            with self._watched(after), _process_group(self):
                 self.store.set(f"in job/{self.rank}", True)
                 try:
-                    value = run_recorded(task, cfg)
+                    value = run_recorded(task, cfg, self.store.take_failure())
                 except (Preempted, Stopped) as error:
                     self._exit(error)
                 except Exception as error:
                     # Before the group closes, so that a cause is known before a consequence can come of it.
                     self._report_cause(error)
+                    if is_consequence(error):
+                        loss.await_saved()
                     raise
                 except SystemExit as error:
                     if error.code:
@@ -129,13 +146,16 @@ class Rank:
                 # A group that one rank closes while another still connects to it, fails there.
                 self.store.await_ended(math.inf)
         except Exception as error:
-            self.fail(error)
+            self.fail(error, after.outcome)
         if self.rank == 0 and self.launched:
             self.store.set("result", _for_json(value))
         return value
 
-    def fail(self, error: Exception) -> NoReturn:
-        """End this rank because of an error: report it, if it is a cause, once all ranks had the time to."""
+    def fail(self, error: Exception, saved: str = "") -> NoReturn:
+        """End this rank because of an error: report it, if it is a cause, once all ranks had the time to.
+
+        ``saved`` is a sentence on what those who are left have saved.
+        """
         try:
             self._report_cause(error)
             self.store.set_ended()
@@ -143,7 +163,7 @@ class Rank:
             if self.store.get("cause is known") is None:
                 lost = self.store.lost(_LOST_S)  # on all ranks, since the first to exit has the others ended
                 if self.store.is_first("a consequence"):
-                    self._report(error, lost and f"{lost} Seen here:\n")
+                    self._report(error, lost and f"{lost} {saved} Seen here:\n".replace("  ", " "))
         except Exception:  # of the store; others may have reported a cause before it went
             if self.store.multi_node and is_consequence(error):
                 host = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -151,18 +171,35 @@ class Rank:
                 self._print(f"{gone} If a rank there reported a cause, that is it. Seen here:\n{format_error(error)}")
         shutdown.exit_now(1)
 
-    def _end_for_loss(self, lost: str) -> None:
-        """End this rank, which may wait for ever for one that is lost; on a thread of the watch."""
-        if self.store.ended.wait(_MERCY_S):
+    @contextlib.contextmanager
+    def _watched(self, after: loss.AfterLoss) -> Iterator[None]:
+        """Know of lost ranks in a ``with`` block, in which what registers saves after a loss."""
+        ending = threading.Lock()
+
+        def end(lost: str) -> None:
+            if ending.acquire(blocking=False):  # once; the watch goes on to listen
+                # Either may hang where the store is lost, too.
+                threading.Thread(target=self.store.note_failure, args=(lost,), daemon=True).start()
+                threading.Thread(target=self._end_for_loss, args=(after,), daemon=True).start()
+
+        with self.store.watch(after.notice_s, end), loss.of_process(after):
+            yield
+
+    def _end_for_loss(self, after: loss.AfterLoss) -> None:
+        """Save with others that are left, and end this rank, which may wait for ever for one that is lost."""
+        saved = after.save()
+        mercy_s = min(_MERCY_S, after.notice_s / 8)
+        if self.store.ended.wait(mercy_s):
             return
+        lost = f"{self.store.lost(0.0)} {saved}".strip()
 
         def report() -> None:
-            if self.store.is_first(lost):
+            if self.store.is_first("a loss"):
                 self._report(LaunchError(lost))
 
         reporting = threading.Thread(target=report, daemon=True)  # where the store is lost too, it may hang
         reporting.start()
-        reporting.join(_MERCY_S)
+        reporting.join(mercy_s)
         if reporting.is_alive():
             self._print(lost)
         shutdown.exit_now(1)
@@ -196,11 +233,14 @@ class Rank:
         """Report an error that is no consequence, unless another rank has reported the same."""
         if not is_consequence(error):
             self.store.set("cause is known", True)
+            if isinstance(error, (ConfigError, RegistryError, InstallationError)):
+                self.store.set("comes again", True)
             if self.store.is_first(format_error(error)):
                 self._report(error)
 
     def _report(self, error: Exception, preface: str = "") -> None:
         text = preface + format_error(error)
+        self.store.note_failure(text)
         if self.launched:
             self.store.add_error(text)
         else:
@@ -228,14 +268,19 @@ def alone(task: Callable[[Any], Any], cfg: Any) -> Any:
         return task(cfg)
 
 
-def run_recorded(task: Callable[[Any], Any], cfg: Any) -> Any:
-    """Run the job to its end, recorded in the directory of Hydra's job with the accelerator as a fact."""
+def run_recorded(task: Callable[[Any], Any], cfg: Any, failure: dict[str, Any] | None = None) -> Any:
+    """Run the job to its end, recorded in the directory of Hydra's job with the accelerator as a fact.
+
+    ``failure`` is what was noted of one that this start follows, on rank 0.
+    """
     import torch
     import torch.distributed as dist
     from hydra.core.hydra_config import HydraConfig
 
     directory = Path(HydraConfig.get().runtime.output_dir)
     device = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    if dist.get_rank() == 0:
+        phases.begin(directory, failure)
     with record.recording(directory, dist.get_rank(), dist.get_world_size(), **device):
         value = task(cfg)
         shutdown.finish()
@@ -255,6 +300,7 @@ def _process_group(rank: Rank) -> Iterator[None]:
         enough = rank.local_world_size <= torch.cuda.device_count()
         backend = "cpu:gloo,cuda:nccl" if enough and dist.is_nccl_available() else "cpu:gloo,cuda:gloo"
     dist.init_process_group(backend, store=rank.store.group, rank=rank.rank, world_size=rank.world_size)
+    phases.mark("grouped")
     try:
         yield
     finally:
@@ -329,12 +375,3 @@ def _for_json(value: Any) -> Any:
     except (AttributeError, TypeError, ValueError, RuntimeError):
         log.warning("the %s that rank 0 returned cannot be sent as JSON, so the job returns None", type(value).__name__)
         return None
-
-
-def _end_with(parent: int) -> None:
-    """Have the kernel end this process when the one that started it is gone, however it went (Linux)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
-    if os.getppid() != parent:
-        shutdown.exit_now(1)

@@ -74,6 +74,19 @@ class RunStore:
         lines = self._store.get("errors").splitlines() if self._store.check(["errors"]) else []
         return dict(sorted(json.loads(line) for line in lines))
 
+    def note_failure(self, why: str) -> None:
+        """Leave a note for the next attempt on what has ended this one, unless a rank has; returns at once if so."""
+        if self._store.add("failed", 1) == 1:
+            self._all_attempts.set("failure", json.dumps({"why": why.partition("\n")[0], "noticed": time.time()}))
+
+    def take_failure(self) -> dict[str, Any] | None:
+        """On rank 0, take that note of the attempt before; ``None`` if there is none, and on other ranks."""
+        if self._rank > 0 or not self._all_attempts.check(["failure"]):
+            return None
+        note = dict(json.loads(self._all_attempts.get("failure")))
+        self._all_attempts.delete_key("failure")
+        return note
+
     def is_first(self, text: str) -> bool:
         """Return True for the first rank that reports this text, and False for all later ones."""
         return bool(self._store.add(f"reported/{text}", 1) == 1)
@@ -86,10 +99,13 @@ class RunStore:
     def await_ended(self, limit_s: float) -> None:
         """Wait until all ranks have ended, at most ``limit_s`` seconds. Raises ``LaunchError`` if ranks are lost."""
         deadline = time.monotonic() + limit_s
-        ended = [f"ended/{rank}" for rank in range(self._world_size)]
-        while not self._store.check(ended) and time.monotonic() < deadline:
-            if limit_s == math.inf and (lost := self.lost(0.0)):
-                raise LaunchError(lost)
+        while True:
+            lost = {} if self._watch is None else self._watch.lost
+            if limit_s == math.inf and lost:
+                raise LaunchError(self.lost(0.0))
+            ended = [f"ended/{rank}" for rank in range(self._world_size) if rank not in lost]
+            if self._store.check(ended) or time.monotonic() > deadline:
+                return
             time.sleep(0.02)
 
     @contextlib.contextmanager
@@ -111,6 +127,19 @@ class RunStore:
             yield
         finally:
             self._watch.close()
+
+    def lost_ranks(self) -> frozenset[int]:
+        """The ranks that are lost."""
+        return frozenset() if self._watch is None else frozenset([*self._watch.lost])
+
+    def another(self) -> Any:
+        """Torch's store with this attempt's keys, over a connection of its own: another thread may wait in this one."""
+        return self._store.clone()
+
+    def give_time(self, seconds: float) -> None:
+        """Let this rank live so much longer that cannot hear of rank 0: the store answers, so it is not cut off."""
+        if self._watch is not None:
+            self._watch.give_time(seconds)
 
     def lost(self, for_s: float) -> str:
         """The ranks that are lost, or become so within so many seconds, as a sentence; else nothing."""

@@ -63,6 +63,10 @@ class Watch:
         """This rank ends in order, which is no loss. Twice is harmless."""
         self._write("bye")
 
+    def give_time(self, seconds: float) -> None:
+        """Have the pulse leave this rank so much more time to end that does not hear of rank 0."""
+        self._write(seconds)
+
     def sentence(self, seconds: float = 0.0) -> str:
         """Return a sentence on the ranks that are lost, or are so within that time; else nothing."""
         with self._changed:

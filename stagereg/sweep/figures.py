@@ -172,8 +172,8 @@ def _of_rank(run: Run, record: RankRecord) -> dict[str, float]:
     """A rank's time from its first step to its last: in all, lost to checkpoints, and of an undisturbed step."""
     host = record.start.get("host")
     same = [each for each in run.ranks if each is record or (host is not None and each.start.get("host") == host)]
-    held = _Covered(record.stalls)
-    busy = _Covered([*record.stalls, *(span for each in same for span in _in_background(each))])
+    held = Covered(record.stalls)
+    busy = Covered([*record.stalls, *(span for each in same for span in _in_background(each))])
     undisturbed: list[float] = []
     disturbed: list[tuple[float, int]] = []
     for (step, began), (following, ended) in itertools.pairwise(record.steps):
@@ -200,7 +200,7 @@ def _in_background(record: RankRecord) -> list[Span]:
     return [*record.stages, *record.writes, *record.tier_writes, *(each.span for each in record.transfers)]
 
 
-class _Covered:
+class Covered:
     """Spans of time laid over one another."""
 
     def __init__(self, spans: Iterable[Span]) -> None:

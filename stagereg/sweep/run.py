@@ -2,7 +2,8 @@
 
 Runs end in every way: a torn last line is what a killed process was writing, and is left out; a damaged line elsewhere
 is left out and counted; a rank without an ``end`` was killed or is still running. Where a directory was used twice,
-what follows the last start of each file counts. What the figures of a run are is for :mod:`stagereg.sweep.figures`.
+what follows the last start of each file counts; the attempts before it are kept of rank 0. What the figures of a run
+are is for :mod:`stagereg.sweep.figures`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -53,6 +54,25 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class Started:
+    """How an attempt came to its first step, as rank 0 has reported it."""
+
+    step: int  # the first that was taken
+    since: float  # when the one before it was taken, or the run began
+    phases: dict[str, float]  # seconds from there, by `stagereg.launch.phases.PHASES`
+    number: int = 0  # of the restart
+    why: str = ""  # the failure before it; empty if there was none
+    source: str = ""  # the checkpoint that it went on from; empty for none
+    tier: bool = False  # whether that was in the tier
+    again: int = 0  # steps that had been taken before
+
+    @property
+    def seconds(self) -> float:
+        """From there to the first step."""
+        return sum(self.phases.values())
+
+
+@dataclass(frozen=True)
 class RankRecord:
     """What one rank has recorded. All times are seconds since the epoch, on the clock of the rank's machine."""
 
@@ -81,26 +101,28 @@ class RankRecord:
     join: dict[str, float] | None = None
     # seconds, status, error, peak memory; `None` for a rank that was killed or is still running
     end: dict[str, Any] | None = None
+    started: Started | None = None  # on rank 0, once it took a step
     damaged: int = 0  # lines that could not be read, a torn last one aside
     first: float = 0.0  # when it recorded something first
     last: float = 0.0  # when it recorded something last
 
-    def step_spans(self) -> list[Span]:
-        """Return the steps, in the order in which they ended, as stretches of time without stalls.
 
-        A step begins where the one before it ended, or where the stall that followed that one did. The first begins
-        with the recording, which makes all that was prepared for training a part of it.
-        """
-        stalls = sorted((span.start, span.end) for span in self.stalls)
-        last = self.start.get("t", self.first)
-        spans = []
-        for end, step in sorted((end, step) for step, end in self.steps):
-            # The save of a step comes after its end, so at that moment it is no part of it yet.
-            before = bisect_left(stalls, (end,))
-            begin = min(max(last, stalls[before - 1][1]), end) if before else last
-            spans.append(Span(step, begin, end - begin))
-            last = end
-        return spans
+def step_spans(recorded: RankRecord) -> list[Span]:
+    """Return the steps, in the order in which they ended, as stretches of time without stalls.
+
+    A step begins where the one before it ended, or where the stall that followed that one did. The first begins
+    with the recording, which makes all that was prepared for training a part of it.
+    """
+    stalls = sorted((span.start, span.end) for span in recorded.stalls)
+    last = recorded.start.get("t", recorded.first)
+    spans = []
+    for end, step in sorted((end, step) for step, end in recorded.steps):
+        # The save of a step comes after its end, so at that moment it is no part of it yet.
+        before = bisect_left(stalls, (end,))
+        begin = min(max(last, stalls[before - 1][1]), end) if before else last
+        spans.append(Span(step, begin, end - begin))
+        last = end
+    return spans
 
 
 @dataclass(frozen=True)
@@ -109,6 +131,8 @@ class Run:
 
     directory: Path  # the run's output directory
     ranks: tuple[RankRecord, ...]  # the records there are, sorted by rank
+    # what rank 0 has recorded of each attempt since one completed; the last is of this run
+    attempts: tuple[RankRecord, ...] = ()
 
     @classmethod
     def read(cls, directory: Path | str) -> Run:
@@ -121,15 +145,16 @@ class Run:
                 "into their output directory."
             )
         try:
-            records = [_rank_record(rank, path) for rank, path in sorted(found.items())]
+            recordings = [_recordings(rank, path) for rank, path in sorted(found.items())]
         except OSError as error:
             raise ConfigError(f"{directory} cannot be read: {error}") from error
-        events = [record for record in records if record is not None]
+        events = [several[-1] for several in recordings if several]
         if not events:
             raise ConfigError(f"{directory} holds no run: what is in {found[min(found)]} is not of stagereg.")
         size = events[0].start.get("world_size", math.inf) if events[0].rank == 0 else math.inf
         # Files of ranks beyond that are of an earlier run in the same directory.
-        return cls(directory, tuple(record for record in events if record.rank < size))
+        ranks = tuple(record for record in events if record.rank < size)
+        return cls(directory, ranks, _of_one_run(recordings[0]) if events[0].rank == 0 else ())
 
     @property
     def world_size(self) -> int:
@@ -189,8 +214,16 @@ class Run:
         return sum(record.damaged for record in self.ranks)
 
 
-def _rank_record(rank: int, path: Path) -> RankRecord | None:
-    """Return the last recording in the file, or ``None`` if no line in it is of a recording."""
+def _of_one_run(recordings: Sequence[RankRecord]) -> tuple[RankRecord, ...]:
+    """Those of the run that the last one is of: a run goes on until it completes."""
+    ends = [(record.end or {}).get("status") == "completed" for record in recordings[:-1]]
+    first = max((at + 1 for at, completed in enumerate(ends) if completed), default=0)
+    return tuple(recordings[first:])
+
+
+def _recordings(rank: int, path: Path) -> list[RankRecord]:
+    """Return the recordings in the file, of other ranks than 0 the last one; none if no line in it is of one."""
+    found: list[RankRecord] = []
     events: defaultdict[str, list[Any]] = defaultdict(list)
     times: list[float] = []
     damaged = 0
@@ -207,14 +240,18 @@ def _rank_record(rank: int, path: Path) -> RankRecord | None:
             continue
         if name == "start":
             _check_format(event, path)
+            if events and rank == 0:
+                found.append(_record(rank, events, times, damaged))
             events.clear()
             damaged = 0
             times = []
         if value is not None:  # an event of an unknown name is of a later version or not ours
             events[name].append(value)
             times = [min(t, *times), max(t, *times)] if times else [t, t]
-    if not events:
-        return None
+    return [*found, _record(rank, events, times, damaged)] if events else found
+
+
+def _record(rank: int, events: Mapping[str, list[Any]], times: Sequence[float], damaged: int) -> RankRecord:
     joins = events["join"]
     return RankRecord(
         rank=rank,
@@ -233,6 +270,7 @@ def _rank_record(rank: int, path: Path) -> RankRecord | None:
         logs=tuple(events["log"]),
         join={name: sum(join.get(name, 0) for join in joins) for name in set().union(*joins)} if joins else None,
         end=events["end"][-1] if events["end"] else None,
+        started=next(iter(events["restart"] or events["begin"]), None),
         damaged=damaged,
         first=times[0],
         last=times[1],
@@ -286,6 +324,13 @@ def _restored(event: Mapping[str, Any]) -> tuple[int, dict[str, int]]:
     return _step(event), {str(machine): int(_number(sources, machine)) for machine in sources}
 
 
+def _started(event: Mapping[str, Any]) -> Started:
+    phases = {str(name): _number(event["phases"], name) for name in event["phases"]}
+    number, again = (int(event.get(name, 0)) for name in ("number", "again"))
+    why, source = (str(event.get(name, "")) for name in ("why", "source"))
+    return Started(_step(event), _number(event, "since"), phases, number, why, source, event.get("tier") is True, again)
+
+
 def _straggler(event: Mapping[str, Any]) -> tuple[int, str, int, bool, float, float]:
     who = int(_number(event, "rank")), str(event["machine"])
     return *who, _step(event), event["slow"] is True, _number(event, "wait"), _number(event, "of")
@@ -321,6 +366,8 @@ _READ: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "tier": _span,
     "copy": _transfer,
     "restored": _restored,
+    "begin": _started,
+    "restart": _started,
     "straggler": _straggler,
     "fallback": lambda event: (_step(event), int(_number(event, "lost")), str(event.get("why", ""))),
     "join": _join,

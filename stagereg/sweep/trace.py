@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from stagereg.sweep.run import RankRecord, Run, Span
+from stagereg.sweep.run import RankRecord, Run, Span, step_spans
 
 
 def trace_text(run: Run) -> str:
@@ -30,7 +30,7 @@ def _of_rank(rank: RankRecord, began: float) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "process_name", **on_thread, "args": {"name": f"rank {rank.rank} {host}".rstrip()}}
     yield {"ph": "M", "name": "process_sort_index", **on_thread, "args": {"sort_index": rank.rank}}
     yield {"ph": "M", "name": "thread_name", **on_thread, "args": {"name": "training"}}
-    for name, spans in (("step", rank.step_spans()), ("stall", rank.stalls)):
+    for name, spans in (("step", step_spans(rank)), ("stall", rank.stalls)):
         for span in spans:
             times = {"ts": at(span.start), "dur": round(span.seconds * 1e6, 3)}
             yield {"ph": "X", "name": name, "cat": name, **on_thread, **times, "args": _about(span)}

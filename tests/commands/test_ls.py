@@ -33,6 +33,7 @@ def test_each_checkpoint_is_described(tmp_path: Path, command: Command) -> None:
         "files": 3,
         "bytes": sum(map(len, contents(200).values())),
         "ranks": 4,
+        "lost": [],
         "storage": "dcp",
         "latest": True,
         "kept": "",

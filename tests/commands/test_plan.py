@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import stagereg.checkpoint.save.interval as interval
 from stagereg.commands.planning import Job
 
-from ..support.samples import Sample, write_run
+from ..support.samples import BEGAN, Sample, write_events, write_run
 from .conftest import Command
 
 Plan = Callable[..., dict[str, Any]]
@@ -84,6 +84,34 @@ def test_a_run_without_a_checkpoint_is_refused(recorded: Path, command: Command)
     lines = [line for line in file.read_text().splitlines(keepends=True) if '"write"' not in line]
     file.write_text("".join(lines))
     assert "no checkpoint was completed" in command("plan", "--mtbf", "6h", "--run", recorded, code=2).err
+
+
+def test_failures_of_a_run_are_planned_with_unless_others_are_given(recorded: Path, plan: Plan) -> None:
+    phases = {"noticed": 10.0, "started": 20.0, "first step": 6.0}
+    restart = {
+        "event": "restart",
+        "t": BEGAN,
+        "step": 1,
+        "number": 1,
+        "why": "x",
+        "since": BEGAN - 500,
+        "phases": phases,
+    }
+    write_events(recorded / "metrics.jsonl", [restart])
+    seen = plan("--run", recorded)
+    assert (seen["mtbf_s"], seen["restart_s"]) == (pytest.approx(500, rel=0.1), 36.0)
+    assert "Failures, from there too: 1 in 8m3" in " ".join(seen["sources"])
+    seen = plan("--run", recorded, "--mtbf", "1h", "--restart", "1m")
+    assert (seen["mtbf_s"], seen["restart_s"], "from there too" in " ".join(seen["sources"])) == (3600, 60, False)
+    seen = plan("--run", recorded, "--mtbf-per-node", "100h", "--nodes", "2")
+    assert (seen["mtbf_s"], seen["restart_s"]) == (50 * 3600, 36.0)
+
+
+def test_a_run_without_a_failure_says_nothing_of_how_often_it_fails(
+    recorded: Path, command: Command, plan: Plan
+) -> None:
+    assert "How often does the job fail?" in command("plan", "--run", recorded, code=2).err
+    assert plan("--run", recorded, "--mtbf", "1h")["restart_s"] == 300
 
 
 # -- a cluster

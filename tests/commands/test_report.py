@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ..support.samples import BEGAN, FAILING, Sample, failed, rank_file, sweep, write_hydra, write_run
+from ..support.samples import BEGAN, FAILING, Sample, failed, rank_file, sweep, write_events, write_hydra, write_run
 from .conftest import Command
 
 
@@ -73,6 +73,31 @@ def test_the_steps_of_a_tier_are_reported_with_their_copies(here: Path, report: 
         (20, [], "written"),
     ]
     assert [one["step"] for one in report("run", "--json").json["checkpoints"]] == [10, 20, 30, 40]
+
+
+def test_restarts_are_reported_by_phase_with_the_share_that_was_training(
+    here: Path, report: Command, no_matplotlib: None
+) -> None:
+    write_run(here / "run", Sample(ranks=1, killed=True))
+    seen = report("run").out
+    assert ("After" in seen, "Restarts" in seen, "Where the time went" in seen) == (False, False, True)
+    file = rank_file(here / "run", 0)
+    file.write_text(file.read_text() + "\n")
+    write_run(here / "run", Sample(ranks=1, began=BEGAN + 10))
+    since, phases = BEGAN + 0.415, {"noticed": 1.5, "started": 2.0, "restored": 6.0, "first step": 0.095}
+    restart = {"event": "restart", "t": BEGAN + 10, "step": 1, "number": 1, "why": "lost <rank 1>\nin", "again": 39}
+    write_events(file, [restart | {"since": since, "phases": phases, "source": "/dev/shm/x", "tier": True}])
+    seen = report("run").out
+    assert "Completed: 40 steps on 1 rank in 0.44 s. After 1 failure it was started again: 3.8% of 10.4 s" in seen
+    rows = [" ".join(line.split()) for line in seen.splitlines()]
+    assert "again 0.399 3.82 steps that had been taken before" in rows
+    assert "restarts: restored 6 57.5 until the model was built and restored" in rows
+    assert "1 1.5 2 6 0.095 9.6" in rows
+    assert "1 1 39 tier lost <rank 1>" in rows
+    assert "lost &lt;rank 1&gt;" in (here / "run" / "report.html").read_text()
+    told = report("run", "--json").json
+    assert [(start["number"], start["phases"]) for start in told["starts"]] == [(1, phases)]
+    assert told["goodput"]["share"] == pytest.approx(0.038, abs=1e-3)
 
 
 def test_a_sweep_with_failed_jobs_is_compared_again(here: Path, report: Command, no_matplotlib: None) -> None:

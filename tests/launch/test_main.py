@@ -333,8 +333,8 @@ WAITING = """
 import os
 import stagereg.launch.rank as rank
 
-end_with = rank._end_with
-rank._end_with = lambda parent: (end_with(parent), print(os.getpid(), flush=True))
+end_with = rank.end_with
+rank.end_with = lambda parent: (end_with(parent), print(os.getpid(), flush=True))
 rank.Rank.current()
 """
 

@@ -16,11 +16,13 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 import stagereg.launch.launch as launch
+import stagereg.launch.local_ranks as local_ranks
 import stagereg.launch.preemption as preemption
 from stagereg.errors import Preempted, Stopped
-from stagereg.launch.launch import LocalRanks
+from stagereg.launch.local_ranks import LocalRanks
 from stagereg.launch.preemption import PreemptionHandler
 from stagereg.launch.rank import KEEPS_CODE, print_exit, publish_run, resume_override
+from stagereg.launch.warm import Start
 from stagereg.sweep.result import JobResult
 
 from ..support.programs import LIMIT_S, SAVING, STAGEREG_RUN, TORCHRUN, Program, comes_true
@@ -207,17 +209,16 @@ def test_a_signal_is_forwarded_and_a_later_one_ends_the_ranks(tmp_path: Path, mo
         assert comes_true(lambda: log.exists() and log.read_text().split() == lines), log.read_text()
 
     with LocalRanks() as ranks:
-        ranks.start(0, ["sh", "-c", script], str(tmp_path), {**os.environ})
+        ranks.start(0, Start(["sh", "-c", script], str(tmp_path), {**os.environ}))
         await_lines(["ready"])
         for count, number in enumerate([signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1], 1):
             os.kill(os.getpid(), number)
             await_lines(["ready", *["received"] * count])
         assert (ranks.forwarded, ranks.stopped) == (signal.SIGTERM, None), "as one that forwards it too may send it"
-        monkeypatch.setattr(launch, "SAME_SIGNAL_S", 0.0)
+        monkeypatch.setattr(local_ranks, "SAME_SIGNAL_S", 0.0)
         os.kill(os.getpid(), signal.SIGTERM)
         assert (ranks.wait(), ranks.stopped) == ({}, signal.SIGTERM)
-        ranks.end(signal.SIGKILL)
-        assert ranks.wait() == {0: -signal.SIGKILL}
+        assert ranks.end(signal.SIGKILL) == {0: -signal.SIGKILL}
     assert log.read_text().split() == ["ready", *["received"] * 3]
 
 
@@ -259,8 +260,9 @@ def test_what_is_ignored_stays_ignored_and_sigterm_ends_the_ranks() -> None:
 
 def test_a_signal_to_ranks_alone_ends_the_run_with_its_code() -> None:
     for code in (128 + signal.SIGTERM, 128 + signal.SIGUSR1):
+        end = launch._End(None, {1: code}, 0.0)  # type: ignore[arg-type]
         with pytest.raises(SystemExit) as ended:
-            launch._raise({}, {1: code}, None)
+            launch._raise(end, end.received, "")
         assert ended.value.code == code
 
 

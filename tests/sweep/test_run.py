@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stagereg import record
 from stagereg.errors import ConfigError
-from stagereg.sweep.run import Run, Span, Transfer
+from stagereg.sweep.run import Run, Span, Started, Transfer
 
 from ..support.samples import BEGAN, Sample, rank_file, write_run
 
@@ -73,6 +73,22 @@ def test_recorded_events_are_read_back(tmp_path: Path) -> None:
     assert (run.world_size, run.finished, run.status, run.error, run.damaged) == (1, True, "completed", "", 0)
     assert set(run.versions) == {"stagereg", "torch", "hydra-core", "python"}
     assert run.began <= before <= run.began + run.seconds
+
+
+def test_attempts_of_rank_0_are_kept_since_one_completed(tmp_path: Path) -> None:
+    begin = {"event": "begin", "t": 6.0, "step": 1, "since": 4.0, "phases": {"started": 1.5}}
+    restart = {"event": "restart", "number": 1, "why": "killed", "source": "/x", "tier": True, "again": 2}
+    steps = [{"event": "step", "t": 6.0 + step, "step": step} for step in range(1, 4)]
+    run = lines(tmp_path, START, *steps[:1], END, START, begin, *steps[1:], START, begin | restart, *steps)
+    first, second = run.attempts
+    assert (first.steps, second.steps) == (((2, 8.0), (3, 9.0)), run.ranks[0].steps)
+    assert first.started == Started(1, 4.0, {"started": 1.5})
+    assert second.started == Started(1, 4.0, {"started": 1.5}, 1, "killed", "/x", True, 2)
+    assert first.started.seconds == 1.5
+    assert len(lines(tmp_path, START, END, START, END).attempts) == 1
+    assert lines(tmp_path / "other", START, rank=1).attempts == ()
+    odd = [begin | {"phases": {"started": "x"}}, begin | {"phases": None}, begin | {"number": "x"}]
+    assert (lines(tmp_path, START, *odd).damaged, run.damaged) == (3, 0)
 
 
 @settings(deadline=None)

@@ -52,6 +52,7 @@ class Manifest:
         storage: the name of the storage that reads it.
         time: when it was committed, whole seconds since the epoch.
         metrics: what rank 0 had logged about the step by then; may have NaN, so two manifests are compared without.
+        lost: in a survivors' save the ranks that were lost, each with what of it is missing, or not exact, in words.
     """
 
     step: int
@@ -61,6 +62,7 @@ class Manifest:
     storage: str = "dcp"
     time: int = 0
     metrics: dict[str, float] = field(default_factory=dict, compare=False)
+    lost: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -75,8 +77,9 @@ class Manifest:
     def dumps(self) -> str:
         """Return the text of ``manifest.json``; its checksum is that of the JSON with sorted keys and no spaces."""
         data = {"format": _FORMAT, **asdict(self), "metrics": metrics_to_json(self.metrics)}
-        if not self.metrics:
-            del data["metrics"]
+        for name in ("metrics", "lost"):
+            if not data[name]:
+                del data[name]
         checked = json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
         return json.dumps({**data, "crc32": crc32(checked)}, indent=1) + "\n"
 
@@ -110,6 +113,7 @@ class Manifest:
             storage=storage,
             time=_whole(data, "time", most=_LATEST_TIME),
             metrics=metrics_from_json(data.get("metrics", {})),
+            lost=_lost(data.get("lost", {})),
         )
         if (text.decode() if isinstance(text, bytes) else text) != manifest.dumps():
             raise ValueError("it is not what was written: its own CRC-32 differs, or the text")
@@ -185,6 +189,14 @@ def metrics_from_json(data: Any) -> dict[str, float]:
         if value not in ("nan", "inf", "-inf") and not (type(value) is float and math.isfinite(value)):
             raise ValueError(f"the metric {name} is {value!r:.100}, which is no number")
     return {name: float(value) for name, value in data.items()}
+
+
+def _lost(data: Any) -> dict[str, list[str]]:
+    if not isinstance(data, dict) or not all(isinstance(each, list) for each in data.values()):
+        raise ValueError("its lost ranks are no mapping of lists")
+    if not all(rank.isdecimal() and all(isinstance(x, str) and is_name(x) for x in data[rank]) for rank in data):
+        raise ValueError("its lost ranks are no numbers with names")
+    return data
 
 
 def is_name(text: str) -> bool:

@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import stagereg.launch.phases as phases
 import stagereg.record as record
 from stagereg.checkpoint.format.damage import Condition, Unclear
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, step_of
@@ -17,6 +18,7 @@ from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
 from stagereg.checkpoint.tiers.inventory import NearStep
+from stagereg.checkpoint.tiers.near import NearCopies
 from stagereg.errors import CheckpointError
 
 RESUME = ("auto", "latest", "never")
@@ -136,9 +138,13 @@ def warn_of_damaged(damaged: Sequence[Condition], ranks: RankGroup) -> None:
         _log.warning("%s is %s and passed over:\n%s%s", each.path, _word(each), _indented(each), _how_to_try(each))
 
 
-def log_begin(step: Checkpoint | None, dir: object, own: bool) -> None:
-    """Log what a run goes on from, and where its checkpoints go, if it is from there."""
+def log_begin(step: Checkpoint | None, dir: object, own: bool, near: NearCopies | None) -> None:
+    """Tell on rank 0 what a run goes on from, and where its checkpoints go, if it is from there."""
     begins = "training starts from scratch" if step is None else f"resumed from {step.path}"
+    if step is None:
+        phases.restored(0, "", in_tier=False)
+    else:
+        phases.restored(step.manifest.step, step.path, near is not None and near.names(step.path))
     _log.info("stagereg: %s%s", f"checkpoints go to {dir}; " if own else "", begins)
 
 

@@ -51,11 +51,13 @@ def find(
     names: ParameterNames,
     cast: bool,
     fresh: Collection[str] = (),
+    lost: bool = False,
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return the structures of what the objects and values of ``state`` take. Each rank on its own.
 
     ``saved_size`` ranks wrote the checkpoint, and there are ``size`` now. With ``cast`` another dtype is no reason to
-    refuse it, where both are of floating point; ``fresh`` is left out where nothing was saved for it.
+    refuse it, where both are of floating point; ``fresh`` is left out where nothing was saved for it. ``lost``: this
+    rank was when the others saved it, so there is nothing that it alone had.
 
     Returns:
         For each name what :func:`assign` takes, with leaves that are yet to be read; under :func:`.rng_name` this
@@ -76,7 +78,7 @@ def find(
     for name, value in state.items():
         try:
             if isinstance(value, entries.PerRank) or (saved_size and is_position(value)):
-                if (own := _own(files, state, name, saved_size, rank, size)) is not None:
+                if (own := _own(files, state, name, saved_size, rank, size, lost)) is not None:
                     found[name] = own
                 continue
             structure = _structure(files, name, rank if saved_size == size else None)
@@ -87,11 +89,11 @@ def find(
             if name not in fresh:
                 raise
     own = entries.rng_name(rank)
-    return {**found, own: files.structure(own)} if saved_size == size else found, left
+    return {**found, own: files.structure(own)} if saved_size == size and not lost else found, left
 
 
 def _own(
-    files: CheckpointFiles, state: Mapping[str, Any], name: str, saved_size: int, rank: int, size: int
+    files: CheckpointFiles, state: Mapping[str, Any], name: str, saved_size: int, rank: int, size: int, lost: bool
 ) -> Any | None:
     """Return what this rank takes of what each rank has for itself; ``None`` if nothing."""
 
@@ -102,7 +104,7 @@ def _own(
     value = entries.value_of(state, name)
     if isinstance(value, LoadsEveryRank):
         return [of(each) for each in range(saved_size)]
-    if saved_size == size:
+    if saved_size == size and not lost:
         return of(rank)
     if isinstance(state[name], entries.PerRank):
         return None

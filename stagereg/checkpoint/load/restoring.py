@@ -44,6 +44,7 @@ from stagereg.checkpoint.tiers.inventory import NearStep
 from stagereg.checkpoint.tiers.near import NearCopies
 from stagereg.errors import CheckpointError, DamagedError, kind_of, reason
 from stagereg.machine import is_on_network, machine_name
+from stagereg.stagers.guard import announce_write
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ def restore(asked: RestoreRequest) -> Checkpoint | None:
             ``"auto"`` found none of them good; some rank's objects do not take what was saved; reading failed after
             the check, and the objects have changed in part.
     """
+    announce_write()  # also into what a step has left, which is not whole then
     try:
         return _tried(asked)
     except CheckpointError as error:
@@ -380,7 +382,8 @@ class _Loading:
             self.files = CheckpointFiles.of(chosen, asked.own, index)
         opened.enter_context(self.files)
         sizes = chosen.manifest.world_size, asked.ranks.rank, asked.ranks.size
-        self._found, self.left = placing.find(self.files, asked.state, *sizes, asked.names, asked.cast, asked.fresh)
+        given = asked.state, *sizes, asked.names, asked.cast, asked.fresh
+        self._found, self.left = placing.find(self.files, *given, str(asked.ranks.rank) in chosen.manifest.lost)
         if asked.touched and (lacking := asked.state.keys() - self._found.keys()):
             raise CheckpointError(f"it does not have {', '.join(sorted(lacking))}")
         self._read()
@@ -418,8 +421,13 @@ class _Loading:
                 placing.assign(state, name, fill(self._found[name]), self._asked.names, rank)
             except Exception as error:
                 raise CheckpointError(placing.refusal(name, reason(error))) from error
+        if ranks.rank == 0:
+            for each, missing in self._chosen.manifest.lost.items():
+                text = "%s was saved when rank %s was lost, and lacks of it %s: these stay as the program began them."
+                _log.warning(text, self._chosen.path, each, ", ".join(missing))
         if rank is not None:
-            rng.restore(fill(self._found[entries.rng_name(ranks.rank)]))
+            if (generators := entries.rng_name(ranks.rank)) in self._found:
+                rng.restore(fill(self._found[generators]))
         elif ranks.rank == 0:
             own = [name for name in own if name not in fresh]
             more = f", and {', '.join(own)} (each rank's own) stay as they are" if own else ""

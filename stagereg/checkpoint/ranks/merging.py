@@ -113,15 +113,22 @@ class Merging:
         order: the ranks, those first whose values go before others'.
         stale: the ranks that have left their loop.
         before: what ranks had in the save before.
+        numbers: which rank of those that the checkpoint is of each one is; the same by default.
 
     Attributes:
         entries: what they have in this one, once it is put together.
     """
 
     def __init__(
-        self, digests: Sequence[EntryDigests], order: Sequence[int], stale: Collection[int], before: Structures
+        self,
+        digests: Sequence[EntryDigests],
+        order: Sequence[int],
+        stale: Collection[int],
+        before: Structures,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         self.entries: Structures = {}
+        self._numbers = range(len(digests)) if numbers is None else numbers
         self._digests, self._order, self._stale, self._before = digests, order, stale, before
         self._alike = alike([each.structures for each in digests], order)
 
@@ -156,7 +163,8 @@ class Merging:
                         "Nothing was committed; the next save sends all of it."
                     )
             self.entries[name, own] = found
-            parts.setdefault(name, []).append((found, [rank for rank in ranks if rank not in self._stale]))
+            values = [self._numbers[rank] for rank in ranks if rank not in self._stale]
+            parts.setdefault(name, []).append((found, values))
         return {name: merge(name, each) for name, each in parts.items()}
 
     def _completed(self, name: str, sent: Encoded | Changes) -> Encoded | None:

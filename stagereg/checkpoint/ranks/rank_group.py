@@ -129,6 +129,7 @@ class RankGroup:
 
     Attributes:
         limit: that time-out.
+        numbers: which rank of those that the checkpoint is of each one is.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class RankGroup:
         self.group: dist.ProcessGroup | None = None
         self.limit = min(max(timeout or _USUAL, _USUAL), _PATIENCE)
         self.rank, self.size = 0, 1
+        self.numbers: Sequence[int] = range(1)
         self._store: Any = None
         self._why = ""  # the ranks cannot go on
         if not (dist.is_available() and dist.is_initialized()):
@@ -152,7 +154,7 @@ class RankGroup:
             ranks, timeout=_PATIENCE, backend="gloo", use_local_synchronization=process_group is not None
         )
         present()
-        self.rank, self.size = dist.get_rank(self.group), len(ranks)
+        self.rank, self.size, self.numbers = dist.get_rank(self.group), len(ranks), range(len(ranks))
 
     def _await_all(self, training: Any, size: int) -> Callable[[], object]:
         """Wait until all ranks construct theirs, and say so where it takes long; what is returned clears that away."""
@@ -184,6 +186,11 @@ class RankGroup:
         """Raise ``CheckpointError`` if other ranks have come up since a process alone constructed this."""
         if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise CheckpointError("The Checkpointer was constructed before init_process_group; construct it after.")
+
+    @property
+    def number(self) -> int:
+        """Which of ``numbers`` this rank is."""
+        return self.numbers[self.rank]
 
     def max_async(self, values: Sequence[float]) -> Callable[..., list[float]]:
         """Begin to find the greatest of each value among all ranks. Collective.

@@ -195,7 +195,7 @@ class _Work:
             wait_for_backward(save.caller, save.hurried, _CALM_S)
         copy = dict(_expect_whole(save, save.copy.get()))
         save.copy.inspect(copy)
-        if (own := rng_name(self._ranks.rank)) in copy:
+        if (own := rng_name(self._ranks.number)) in copy:
             copy[own] = rng.as_tensors(copy[own])
         self._copy = self._cut(copy) if save.sharing.shares is None and save.sharing.book is not None else copy
         self._doubles = self._copy.pop(DOUBLES, {})
@@ -245,7 +245,7 @@ class _Work:
         if plan is not self._to.last.plan:
             self._to.last.nbytes = self._nbytes(copy, self.planner.state_dict.values())
             self._to.last.plan = plan
-            self._to.last.sent = [plan] if self._ranks.size == 1 else split_plan(plan, self._ranks.rank)
+            self._to.last.sent = [plan] if self._ranks.size == 1 else split_plan(plan, self._ranks.number)
         self._plans = self._to.last.sent
         if save.copy.nbytes is None:
             save.copy.nbytes = self._to.last.nbytes + self._nbytes_of_doubles()
@@ -257,7 +257,7 @@ class _Work:
 
     def _nbytes(self, copy: Mapping[str, Any], leaves: Iterable[Any]) -> int:
         """Return the bytes of tensor data in a copy, without this rank's random number generators."""
-        own: Mapping[str, torch.Tensor] = copy.get(rng_name(self._ranks.rank), {})
+        own: Mapping[str, torch.Tensor] = copy.get(rng_name(self._ranks.number), {})
         return sum(part.nbytes for x in leaves for part in _parts(x)) - sum(x.nbytes for x in own.values())
 
     def _nbytes_of_doubles(self) -> int:
@@ -288,7 +288,8 @@ class _Work:
         self._follows = [rank for rank, each in enumerate(prepared) if each.follows]
         self._order = sorted(range(len(prepared)), key=lambda rank: prepared[rank].follows)
         expect_alike({rank: prepared[rank].differing for rank in self._order})
-        self._merging = Merging([each.digests for each in prepared], self._order, self._follows, self._to.last.entries)
+        have, before = [each.digests for each in prepared], self._to.last.entries
+        self._merging = Merging(have, self._order, self._follows, before, self._ranks.numbers)
         asked = self._merging.ask_ranks()
         if lasting is None:
             return [(None, each) for each in asked]

@@ -200,9 +200,12 @@ class SaveTarget:
         files |= {name: store.mark(path, name) for name in store.backend.list(path) if name not in files}
         failpoint("marked")
         store.notes.add_metrics(self.metrics.late_metrics())
-        made = Manifest(step, self.ranks.size, 0, files, self._storage_name, metrics=self.metrics.of_step(step))
-        self.committed = store.publish(path, made, self.keep)
+        self.committed = store.publish(path, self.manifest(step, files), self.keep)
         self.metrics.committed(self.committed.manifest, store.retention.serials)
+
+    def manifest(self, step: int, files: dict[str, FileMark]) -> Manifest:
+        """Return the manifest to publish."""
+        return Manifest(step, self.ranks.size, 0, files, self._storage_name, metrics=self.metrics.of_step(step))
 
     def complete(self, step: int) -> None:
         self.store.appeared()

@@ -166,6 +166,12 @@ class SaveThread(ABC):
     def _is_busy(self) -> bool:
         return self._clearing and os.getpid() == self._process
 
+    def ends_by(self, until: float) -> bool:
+        """Wait until all saves of this thread have ended, well or not; False if they have not at ``until``."""
+        while self._first() is not None and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+        return self._first() is None
+
     @property
     def failing(self) -> bool:
         """Whether :meth:`raise_failure` would raise."""

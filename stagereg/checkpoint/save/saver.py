@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NoReturn
@@ -60,6 +60,7 @@ class Saver:
         reached: as ``saved``; -1 before, and after a restore.
         leaving: whether the ranks are about to exit.
         names: of the parameters in it.
+        whole: takes note of steps that end; ``None`` if nothing is saved after a loss.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class Saver:
         self.reached = -1
         self.leaving = False
         self.names = ParameterNames()
+        self.whole: Callable[[int, Mapping[str, Any]], None] | None = None
+        self._given_at: int | None = None  # the step that ends with the state
         self._target, self._tier, self._stager = target, tier, stager
         self._background, self._replicas, self._stores = background, replicas, stores
         self._copying: PendingSave | None = None  # what the stager is at
@@ -95,8 +98,12 @@ class Saver:
         if isinstance(stager, ReleasesCopies):
             stager.expect_release()
 
-    def remember(self, state: MutableMapping[str, Any]) -> None:
-        """Keep what is to be saved, also after this rank has left a loop, and count the steps of its optimizers."""
+    def remember(self, state: MutableMapping[str, Any], step: int | None = None) -> None:
+        """Keep what is to be saved, also after this rank has left a loop, and count the steps of its optimizers.
+
+        ``step`` is the one that ends with it, if one does.
+        """
+        self._given_at = step
         if state is self.state:
             return
         self.state, before = state, self.state or {}
@@ -113,6 +120,8 @@ class Saver:
         """Note the positions in data of a step that may be saved later, when the loop has taken another batch."""
         if self._continued and self.state is not None:
             self._positions = step, {name: self.state[name].state_dict() for name in self._continued}
+        if self.whole is not None and self.state is not None and self._given_at == step:
+            self.whole(step, self.state)
 
     def save(self, step: int, follows: bool = False, near: bool = False) -> None:
         """Stage and submit.

@@ -20,6 +20,7 @@ from statistics import median
 import torch.distributed as dist
 
 import stagereg.checkpoint.save.interval as interval
+import stagereg.launch.phases as phases
 import stagereg.record as record
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 
@@ -63,14 +64,19 @@ class Schedule:
         """Go on from ``step``. On all ranks."""
 
 
-def schedule_of(every: int | str, mtbf: timedelta, process_group: dist.ProcessGroup | None, who: str = "") -> Schedule:
+def schedule_of(
+    every: int | str, mtbf: timedelta, process_group: dist.ProcessGroup | None, who: str = "", in_tier: bool = False
+) -> Schedule:
     """Return the schedule of an option ``every``: a number of steps, or ``"auto"``, which is collective.
 
-    ``who`` saves, for the log.
+    ``mtbf`` is expected, and corrected by the failures that the run has seen (:func:`.mtbf_s`); ``who`` saves, for the
+    log.
     """
     if isinstance(every, int):
         return Schedule(every)
-    return Automatic(mtbf.total_seconds(), RankGroup(process_group), who=who)
+    ranks = RankGroup(process_group)
+    seen = ranks.run_on_all("No interval was planned", lambda: phases.mtbf_s(mtbf.total_seconds(), in_tier))
+    return Automatic(seen[0], ranks, who=who)  # rank 0 alone has seen all attempts
 
 
 class Automatic(Schedule):

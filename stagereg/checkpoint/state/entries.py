@@ -62,8 +62,17 @@ def rng_name(rank: int) -> str:
     return rank_name(f"{RESERVED}.rng", rank)
 
 
-def capture(state: Mapping[str, Any], step: int, rank: int, world_size: int, names: ParameterNames) -> dict[str, Any]:
+def capture(
+    state: Mapping[str, Any],
+    step: int,
+    rank: int,
+    world_size: int,
+    names: ParameterNames,
+    generators: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Return the entries to save: references to live tensors, which a stager has yet to copy.
+
+    ``generators`` is what :func:`.rng.note` has noted of them, in place of what they are now.
 
     Raises:
         CheckpointError: a name that is no text, or one that belongs to the project; two parameters of one name.
@@ -71,7 +80,7 @@ def capture(state: Mapping[str, Any], step: int, rank: int, world_size: int, nam
     entries: dict[str, Any] = {
         f"{RESERVED}.step": step,
         f"{RESERVED}.world_size": world_size,
-        rng_name(rank): rng.capture(),
+        rng_name(rank): rng.capture(generators),
     }
     for name, value in state.items():
         if not isinstance(name, str) or name.split(".")[0] == RESERVED:

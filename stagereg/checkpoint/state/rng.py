@@ -27,14 +27,22 @@ def _accelerator() -> Any | None:
     return None if found is None else torch.get_device_module(found)
 
 
-def capture() -> dict[str, bytes]:
-    """Return the state of every generator of this process; drawing nothing from any of them."""
-    state = {"python": marshal.dumps(random.getstate()), "torch": _bytes(torch.get_rng_state())}
+def note() -> dict[str, Any]:
+    """Return the state of every generator of this process as each has it; drawing nothing from any of them."""
+    state = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if accelerator := _accelerator():
-        state["accelerator"] = _bytes(accelerator.get_rng_state())
+        state["accelerator"] = accelerator.get_rng_state()
     if numpy := sys.modules.get("numpy"):
-        state["numpy"] = marshal.dumps(_listed(numpy.random.get_state(legacy=False)))
+        state["numpy"] = numpy.random.get_state(legacy=False)
     return state
+
+
+def capture(noted: dict[str, Any] | None = None) -> dict[str, bytes]:
+    """Return what :func:`note` returned, or the present state, as it is staged."""
+    state = note() if noted is None else noted
+    return {
+        name: marshal.dumps(_listed(each)) if name in _COLLECTIONS else _bytes(each) for name, each in state.items()
+    }
 
 
 def as_tensors(state: dict[str, bytes]) -> dict[str, torch.Tensor]:

@@ -130,8 +130,12 @@ class CheckpointStore:
         return self.backend.holder()
 
     def lock(self) -> StoreLock:
-        """Lock the store until the lock is released (:meth:`.Backend.lock`); :meth:`publish` checks that it is held."""
-        self._lock = self.backend.lock()
+        """Lock the store until the lock is released (:meth:`.Backend.lock`), or return the lock that there is.
+
+        :meth:`publish` checks that it is held.
+        """
+        if self._lock is None or not self._lock.held:
+            self._lock = self.backend.lock()
         return self._lock
 
     def sweep(self, but: Collection[str] = ()) -> None:

@@ -111,6 +111,11 @@ class StoreLock:
             raise
         self._process = os.getpid()
 
+    @property
+    def held(self) -> bool:
+        """Whether it is not released."""
+        return bool(self._process)
+
     def check(self) -> None:
         """Make sure that the directory is still held; to be called before each commit, on any thread.
 

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from omegaconf import OmegaConf
 
 import stagereg.checkpoint.save.interval as interval
 import stagereg.config.schema as schema
-from stagereg import registry
+import stagereg.launch.phases as phases
+from stagereg import record, registry
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.schedule import Automatic
+from stagereg.checkpoint.save.schedule import Automatic, schedule_of
 from stagereg.config.instantiate import instantiate
 from stagereg.errors import CheckpointError, ConfigError, StagingError
 from stagereg.stagers.blocking import BlockingAsyncStager
@@ -161,6 +163,23 @@ def many_runs(rank: int, world_size: int, seeds: int) -> list[list[int]]:
             training.save(last)
         runs.append([*training.saved, training.schedule.every])
     return runs
+
+
+def seen_by(rank: int, world_size: int, root: str) -> tuple[float, float]:
+    """What a tier and the store expect, where rank 0 alone has the record of an attempt of 1000 s, and it failed."""
+    if rank == 0:
+        at = record.now() - 1000
+        Path(root, record.file_name(0)).write_text(
+            f'{{"event":"start","t":{at}}}\n{{"event":"restart","tier":true,"t":1}}\n'
+        )
+        phases.begin(Path(root), None)
+    found = [schedule_of("auto", timedelta(seconds=600), None, in_tier=in_tier) for in_tier in (True, False)]
+    return found[0]._mtbf_s, found[1]._mtbf_s  # type: ignore[attr-defined]
+
+
+def test_all_ranks_expect_failures_as_often_as_the_run_has_seen_them(tmp_path: Path) -> None:
+    for near_s, stored_s in run_ranks(seen_by, nproc=2, args=(str(tmp_path),)):
+        assert (near_s, stored_s) == (pytest.approx(1600 / 3, rel=0.05), pytest.approx(1600 / 2, rel=0.05))
 
 
 class Breaks(BlockingAsyncStager):

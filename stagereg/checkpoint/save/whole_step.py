@@ -1,0 +1,242 @@
+"""The state as it was at the end of a step, as long as nothing has written into it since.
+
+Between the end of one step and the next write of an optimizer, parameters and optimizer state are those of the step.
+What else belongs to it is noted as the step ends: random numbers, plain values, positions in data, options of
+optimizers, and small tensors that a forward pass may write, such as running statistics. Other tensors have a version
+counter, by which a write is found that no optimizer has announced. No large tensor is copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+import stagereg.checkpoint.state.entries as entries
+import stagereg.checkpoint.state.module_state as module_state
+import stagereg.checkpoint.state.rng as rng
+from stagereg.checkpoint.format.encoding import walk
+from stagereg.checkpoint.ranks.comparing import digest
+from stagereg.checkpoint.state.entries import local_part
+from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
+from stagereg.data import LoadsEveryRank, is_position
+from stagereg.errors import CheckpointError
+from stagereg.stagers.guard import WriteGuard
+
+_SMALL_BYTES = 1 << 16  # of a tensor that is copied at each step, where no optimizer writes it
+_COPIED_BYTES = 1 << 22  # of all of these
+_ITEMS = 1 << 10  # of a container that is copied
+_NONE_ENDED, _WRITTEN = "no step has ended", "its optimizer was at the next step"
+_CHANGED = "something that is no optimizer has written into its state since the step ended"
+_version_of = operator.attrgetter("_version")
+
+
+class WholeStep:
+    """That of one rank. :meth:`note` is for the training thread, the other methods for another one, once each.
+
+    Attributes:
+        step: that has ended last; ``None`` before.
+        kinds: a digest of names, shapes and dtypes of all tensors of modules and optimizers.
+    """
+
+    def __init__(self, names: ParameterNames) -> None:
+        self.step: int | None = None
+        self.kinds = ""
+        self._names = names
+        self._seen: _Seen | None = None
+        self._noted: dict[str, Any] = {}  # by entry, in place of what the program has by now
+        self._plain: list[torch.Tensor] = []  # those in it
+        self._versions: list[int] = []
+        self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of groups of optimizers
+        self._generators: dict[str, Any] = {}
+        self._events: list[torch.Event] = []
+        self._why = _NONE_ENDED  # the state is not whole
+        self._held = False
+        self._lock = threading.Lock()
+        self._guard = WriteGuard(self._before_write)
+
+    def note(self, step: int, state: Mapping[str, Any]) -> bool:
+        """Take note of the end of a step, with the ``state`` of the program; return whether ``kinds`` has changed."""
+        with self._lock:
+            return not self._held and self._note(step, state)
+
+    def _note(self, step: int, state: Mapping[str, Any]) -> bool:
+        seen, changed = self._seen, False
+        if seen is None or not seen.is_of(state):
+            objects = {name: x for name, x in state.items() if module_state.modules_of(x) or optimizers_of(x)}
+            changed = seen is None or seen.known != _known(objects)
+            if seen is None or changed:
+                seen = self._seen = _Seen(state, objects, self._names)
+                self.kinds = seen.kinds
+        if not seen.unfit:
+            with torch.no_grad():
+                torch._foreach_copy_(seen.copies, seen.small) if seen.small else None
+            self._noted = {name: x if name in seen.objects else _noted(x) for name, x in state.items()}
+            self._plain = [x for value in self._noted.values() for x in _tensors_in(value)]
+            self._versions = self._find_versions(seen)
+            self._options = [(each, {key: each[key] for key in each if key != "params"}) for each in seen.groups]
+            self._generators = rng.note()
+            self._events = [torch.accelerator.current_stream(device).record_event() for device in seen.devices]
+        self.step, self._why = step, seen.unfit
+        return changed
+
+    def is_written(self) -> bool:
+        """Whether an optimizer has begun its next step."""
+        return self._why == _WRITTEN
+
+    def hold(self) -> str:
+        """Let no optimizer begin a step from now on; return why the state is not whole, or nothing if it is."""
+        with self._lock:
+            self._held = True
+        if self._why or self._seen is None:
+            return self._why
+        if not all(event.query() for event in self._events):
+            return "its accelerator has not come to the end of the step"
+        if self._seen.has_moved():
+            return "its modules have other tensors than before"
+        return "" if self._versions == self._find_versions(self._seen) else _CHANGED
+
+    def expect_unchanged(self) -> None:
+        """Raise ``CheckpointError`` if something has written into the state since :meth:`take`."""
+        assert self._seen is not None
+        same = self._versions == self._find_versions(self._seen)
+        if not same or not all(map(torch.equal, self._seen.small, self._seen.copies)):
+            raise CheckpointError(_CHANGED)
+
+    def take(self, rank: int, world_size: int) -> dict[str, Any]:
+        """Return the entries to save: references to live tensors, which get back what was noted of them."""
+        seen, step = self._seen, self.step
+        assert seen is not None
+        assert step is not None
+        with torch.no_grad():
+            torch._foreach_copy_(seen.small, seen.copies) if seen.small else None
+        for group, options in self._options:
+            group.update(options)
+        state = {name: seen.modules.get(name, x) for name, x in self._noted.items()}
+        return entries.capture(state, step, rank, world_size, self._names, self._generators)
+
+    def _find_versions(self, seen: _Seen) -> list[int]:
+        return [*map(_version_of, seen.watched), *map(_version_of, self._plain)]
+
+    def _before_write(self) -> None:
+        with self._lock:
+            if not self._held:
+                self._why = self._why if self.step is None else _WRITTEN
+                return
+        threading.Event().wait()  # for ever: the process is about to end
+
+
+class _Seen:
+    """What is known of the modules and optimizers of a state, as long as they are the same.
+
+    Attributes:
+        objects: these, by entry.
+        known: what they are told from others by.
+        unfit: why their state cannot be taken at the end of a step, whatever it is; else empty.
+        kinds: as of :class:`WholeStep`.
+        groups: of the optimizers.
+        modules: their entries: references to live tensors.
+        small: tensors that may be written by a forward pass, and are copied.
+        copies: of those.
+        watched: all others.
+        devices: that have some of them.
+    """
+
+    def __init__(self, state: Mapping[str, Any], objects: Mapping[str, Any], names: ParameterNames) -> None:
+        self.objects, self._counted = objects, [each.state for each in _optimizers(objects)]
+        self._names, self._counts = state.keys() - objects.keys(), [*map(len, self._counted)]
+        self.known, self.unfit, self.kinds = _known(objects), _unfit(state), ""
+        self.groups = [group for each in _optimizers(objects) for group in each.param_groups]
+        self.modules: dict[str, Any] = {}
+        self.small: list[torch.Tensor] = []
+        self.watched: list[torch.Tensor] = []
+        if not self.unfit:
+            self._look(entries.capture(objects, 0, 0, 1, names))
+        self.copies = [x.clone() for x in self.small]
+        self.devices = {x.device for x in self.watched if not x.is_cpu}
+        self._addresses = self._find_addresses()
+
+    def is_of(self, state: Mapping[str, Any]) -> bool:
+        """Whether they are surely those of ``state``, at a glance."""
+        return (
+            len(state) == len(self.objects) + len(self._names)
+            and all(state.get(name) is x for name, x in self.objects.items())
+            and self._counts == [*map(len, self._counted)]
+            and self._names <= state.keys()
+        )
+
+    def has_moved(self) -> bool:
+        """Whether parameters or buffers lie elsewhere than before."""
+        return self._addresses != self._find_addresses()
+
+    def _look(self, captured: Mapping[str, Any]) -> None:
+        own = {name: captured[name] for name in self.objects}
+        self.modules = {name: each for name, each in own.items() if module_state.modules_of(self.objects[name])}
+        found = [(path, x) for path, x in walk(own) if isinstance(x, torch.Tensor)]
+        self.kinds = digest(sorted((".".join(map(str, path)), str(x.dtype), [*x.shape]) for path, x in found)).hex()
+        if not all(isinstance(x, torch.Tensor) and not x.is_inference() for _, x in walk(self.modules)):
+            self.unfit = "a module has something else than plain tensors in its state"
+            return
+        written, nbytes = {local_part(x).data_ptr() for group in self.groups for x in group["params"]}, 0
+        for path, x in ((path, local_part(x)) for path, x in found):
+            free = path[0] in self.modules and x.data_ptr() not in written
+            is_small = free and x.nbytes <= _SMALL_BYTES and nbytes + x.nbytes <= _COPIED_BYTES
+            nbytes += is_small * x.nbytes
+            (self.small if is_small else self.watched).append(x)
+
+    def _find_addresses(self) -> list[int]:
+        found = [x for group in self.groups for x in group["params"]]
+        for value in self.objects.values():
+            for each in (inner for module in module_state.modules_of(value) for inner in module.modules()):
+                left_out = each._non_persistent_buffers_set
+                found += [x for name, x in each._buffers.items() if x is not None and name not in left_out]
+        return [local_part(x).data_ptr() for x in found]
+
+
+def _optimizers(objects: Mapping[str, Any]) -> list[Optimizer]:
+    return [each for value in objects.values() for each in optimizers_of(value)]
+
+
+def _known(objects: Mapping[str, Any]) -> list[object]:
+    modules = [each for value in objects.values() for each in module_state.modules_of(value)]
+    optimizers = _optimizers(objects)
+    return [*objects, *map(id, modules), *map(id, optimizers), *(len(each.state) for each in optimizers)]
+
+
+def _unfit(state: Mapping[str, Any]) -> str:
+    values = [entries.value_of(state, name) for name in state]
+    if module_state.has_flat_parameters([each for value in values for each in module_state.modules_of(value)]):
+        return "FSDP1 puts its state together in a collective"
+    groups = [group for value in values for each in optimizers_of(value) for group in each.param_groups]
+    if any(group.get("capturable") for group in groups):
+        return "an optimizer with capturable=True may write in a CUDA graph"
+    for name in entries.positions(state):
+        if not isinstance(entries.value_of(state, name), LoadsEveryRank):
+            return f"the position of {name!r} is that of the batch taken last, and each rank's own"
+    return ""
+
+
+def _noted(value: Any) -> Any:
+    """Return what an entry is now, whatever becomes of it; of what has a state of its own, the object itself."""
+    if isinstance(value, (int, float, str)):
+        return value
+    if isinstance(value, LRScheduler):
+        return value.state_dict()
+    if type(value) in (dict, list):
+        return copy.copy(value) if len(value) <= _ITEMS else value
+    if type(value) is torch.Tensor:
+        return value.detach().clone() if value.nbytes <= _SMALL_BYTES else value
+    if isinstance(value, entries.PerRank):
+        return entries.PerRank(_noted(value.value))
+    return entries.PerRank(value.state_dict()) if is_position(value) else value
+
+
+def _tensors_in(noted: Any) -> Iterator[torch.Tensor]:
+    values = noted.values() if type(noted) is dict and len(noted) <= _ITEMS else (noted,)
+    return (x for x in values if type(x) is torch.Tensor)

@@ -1,0 +1,287 @@
+"""The survivors' save: when ranks are lost, those that are left save the last whole step, if they hold all of it.
+
+No collective of training is used, which is broken. Each rank that is left has its optimizers wait, and posts in the
+store of the run which step it has (:class:`.WholeStep`). Who sees first that all have posted decides, for all, which
+ranks save which step. These make a group of their own and save as in any other save, so that the checkpoint is one as
+any other; its manifest names the ranks that are lost, and what of them is missing. It replaces nothing.
+
+One decision is made, in one store; and one rank commits, which holds the lock of the directory. So of two halves of a
+network that both go on, at most one commits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+import stagereg.checkpoint.state.entries as entries
+import stagereg.launch.loss as loss
+import stagereg.record as record
+from stagereg.checkpoint.format.encoding import walk
+from stagereg.checkpoint.format.manifest import FileMark, Manifest, new_token
+from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.save.background import Background
+from stagereg.checkpoint.save.committing import write_and_commit
+from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, StagedCopy
+from stagereg.checkpoint.save.saver import Saver
+from stagereg.checkpoint.save.whole_step import WholeStep
+from stagereg.checkpoint.store.keep import Keep
+from stagereg.errors import CheckpointError, name_ranks, reason
+from stagereg.join.broken import abort
+from stagereg.launch.loss import Loss
+from stagereg.launch.rank import is_consequence
+from stagereg.registry import build
+
+_log = logging.getLogger(__name__)
+
+_SETTLE_S = 1.0  # for the step that an optimizer is at
+_LOOK_S = 0.05
+_ALL = 1 << 62  # checkpoints that stay
+
+
+class _Posted(NamedTuple):
+    """What a rank that is left says: the step that it has, the kinds of its tensors, and why it is not whole."""
+
+    rank: int
+    step: int
+    kinds: str
+    why: str
+
+
+class _Decided(NamedTuple):
+    """What all do: for each step, the best one first, the ranks that save it; or why that is none."""
+
+    token: str
+    tries: list[tuple[int, list[int]]]
+    why: str
+
+
+class Survivors:
+    """This rank's part. It is to be kept as long as there is something to save."""
+
+    def __init__(self, target: SaveTarget, saver: Saver, background: Background) -> None:
+        self._target, self._saver, self._background = target, saver, background
+        self._whole = WholeStep(saver.names)
+        self._publish = loss.expect(self) if target.ranks.size > 1 else None
+        if self._publish is not None:
+            saver.whole = self._note
+
+    def _note(self, step: int, state: Mapping[str, Any]) -> None:
+        assert self._publish is not None
+        try:
+            if self._whole.note(step, state):
+                self._publish(f"kinds/{self._target.ranks.rank}", self._whole.kinds)
+        except Exception as error:  # of the store, or of a state that cannot be saved, which a save will say
+            _log.debug("A step was not noted.", exc_info=error)
+            self._saver.whole = None
+
+    def save_after_loss(self, told: Loss) -> str:
+        """Save with the other ranks that are left; see :class:`.SavesAfterLoss`."""
+        store, ranks = told.store, self._target.ranks
+        if ranks.size != told.world_size:
+            return ""
+        own = self._post(told)
+        decided = self._decide(told, self._gather(told, own))
+        outcome = decided.why
+        for number, (step, chosen) in enumerate(decided.tries):
+            made = _Try(told, PrefixStore(f"try/{number}", store), step, chosen, decided.token)
+            if told.rank in chosen:
+                self._save(made)
+            elif ranks.rank == 0:
+                self._target.store.lock().release()
+            saved, outcome = made.outcome()
+            if saved:
+                self._background.newest = step
+                with contextlib.suppress(CheckpointError):  # of a save before, which this one makes up for
+                    self._background.raise_failure()
+                break
+        return outcome
+
+    def _post(self, told: Loss) -> _Posted:
+        """Have the optimizers wait, and the saves under way fail, which wait for those who are lost."""
+        until = time.monotonic() + _SETTLE_S
+        while self._whole.is_written() and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+        why = self._whole.hold() if self._saver.whole is not None else "it has closed its checkpointer"
+        if (group := self._target.ranks.group) is not None:
+            abort(group)
+        if not self._background.ends_by(time.monotonic() + told.notice_s):
+            why = why or "a save before has not ended"
+        return _Posted(told.rank, -1 if self._whole.step is None else self._whole.step, self._whole.kinds, why)
+
+    def _gather(self, told: Loss, own: _Posted) -> list[_Posted]:
+        """Return what those who are left have posted, once all of them have, or the others are likely to be lost."""
+        told.store.append("posted", json.dumps(own) + "\n")
+        ends = time.monotonic() + told.notice_s
+        while True:
+            posted = [_Posted(*json.loads(line)) for line in told.store.get("posted").splitlines()]
+            lost = told.lost()
+            missing = {*range(told.world_size)} - {each.rank for each in posted} - lost
+            if not missing or time.monotonic() > ends:
+                return sorted(each for each in posted if each.rank not in lost)
+            time.sleep(_LOOK_S * (1 + told.world_size // 64))
+
+    def _decide(self, told: Loss, posted: Sequence[_Posted]) -> _Decided:
+        """Return the decision, which is made once for all."""
+        kinds = {each.rank: each.kinds for each in posted}
+        for rank in {*range(told.world_size)} - kinds.keys():
+            key = f"kinds/{rank}"
+            kinds[rank] = json.loads(told.store.get(key)) if told.store.check([key]) else ""
+        tries: dict[int, list[int]] = {}
+        for each in posted:
+            if not each.why:
+                tries.setdefault(each.step, []).append(each.rank)
+        whys = {f"{name_ranks([each.rank])}: {each.why}" for each in posted if each.why}
+        for step, ranks in [*tries.items()]:
+            if alone := sorted(rank for rank, each in kinds.items() if each not in {kinds[of] for of in ranks}):
+                del tries[step]
+                whys.add(f"{name_ranks(alone)} had tensors that no other has")
+        why = f"Those who are left have no whole step: {'; '.join(sorted(whys))}."
+        own = _Decided(new_token(), sorted(tries.items(), reverse=True), why)
+        return _Decided(*json.loads(told.store.compare_set("decided", "", json.dumps(own))))
+
+    def _save(self, made: _Try) -> None:
+        """Save with the others of a try; its outcome is published by the first of them."""
+        try:
+            if made.leads:
+                made.begin(self._target)
+            if made.begun():
+                self._write(made)
+        except Exception as error:
+            if made.leads:
+                self._target.store.lock().release()
+                made.end(f"Those who are left have not saved step {made.step}: {reason(error)}")
+
+    def _write(self, made: _Try) -> None:
+        ranks = _RanksLeft(made)
+        state = self._saver.state or {}
+        captured, lost = self._whole.take(made.told.rank, made.told.world_size), made.lost(state)
+        if made.leads:
+            _add_positions(captured, lost, state, made)
+        copy = StagedCopy(_on_host(captured), names=captured.keys())
+        copy.settled.set()
+        target = _SurvivorsTarget(self._target, ranks, made, lost, self._whole)
+        save = PendingSave(made.step, target, until=made.told.until, copy=copy)
+        save.hurried.set()
+        began, nbytes = write_and_commit(save) or (0.0, 0)
+        record.emit("write", step=made.step, start=began, seconds=record.now() - began, bytes=nbytes, dir=target.where)
+        if made.leads and target.committed is not None:
+            missing = "; ".join(f"of rank {rank} it lacks {', '.join(each)}" for rank, each in lost.items())
+            made.end(
+                f"R{name_ranks(made.ranks)[1:]} saved step {made.step}, in {target.committed.path}; {missing}.", True
+            )
+
+
+class _Try:
+    """The save of one step by some ranks."""
+
+    def __init__(self, told: Loss, store: Any, step: int, ranks: list[int], token: str) -> None:
+        self.told, self.store, self.step, self.ranks, self.token = told, store, step, ranks, token
+        self.leads = told.rank == ranks[0]
+
+    def lost(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Return what is missing of each rank that is not in it."""
+        own = [name for name, value in state.items() if isinstance(value, entries.PerRank)]
+        return {str(rank): ["random numbers", *own] for rank in range(self.told.world_size) if rank not in self.ranks}
+
+    def begin(self, target: SaveTarget) -> None:
+        """Have the others begin too, once the directory is this rank's to write to."""
+        while True:  # a rank that was stopped has it until it is ended
+            try:
+                target.store.lock()
+                break
+            except CheckpointError:
+                if time.monotonic() > self.told.until - self.told.notice_s:
+                    raise
+        if any(each.manifest.step == self.step for each in target.store.checkpoints()[0]):
+            self.end(f"Step {self.step} is saved in {target.where}.", True)
+        self.store.set("begun", "")
+
+    def begun(self) -> bool:
+        """Wait until it has begun; whether there is something left to do."""
+        self._wait("begun", "outcome")
+        return not self.store.check(["outcome"])
+
+    def end(self, outcome: str, saved: bool = False) -> None:
+        """Publish what has come of it, unless that is done."""
+        self.store.compare_set("outcome", "", json.dumps([saved, outcome]))
+
+    def outcome(self) -> tuple[bool, str]:
+        """Return whether it is saved, and a sentence."""
+        self._wait("outcome")
+        saved, text = json.loads(self.store.get("outcome"))
+        return saved, text
+
+    def _wait(self, *keys: str) -> None:
+        while not any(self.store.check([key]) for key in keys):
+            if time.monotonic() > self.told.until:
+                raise CheckpointError(f"{name_ranks(self.ranks[:1])} has not saved step {self.step} in time")
+            time.sleep(_LOOK_S)
+
+
+class _RanksLeft(RankGroup):
+    """The ranks of a try, in a group of their own."""
+
+    def __init__(self, made: _Try) -> None:
+        self.limit = datetime.timedelta(seconds=max(1.0, made.told.until - time.monotonic()))
+        self.numbers, self.rank, self.size = made.ranks, made.ranks.index(made.told.rank), len(made.ranks)
+        self.group, self._store, self._why = None, made.store, ""
+        if self.size > 1:
+            self.group = dist.new_group(made.ranks, timeout=self.limit, backend="gloo", use_local_synchronization=True)
+
+
+class _SurvivorsTarget(SaveTarget):
+    """The store, for one save, which nothing goes out for."""
+
+    def __init__(
+        self, target: SaveTarget, ranks: RankGroup, made: _Try, lost: dict[str, list[str]], whole: WholeStep
+    ) -> None:
+        super().__init__(target.store, Keep(newest=_ALL), target.storage, ranks, made.token)
+        self._made, self._lost, self._whole = made, lost, whole
+
+    def marks(self, path: str, results: Sequence[Any]) -> dict[str, FileMark]:
+        self._whole.expect_unchanged()
+        return super().marks(path, results)
+
+    def manifest(self, step: int, files: dict[str, FileMark]) -> Manifest:
+        return Manifest(step, self._made.told.world_size, 0, files, self._storage_name, lost=self._lost)
+
+
+def _add_positions(captured: dict[str, Any], lost: dict[str, list[str]], state: Mapping[str, Any], made: _Try) -> None:
+    """Add where the ranks that are lost are in the data, as follows from where this one is."""
+    own, size = made.told.rank, made.told.world_size
+    for name in entries.positions(state):
+        follow: Callable[..., Any] = getattr(entries.value_of(state, name), "of_other_rank", lambda *_: None)
+        for rank, missing in lost.items():
+            found = follow(captured[entries.rank_name(name, own)], own, int(rank), size)
+            if found is None:
+                raise CheckpointError(f"where rank {rank} was in {name!r} is not known")
+            captured[entries.rank_name(name, int(rank))], sure = found
+            missing += [] if sure else [f"an exact position of {name}"]
+
+
+def _on_host(captured: dict[str, Any]) -> dict[str, Any]:
+    """Return entries in host memory: nothing writes them any more, so what is there already is not copied."""
+    devices = {x.device for _, x in walk(captured) if isinstance(x, torch.Tensor) and not x.is_cpu}
+    if not devices:
+        return captured
+    with contextlib.ExitStack() as stack:  # not behind what waits on a stream for those who are lost
+        for device in devices:
+            stack.enter_context(torch.Stream(device))
+        staged: dict[str, Any] = build("stager", "blocking").stage(captured)
+    return staged
+
+
+def await_saved(error: BaseException | None) -> None:
+    """Wait for the save of those who are left, if ``error`` may come of a loss."""
+    if error is not None and is_consequence(error):
+        loss.await_saved()

@@ -1,0 +1,120 @@
+"""The processes of the ranks that a launcher has started on this machine, and the signals that it gets for them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from stagereg.errors import RESUME_CODE
+from stagereg.launch.preemption import SAME_SIGNAL_S, SIGNALS
+from stagereg.launch.warm import Start, WarmProcess, WarmStart
+
+_KILL_S = 3.0
+"""Seconds ranks have to end after a signal, before they are killed."""
+
+
+class LocalRanks:
+    """The ranks of this task, and the signals that this process gets, for the time of a ``with`` block.
+
+    SIGTERM and SIGUSR1 are forwarded: ranks with a checkpointer save and exit, others end. Where the same signal comes
+    again later, and where it is any other one, the ranks are to be ended (``stopped``).
+    """
+
+    def __init__(self) -> None:
+        self.forwarded: signal.Signals | None = None
+        self.stopped: signal.Signals | None = None
+        self._forwarded_at = 0.0
+        self._processes: dict[int, subprocess.Popen[bytes] | WarmProcess] = {}
+        self._warm: WarmStart | None = None
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> LocalRanks:
+        if threading.current_thread() is threading.main_thread():  # no other can handle signals
+            for number in {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *SIGNALS}:
+                handler = signal.getsignal(number)
+                if handler is signal.SIG_IGN:  # by nohup, or a script that has this program in the background
+                    continue
+                if number != signal.SIGUSR1 or handler is signal.SIG_DFL:  # else a launcher's
+                    self._handlers[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.end(signal.SIGTERM)
+        if self._warm is not None:
+            self._warm.close()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def start(self, rank: int, start: Start) -> None:
+        """Start a rank, in a session of its own, so that Ctrl-C in a terminal does not reach it."""
+        warm = None if self._warm is None else self._warm.start(start)
+        command, folder, variables = start
+        process = warm or subprocess.Popen(command, cwd=folder, env=variables, start_new_session=True)
+        self._processes[rank] = process
+        if self.forwarded is not None:  # meanwhile
+            process.send_signal(self.forwarded)
+
+    def warm_up(self, start: Start) -> None:
+        """Have ranks that are started from now on begin at once, unless that is so."""
+        self._warm = self._warm or WarmStart(start)
+
+    def wait(self, each: Callable[[], object] = lambda: None) -> dict[int, int]:
+        """Wait until all have ended, one has failed, or a signal is to end them; return exit codes that are not 0.
+
+        ``each`` is called a few times a second meanwhile.
+        """
+        while True:
+            codes = self._codes()
+            failed = not set(codes.values()) <= {None, 0, RESUME_CODE}
+            if failed or self.stopped is not None or None not in codes.values():
+                return {rank: code for rank, code in codes.items() if code}
+            each()
+            time.sleep(0.05)
+
+    def wait_for_rest(self, limit_s: float) -> None:
+        """Wait until all have ended, at most so long, or until a signal is to end them."""
+        deadline = time.monotonic() + limit_s
+        while None in self._codes().values() and self.stopped is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def end(self, number: signal.Signals) -> dict[int, int]:
+        """End those that still run: with their children they get this signal, and are killed seconds later.
+
+        Returns the exit codes of all. A signal that comes before the next start stops the run.
+        """
+        running = [process for process in self._processes.values() if process.poll() is None]
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        deadline = time.monotonic() + _KILL_S
+        for process in running:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        codes = {rank: process.wait() for rank, process in self._processes.items()}
+        self._processes.clear()
+        return codes
+
+    def _codes(self) -> dict[int, int | None]:
+        return {rank: process.poll() for rank, process in self._processes.items()}
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        received = signal.Signals(number)
+        again = received == self.forwarded and time.monotonic() > self._forwarded_at + SAME_SIGNAL_S
+        if received not in SIGNALS or again or not self._processes:
+            self.stopped = self.stopped or received
+            return
+        if self.forwarded is None:
+            self.forwarded, self._forwarded_at = received, time.monotonic()
+        for process in self._processes.values():
+            process.send_signal(received)

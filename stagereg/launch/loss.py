@@ -1,0 +1,138 @@
+"""What those who are left do when ranks are lost, before they end: what is to be saved then registers here.
+
+A rank learns of a loss by its watch, on a thread, or by a collective that fails, on the thread that trains. Either way
+what has registered saves once, on a thread of its own, for a bounded time; the thread that trains waits for it, with
+what it saves. Nothing is saved where a rank has reported a cause, such as an error in the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from stagereg.errors import reason
+from stagereg.launch.run_store import RunStore
+
+_NOTICES = 3.0
+"""Times ``notice_s`` that a save after a loss may take."""
+_HEARD_S = 5.0
+"""Seconds in which a loss is heard of that a broken collective has shown."""
+_LOOK_S = 0.02
+_NOT_SAVED = "Those who are left have not saved: "
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What those who save are told, on each rank that is left.
+
+    ``store`` is torch's, over a connection of its own, which is lost with rank 0's machine. ``lost`` returns the ranks
+    that are lost by now. ``notice_s`` is the time in which others are, and at ``until`` (``time.monotonic``) this rank
+    ends, whatever is under way.
+    """
+
+    rank: int
+    world_size: int
+    store: Any
+    lost: Callable[[], frozenset[int]]
+    notice_s: float
+    until: float
+
+
+class SavesAfterLoss(Protocol):
+    """Something that can save what the ranks that are left have."""
+
+    def save_after_loss(self, loss: Loss) -> str:
+        """Save, together with the other ranks that are left, and return a sentence on what has come of it."""
+
+
+class AfterLoss:
+    """That of one rank; see the module. All methods may be called on any thread."""
+
+    def __init__(self, store: RunStore, rank: int, world_size: int, notice_s: float) -> None:
+        self.outcome, self.notice_s = "", notice_s
+        self._store, self._ranks, self._limit_s = store, (rank, world_size), _NOTICES * notice_s
+        self._saver: Callable[[], SavesAfterLoss | None] = lambda: None
+        self._lock = threading.Lock()
+        self._began = False
+        self._answered, self._over = threading.Event(), threading.Event()  # the store has; the save has ended
+
+    def expect(self, saver: SavesAfterLoss) -> Callable[[str, Any], None]:
+        """Have ``saver``, which is held weakly, save after a loss, in place of an earlier one.
+
+        Returns what publishes a value, as JSON, in the store that it will be given.
+        """
+        self._saver = weakref.ref(saver)
+        self._store.set("saves after a loss", self._limit_s)
+        return self._store.set
+
+    def save(self) -> str:
+        """Save, or wait for the thread that does; return a sentence on what has come of it, which may be empty."""
+        with self._lock:
+            first, self._began = not self._began, True
+        until = time.monotonic() + self._limit_s
+        saver = self._saver()
+        if saver is None:
+            return ""
+        if first:
+            threading.Thread(target=self._save, args=(saver, until), name="stagereg-survivors", daemon=True).start()
+        if not self._answered.wait(self.notice_s / 2):  # a rank that is cut off is killed after all of it
+            self.outcome = f"{_NOT_SAVED}the store of this run, on rank 0's machine, does not answer."
+        elif not self._over.wait(until - time.monotonic()):
+            self.outcome = f"{_NOT_SAVED}that has taken longer than {self._limit_s:g} s."
+        return self.outcome
+
+    def await_saved(self) -> None:
+        """Wait for the save of others' loss, where a collective has failed and that may be why."""
+        ends = time.monotonic() + _HEARD_S
+        while self._saver() is not None and not self._store.lost_ranks() and time.monotonic() < ends:
+            if self._store.get("cause is known"):
+                return
+            time.sleep(_LOOK_S)
+        if self._store.lost_ranks():
+            self.save()
+
+    def _save(self, saver: SavesAfterLoss, until: float) -> None:
+        try:
+            store = self._store.another()
+            known = store.check(["cause is known"])
+            self._answered.set()
+            if not known:
+                self._store.give_time(self._limit_s)
+                loss = Loss(*self._ranks, store, self._store.lost_ranks, self.notice_s, until)
+                self.outcome = saver.save_after_loss(loss)
+        except Exception as error:
+            self.outcome = f"{_NOT_SAVED}{reason(error)}"
+        self._answered.set()
+        self._over.set()
+
+
+# Global because a process is one rank, and what saves is not given the launcher.
+_of_process: AfterLoss | None = None
+
+
+@contextlib.contextmanager
+def of_process(after: AfterLoss) -> Iterator[None]:
+    """Have :func:`expect` and :func:`await_saved` go to this one, in a ``with`` block."""
+    global _of_process
+    _of_process = after
+    try:
+        yield
+    finally:
+        _of_process = None
+
+
+def expect(saver: SavesAfterLoss) -> Callable[[str, Any], None] | None:
+    """Have ``saver`` save after a loss, as :meth:`AfterLoss.expect`; ``None`` if losses are not noticed."""
+    return None if _of_process is None else _of_process.expect(saver)
+
+
+def await_saved() -> None:
+    """Wait for a save after a loss; to be called on the thread that trains before it lets go of what is saved."""
+    with contextlib.suppress(RuntimeError):  # of the store, which is gone
+        if _of_process is not None:
+            _of_process.await_saved()

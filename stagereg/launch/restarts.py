@@ -1,0 +1,112 @@
+"""Whether a run that has failed starts again: as often as the user has said, and not for what would come again.
+
+What counts is whether it gets anywhere. A checkpoint that is newer than that at the failure before is progress, and the
+count begins anew; an error of the program that comes again at the same step ends the run at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import stagereg.record as record
+from stagereg.errors import LaunchError
+
+
+class Progress(NamedTuple):
+    """How far a run has come, as its ranks have recorded it.
+
+    Attributes:
+        step: that was taken last; ``None`` before the first one.
+        stored: the newest checkpoint in a directory of checkpoints, as the event that tells of it.
+        near: the same, in a tier.
+    """
+
+    step: int | None = None
+    stored: dict[str, Any] | None = None
+    near: dict[str, Any] | None = None
+
+    @property
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint."""
+        return max((each["step"] for each in (self.stored, self.near) if each is not None), default=None)
+
+    @classmethod
+    def of(cls, directory: str) -> Progress:
+        """Read that of the run in a directory."""
+        newest: dict[str, dict[str, Any]] = {}
+        for path in Path(directory).glob(record.FILES):  # where rank 0 was lost, another one may have saved last
+            for kind, event in _last_events(path).items():
+                if event["t"] >= newest.get(kind, event)["t"]:
+                    newest[kind] = event
+        return cls(newest.get("step", {}).get("step"), newest.get("write"), newest.get("tier"))
+
+
+def _last_events(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the last step and checkpoints that a rank has recorded, by kind."""
+    found: dict[str, dict[str, Any]] = {}
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = path.read_text(errors="replace").splitlines()
+    for line in reversed(lines):
+        for kind in {"step", "write", "tier"} - found.keys():
+            if f'"{kind}"' in line:
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off, or no event
+                    event = json.loads(line)
+                    if event["event"] == kind and event["t"] and (kind == "step" or "dir" in event):
+                        found[kind] = event
+    return found
+
+
+class Restarts:
+    """Decides for one run.
+
+    Args:
+        most: how often it may start again without progress.
+        progress: how far it had come before.
+
+    Attributes:
+        most: as given.
+        count: how often it has, in all.
+        progressed: whether it has made a checkpoint since.
+    """
+
+    def __init__(self, most: int, progress: Progress) -> None:
+        self.count, self.progressed = 0, False
+        self.most, self._left = most, most
+        self._newest = progress.newest
+        self._causes, self._step = set[str](), progress.step
+
+    def refusal(self, errors: Mapping[int, str], killed: bool, progress: Progress) -> str | None:
+        """Return why a run that has failed is not to start again; ``None`` if it is, which is counted.
+
+        Args:
+            errors: the causes that its ranks have reported.
+            killed: whether a process was lost, in place of an error of the program.
+            progress: how far it has come.
+        """
+        causes = {text.strip().rpartition("\n")[2] for text in errors.values()}  # of a traceback the exception
+        if not killed and causes & self._causes and progress.step == self._step:
+            where = "before its first step" if progress.step is None else f"after step {progress.step}"
+            return f"\nIt is not started again: the same error has come twice {where}."
+        self._causes, self._step = causes, progress.step
+        if progress.newest != self._newest:
+            self._left, self._newest, self.progressed = self.most, progress.newest, True
+        if self._left == 0:
+            return f"\nIt is not started again: that was done {self.most} times without a new checkpoint (restarts)."
+        self._left -= 1
+        self.count += 1
+        return None
+
+    def __str__(self) -> str:
+        return f"starting again, restart {self.count}; without a new checkpoint {self._left} more"
+
+
+def checked_restarts(value: Any) -> int:
+    """The number of restarts, or ``LaunchError`` while nothing has started yet."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise LaunchError(f"restarts={value} is no number of times that a failed run may start again: 0 or more")
+    return value

@@ -1,0 +1,115 @@
+"""What rank 0's record has of a run's earlier attempts, however they ended and whatever is in the file."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagereg import record
+from stagereg.launch.earlier import Earlier
+
+
+class _Written:
+    """A record, written by the recorder itself, whose times are its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / record.file_name(0)
+
+    def attempt(self, *steps: int, error: str = "", killed: bool = False, tier: bool | None = None) -> None:
+        """Take steps, after a restart from the tier or the store if that is told; then end, in one way or another."""
+        recording = record.recording(self.path.parent, 0, 1)
+        with contextlib.suppress(RuntimeError), pytest.MonkeyPatch.context() as patch, recording:
+            if tier is not None:
+                record.emit("restart", step=steps[0], tier=tier)
+            for step in steps:
+                record.emit("step", step=step)
+                record.log(step, loss=1.0)
+            if killed:
+                patch.setattr(record, "emit", lambda *args, **fields: None)
+            if error:
+                raise RuntimeError(error)
+
+    def read(self) -> Earlier:
+        found = Earlier.read(self.path)
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> _Written:
+    return _Written(tmp_path)
+
+
+def test_nothing_came_before_the_first_attempt_or_one_that_completed(written: _Written) -> None:
+    assert Earlier.read(written.path) is None
+    written.path.touch()
+    assert Earlier.read(written.path) is None
+    written.attempt(1, 2)
+    assert Earlier.read(written.path) is None
+    written.attempt(3, killed=True)
+    assert (written.read().attempts, written.read().step) == (1, 3)
+
+
+def test_an_attempt_that_was_killed_has_the_time_of_its_last_step(written: _Written) -> None:
+    before = record.now()
+    written.attempt(1, 2, 3, killed=True)
+    found = written.read()
+    assert before < found.began < found.last < record.now()
+    assert (found.step, found.failure) == (3, {"why": "its process was killed"})
+
+
+def test_an_attempt_that_took_no_step_leaves_the_last_one_of_those_before(written: _Written) -> None:
+    written.attempt(1, 2, killed=True)
+    between = record.now()
+    written.attempt(killed=True)
+    found = written.read()
+    assert (found.step, found.attempts) == (2, 2)
+    assert found.began < between < found.last
+
+
+def test_an_error_is_a_failure_and_leaving_in_order_is_none(written: _Written) -> None:
+    written.attempt(1, error="bad number")
+    assert written.read().failure["why"] == "RuntimeError: bad number"
+    assert written.read().last < written.read().failure["noticed"] < record.now()
+    line = b'{"event":"start","t":1.0}\n{"event":"end","status":"preempted","error":"x","t":9.5}\n'
+    written.path.write_bytes(written.path.read_bytes() + line)
+    assert written.read().failure == {"ended": 9.5}
+
+
+def test_failures_are_counted_by_where_the_run_went_on_from(written: _Written) -> None:
+    written.attempt(1, 2, killed=True)
+    written.attempt(2, 3, killed=True, tier=True)
+    written.attempt(2, 3, killed=True, tier=False)
+    assert (written.read().failures, written.read().stored) == (2, 1)
+    written.attempt(4)
+    written.attempt(5, killed=True)
+    assert (written.read().failures, written.read().attempts) == (0, 1), "these are of a run that has completed"
+
+
+ODD = st.one_of(
+    st.sampled_from([b'{"event":"start",', b'{"event":"step","step":"x","t":1}\n', b'{"event":"end",}\n']),
+    st.sampled_from([b'{"event":"restart",7}\n', b'{"event":"start","t":null}\n', b"\n", b"\x00\xff"]),
+    st.binary(max_size=20),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(cut=st.integers(0, 10**6), odd=ODD)
+def test_a_file_with_anything_in_it_breaks_no_start(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, odd: bytes
+) -> None:
+    written = _Written(tmp_path_factory.mktemp("odd"))
+    written.attempt(1, 2, killed=True)
+    written.attempt(3, killed=True, tier=True)
+    text = written.path.read_bytes()
+    cut %= len(text)
+    written.path.write_bytes(text[:cut] + odd + text[cut:])
+    found = Earlier.read(written.path)
+    assert found is None or found.attempts >= 1
+    written.path.write_bytes(text[:cut])
+    found = Earlier.read(written.path)
+    assert found is None or (found.step or 0) <= 3

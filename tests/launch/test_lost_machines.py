@@ -1,0 +1,133 @@
+"""Machines that die, freeze or lose their cable under a run: all ranks learn of it, end, and those left go on."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from ..support.app import App
+from ..support.lab import PORT, Lab, Process
+from ..support.programs import comes_true
+
+START_S = 110.0
+BOUND_S = 60.0  # on a busy machine, where 5 s and what the kernel's own time-outs would be (minutes) stay apart
+SCRIPT = """
+import os, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import stagereg
+
+
+@stagereg.main(config_path="conf", config_name="app")
+def train(cfg):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    state = {"model": model.module}
+    if cfg.hangs == "in a step" and rank == 0:
+        print("GOES", flush=True)
+        time.sleep(1000)
+    with stagereg.instantiate(cfg.checkpoint) as checkpointer:
+        if cfg.hangs == "in restore" and rank == 1:
+            print("GOES", flush=True)
+            time.sleep(1000)
+        begun = checkpointer.restore(state)
+        for step in range((begun or 0) + 1, 1_000_000):
+            model(torch.ones(4, 8)).sum().backward()
+            time.sleep(0.05)
+            checkpointer.maybe_save(step, state)
+            if step == (begun or 0) + 10:
+                print(f"GOES {rank} of {size} from {begun}\\n", end="", flush=True)
+
+
+train()
+"""
+CONFIG = """
+defaults: [stagereg, _self_]
+notice_s: 3
+hangs: nowhere
+checkpoint: {every: 5}
+"""
+
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> App:
+    return App(tmp_path, {"app.py": SCRIPT, "conf/app.yaml": CONFIG})
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with Lab(machines=3) as machines:
+        yield machines
+
+
+def started(lab: Lab, app: App, *overrides: str) -> list[Process]:
+    """Start a rank on each machine, and wait until they train, or one hangs as it was told to."""
+    job = lab.torchrun([str(app.folder / "app.py"), f"hydra.run.dir={app.folder}/run", *overrides])
+    processes = [*job.processes.values()]
+    waiting = processes[1:2] if "hangs=in restore" in overrides else processes[:1]
+    for each in waiting if overrides else processes:
+        each.await_output("GOES", START_S)
+    return processes
+
+
+def end_for(processes: Sequence[Process], rank: int, machine: str) -> None:
+    """Wait until these ranks end, and one has said for them that another one is lost, with its machine."""
+    for process in processes:
+        assert process.wait(BOUND_S)
+    output = "".join(process.output for process in processes)
+    assert re.search(rf"lost rank {rank} \(process \d+ on {machine}\): ", output), output
+
+
+@pytest.mark.parametrize(
+    "loss", ["cut", pytest.param("kill", marks=pytest.mark.slow), pytest.param("freeze", marks=pytest.mark.slow)]
+)
+def test_a_lost_machine_is_named_on_all_others_and_ends_itself(lab: Lab, app: App, loss: str) -> None:
+    first, lost, last = started(lab, app)
+    machine = lab.machines[1]
+    getattr(machine, loss)()
+    end_for((first, last), 1, machine.name)
+    if loss == "freeze":
+        machine.thaw()
+    if loss != "kill":
+        end_for((lost,), 0, lab.machines[0].name)  # it cannot know whether it is cut off, or the other one is
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["cut", "kill"])
+def test_the_machine_that_has_the_store_is_named_too(lab: Lab, app: App, loss: str) -> None:
+    _, *others = started(lab, app)
+    getattr(lab.machines[0], loss)()
+    end_for(others, 0, lab.machines[0].name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hangs", ["in a step", "in restore"])
+def test_a_rank_that_is_not_in_a_collective_learns_of_a_loss_too(lab: Lab, app: App, hangs: str) -> None:
+    first, _, last = started(lab, app, f"hangs={hangs}")
+    lab.machines[1].cut()
+    end_for((first, last), 1, lab.machines[1].name)
+
+
+@pytest.mark.slow
+def test_those_who_are_left_go_on_below_elastic_torchrun(lab: Lab, app: App) -> None:
+    meet = [f"--rdzv-endpoint={lab.machines[0].address}:{PORT}", "--rdzv-backend=c10d", "--rdzv-id=lab"]
+    elastic = ["--nnodes=2:3", "--max-restarts=3", "--rdzv-conf=last_call_timeout=5", *meet]
+    program = [str(app.folder / "app.py"), f"hydra.run.dir={app.folder}/run"]
+    command = [sys.executable, "-m", "torch.distributed.run", *elastic, *program]
+    first, lost, last = [machine.start(command, None, app.folder) for machine in lab.machines]
+    for process in (first, lost, last):
+        process.await_output("GOES", START_S)
+    lab.machines[1].cut()
+    goes_on = re.compile(r"GOES \d of 2 from \d+")
+    for process in (first, last):
+        assert comes_true(lambda process=process: goes_on.search(process.output) is not None, START_S), process.output
+    assert comes_true(lambda: "lost rank" in lost.output, BOUND_S)

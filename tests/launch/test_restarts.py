@@ -1,0 +1,217 @@
+"""``restarts=N``: a run that fails goes on by itself, as if nothing had been, unless the same would come again."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stagereg.record as record
+from stagereg.errors import LaunchError
+from stagereg.launch.restarts import Progress, Restarts, checked_restarts
+
+from ..support.programs import SAVING, Program
+
+SCRIPT = """
+import json, os, signal, sys, threading, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import stagereg
+
+
+@stagereg.main(config_path="conf", config_name="app")
+def train(cfg):
+    rank, attempt = dist.get_rank(), int(os.environ.get("STAGEREG_ATTEMPT", 0))
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.Adam(model.parameters())
+    state = {"model": model.module, "optimizer": optimizer}
+    with stagereg.instantiate(cfg.checkpoint) as checkpointer:
+        begun = checkpointer.restore(state)
+        with open(f"{cfg.answers}/{rank}.json", "a") as file:
+            file.write(json.dumps({"begun": begun, "warm": "runpy" in sys.modules}) + "\\n")
+        for step in range((begun or 0) + 1, cfg.steps + 1):
+            optimizer.zero_grad()
+            model(torch.full((4, 8), float(step * (rank + 1)))).square().mean().backward()
+            optimizer.step()
+            time.sleep(cfg.step_s)
+            checkpointer.maybe_save(step, state)
+            fails = attempt < cfg.times and step == cfg.at[min(attempt, len(cfg.at) - 1)]
+            if fails:
+                checkpointer.wait()
+            if fails and rank == dist.get_world_size() - 1:
+                match cfg.what:
+                    case "kill":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    case "raise":
+                        raise ValueError("no cheese")
+                    case "configure":
+                        stagereg.registry.find("stager", "no such stager")
+                    case "signal":
+                        os.kill(int(os.environ["STAGEREG_LAUNCHER"]), signal.SIGTERM)
+                        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        torch.save([model.module.state_dict(), optimizer.state_dict()], f"{cfg.answers}/end")
+
+
+if __name__ == "__main__":
+    train()
+"""
+CONFIG = f"""{SAVING}
+nproc: 2
+restarts: 2
+steps: 12
+step_s: 0.0
+at: [8]
+times: 1
+checkpoint: {{every: 3}}
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Program:
+    return Program(tmp_path, CONFIG, SCRIPT)
+
+
+def end_of(program: Program, *arguments: str) -> bytes:
+    """Return the state that a run ends with."""
+    ended = program.run(*arguments)
+    assert ended.returncode == 0, ended.stderr
+    return (program.answers / "end").read_bytes()
+
+
+def began(program: Program) -> list[int | None]:
+    return [each["begun"] for each in program.answers_of(0)]
+
+
+def refusal(program: Program, *arguments: str) -> subprocess.CompletedProcess[str]:
+    ended = program.run(*arguments)
+    assert ended.returncode == 1
+    return ended
+
+
+pytestmark = pytest.mark.timeout(300)
+
+
+# -- runs
+
+
+@pytest.mark.parametrize("what", ["kill", pytest.param("raise", marks=pytest.mark.slow)])
+def test_a_run_that_has_failed_goes_on_and_ends_as_one_that_has_not(program: Program, what: str) -> None:
+    expected = end_of(program)
+    (program.answers / "0.json").unlink()
+    assert end_of(program, f"what={what}") == expected
+    assert began(program) == [None, 6]
+    assert len(program.run_folders()) == 2, "each start has a folder, and a restart has that of its run"
+
+
+def test_an_error_that_comes_again_at_the_same_step_ends_the_run(program: Program) -> None:
+    ended = refusal(program, "what=raise", "times=9")
+    assert ended.stderr.count("ValueError: no cheese") == 2
+    assert "starting again, restart 1; without a new checkpoint 1 more" in ended.stderr
+    assert "It is not started again: the same error has come twice after step 8." in ended.stderr
+    assert began(program) == [None, 6]
+
+
+def test_an_error_of_the_configuration_is_not_tried_again(program: Program) -> None:
+    ended = refusal(program, "what=configure")
+    assert "no such stager" in ended.stderr
+    assert "again" not in ended.stderr
+    assert began(program) == [None]
+
+
+@pytest.mark.slow
+def test_processes_that_die_start_as_often_as_there_is_progress(program: Program) -> None:
+    ended = refusal(program, "what=kill", "times=9", "at=[2,8,8,8]")  # steps 3 and 6 are saved after the first one
+    assert began(program) == [None, None, 6, 6]
+    assert "that was done 2 times without a new checkpoint (restarts)" in ended.stderr
+    assert ended.stderr.count("starting again") == 3
+
+
+@pytest.mark.slow
+def test_a_run_that_has_come_further_does_not_begin_where_it_was_told_to(program: Program) -> None:
+    end_of(program, "steps=6", "hydra.run.dir=first")
+    [newest] = program.folder.glob("first/checkpoints/step-*3")
+    end_of(program, "what=kill", "at=[8]", f"checkpoint.resume={newest}", "hydra.run.dir=second")
+    assert began(program) == [None, 3, 6]
+
+
+def test_a_signal_ends_a_run_that_fails_at_the_same_time(program: Program) -> None:
+    ended = program.run("what=signal", "at=[4]")
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert "starting again" not in ended.stderr
+    assert "stopped by SIGTERM" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_starts_again_has_torch_already(program: Program) -> None:
+    ended = program.run("what=kill", "steps=140", "at=[130]", "step_s=0.1")
+    assert ended.returncode == 0, ended.stderr
+    assert [each["warm"] for each in program.answers_of(1)] == [False, True]
+
+
+def test_a_single_rank_starts_again_too(program: Program) -> None:
+    end_of(program, "nproc=1", "what=kill")
+    assert began(program) == [None, 6]
+
+
+@pytest.mark.parametrize("value", [-1, True, "often", 1.5, None])
+def test_a_number_of_restarts_that_is_none_is_refused(value: Any) -> None:
+    with pytest.raises(LaunchError, match=f"restarts={value} is no number of times"):
+        checked_restarts(value)
+
+
+# -- the decision alone
+
+
+DEAD = {1: "lost rank 1 (process 7 on here): its process has ended."}
+
+
+def at(step: int | None, saved: int | None = None) -> Progress:
+    return Progress(step, None if saved is None else {"step": saved})
+
+
+def test_a_new_checkpoint_makes_the_count_begin_anew() -> None:
+    restarts = Restarts(2, at(None))
+    for step in (1, 1, 5, 5, 9, 9):
+        assert restarts.refusal(DEAD, True, at(step + 1, step)) is None
+        assert restarts.progressed
+    assert restarts.count == 6
+    assert "2 times without a new checkpoint" in str(restarts.refusal(DEAD, True, at(10, 9)))
+
+
+def test_a_checkpoint_of_before_is_no_progress() -> None:
+    restarts = Restarts(1, at(20, 20))
+    assert restarts.refusal(DEAD, True, at(20, 20)) is None
+    assert not restarts.progressed
+    assert restarts.refusal(DEAD, True, at(20, 20))
+
+
+def test_another_error_or_step_is_another_failure() -> None:
+    restarts = Restarts(9, at(None))
+    errors = {0: "Traceback\n  line 3\nKeyError: 'cheese'"}
+    assert restarts.refusal(errors, False, at(3)) is None
+    assert restarts.refusal(errors, False, at(4)) is None
+    assert restarts.refusal({0: "KeyError: 'wine'"}, False, at(4)) is None
+    assert restarts.refusal({1: "File\nKeyError: 'wine'", 0: "x"}, False, at(4)), "on another rank, seen by another"
+
+
+def test_progress_is_what_is_recorded_last(tmp_path: Path) -> None:
+    assert Progress.of(str(tmp_path)) == at(None)
+    events = [
+        {"event": "step", "step": 4, "t": 1.0},
+        {"event": "write", "step": 3, "dir": "x", "t": 1.5},
+        {"event": "step", "step": 5, "t": 2.0},
+    ]
+    cut = ['{"event": "stage", "why": "step"}', '{"event": "tier", "step": 4', "]"]
+    (tmp_path / record.file_name(0)).write_text("\n".join([*map(json.dumps, events), *cut]))
+    progress = Progress.of(str(tmp_path))
+    assert (progress.step, progress.newest, progress.near) == (5, 3, None)
+    saved = {"event": "write", "step": 5, "dir": "x", "t": 3.0}
+    (tmp_path / record.file_name(1)).write_text(json.dumps(saved))
+    assert Progress.of(str(tmp_path)) == (5, saved, None), "what another rank has saved, since rank 0 is lost"
