@@ -93,7 +93,7 @@ class Restarts:
             where = "before its first step" if progress.step is None else f"after step {progress.step}"
             return f"\nIt is not started again: the same error has come twice {where}."
         self._causes, self._step = causes, progress.step
-        if progress.newest != self._newest:
+        if progress.newest is not None and (self._newest is None or progress.newest > self._newest):
             self._left, self._newest, self.progressed = self.most, progress.newest, True
         if self._left == 0:
             return f"\nIt is not started again: that was done {self.most} times without a new checkpoint (restarts)."

@@ -192,6 +192,20 @@ def test_a_checkpoint_of_before_is_no_progress() -> None:
     assert restarts.refusal(DEAD, True, at(20, 20))
 
 
+def test_an_older_checkpoint_that_is_saved_again_is_no_progress() -> None:
+    restarts = Restarts(2, at(None))
+    refusals = [restarts.refusal(DEAD, True, at(15, saved)) for saved in (14, 14, 12)]
+    assert refusals[:2] == [None, None]
+    assert "2 times without a new checkpoint" in str(refusals[2])
+
+
+@pytest.mark.slow
+def test_a_run_that_dies_after_each_checkpoint_goes_back_and_then_ends(program: Program) -> None:
+    ended = refusal(program, "nproc=1", "what=kill", "times=99", "at=[8]", "restarts=99")
+    assert began(program) == [None, *[6] * 3, *[3] * 3]
+    assert "none of them is good" in ended.stderr
+
+
 def test_another_error_or_step_is_another_failure() -> None:
     restarts = Restarts(9, at(None))
     errors = {0: "Traceback\n  line 3\nKeyError: 'cheese'"}

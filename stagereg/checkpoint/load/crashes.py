@@ -151,22 +151,25 @@ class CrashCounter:
             return None
         return RestoreNote.read(self._store).counted() if self._note is None else self._note
 
-    def take_note(self, noted: Sequence[RestoreNote | None]) -> RestoreNote:
-        """Take what the ranks know, of which the newest counts, and return that."""
+    def take_note(self, noted: Sequence[RestoreNote | None]) -> None:
+        """Take what the ranks know, of which the newest counts."""
         newest = max(filter(None, noted), key=lambda each: each.number, default=RestoreNote())
         self._note = newest._replace(most=self.give_up_after)
-        return self._note
 
     def crashes_of(self, store: CheckpointStore, near: Sequence[Checkpoint] = ()) -> dict[str, Crashes]:
         """Return what is known of the checkpoints of a store, by their paths; those of this run's it distrusts.
 
-        ``near`` are those of the run that are in its tier. On rank 0, after :meth:`take_note`.
+        ``near`` are those of the run that are in its tier. On rank 0, after :meth:`take_note`. What is beyond all that
+        was restored shows that the last run had come further, if only those who were left have saved it, or it died
+        before it could note that.
         """
         if not self._is_ours(store):
             return {path: each._replace(most=self.give_up_after) for path, each in crashes_in(store).items()}
         note = self._note or RestoreNote()
         there = {each.path: _key(each.name) for each in (self._store.checkpoints()[0] if note.times else ())}
         there |= {each.path: _key(each.name, near=True) for each in near}
+        if note.in_a_row and any(_step(key) > note.reached for key in there.values()):
+            note = self._settle(note)
         found = {path: note.of(key) for path, key in there.items()}
         self._store.retention.distrusted |= {path for path, each in found.items() if each.given_up}
         return found
@@ -189,9 +192,7 @@ class CrashCounter:
                 self.forget()
             elif (self._restored or self._note.in_a_row) and step > max(self._note.reached, _step(self._restored)):
                 self._restored = ""
-                most = self.give_up_after
-                given_up = {key: each for key, each in self._times().items() if most is not None and each >= most}
-                self._note = RestoreNote(times=given_up, number=self._note.number)
+                self._settle(self._note)
                 self._write()
 
     def forget(self) -> None:
@@ -228,6 +229,13 @@ class CrashCounter:
     def _is_ours(self, store: CheckpointStore) -> bool:
         ours = os.path.realpath(store.root) == os.path.realpath(self._store.root)
         return ours and self._process == os.getpid()
+
+    def _settle(self, note: RestoreNote) -> RestoreNote:
+        """Take back all counts but of what is given up, and still there."""
+        most = self.give_up_after
+        given_up = {key: each for key, each in self._times().items() if most is not None and each >= most}
+        self._note = RestoreNote(times=given_up, most=most, number=note.number)
+        return self._note
 
     def _times(self) -> dict[str, int]:
         """Return the counts without those of steps that this run has saved again."""

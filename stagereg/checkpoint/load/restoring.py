@@ -114,10 +114,10 @@ def _tried(asked: RestoreRequest) -> Checkpoint | None:
         shared = is_url(where) or is_on_network(Path(where))
         return _Seen(listed, asked.counter.note(), machine_name(), shared)
 
-    def answer(seen: list[_Seen]) -> list[tuple[list[Condition], _Machines, RestoreNote]]:
-        note, listed = asked.counter.take_note([each.note for each in seen]), seen[0].listed
-        listed = choosing.without_given_up(store, resume, asked.counter, listed, steps)
-        return [(listed, _machines(seen), note)] * ranks.size
+    def answer(seen: list[_Seen]) -> list[tuple[list[Condition], _Machines, RestoreNote | None]]:
+        asked.counter.take_note([each.note for each in seen])
+        listed = choosing.without_given_up(store, resume, asked.counter, seen[0].listed, steps)
+        return [(listed, _machines(seen), asked.counter.note())] * ranks.size
 
     listed, machines, note = ranks.round_trip(f"Nothing was restored from {where}", look, answer, ranks.limit)
     asked.counter.take_note([note])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import statistics
 import threading
 from collections import deque
@@ -26,8 +27,10 @@ import torch
 import stagereg.record as record
 from stagereg.errors import name_ranks
 
+_EVERY_S = 0.5
+"""Exchanges that come faster, as those of short steps do, are put together to one."""
 _WINDOW = 20
-"""Exchanges that are looked at."""
+"""Such samples that are looked at."""
 _MOST, _FEW = 15, 5
 """In so many of them a rank that is named has been slow, and one that is so no more."""
 _OF_STEP = 0.1
@@ -61,7 +64,7 @@ class BusyClock:
         return now - last
 
 
-class _Exchange(NamedTuple):
+class _Sample(NamedTuple):
     step: int  # the training step before it
     step_s: float  # what a step took
     excess_s: Sequence[float]  # what each rank has computed longer than most, in a step
@@ -83,28 +86,36 @@ class Stragglers:
     def __init__(self, machine_of: Callable[[int], str]) -> None:
         self.named: set[int] = set()
         self._machine_of = machine_of
-        self._window: deque[_Exchange] = deque(maxlen=_WINDOW)
+        self._window: deque[_Sample] = deque(maxlen=_WINDOW)
+        self._taken: list[Sequence[float]] = []  # in exchanges since the last sample
+        self._since = -math.inf
 
-    def add(self, step: int, step_s: float, busy_s: Sequence[float]) -> None:
-        """Take an exchange up to ``step``; log and record whom it shows to be slow, or slow no more.
+    def add(self, step: int, now: float, step_s: float, busy_s: Sequence[float]) -> None:
+        """Take an exchange up to ``step``, at the time ``now``; log and record who is slow, or slow no more.
 
         ``step_s`` is what a step took, ``busy_s`` what each rank has computed in one; 0 where that is not known.
         """
+        if step_s > 0:
+            self._taken.append((step_s, *busy_s))
+        if not self._taken or now - self._since < _EVERY_S:
+            return
+        step_s, *busy_s = map(statistics.fmean, zip(*self._taken, strict=True))
+        self._taken, self._since = [], now
         known = [each for each in busy_s if each > 0]
-        if len(known) < 2 or step_s <= 0:
+        if len(known) < 2:
             return
         usual = statistics.median_low(known)
-        self._window.append(_Exchange(step, step_s, [each - usual if each > 0 else 0.0 for each in busy_s]))
+        self._window.append(_Sample(step, step_s, [each - usual for each in busy_s]))
         if len(self._window) < _WINDOW:
             return
-        now = {rank for rank in range(len(busy_s)) if self._window[-1].is_slow(rank)}
-        new = [rank for rank in sorted(now - self.named) if self._is_persistent(rank)]
+        slow = {rank for rank in range(len(busy_s)) if self._window[-1].is_slow(rank)}
+        new = [rank for rank in sorted(slow - self.named) if self._is_persistent(rank)]
         past = [rank for rank in sorted(self.named) if len(self._slow(rank)) <= _FEW]
         self.named = self.named.union(new).difference(past)
         self._tell(new, slow=True)
         self._tell(past, slow=False)
 
-    def _slow(self, rank: int) -> list[_Exchange]:
+    def _slow(self, rank: int) -> list[_Sample]:
         return [each for each in self._window if each.is_slow(rank)]
 
     def _is_persistent(self, rank: int) -> bool:

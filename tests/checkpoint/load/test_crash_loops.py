@@ -149,6 +149,23 @@ def test_nor_is_saving_what_was_restored(tmp_path: Path) -> None:
     assert [cycle() for _ in range(4)] == [12, 12, 12, 8]
 
 
+def test_what_others_saved_for_a_run_that_was_lost_is_progress(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those who are left save it, and the one that has counted is gone."""
+    root = str(tmp_path)
+    train(root, "store", steps=LAST, at=99)
+    for step in range(LAST, LAST + 20):
+        with pytest.raises(ZeroDivisionError):
+            train(root, "store")
+        assert capsys.readouterr().out.split()[-1] == f"{step - 1}s"
+        note = (tmp_path / "store" / NOTE).read_text()
+        with Checkpointer(f"{root}/store", every=1, keep=99, resume="never") as checkpointer:
+            checkpointer.save(step, {"x": torch.zeros(4)})
+        (tmp_path / "store" / NOTE).write_text(note)
+    assert Cycles(capsys, root, "store").began[:6] == thrice("32s", "31s")
+
+
 def killed(rank: int, world_size: int, *args: Any) -> int | None:
     """The last rank dies by a signal; the other one waits for it in a collective."""
     root, where, at, often = args
@@ -240,7 +257,8 @@ def test_without_a_store_the_count_outlives_the_machine_of_rank_0(
 def test_what_a_machine_notes_that_was_away_does_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cycle(tmp_path, capsys, 99, 5)
     assert [cycle(tmp_path, capsys, 0) for _ in range(3)] == ["5t", "5t", "5t"]
-    noted, away = tmp_path / "near1" / "notes" / NOTE, (tmp_path / "near1" / "notes" / NOTE).read_bytes()
+    noted = tmp_path / "near0" / "notes" / NOTE
+    away = noted.read_bytes()
     assert cycle(tmp_path, capsys, 99, 6) == "4t"
     noted.write_bytes(away)
     assert cycle(tmp_path, capsys, 0) == "6t"

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import stagereg.checkpoint.ranks.preemption_consensus as preemption_consensus
+import stagereg.checkpoint.ranks.stragglers as stragglers
 import stagereg.record as record
 from stagereg import Checkpointer, Leave
 from stagereg.checkpoint.ranks.stragglers import BusyClock, Stragglers
@@ -26,14 +27,16 @@ def machine_of(rank: int) -> str:
     return f"m{rank // 4}"
 
 
-def feed(stragglers: Stragglers, busy: Callable[[int], list[float]], exchanges: range) -> list[tuple[int, set[int]]]:
+def feed(
+    found: Stragglers, busy: Callable[[int], list[float]], exchanges: range, every_s: float = 1.0
+) -> list[tuple[int, set[int]]]:
     """Return after which exchanges who was named, where that has changed; a step takes what the slowest computes."""
-    changes, before = [], stragglers.named
+    changes, before = [], found.named
     for number in exchanges:
         own = busy(number)
-        stragglers.add(10 * number, max(own) + 0.01, own)
-        if stragglers.named != before:
-            before = stragglers.named
+        found.add(10 * number, every_s * number, 1.1 * max(own), own)
+        if found.named != before:
+            before = found.named
             changes.append((number, before))
     return changes
 
@@ -72,7 +75,7 @@ def test_a_slow_machine_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     changes = feed(Stragglers(machine_of), lambda _: [0.05] * 4 + [0.09] * 4, range(40))
     assert changes == [(19, {4, 5, 6, 7})]
     [line] = [each.getMessage() for each in caplog.records]
-    assert "ranks 4, 5, 6, 7 on machine m1 are slow: the others wait 40 ms of each 100 ms step for them" in line
+    assert "ranks 4, 5, 6, 7 on machine m1 are slow: the others wait 40 ms of each 99 ms step for them" in line
 
 
 def steady(_: int) -> float:
@@ -107,8 +110,7 @@ def test_equal_ranks_are_not_named_whatever_their_load(
     caplog: pytest.LogCaptureFixture, ranks: int, noise: Callable[[int], float]
 ) -> None:
     random.seed(ranks)
-    stragglers = Stragglers(machine_of)
-    assert feed(stragglers, lambda _: [0.1 * noise(rank) for rank in range(ranks)], range(2000)) == []
+    assert feed(Stragglers(machine_of), lambda _: [0.1 * noise(rank) for rank in range(ranks)], range(2000)) == []
     assert not caplog.records
 
 
@@ -126,6 +128,16 @@ def test_a_rank_twice_as_slow_is_named_below_the_same_load(ranks: int, noise: Ca
 def test_what_is_less_than_a_tenth_of_a_step_is_not_said() -> None:
     assert feed(Stragglers(machine_of), lambda _: [0.1, 0.1, 0.11], range(100)) == []
     assert feed(Stragglers(machine_of), lambda _: [0.1, 0.1, 0.12], range(100)) == [(19, {2})]
+
+
+def test_exchanges_of_short_steps_name_nobody_for_a_moment() -> None:
+    def busy(number: int) -> list[float]:
+        return [1e-4, 1e-4, 3e-4 if number % 1000 < 400 else 1e-4]
+
+    assert feed(Stragglers(machine_of), busy, range(20_000), every_s=0.0064) == []
+    [(number, named)] = feed(Stragglers(machine_of), lambda _: [1e-4, 1e-4, 3e-4], range(2000), every_s=0.0064)
+    assert named == {2}
+    assert 9.5 <= 0.0064 * number <= 11
 
 
 def test_ranks_that_are_not_known_are_left_out() -> None:
@@ -156,6 +168,7 @@ def train(rank: int, world_size: int, root: str, grace: bool) -> list[str]:
     logging.getLogger("stagereg.checkpoint.ranks").addHandler(handler)
     calls = itertools.count()
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(stragglers, "_EVERY_S", 0.0)
         patched.setattr(BusyClock, "lap", lambda _: (next(calls), 3.0 if rank == 1 else 1.0)[1])
         leave = Leave(save_last=False) if grace else Leave(None, save_last=False)
         with Checkpointer(root, every=10**6, leave=leave) as checkpointer:
