@@ -176,7 +176,7 @@ class Checkpointer:
             each.stats = self._background.stats
         if first:
             self._target.metrics.listen(self._background.note_metrics)
-        self._survivors = self._stores and Survivors(self._target, near.target, self._saver, self._background)
+        self._survivors: Any = self._stores and Survivors(self._target, near.target, self._saver, self._background)
         parts = self._target.token, self._ranks, self._saver, self._leave.grace, self._background, self._follow
         self._together = Together(process_group, *parts)
         self.preemption = self._together.preemption
@@ -379,7 +379,7 @@ class Checkpointer:
             self._unclosed.detach()
         self._together.leave()
         ended = self._background.finish()
-        self._closed = True
+        self._closed, self._survivors, self._saver.whole = True, None, None
         self._calls.close()
         if self.preemption is not None:
             self.preemption.close()

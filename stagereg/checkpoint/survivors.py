@@ -112,7 +112,7 @@ class Survivors:
         until = time.monotonic() + _SETTLE_S
         while self._whole.is_written() and time.monotonic() < until:
             time.sleep(_LOOK_S)
-        why = self._whole.hold() if self._saver.whole is not None else "it has closed its checkpointer"
+        why = self._whole.hold() if self._saver.whole is not None else "a step could not be noted"
         for target in (self._target, self._tier):
             if target is not None and target.ranks.group is not None:
                 abort(target.ranks.group)

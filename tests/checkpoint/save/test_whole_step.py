@@ -168,3 +168,13 @@ def test_only_alike_tensors_are_of_one_kind() -> None:
     trained.model.append(torch.nn.Linear(1, 1))
     assert trained.whole.note(2, {**trained.state, "other": torch.nn.Linear(1, 1)})
     assert trained.whole.kinds != kinds[0]
+
+
+def test_names_of_parameters_are_as_a_save_finds_them() -> None:
+    bias, names = torch.nn.Parameter(torch.zeros(2)), ParameterNames()
+    optimizer = torch.optim.SGD([bias], 0.1, momentum=0.9)
+    whole = WholeStep(names)
+    bias.grad = torch.ones(2)
+    optimizer.step()
+    whole.note(1, {"bias": bias, "optimizer": optimizer})
+    assert [*whole.take(0, 1)["optimizer"]["state"]] == ["bias"]
