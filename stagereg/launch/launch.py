@@ -77,7 +77,7 @@ def launch(command: CommandLine, hydra: Any, nproc: int) -> Any:
             local.start(rank, command.for_ranks(hydra), hydra.runtime.cwd, variables | own)
         codes = local.wait()
         if any(code < 0 for code in codes.values()):
-            local.wait_for_survivors(run.get("saves after a loss") or 0.0)
+            local.wait_for_rest(run.get("saves after a loss") or 0.0)
         if local.stopped is not None:
             # A rank in its job may run its ``finally`` blocks after SIGINT; one that is not there yet could only print
             # a traceback from the middle of an import, so it is terminated instead.
@@ -138,7 +138,7 @@ class LocalRanks:
                 return {rank: code for rank, code in codes.items() if code}
             time.sleep(0.05)
 
-    def wait_for_survivors(self, limit_s: float) -> None:
+    def wait_for_rest(self, limit_s: float) -> None:
         """Wait until all have ended that save what they have, since one is lost; or a signal is to end them."""
         ends = time.monotonic() + limit_s + (_MORE_S if limit_s else 0.0)
         while time.monotonic() < ends and self.stopped is None and None in [p.poll() for p in self._processes.values()]:
