@@ -228,7 +228,7 @@ class ResumableSampler(Sampler[int]):
             return None
         size = self.length - sum(sum(counts) for of, counts in state["dealt"] if of == epoch)
         here, share = (size // replicas if self.drop_last else _share(size, each, replicas) for each in (own, rank))
-        sure = here == share or (epoch == 0 and state["consumed"] <= share)
+        sure = here == share or (epoch == 0 and state["consumed"] < min(here, share))
         return {**state, "rank": rank, "consumed": min(state["consumed"], share)}, sure
 
     def _expect_alike(self, state: Mapping[str, Any]) -> None:

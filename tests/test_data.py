@@ -363,3 +363,25 @@ def test_a_batch_drawn_before_the_save_is_used_after_it(tmp_path: Path, monkeypa
             assert space["start"] == (7 if seed else 0)
         weights.append(model.weight)
     assert torch.equal(*weights)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 4), st.integers(0, 30), st.booleans(), st.randoms())
+@example(21, 2, 4, 3, False, random.Random(4))
+@example(21, 2, 4, 3, False, random.Random(7))
+def test_where_another_rank_is_follows_from_one_rank_where_that_is_sure(
+    length: int, replicas: int, size: int, steps: int, drop_last: bool, choose: random.Random
+) -> None:
+    states = []
+    for rank in range(replicas):
+        sampler = ResumableSampler(range(length), replicas, rank, drop_last=drop_last)
+        taken = sampler.batches(DataLoader(range(length), size, sampler=sampler), epochs=3, limit=steps)
+        assert len([*taken]) <= steps
+        states.append(sampler.state_dict())
+    own, other = choose.randrange(replicas), choose.randrange(replicas)
+    sampler = ResumableSampler(range(length), replicas, own, drop_last=drop_last)
+    found, sure = sampler.of_other_rank(states[own], own, other, replicas)
+    if sure:
+        assert found == states[other]
+    assert sure or length % replicas
+    assert sampler.of_other_rank(states[own], own, other, replicas + 1) is None

@@ -173,9 +173,9 @@ class Checkpointer:
         self._crashes = near.counter(self._store, self.restore_options.give_up_after, first, self._background)
         if first:
             self._target.metrics.listen(self._background.note_metrics)
-        self._survivors = Survivors(self._target, self._saver, self._background) if self._stores else None
-        parts = self._ranks, self._saver, self._leave.grace, self._background, self._follow
-        self._together = Together(process_group, self._target.token, *parts)
+        self._survivors: Any = self._stores and Survivors(self._target, near.target, self._saver, self._background)
+        parts = self._target.token, self._ranks, self._saver, self._leave.grace, self._background, self._follow
+        self._together = Together(process_group, *parts)
         self.preemption = self._together.preemption
         on_commit = components if first else {}, self._background, self._target.metrics
         self._calls = CommitCalls(*on_commit, self.preemption)
@@ -376,7 +376,7 @@ class Checkpointer:
             self._unclosed.detach()
         self._together.leave()
         ended = self._background.finish()
-        self._closed = True
+        self._closed, self._survivors, self._saver.whole = True, None, None
         self._calls.close()
         if self.preemption is not None:
             self.preemption.close()

@@ -31,10 +31,11 @@ from stagereg.checkpoint.format.manifest import FileMark, Manifest, new_token
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.committing import write_and_commit
-from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, StagedCopy
+from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, StagedCopy, Target
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.checkpoint.save.whole_step import WholeStep
 from stagereg.checkpoint.store.keep import Keep
+from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.errors import CheckpointError, name_ranks, reason
 from stagereg.join.broken import abort
 from stagereg.launch.loss import Loss
@@ -66,10 +67,10 @@ class _Decided(NamedTuple):
 
 
 class Survivors:
-    """This rank's part. It is to be kept as long as there is something to save."""
+    """This rank's part. It is to be kept as long as there is something to save; ``tier`` is saved to as well."""
 
-    def __init__(self, target: SaveTarget, saver: Saver, background: Background) -> None:
-        self._target, self._saver, self._background = target, saver, background
+    def __init__(self, target: SaveTarget, tier: Target | None, saver: Saver, background: Background) -> None:
+        self._target, self._tier, self._saver, self._background = target, tier, saver, background
         self._whole = WholeStep(saver.names)
         self._publish = loss.expect(self) if target.ranks.size > 1 else None
         if self._publish is not None:
@@ -96,7 +97,7 @@ class Survivors:
             made = _Try(told, PrefixStore(f"try/{number}", store), step, chosen, decided.token)
             if told.rank in chosen:
                 self._save(made)
-            elif ranks.rank == 0:
+            elif told.rank == 0:  # which has had it from the beginning
                 self._target.store.lock().release()
             saved, outcome = made.outcome()
             if saved:
@@ -111,9 +112,10 @@ class Survivors:
         until = time.monotonic() + _SETTLE_S
         while self._whole.is_written() and time.monotonic() < until:
             time.sleep(_LOOK_S)
-        why = self._whole.hold() if self._saver.whole is not None else "it has closed its checkpointer"
-        if (group := self._target.ranks.group) is not None:
-            abort(group)
+        why = self._whole.hold() if self._saver.whole is not None else "a step could not be noted"
+        for target in (self._target, self._tier):
+            if target is not None and target.ranks.group is not None:
+                abort(target.ranks.group)
         if not self._background.ends_by(time.monotonic() + told.notice_s):
             why = why or "a save before has not ended"
         return _Posted(told.rank, -1 if self._whole.step is None else self._whole.step, self._whole.kinds, why)
@@ -137,39 +139,39 @@ class Survivors:
             key = f"kinds/{rank}"
             kinds[rank] = json.loads(told.store.get(key)) if told.store.check([key]) else ""
         tries: dict[int, list[int]] = {}
+        whys: dict[str, list[int]] = {}
         for each in posted:
-            if not each.why:
-                tries.setdefault(each.step, []).append(each.rank)
-        whys = {f"{name_ranks([each.rank])}: {each.why}" for each in posted if each.why}
+            tries.setdefault(each.step, []) if not each.why else None
+            (whys.setdefault(each.why, []) if each.why else tries[each.step]).append(each.rank)
         for step, ranks in [*tries.items()]:
             if alone := sorted(rank for rank, each in kinds.items() if each not in {kinds[of] for of in ranks}):
                 del tries[step]
-                whys.add(f"{name_ranks(alone)} had tensors that no other has")
-        why = f"Those who are left have no whole step: {'; '.join(sorted(whys))}."
-        own = _Decided(new_token(), sorted(tries.items(), reverse=True), why)
+                whys["it had tensors that those with the step have not"] = alone
+        why = "; ".join(f"{name_ranks(ranks)}: {why}" for why, ranks in whys.items())
+        best = sorted(tries.items(), reverse=True)
+        own = _Decided(new_token(), best, f"Those who are left have no whole step: {why}.")
         return _Decided(*json.loads(told.store.compare_set("decided", "", json.dumps(own))))
 
     def _save(self, made: _Try) -> None:
         """Save with the others of a try; its outcome is published by the first of them."""
         try:
+            state = self._saver.state or {}
+            captured, lost = self._whole.take(made.told.rank, made.told.world_size), made.lost(state)
             if made.leads:
+                _add_positions(captured, lost, state, made)
                 made.begin(self._target)
             if made.begun():
-                self._write(made)
+                self._write(made, captured, lost)
         except Exception as error:
+            _log.debug("A survivors' save failed.", exc_info=error)
             if made.leads:
-                self._target.store.lock().release()
-                made.end(f"Those who are left have not saved step {made.step}: {reason(error)}")
+                text = reason(error).removeprefix(f"Step {made.step} was not saved: ")
+                made.end(f"Those who are left have not saved step {made.step}: {text.rstrip('.')}.")
 
-    def _write(self, made: _Try) -> None:
-        ranks = _RanksLeft(made)
-        state = self._saver.state or {}
-        captured, lost = self._whole.take(made.told.rank, made.told.world_size), made.lost(state)
-        if made.leads:
-            _add_positions(captured, lost, state, made)
+    def _write(self, made: _Try, captured: dict[str, Any], lost: dict[str, list[str]]) -> None:
         copy = StagedCopy(_on_host(captured), names=captured.keys())
         copy.settled.set()
-        target = _SurvivorsTarget(self._target, ranks, made, lost, self._whole)
+        target = _SurvivorsTarget(self._target, _RanksLeft(made), made, lost, self._whole)
         save = PendingSave(made.step, target, until=made.told.until, copy=copy)
         save.hurried.set()
         began, nbytes = write_and_commit(save) or (0.0, 0)
@@ -187,6 +189,7 @@ class _Try:
     def __init__(self, told: Loss, store: Any, step: int, ranks: list[int], token: str) -> None:
         self.told, self.store, self.step, self.ranks, self.token = told, store, step, ranks, token
         self.leads = told.rank == ranks[0]
+        self._lock: StoreLock | None = None
 
     def lost(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
         """Return what is missing of each rank that is not in it."""
@@ -197,11 +200,12 @@ class _Try:
         """Have the others begin too, once the directory is this rank's to write to."""
         while True:  # a rank that was stopped has it until it is ended
             try:
-                target.store.lock()
+                self._lock = target.store.lock()
                 break
             except CheckpointError:
                 if time.monotonic() > self.told.until - self.told.notice_s:
                     raise
+                time.sleep(_LOOK_S)
         if any(each.manifest.step == self.step for each in target.store.checkpoints()[0]):
             self.end(f"Step {self.step} is saved in {target.where}.", True)
         self.store.set("begun", "")
@@ -212,7 +216,9 @@ class _Try:
         return not self.store.check(["outcome"])
 
     def end(self, outcome: str, saved: bool = False) -> None:
-        """Publish what has come of it, unless that is done."""
+        """Publish what has come of it, unless that is done; where nothing is saved, let others write there."""
+        if self._lock is not None and not saved:
+            self._lock.release()
         self.store.compare_set("outcome", "", json.dumps([saved, outcome]))
 
     def outcome(self) -> tuple[bool, str]:

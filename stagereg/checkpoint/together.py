@@ -117,7 +117,7 @@ class Together:
 
     def leave(self) -> None:
         """This rank does nothing together with others any more."""
-        self._left, self._saver.whole = True, None
+        self._left = True
         self._ending.leave()
         with contextlib.suppress(RuntimeError):  # the store is gone
             self.answer_all()

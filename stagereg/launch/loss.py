@@ -23,7 +23,7 @@ _NOTICES = 3.0
 _HEARD_S = 5.0
 """Seconds in which a loss is heard of that a broken collective has shown."""
 _LOOK_S = 0.02
-_NOT_SAVED = "Those who are left have not saved: "
+_NOT_SAVED, _STORE = "Those who are left have not saved: ", "the store of this run, on rank 0's machine,"
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class AfterLoss:
     """That of one rank; see the module. All methods may be called on any thread."""
 
     def __init__(self, store: RunStore, rank: int, world_size: int, notice_s: float) -> None:
-        self.outcome, self.notice_s = "", notice_s
-        self._store, self._ranks, self._limit_s = store, (rank, world_size), _NOTICES * notice_s
+        self._store, self._ranks = store, (rank, world_size)
+        self.notice_s, self._limit_s = notice_s, _NOTICES * notice_s
         self._saver: Callable[[], SavesAfterLoss | None] = lambda: None
         self._lock = threading.Lock()
         self._began = False
@@ -81,10 +81,10 @@ class AfterLoss:
         if first:
             threading.Thread(target=self._save, args=(saver, until), name="stagereg-survivors", daemon=True).start()
         if not self._answered.wait(self.notice_s / 2):  # a rank that is cut off is killed after all of it
-            self.outcome = f"{_NOT_SAVED}the store of this run, on rank 0's machine, does not answer."
+            self._store.saved = f"{_NOT_SAVED}{_STORE} does not answer."
         elif not self._over.wait(until - time.monotonic()):
-            self.outcome = f"{_NOT_SAVED}that has taken longer than {self._limit_s:g} s."
-        return self.outcome
+            self._store.saved = f"{_NOT_SAVED}that has taken longer than {self._limit_s:g} s."
+        return self._store.saved
 
     def await_saved(self) -> None:
         """Wait for the save of others' loss, where a collective has failed and that may be why."""
@@ -104,9 +104,10 @@ class AfterLoss:
             if not known:
                 self._store.give_time(self._limit_s)
                 loss = Loss(*self._ranks, store, self._store.lost_ranks, self.notice_s, until)
-                self.outcome = saver.save_after_loss(loss)
+                self._store.saved = saver.save_after_loss(loss)
         except Exception as error:
-            self.outcome = f"{_NOT_SAVED}{reason(error)}"
+            gone = type(error).__name__ in ("DistNetworkError", "DistStoreError")
+            self._store.saved = f"{_NOT_SAVED}{f'{_STORE} is gone.' if gone else reason(error)}"
         self._answered.set()
         self._over.set()
 

@@ -123,9 +123,8 @@ class Rank:
     def run(self, task: Callable[[Any], Any], cfg: Any) -> Any:
         """Run the job in the process group; return rank 0's value. Ends the process if the task fails."""
         self._agree_on_run()
-        after = loss.AfterLoss(self.store, self.rank, self.world_size, _checked_notice(cfg))
         try:
-            with self._watched(after), _process_group(self):
+            with self._watched(_checked_notice(cfg)), _process_group(self):
                 self.store.set(f"in job/{self.rank}", True)
                 try:
                     value = run_recorded(task, cfg, self.store.take_failure())
@@ -146,16 +145,13 @@ class Rank:
                 # A group that one rank closes while another still connects to it, fails there.
                 self.store.await_ended(math.inf)
         except Exception as error:
-            self.fail(error, after.outcome)
+            self.fail(error)
         if self.rank == 0 and self.launched:
             self.store.set("result", _for_json(value))
         return value
 
-    def fail(self, error: Exception, saved: str = "") -> NoReturn:
-        """End this rank because of an error: report it, if it is a cause, once all ranks had the time to.
-
-        ``saved`` is a sentence on what those who are left have saved.
-        """
+    def fail(self, error: Exception) -> NoReturn:
+        """End this rank because of an error: report it, if it is a cause, once all ranks had the time to."""
         try:
             self._report_cause(error)
             self.store.set_ended()
@@ -163,7 +159,7 @@ class Rank:
             if self.store.get("cause is known") is None:
                 lost = self.store.lost(_LOST_S)  # on all ranks, since the first to exit has the others ended
                 if self.store.is_first("a consequence"):
-                    self._report(error, lost and f"{lost} {saved} Seen here:\n".replace("  ", " "))
+                    self._report(error, lost and f"{lost} {self.store.saved}".rstrip() + " Seen here:\n")
         except Exception:  # of the store; others may have reported a cause before it went
             if self.store.multi_node and is_consequence(error):
                 host = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -172,9 +168,9 @@ class Rank:
         shutdown.exit_now(1)
 
     @contextlib.contextmanager
-    def _watched(self, after: loss.AfterLoss) -> Iterator[None]:
+    def _watched(self, notice_s: float) -> Iterator[None]:
         """Know of lost ranks in a ``with`` block, in which what registers saves after a loss."""
-        ending = threading.Lock()
+        after, ending = loss.AfterLoss(self.store, self.rank, self.world_size, notice_s), threading.Lock()
 
         def end(lost: str) -> None:
             if ending.acquire(blocking=False):  # once; the watch goes on to listen
@@ -182,16 +178,16 @@ class Rank:
                 threading.Thread(target=self.store.note_failure, args=(lost,), daemon=True).start()
                 threading.Thread(target=self._end_for_loss, args=(after,), daemon=True).start()
 
-        with self.store.watch(after.notice_s, end), loss.of_process(after):
+        with self.store.watch(notice_s, end), loss.of_process(after):
             yield
 
     def _end_for_loss(self, after: loss.AfterLoss) -> None:
         """Save with others that are left, and end this rank, which may wait for ever for one that is lost."""
-        saved = after.save()
+        after.save()
         mercy_s = min(_MERCY_S, after.notice_s / 8)
         if self.store.ended.wait(mercy_s):
             return
-        lost = f"{self.store.lost(0.0)} {saved}".strip()
+        lost = f"{self.store.lost(0.0)} {self.store.saved}".rstrip()
 
         def report() -> None:
             if self.store.is_first("a loss"):

@@ -28,7 +28,7 @@ class RunStore:
 
     ``store`` is torch's, and nothing else uses it. ``multi_node``: ranks are on other machines, or below other agents
     at least, so the store may be lost with one. ``group`` is the store for the process group; ``ended`` is set once
-    this rank has come to the end of its job.
+    this rank has come to the end of its job; ``saved`` is a sentence on what was saved after a loss.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, multi_node: bool = False, attempt: str = "0") -> None:
@@ -41,6 +41,7 @@ class RunStore:
         self._world_size = world_size
         self.multi_node = multi_node
         self.ended = threading.Event()
+        self.saved = ""
         self._watch: Watch | None = None
 
     def begin(self, directory: str, resume: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -25,6 +26,8 @@ from stagereg.data import ResumableSampler
 from stagereg.launch.loss import AfterLoss
 from stagereg.launch.run_store import RunStore
 from stagereg.testing import run_ranks
+
+from ..support.programs import TORCHRUN, Program
 
 NOTICE_S = 2.0
 LACKS = "random numbers, own"
@@ -265,3 +268,107 @@ def step_while_saving(training: Training, rank: int) -> None:
         stepped.set()
 
     threading.Thread(target=step, daemon=True).start()
+
+
+TRAIN = """
+import hashlib, os, signal
+import stagereg
+
+
+@stagereg.main(config_path="conf", config_name="app")
+def train(cfg):
+    import torch
+    import torch.distributed as dist
+    import stagereg.checkpoint.store.failpoints as failpoints
+
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)]
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    sampler = stagereg.data.ResumableSampler(range(120), seed=3)
+    loader = torch.utils.data.DataLoader(torch.arange(120.0), batch_size=4, sampler=sampler)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "sampler": sampler}
+    kills = cfg.kill if rank == 1 else ""
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with stagereg.instantiate(cfg.checkpoint) as checkpointer:
+        step = start = checkpointer.restore(state) or 0
+        if rank == 0:
+            print("FROM", start, flush=True)
+        optimizer.register_step_post_hook(lambda *_: die() if kills == "inside" and step == 7 else None)
+        for batch in sampler.batches(loader, limit=12 - start):
+            step += 1
+            if step == 7 and start == 0:
+                if kills == "before":
+                    die()
+                if kills == "error":
+                    raise KeyError("no cheese")
+                if rank == 2 and cfg.kill == "while saving":
+                    die()
+                if kills == "while saving":
+                    failpoints.watch(lambda name: die() if name == "agreed" else None)
+            loss = model(batch[:, None] / 120 + torch.arange(4.0)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            checkpointer.maybe_save(step, state)
+            if step == 4:
+                checkpointer.wait()
+    if rank == 0:
+        print("END", hashlib.sha256(b"".join(x.numpy().tobytes() for x in model.state_dict().values())).hexdigest())
+
+
+if __name__ == "__main__":
+    train()
+"""
+CONFIG = (
+    "defaults: [stagereg, _self_]\nanswers: ???\nkill: ''\nnproc: 2\nnotice_s: 5\ncheckpoint: {dir: ck, every: 4}\n"
+)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What is printed with two ranks; with three DDP adds up in another order after a restart."""
+    ended = Program(tmp_path_factory.mktemp("uninterrupted"), CONFIG, TRAIN).run()
+    assert ended.returncode == 0, ended.stderr
+    return said_by(ended.stdout)
+
+
+def said_by(printed: str) -> str:
+    return "\n".join(re.findall("^(?:FROM|END) .*", printed, re.MULTILINE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [None, TORCHRUN], ids=["python", "torchrun"])
+@pytest.mark.parametrize(
+    ("kill", "step", "said"),
+    [
+        ("before", 6, r"Rank 0 saved step 6, in .*/ck/step-00000006; of rank 1 it lacks random numbers\."),
+        ("inside", 7, r"Rank 0 saved step 7, in "),
+        ("error", 4, r"KeyError: 'no cheese'"),
+    ],
+)
+def test_a_run_goes_on_from_what_was_saved_as_if_nothing_had_happened(
+    tmp_path: Path, uninterrupted: str, kill: str, step: int, said: str, start: list[str] | None
+) -> None:
+    program = Program(tmp_path, CONFIG, TRAIN)
+    ended = program.run(f"kill={kill}", start=start)
+    assert ended.returncode == 1, ended.stderr
+    assert re.search(said, ended.stderr), ended.stderr
+    again = program.run(start=start)
+    assert again.returncode == 0, again.stderr
+    assert said_by(again.stdout) == uninterrupted.replace("FROM 0", f"FROM {step}")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_lost_while_it_saves_costs_the_save_and_nothing_else(tmp_path: Path) -> None:
+    program = Program(tmp_path, CONFIG, TRAIN)
+    ended = program.run("kill=while saving", "nproc=3")
+    assert ended.returncode == 1
+    assert re.search("rank 0: lost rank 1 .*; rank 2 .*have not saved", ended.stderr), ended.stderr
+    assert said_by(program.run("nproc=3").stdout).startswith("FROM 4\nEND")

@@ -157,6 +157,8 @@ class _Seen:
         self.small: list[torch.Tensor] = []
         self.watched: list[torch.Tensor] = []
         if not self.unfit:
+            for each in _optimizers(objects):
+                names.for_optimizer(each, state)  # once, with all that has names of parameters
             self._look(entries.capture(objects, 0, 0, 1, names))
         self.copies = [x.clone() for x in self.small]
         self.devices = {x.device for x in self.watched if not x.is_cpu}
@@ -183,20 +185,23 @@ class _Seen:
         if not all(isinstance(x, torch.Tensor) and not x.is_inference() for _, x in walk(self.modules)):
             self.unfit = "a module has something else than plain tensors in its state"
             return
-        written, nbytes = {local_part(x).data_ptr() for group in self.groups for x in group["params"]}, 0
-        for path, x in ((path, local_part(x)) for path, x in found):
-            free = path[0] in self.modules and x.data_ptr() not in written
-            is_small = free and x.nbytes <= _SMALL_BYTES and nbytes + x.nbytes <= _COPIED_BYTES
+        buffers, nbytes = {local_part(x).data_ptr() for x in self._buffers()}, 0
+        for x in (local_part(x) for _, x in found):
+            is_small = x.data_ptr() in buffers and x.nbytes <= _SMALL_BYTES and nbytes + x.nbytes <= _COPIED_BYTES
             nbytes += is_small * x.nbytes
             (self.small if is_small else self.watched).append(x)
 
-    def _find_addresses(self) -> list[int]:
-        found = [x for group in self.groups for x in group["params"]]
+    def _buffers(self) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
         for value in self.objects.values():
             for each in (inner for module in module_state.modules_of(value) for inner in module.modules()):
                 left_out = each._non_persistent_buffers_set
                 found += [x for name, x in each._buffers.items() if x is not None and name not in left_out]
-        return [local_part(x).data_ptr() for x in found]
+        return found
+
+    def _find_addresses(self) -> list[int]:
+        params = [x for group in self.groups for x in group["params"]]
+        return [local_part(x).data_ptr() for x in (*params, *self._buffers())]
 
 
 def _optimizers(objects: Mapping[str, Any]) -> list[Optimizer]:
