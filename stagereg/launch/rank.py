@@ -105,7 +105,7 @@ class Rank:
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_world_size = ranks_here(world_size)
         attempt = name_attempt(store, rank, world_size) if launcher is None else os.environ.get(ATTEMPT, "0")
-        run_store = RunStore(store, rank, world_size, local_world_size < world_size, attempt)
+        run_store = RunStore(store, rank, world_size, attempt)
         phases.mark("connected")
         return cls(rank, world_size, local_rank, local_world_size, launcher is not None, run_store)
 
@@ -161,7 +161,7 @@ class Rank:
                 if self.store.is_first("a consequence"):
                     self._report(error, lost and f"{lost} {self.store.saved}".rstrip() + " Seen here:\n")
         except Exception:  # of the store; others may have reported a cause before it went
-            if self.store.multi_node and is_consequence(error):
+            if self.local_world_size < self.world_size and is_consequence(error):  # the store may be on a lost machine
                 host = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
                 gone = f"lost rank 0's torchrun or machine: the store of this run, on {host}, is gone."
                 self._print(f"{gone} If a rank there reported a cause, that is it. Seen here:\n{format_error(error)}")

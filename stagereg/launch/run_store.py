@@ -26,12 +26,12 @@ GATHER_S = 600
 class RunStore:
     """The store of a run, as one rank uses it in one attempt; the launcher uses it as rank 0 would.
 
-    ``store`` is torch's, and nothing else uses it. ``multi_node``: ranks are on other machines, or below other agents
-    at least, so the store may be lost with one. ``group`` is the store for the process group; ``ended`` is set once
-    this rank has come to the end of its job; ``saved`` is a sentence on what was saved after a loss.
+    ``store`` is torch's, and nothing else uses it; it may be lost with the machine of rank 0. ``group`` is the store for
+    the process group; ``ended`` is set once this rank has come to the end of its job; ``saved`` is a sentence on what was
+    saved after a loss.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, multi_node: bool = False, attempt: str = "0") -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, attempt: str = "0") -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         self._all_attempts = store
@@ -39,7 +39,6 @@ class RunStore:
         self.group = PrefixStore("group", self._store)
         self._rank = rank
         self._world_size = world_size
-        self.multi_node = multi_node
         self.ended = threading.Event()
         self.saved = ""
         self._watch: Watch | None = None

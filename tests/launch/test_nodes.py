@@ -182,7 +182,7 @@ def test_ranks_of_two_machines_report_a_cause_once(
 
     def ends(number: int, error: Exception) -> object:
         with pytest.raises(SystemExit) as left:
-            Rank(number, 2, 0, 1, False, RunStore(store, number, 2, multi_node=True)).fail(error)
+            Rank(number, 2, 0, 1, False, RunStore(store, number, 2)).fail(error)
         return left.value.code
 
     with ThreadPoolExecutor(1) as pool:
