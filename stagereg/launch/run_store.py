@@ -26,9 +26,9 @@ GATHER_S = 600
 class RunStore:
     """The store of a run, as one rank uses it in one attempt; the launcher uses it as rank 0 would.
 
-    ``store`` is torch's, and nothing else uses it; it may be lost with the machine of rank 0. ``group`` is the store for
-    the process group; ``ended`` is set once this rank has come to the end of its job; ``saved`` is a sentence on what was
-    saved after a loss.
+    ``store`` is torch's, and nothing else uses it; it may be lost with the machine of rank 0. ``group`` is the store
+    for the process group; ``ended`` is set once this rank has come to the end of its job; ``saved`` is a sentence on
+    what was saved after a loss.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, attempt: str = "0") -> None:
