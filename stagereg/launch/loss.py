@@ -51,12 +51,16 @@ class SavesAfterLoss(Protocol):
 
 
 class AfterLoss:
-    """That of one rank; see the module. All methods may be called on any thread."""
+    """That of one rank; see the module. All methods may be called on any thread.
+
+    Attributes:
+        saver: returns what saves, ``None`` if nothing does.
+    """
 
     def __init__(self, store: RunStore, rank: int, world_size: int, notice_s: float) -> None:
         self._store, self._ranks = store, (rank, world_size)
         self.notice_s, self._limit_s = notice_s, _NOTICES * notice_s
-        self._saver: Callable[[], SavesAfterLoss | None] = lambda: None
+        self.saver: Callable[[], SavesAfterLoss | None] = lambda: None
         self._lock = threading.Lock()
         self._began = False
         self._answered, self._over = threading.Event(), threading.Event()  # the store has; the save has ended
@@ -66,7 +70,7 @@ class AfterLoss:
 
         Returns what publishes a value, as JSON, in the store that it will be given.
         """
-        self._saver = weakref.ref(saver)
+        self.saver = weakref.ref(saver)
         self._store.set("saves after a loss", self._limit_s)
         return self._store.set
 
@@ -75,7 +79,7 @@ class AfterLoss:
         with self._lock:
             first, self._began = not self._began, True
         until = time.monotonic() + self._limit_s
-        saver = self._saver()
+        saver = self.saver()
         if saver is None:
             return ""
         if first:
@@ -89,7 +93,7 @@ class AfterLoss:
     def await_saved(self) -> None:
         """Wait for the save of others' loss, where a collective has failed and that may be why."""
         ends = time.monotonic() + _HEARD_S
-        while self._saver() is not None and not self._store.lost_ranks() and time.monotonic() < ends:
+        while self.saver() is not None and not self._store.lost_ranks() and time.monotonic() < ends:
             if self._store.get("cause is known"):
                 return
             time.sleep(_LOOK_S)
@@ -130,6 +134,11 @@ def of_process(after: AfterLoss) -> Iterator[None]:
 def expect(saver: SavesAfterLoss) -> Callable[[str, Any], None] | None:
     """Have ``saver`` save after a loss, as :meth:`AfterLoss.expect`; ``None`` if losses are not noticed."""
     return None if _of_process is None else _of_process.expect(saver)
+
+
+def is_expected() -> bool:
+    """Whether something saves after a loss."""
+    return _of_process is not None and _of_process.saver() is not None
 
 
 def await_saved() -> None:

@@ -18,12 +18,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+import stagereg.launch.loss as loss
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.requests import Requests
 from stagereg.checkpoint.ranks.stragglers import BusyClock, Stragglers
 from stagereg.errors import RESUME_CODE, CheckpointError, Preempted, Stopped, reason
+from stagereg.join.broken import is_lost_connection
 from stagereg.launch.preemption import SIGNALS, PreemptionHandler
 from stagereg.launch.rank import torchrun_note
 
@@ -171,6 +173,9 @@ class PreemptionConsensus:
             self._next = max(1, min(_MOST_CALLS, round(_EVERY_S / step_s))) if step_s > 0 else 1
 
     def _give_up(self, error: Exception) -> None:
+        if loss.is_expected() and is_lost_connection(error):
+            self._exchanging = False  # a launcher's SIGTERM must not end this rank before it has saved, and ended
+            return
         self.close()
         _log.warning(
             "stagereg: the ranks could not exchange whether one of them has been signalled (%s). From now on SIGTERM "
