@@ -127,7 +127,7 @@ class Rank:
             with self._watched(_checked_notice(cfg)), _process_group(self):
                 self.store.set(f"in job/{self.rank}", True)
                 try:
-                    value = run_recorded(task, cfg, self.store.take_failure())
+                    value = run_recorded(task, cfg, self.store.failure.take() if self.rank == 0 else None)
                 except (Preempted, Stopped) as error:
                     self._exit(error)
                 except Exception as error:
@@ -165,6 +165,7 @@ class Rank:
                 host = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
                 gone = f"lost rank 0's torchrun or machine: the store of this run, on {host}, is gone."
                 self._print(f"{gone} If a rank there reported a cause, that is it. Seen here:\n{format_error(error)}")
+        self.store.leave()
         shutdown.exit_now(1)
 
     @contextlib.contextmanager
@@ -175,7 +176,7 @@ class Rank:
         def end(lost: str) -> None:
             if ending.acquire(blocking=False):  # once; the watch goes on to listen
                 # Either may hang where the store is lost, too.
-                threading.Thread(target=self.store.note_failure, args=(lost,), daemon=True).start()
+                threading.Thread(target=self.store.failure.leave, args=(lost,), daemon=True).start()
                 threading.Thread(target=self._end_for_loss, args=(after,), daemon=True).start()
 
         with self.store.watch(notice_s, end), loss.of_process(after):
@@ -236,7 +237,7 @@ class Rank:
 
     def _report(self, error: Exception, preface: str = "") -> None:
         text = preface + format_error(error)
-        self.store.note_failure(text)
+        self.store.failure.leave(text)
         if self.launched:
             self.store.add_error(text)
         else:

@@ -23,12 +23,32 @@ GATHER_S = 600
 """Seconds in which the ranks of a run may start one after another."""
 
 
+class FailureNote:
+    """What an attempt leaves for the next one, when it fails."""
+
+    def __init__(self, all_attempts: Any, store: Any) -> None:
+        self._all_attempts, self._store = all_attempts, store
+
+    def leave(self, why: str) -> None:
+        """Leave what has ended this attempt, unless a rank has; returns at once if so."""
+        if self._store.add("failed", 1) == 1:
+            self._all_attempts.set("failure", json.dumps({"why": why, "noticed": time.time()}))
+
+    def take(self) -> dict[str, Any] | None:
+        """On rank 0, take that of the attempt before; ``None`` if there is none."""
+        if not self._all_attempts.check(["failure"]):
+            return None
+        note = dict(json.loads(self._all_attempts.get("failure")))
+        self._all_attempts.delete_key("failure")
+        return note
+
+
 class RunStore:
     """The store of a run, as one rank uses it in one attempt; the launcher uses it as rank 0 would.
 
     ``store`` is torch's, and nothing else uses it; it may be lost with the machine of rank 0. ``group`` is the store
-    for the process group; ``ended`` is set once this rank has come to the end of its job; ``saved`` is a sentence on
-    what was saved after a loss.
+    for the process group; ``failure`` is what the next attempt is told; ``ended`` is set once this rank has come to the
+    end of its job; ``saved`` is a sentence on what was saved after a loss.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, attempt: str = "0") -> None:
@@ -37,6 +57,7 @@ class RunStore:
         self._all_attempts = store
         self._store: Any = PrefixStore(attempt, store)
         self.group = PrefixStore("group", self._store)
+        self.failure = FailureNote(store, self._store)
         self._rank = rank
         self._world_size = world_size
         self.ended = threading.Event()
@@ -74,19 +95,6 @@ class RunStore:
         lines = self._store.get("errors").splitlines() if self._store.check(["errors"]) else []
         return dict(sorted(json.loads(line) for line in lines))
 
-    def note_failure(self, why: str) -> None:
-        """Leave a note for the next attempt on what has ended this one, unless a rank has; returns at once if so."""
-        if self._store.add("failed", 1) == 1:
-            self._all_attempts.set("failure", json.dumps({"why": why, "noticed": time.time()}))
-
-    def take_failure(self) -> dict[str, Any] | None:
-        """On rank 0, take that note of the attempt before; ``None`` if there is none, and on other ranks."""
-        if self._rank > 0 or not self._all_attempts.check(["failure"]):
-            return None
-        note = dict(json.loads(self._all_attempts.get("failure")))
-        self._all_attempts.delete_key("failure")
-        return note
-
     def is_first(self, text: str) -> bool:
         """Return True for the first rank that reports this text, and False for all later ones."""
         return bool(self._store.add(f"reported/{text}", 1) == 1)
@@ -123,9 +131,19 @@ class RunStore:
             return list(self.get("hub"))
 
         self._watch = Watch(self._rank, notice_s, meet, on_lost)
+        failed = False
         try:
             yield
+        except Exception:
+            failed = True  # the rank hears who is lost, until it leaves
+            raise
         finally:
+            if not failed:
+                self.leave()
+
+    def leave(self) -> None:
+        """This rank ends, and the others are not to take that for a loss. Twice is harmless."""
+        if self._watch is not None:
             self._watch.close()
 
     def lost_ranks(self) -> frozenset[int]:

@@ -6,8 +6,9 @@ process with several threads, or with a GPU open, cannot be forked safely: if an
 and ranks are fresh interpreters as before.
 
 The server is this module, run with a socket to the launcher, from which come lines of JSON: first the names of modules
-and the folder that programs import from, then a :class:`Start` each. It answers with the number of the process, and
-tells later how it has ended. (The forkserver of ``multiprocessing`` runs no exit handlers, and imports the program.)
+and the folder that programs import from, then a :class:`Start` each. It says when it is ready, answers with the number
+of the process, and tells later how it has ended. (The forkserver of ``multiprocessing`` runs no exit handlers, and
+imports the program.)
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from stagereg.machine import end_with
 
 _ALWAYS = ("torch.distributed.checkpoint", "torch._dynamo", "stagereg.checkpoint.checkpointer", "stagereg.launch.main")
 """Modules that every rank comes to import."""
-_ANSWER_S = 30.0
+_ANSWER_S = 10.0
 
 
 class Start(NamedTuple):
@@ -82,7 +83,7 @@ class WarmStart:
         self._processes: dict[int, WarmProcess] = {}
         self._answers = threading.Condition()
         self._answered: list[int] = []
-        self._gone = False
+        self._ready = self._gone = False
         split = split_command(start.command)
         ours, theirs = socket.socketpair()
         self._lines = ours.makefile("rwb", buffering=0)
@@ -100,10 +101,11 @@ class WarmStart:
         threading.Thread(target=self._listen, name="stagereg-warm", daemon=True).start()
 
     def start(self, start: Start) -> WarmProcess | None:
-        """Start a rank; ``None`` if that cannot be done."""
+        """Start a rank; ``None`` if that cannot be done, or not yet."""
         with self._answers:
-            if not self._gone:
-                self._send(start)
+            if not self._ready or self._gone:
+                return None
+            self._send(start)
             if not self._answers.wait_for(lambda: self._gone or self._answered, _ANSWER_S) or self._gone:
                 self._gone = True
                 return None
@@ -123,7 +125,9 @@ class WarmStart:
             for line in self._lines:
                 pid, code = json.loads(line)
                 with self._answers:
-                    if code is None:
+                    if pid == 0:
+                        self._ready = True
+                    elif code is None:
                         self._processes[pid] = WarmProcess(pid)
                         self._answered.append(pid)
                         self._answers.notify_all()
@@ -198,6 +202,7 @@ class _Server:
             os._exit(0)
         gc.collect()
         gc.freeze()  # a process would touch, and so copy, all of it when it collects garbage
+        self._tell(0, None)  # ready
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is not self._link:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import stagereg.launch.warm as warm
 from stagereg.launch.warm import Program, Start, WarmProcess, WarmStart, split_command
 
 from ..support.programs import await_gone, comes_true
@@ -67,9 +66,16 @@ def server(folder: Path) -> Iterator[WarmStart]:
 
 
 def started(server: WarmStart, start: Start) -> WarmProcess:
-    process = server.start(start)
-    assert process is not None
-    return process
+    """Start it once the server is ready."""
+    found: list[WarmProcess] = []
+
+    def starts() -> bool:
+        if process := server.start(start):
+            found.append(process)
+        return bool(found)
+
+    assert comes_true(starts, BOUND_S)
+    return found[0]
 
 
 @pytest.mark.parametrize("how", ["script", "module"])
@@ -123,7 +129,7 @@ def test_all_end_with_the_server(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["a thread", "an option"])
-def test_what_cannot_be_forked_safely_is_not(folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_what_cannot_be_forked_safely_is_not(folder: Path, fault: str) -> None:
     start = start_of(folder)
     if fault == "a thread":
         (folder / "sitecustomize.py").write_text(
@@ -132,8 +138,8 @@ def test_what_cannot_be_forked_safely_is_not(folder: Path, monkeypatch: pytest.M
         start.variables["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     else:
         start.command[1:1] = ["-i"]
-    monkeypatch.setattr(warm, "_ANSWER_S", BOUND_S)
     server = WarmStart(start)
+    assert server._server.wait(BOUND_S) == 0
     assert server.start(start_of(folder)) is None
     server.close()
     (folder / "sitecustomize.py").unlink(missing_ok=True)
