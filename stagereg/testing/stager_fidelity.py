@@ -103,7 +103,7 @@ class StagerFidelity(StagerTrial):
         if (type(box), type(queue)) != (Box, deque):
             self.broken(f"copies of a dataclass and a deque are a {type(box).__name__} and a {type(queue).__name__}")
         self.agree({"w": copied["w"], "tail": box.tensor}, noted, "of a dataclass")
-        at, size = copied["w"].data_ptr(), w.element_size()
+        at, size = copied["w"].data_ptr(), copied["w"].element_size()
         if (box.tensor.data_ptr(), box.more["w"].data_ptr(), queue[0].data_ptr()) != (at + 4 * size, at, at):
             self.broken("a tensor in an object shares memory with another in the source, and not in the copy")
 

@@ -17,6 +17,7 @@ from stagereg.stagers.async_stager import StateDict
 from stagereg.stagers.host import HostStager
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["WIDE", "Bf16Stager"]
 
@@ -51,17 +52,17 @@ class Bf16Stager(HostStager):
         """
         with torch.no_grad():
             spec = flatten(state_dict)
-            return super().stage(spec.unflatten(_narrow(spec.tensors, _leaves(state_dict))))
+            return super().stage(spec.unflatten(_narrow(spec.tensors, _kept(state_dict))))
 
 
-def _narrow(tensors: Sequence[torch.Tensor], leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors, bfloat16 in place of the wide ones among the leaves; those that shared memory share it again."""
-    wanted = {_memory(x) for x in leaves}
+def _narrow(tensors: Sequence[torch.Tensor], kept: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, bfloat16 in place of wide ones that are not kept; those that shared memory share it again."""
+    stays = {_memory(x) for x in kept}
     whole: dict[tuple[object, ...], torch.Tensor] = {}
     found = []
     for x in tensors:
         memory = _memory(x)
-        if x.dtype in WIDE and memory in wanted and _is_complete(x):
+        if x.dtype in WIDE and memory not in stays and _is_complete(x):
             if memory not in whole:
                 storage = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
                 whole[memory] = storage.to(torch.bfloat16)
@@ -80,18 +81,15 @@ def _is_complete(x: torch.Tensor) -> bool:
     return not x.numel() or (last + 1) * x.itemsize <= x.untyped_storage().nbytes()
 
 
-def _leaves(x: Any) -> Iterator[torch.Tensor]:
-    """Every plain strided tensor of a state dict, and the parts of this rank of DTensors and ShardedTensors."""
+def _kept(x: Any) -> Iterator[torch.Tensor]:
+    """What stays as it is: attributes of tensors, and what wrappers consist of that are no DTensor or ShardedTensor."""
     todo: list[Any] = [x]
     entered: set[int] = set()
     while todo:
         x = todo.pop()
-        if isinstance(x, DTensor):
-            todo.append(x.to_local())
-        elif isinstance(x, ShardedTensor):
-            todo += [shard.tensor for shard in x.local_shards()]
-        elif isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_quantized:
-            yield x
+        if isinstance(x, torch.Tensor) and not isinstance(x, (DTensor, ShardedTensor)):
+            names = x.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(x) else vars(x)
+            yield from (part for name in names if isinstance(part := getattr(x, name), torch.Tensor))
         elif isinstance(x, (dict, list, tuple)) and id(x) not in entered:
             entered.add(id(x))
             todo += x.values() if isinstance(x, dict) else x
