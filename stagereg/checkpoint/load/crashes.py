@@ -156,19 +156,21 @@ class CrashCounter:
         newest = max(filter(None, noted), key=lambda each: each.number, default=RestoreNote())
         self._note = newest._replace(most=self.give_up_after)
 
-    def crashes_of(self, store: CheckpointStore, near: Sequence[Checkpoint] = ()) -> dict[str, Crashes]:
+    def crashes_of(
+        self, store: CheckpointStore, near: Sequence[Checkpoint] = (), newest: int = -1
+    ) -> dict[str, Crashes]:
         """Return what is known of the checkpoints of a store, by their paths; those of this run's it distrusts.
 
-        ``near`` are those of the run that are in its tier. On rank 0, after :meth:`take_note`. What is beyond all that
-        was restored shows that the last run had come further, if only those who were left have saved it, or it died
-        before it could note that.
+        ``near`` are those of the run that are in its tier, ``newest`` is the step of the newest of all. One beyond all
+        that was restored shows that the last run had come further: those who were left have saved it, or the run died
+        before it could note that. On rank 0, after :meth:`take_note`.
         """
         if not self._is_ours(store):
             return {path: each._replace(most=self.give_up_after) for path, each in crashes_in(store).items()}
         note = self._note or RestoreNote()
         there = {each.path: _key(each.name) for each in (self._store.checkpoints()[0] if note.times else ())}
         there |= {each.path: _key(each.name, near=True) for each in near}
-        if note.in_a_row and any(_step(key) > note.reached for key in there.values()):
+        if note.in_a_row and newest > note.reached:
             note = self._settle(note)
         found = {path: note.of(key) for path, key in there.items()}
         self._store.retention.distrusted |= {path for path, each in found.items() if each.given_up}
@@ -187,12 +189,15 @@ class CrashCounter:
         if self._process != os.getpid():
             return
         with self._lock:
-            self._saved.add(_key(step_name(step), near))
-            if self._note is None:  # it goes on from none of this directory: what was counted is of no use
+            key, note = _key(step_name(step), near), self._note
+            self._saved.add(key)
+            if note is None:  # it goes on from none of this directory: what was counted is of no use
                 self.forget()
-            elif (self._restored or self._note.in_a_row) and step > max(self._note.reached, _step(self._restored)):
+            elif step > max(note.reached, _step(self._restored)) and (
+                self._restored or note.in_a_row or key in note.times
+            ):
                 self._restored = ""
-                self._settle(self._note)
+                self._settle(note)
                 self._write()
 
     def forget(self) -> None:
@@ -231,7 +236,7 @@ class CrashCounter:
         return ours and self._process == os.getpid()
 
     def _settle(self, note: RestoreNote) -> RestoreNote:
-        """Take back all counts but of what is given up, and still there."""
+        """Take back all counts but of what is given up and was not saved again."""
         most = self.give_up_after
         given_up = {key: each for key, each in self._times().items() if most is not None and each >= most}
         self._note = RestoreNote(times=given_up, most=most, number=note.number)
