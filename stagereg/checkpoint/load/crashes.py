@@ -78,6 +78,7 @@ class RestoreNote(NamedTuple):
         most: its ``give_up_after``.
         times: crashes by checkpoint.
         in_a_row: as of :class:`Crashes`, and so is ``reached``.
+        newest: the step of the newest checkpoint that there was then, good or not.
         number: of this writing: what one machine has may be older than what another has.
     """
 
@@ -86,6 +87,7 @@ class RestoreNote(NamedTuple):
     times: Mapping[str, int] = {}  # never changed
     in_a_row: int = 0
     reached: int = -1
+    newest: int = -1
     number: int = 0
 
     @classmethod
@@ -95,7 +97,8 @@ class RestoreNote(NamedTuple):
             read: Any = json.loads(store.notes.read(RESTORED) or b"{}")
             times = {str(key): int(each) for key, each in read.get("crashes", {}).items()}
             most = read.get("give_up_after")
-            numbers = [int(read.get(name, usual)) for name, usual in (("in_a_row", 0), ("reached", -1), ("number", 0))]
+            usual = {"in_a_row": 0, "reached": -1, "newest": -1, "number": 0}
+            numbers = [int(read.get(name, none)) for name, none in usual.items()]
             return cls(str(read.get("restored", "")), None if most is None else int(most), times, *numbers)
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             _log.warning("stagereg: crashes in %s are not known: %s", store.root, error)
@@ -118,7 +121,7 @@ class RestoreNote(NamedTuple):
         if not (self.restored or self.times or self.number):
             return b""
         given = {"restored": self.restored, "give_up_after": self.most, "crashes": {**self.times}}
-        given |= {"in_a_row": self.in_a_row, "reached": self.reached, "number": self.number}
+        given |= {"in_a_row": self.in_a_row, "reached": self.reached, "newest": self.newest, "number": self.number}
         return f"{json.dumps(given, indent=1)}\n".encode()
 
 
@@ -170,8 +173,10 @@ class CrashCounter:
         note = self._note or RestoreNote()
         there = {each.path: _key(each.name) for each in (self._store.checkpoints()[0] if note.times else ())}
         there |= {each.path: _key(each.name, near=True) for each in near}
-        if note.in_a_row and newest > note.reached:
+        if note.in_a_row and newest > max(note.reached, note.newest):
             note = self._settle(note)
+        if newest >= 0:
+            self._note = note = note._replace(newest=newest)
         found = {path: note.of(key) for path, key in there.items()}
         self._store.retention.distrusted |= {path for path, each in found.items() if each.given_up}
         return found
