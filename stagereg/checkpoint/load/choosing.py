@@ -106,7 +106,8 @@ def without_given_up(
     """
     where = store if resume in ("auto", "latest") or resume in near else open_parent_store(resume)
     also = [each.checkpoint for each in listed if each.path in near and each.checkpoint is not None]
-    crashes = counter.crashes_of(where, also) if listed else {}
+    newest = next((each.manifest.step for each in listed if each.manifest and not each.damages), -1)
+    crashes = counter.crashes_of(where, also, newest if resume == "auto" else -1) if listed else {}
     for number, each in enumerate(listed):
         known = crashes.get(each.path, Crashes())
         if known.given_up and resume == "auto":

@@ -78,6 +78,7 @@ class RestoreNote(NamedTuple):
         most: its ``give_up_after``.
         times: crashes by checkpoint.
         in_a_row: as of :class:`Crashes`, and so is ``reached``.
+        newest: the step of the newest checkpoint that there was then, good or not.
         number: of this writing: what one machine has may be older than what another has.
     """
 
@@ -86,6 +87,7 @@ class RestoreNote(NamedTuple):
     times: Mapping[str, int] = {}  # never changed
     in_a_row: int = 0
     reached: int = -1
+    newest: int = -1
     number: int = 0
 
     @classmethod
@@ -95,7 +97,8 @@ class RestoreNote(NamedTuple):
             read: Any = json.loads(store.notes.read(RESTORED) or b"{}")
             times = {str(key): int(each) for key, each in read.get("crashes", {}).items()}
             most = read.get("give_up_after")
-            numbers = [int(read.get(name, usual)) for name, usual in (("in_a_row", 0), ("reached", -1), ("number", 0))]
+            usual = {"in_a_row": 0, "reached": -1, "newest": -1, "number": 0}
+            numbers = [int(read.get(name, none)) for name, none in usual.items()]
             return cls(str(read.get("restored", "")), None if most is None else int(most), times, *numbers)
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             _log.warning("stagereg: crashes in %s are not known: %s", store.root, error)
@@ -118,7 +121,7 @@ class RestoreNote(NamedTuple):
         if not (self.restored or self.times or self.number):
             return b""
         given = {"restored": self.restored, "give_up_after": self.most, "crashes": {**self.times}}
-        given |= {"in_a_row": self.in_a_row, "reached": self.reached, "number": self.number}
+        given |= {"in_a_row": self.in_a_row, "reached": self.reached, "newest": self.newest, "number": self.number}
         return f"{json.dumps(given, indent=1)}\n".encode()
 
 
@@ -156,20 +159,24 @@ class CrashCounter:
         newest = max(filter(None, noted), key=lambda each: each.number, default=RestoreNote())
         self._note = newest._replace(most=self.give_up_after)
 
-    def crashes_of(self, store: CheckpointStore, near: Sequence[Checkpoint] = ()) -> dict[str, Crashes]:
+    def crashes_of(
+        self, store: CheckpointStore, near: Sequence[Checkpoint] = (), newest: int = -1
+    ) -> dict[str, Crashes]:
         """Return what is known of the checkpoints of a store, by their paths; those of this run's it distrusts.
 
-        ``near`` are those of the run that are in its tier. On rank 0, after :meth:`take_note`. What is beyond all that
-        was restored shows that the last run had come further, if only those who were left have saved it, or it died
-        before it could note that.
+        ``near`` are those of the run that are in its tier, ``newest`` is the step of the newest of all. One beyond all
+        that was restored shows that the last run had come further: those who were left have saved it, or the run died
+        before it could note that. On rank 0, after :meth:`take_note`.
         """
         if not self._is_ours(store):
             return {path: each._replace(most=self.give_up_after) for path, each in crashes_in(store).items()}
         note = self._note or RestoreNote()
         there = {each.path: _key(each.name) for each in (self._store.checkpoints()[0] if note.times else ())}
         there |= {each.path: _key(each.name, near=True) for each in near}
-        if note.in_a_row and any(_step(key) > note.reached for key in there.values()):
+        if note.in_a_row and newest > max(note.reached, note.newest):
             note = self._settle(note)
+        if newest >= 0:
+            self._note = note = note._replace(newest=newest)
         found = {path: note.of(key) for path, key in there.items()}
         self._store.retention.distrusted |= {path for path, each in found.items() if each.given_up}
         return found
@@ -187,12 +194,15 @@ class CrashCounter:
         if self._process != os.getpid():
             return
         with self._lock:
-            self._saved.add(_key(step_name(step), near))
-            if self._note is None:  # it goes on from none of this directory: what was counted is of no use
+            key, note = _key(step_name(step), near), self._note
+            self._saved.add(key)
+            if note is None:  # it goes on from none of this directory: what was counted is of no use
                 self.forget()
-            elif (self._restored or self._note.in_a_row) and step > max(self._note.reached, _step(self._restored)):
+            elif step > max(note.reached, _step(self._restored)) and (
+                self._restored or note.in_a_row or key in note.times
+            ):
                 self._restored = ""
-                self._settle(self._note)
+                self._settle(note)
                 self._write()
 
     def forget(self) -> None:
@@ -231,7 +241,7 @@ class CrashCounter:
         return ours and self._process == os.getpid()
 
     def _settle(self, note: RestoreNote) -> RestoreNote:
-        """Take back all counts but of what is given up, and still there."""
+        """Take back all counts but of what is given up and was not saved again."""
         most = self.give_up_after
         given_up = {key: each for key, each in self._times().items() if most is not None and each >= most}
         self._note = RestoreNote(times=given_up, most=most, number=note.number)

@@ -166,6 +166,15 @@ def test_what_others_saved_for_a_run_that_was_lost_is_progress(
     assert Cycles(capsys, root, "store").began[:6] == thrice("32s", "31s")
 
 
+def test_a_newer_checkpoint_that_is_damaged_is_no_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(str(tmp_path), "store", steps=LAST, at=99)
+    [file, *_] = (tmp_path / "store" / "step-00000012").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert Cycles(capsys, str(tmp_path), "store").began == thrice("8s", "4s")
+
+
 def killed(rank: int, world_size: int, *args: Any) -> int | None:
     """The last rank dies by a signal; the other one waits for it in a collective."""
     root, where, at, often = args

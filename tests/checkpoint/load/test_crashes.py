@@ -200,6 +200,23 @@ def test_retention_neither_counts_nor_deletes_a_given_up_one(tmp_path: Path) -> 
     assert known(tmp_path) == {}, "it is another checkpoint of that step"
 
 
+def test_a_step_that_a_run_saves_again_long_after_it_was_given_up_is_another_checkpoint(root: str) -> None:
+    def commit(*steps: int) -> Callable[[Checkpointer], None]:
+        def act(checkpointer: Checkpointer) -> None:
+            for step in steps:
+                checkpointer.save(step, state_of(step))
+                checkpointer.wait()
+            assert 1 // 0
+
+        return act
+
+    save(root, 100, 200)
+    assert [crash(root), crash(root), crash(root), crash(root, commit(210), keep=9)] == [200, 200, 200, 100]
+    older = next(each.path for each in open_store(root).checkpoints()[0] if each.manifest.step == 100)
+    assert crash(root, commit(110, 200), keep=9, resume=older) == 100
+    assert [crash(root) for _ in range(4)] == [200, 200, 200, 110]
+
+
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"crashes": 3}', b'{"crashes": {"a": "x"}}', b"\xff", b"[" * 9999])
 def test_a_note_that_cannot_be_read_counts_nothing(tmp_path: Path, content: bytes) -> None:
     save(tmp_path, 100)
