@@ -223,7 +223,7 @@ def form(x: Any) -> Any:
         return form(dict(x.state_dict()))
     if isinstance(x, (Slotted, SimpleNamespace)):
         return type(x), form({"x": x.x, "more": getattr(x, "more", None)})
-    return type(x), str(x)
+    return type(x), str(sorted(map(repr, x)) if isinstance(x, (set, frozenset)) else x)  # which have no order
 
 
 def blank(x: Any) -> Any:
