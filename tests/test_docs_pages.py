@@ -124,11 +124,11 @@ def test_every_torchrun_and_script_of_a_page_is_understood() -> None:
         asked = get_args_parser().parse_args([re.sub(r"\$\w+", "2", each) for each in arguments])
         assert asked.training_script == "train.py"
         assert (asked.rdzv_backend, asked.nproc_per_node) == ("c10d", "8")
-    assert len(found) == 2
+    assert len(found) == 3
     scripts = SLURM.of("bash")
     for script in scripts:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=LIMIT_S)
-    assert len(scripts) == 4
+    assert len(scripts) == 5
 
 
 @pytest.mark.parametrize("name", ["skypilot", "kubeflow"])
