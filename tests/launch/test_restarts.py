@@ -110,6 +110,7 @@ def test_a_run_that_has_failed_goes_on_and_ends_as_one_that_has_not(program: Pro
     assert len(program.run_folders()) == 2, "each start has a folder, and a restart has that of its run"
 
 
+@pytest.mark.slow
 def test_an_error_that_comes_again_at_the_same_step_ends_the_run(program: Program) -> None:
     ended = refusal(program, "what=raise", "times=9")
     assert ended.stderr.count("ValueError: no cheese") == 2
@@ -118,6 +119,7 @@ def test_an_error_that_comes_again_at_the_same_step_ends_the_run(program: Progra
     assert began(program) == [None, 6]
 
 
+@pytest.mark.slow
 def test_an_error_of_the_configuration_is_not_tried_again(program: Program) -> None:
     ended = refusal(program, "what=configure")
     assert "no such stager" in ended.stderr
@@ -155,6 +157,7 @@ def test_a_rank_that_starts_again_has_torch_already(program: Program) -> None:
     assert [each["warm"] for each in program.answers_of(1)] == [False, True]
 
 
+@pytest.mark.slow
 def test_a_single_rank_starts_again_too(program: Program) -> None:
     end_of(program, "nproc=1", "what=kill")
     assert began(program) == [None, 6]

@@ -128,7 +128,7 @@ def test_all_end_with_the_server(folder: Path) -> None:
     server.close()
 
 
-@pytest.mark.parametrize("fault", ["a thread", "an option"])
+@pytest.mark.parametrize("fault", [pytest.param("a thread", marks=pytest.mark.slow), "an option"])
 def test_what_cannot_be_forked_safely_is_not(folder: Path, fault: str) -> None:
     start = start_of(folder)
     if fault == "a thread":
