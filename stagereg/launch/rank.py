@@ -191,8 +191,11 @@ class Rank:
         lost = f"{self.store.lost(0.0)} {self.store.saved}".rstrip()
 
         def report() -> None:
-            if self.store.is_first("a loss"):
-                self._report(LaunchError(lost))
+            try:
+                if self.store.is_first("a loss"):
+                    self._report(LaunchError(lost))
+            except RuntimeError:  # of the store, which is gone
+                self._print(lost)
 
         reporting = threading.Thread(target=report, daemon=True)  # where the store is lost too, it may hang
         reporting.start()

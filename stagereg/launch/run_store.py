@@ -30,9 +30,10 @@ class FailureNote:
         self._all_attempts, self._store = all_attempts, store
 
     def leave(self, why: str) -> None:
-        """Leave what has ended this attempt, unless a rank has; returns at once if so."""
-        if self._store.add("failed", 1) == 1:
-            self._all_attempts.set("failure", json.dumps({"why": why, "noticed": time.time()}))
+        """Leave what has ended this attempt, unless a rank has; returns at once if so, or if the store is gone."""
+        with contextlib.suppress(RuntimeError):
+            if self._store.add("failed", 1) == 1:
+                self._all_attempts.set("failure", json.dumps({"why": why, "noticed": time.time()}))
 
     def take(self) -> dict[str, Any] | None:
         """On rank 0, take that of the attempt before; ``None`` if there is none."""
