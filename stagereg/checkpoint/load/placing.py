@@ -57,7 +57,7 @@ def find(
 
     ``saved_size`` ranks wrote the checkpoint, and there are ``size`` now. With ``cast`` another dtype is no reason to
     refuse it, where both are of floating point; ``fresh`` is left out where nothing was saved for it. ``lost``: this
-    rank was when the others saved it, so there is nothing that it alone had.
+    rank was when the others saved it, so what it alone had may be missing.
 
     Returns:
         For each name what :func:`assign` takes, with leaves that are yet to be read; under :func:`.rng_name` this
@@ -89,7 +89,8 @@ def find(
             if name not in fresh:
                 raise
     own = entries.rng_name(rank)
-    return {**found, own: files.structure(own)} if saved_size == size and not lost else found, left
+    has_own = saved_size == size and (not lost or own in files.index.state)
+    return {**found, own: files.structure(own)} if has_own else found, left
 
 
 def _own(
@@ -104,7 +105,7 @@ def _own(
     value = entries.value_of(state, name)
     if isinstance(value, LoadsEveryRank):
         return [of(each) for each in range(saved_size)]
-    if saved_size == size and not lost:
+    if saved_size == size and (not lost or entries.rank_name(name, rank) in files.index.state):
         return of(rank)
     if isinstance(state[name], entries.PerRank):
         return None

@@ -13,6 +13,7 @@ the way, so objects may have changed in part when damage is found. The checkpoin
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -422,7 +423,7 @@ class _Loading:
             except Exception as error:
                 raise CheckpointError(placing.refusal(name, reason(error))) from error
         if ranks.rank == 0:
-            for each, missing in self._chosen.manifest.lost.items():
+            for each, missing in filter(operator.itemgetter(1), self._chosen.manifest.lost.items()):
                 text = "%s was saved when rank %s was lost, and lacks of it %s: these stay as the program began them."
                 _log.warning(text, self._chosen.path, each, ", ".join(missing))
         if rank is not None:

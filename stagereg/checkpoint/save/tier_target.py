@@ -30,12 +30,12 @@ from stagereg.checkpoint.tiers.part import Part, PartFile, SaveId
 
 
 class TierTarget:
-    """The tier of one checkpointer; a :class:`.Target`."""
+    """The tier ``near`` of one checkpointer; a :class:`.Target`."""
 
     optional = doubles = True
 
     def __init__(self, near: NearCopies, ranks: RankGroup, schedule: Schedule) -> None:
-        self._near, self.ranks, self.schedule = near, ranks, schedule
+        self.near, self.ranks, self.schedule = near, ranks, schedule
         direct = "auto" if near.tier.durable else "never"
         self._files, self._others = DoubledStorage(direct), DoubledStorage(direct)
         self.storage: Storage = self._files
@@ -46,18 +46,18 @@ class TierTarget:
     @property
     def where(self) -> str:
         """The tier, and its folder."""
-        return f"the tier {self._near.tier.dir}"
+        return f"the tier {self.near.tier.dir}"
 
     def begin(self, step: int) -> Begun:
         self._index, self._save = b"", None  # what fails from here on is not the save before, which stays
-        self._save = self._near.begin_save(step)
+        self._save = self.near.begin_save(step)
         if self._save is None:
-            return Begun(self._near.folder.nowhere, passed_over=True)
-        return Begun(self._near.folder.directory(self._save))
+            return Begun(self.near.folder.nowhere, passed_over=True)
+        return Begun(self.near.folder.directory(self._save))
 
     def expect_room(self, nbytes: int) -> None:
         """Raise ``OSError`` if this machine has no room for so many bytes of each of its ranks."""
-        if why := self._near.lacking(nbytes * self._near.ranks_here):
+        if why := self.near.lacking(nbytes * self.near.ranks_here):
             raise OSError(errno.ENOSPC, why)
 
     def write(
@@ -71,7 +71,7 @@ class TierTarget:
         assert self._save is not None
         results = self._files.write_data(plan, planner).wait()
         for rank, tensors in doubles.items():
-            name, folder = doubled_name(int(rank)), self._near.folder
+            name, folder = doubled_name(int(rank)), self.near.folder
             path = folder.double_path(self._save, name)
             try:
                 file = PartFile(*self._others.write_double(path, tensors))
@@ -92,7 +92,7 @@ class TierTarget:
         """Write the index beside the files of rank 0."""
         place = Path(path, INDEX)
         place.write_bytes(index)
-        if self._near.tier.durable:
+        if self.near.tier.durable:
             sync(place)
         self._index = index
 
@@ -104,10 +104,10 @@ class TierTarget:
         if self._index:
             files[INDEX] = PartFile.of_bytes(self._index)
         save, self._save = self._save, None
-        self._near.end_save(Part(save, self.ranks.rank, files))
+        self.near.end_save(Part(save, self.ranks.rank, files))
 
     def discard(self, step: int) -> None:
         """Delete what this machine has of it."""
         if self._save is not None:
-            self._near.folder.delete([self._save.folder])
+            self.near.folder.delete([self._save.folder])
             self._save = None

@@ -86,6 +86,13 @@ class WholeStep:
         self.step, self._why = step, seen.unfit
         return changed
 
+    def own(self, step: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """Return what this rank alone has of ``step``, and its random numbers; ``None`` if another one ended last."""
+        if self._why or self.step != step:
+            return None
+        own = {name: x.value for name, x in self._noted.items() if isinstance(x, entries.PerRank)}
+        return own, self._generators
+
     def is_written(self) -> bool:
         """Whether an optimizer has begun its next step."""
         return self._why == _WRITTEN
@@ -238,7 +245,8 @@ def _noted(value: Any) -> Any:
     if type(value) is torch.Tensor:
         return value.detach().clone() if value.nbytes <= _SMALL_BYTES else value
     if isinstance(value, entries.PerRank):
-        return entries.PerRank(_noted(value.value))
+        noted = _noted(value.value)
+        return noted if isinstance(noted, entries.PerRank) else entries.PerRank(noted)
     return entries.PerRank(value.state_dict()) if is_position(value) else value
 
 
