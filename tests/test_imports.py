@@ -45,8 +45,9 @@ ROOMS = [
     {"storage", "ranks"},
     {"tiers"},
     {"save", "load"},
-    {"options", "dcp_writer", "hold", "together", "survivors", "end_report"},
-    {"tiering"},
+    {"options", "dcp_writer", "hold", "together", "end_report"},
+    {"tiering", "tier_to_store"},
+    {"survivors"},
     {"checkpointer"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}

@@ -35,8 +35,8 @@ from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Stage
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.checkpoint.save.tier_target import TierTarget
 from stagereg.checkpoint.save.whole_step import WholeStep
-from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.lock import StoreLock
+from stagereg.checkpoint.tier_to_store import ALL, store_newest
 from stagereg.checkpoint.tiers.small_copies import GENERATORS
 from stagereg.errors import CheckpointError, name_ranks, reason
 from stagereg.join.broken import abort
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 _SETTLE_S = 1.0  # for the step that an optimizer is at
 _LOOK_S = 0.05
-_ALL = 1 << 62  # checkpoints that stay
+_NEAR = -1  # in place of a step: the newest one of the tier
 
 
 class _Posted(NamedTuple):
@@ -114,9 +114,10 @@ class Survivors:
                 self._save(made)
             elif told.rank == 0:  # which has had it from the beginning
                 self._target.store.lock().release()
-            saved, outcome = made.outcome()
-            if saved:
-                self._background.newest = step
+            saved, text = made.outcome()
+            outcome = f"{outcome} {text}".lstrip() if saved is None and step == _NEAR else text
+            if saved is not None:
+                self._background.newest = saved
                 with contextlib.suppress(CheckpointError):  # of a save before, which this one makes up for
                     self._background.raise_failure()
                 break
@@ -165,11 +166,15 @@ class Survivors:
                 whys["it had tensors that those with the step have not"] = alone
         why = "; ".join(f"{name_ranks(ranks)}: {why}" for why, ranks in whys.items())
         best = [(step, ranks, _kept(posted, step, ranks)) for step, ranks in sorted(tries.items(), reverse=True)]
-        own = _Decided(new_token(), best, f"Those who are left have no whole step: {why}.")
+        if self._tier is not None:
+            best.append((_NEAR, [each.rank for each in posted], []))
+        own = _Decided(new_token(), best, f"Those who are left have no whole step: {why}." if why else "")
         return _Decided(*json.loads(told.store.compare_set("decided", "", json.dumps(own))))
 
     def _save(self, made: _Try) -> None:
         """Save with the others of a try; its outcome is published by the first of them."""
+        if made.step == _NEAR:
+            return self._save_of_tier(made)
         try:
             state = self._saver.state or {}
             captured, lost = self._whole.take(made.told.rank, made.told.world_size), made.lost(state)
@@ -188,6 +193,28 @@ class Survivors:
                 text = reason(error).removeprefix(f"Step {made.step} was not saved: ")
                 made.end(f"Those who are left have not saved step {made.step}: {text.rstrip('.')}.")
 
+    def _save_of_tier(self, made: _Try) -> None:
+        """Have the store get what the tier has, with the others; its outcome is published by the first of them."""
+        store, began, takes_s = self._target.store, record.now(), max([0.0, *self._background.stats.write_seconds[-1:]])
+        try:
+            if made.leads:
+                made.begin(self._target)
+            if self._tier is None or not made.begun():
+                return
+            if takes_s > made.told.until - time.monotonic():
+                raise CheckpointError(f"the last save to {store.root} took {takes_s:.0f} s, and this one has no time")
+            done = store_newest(self._tier.near, store, _RanksLeft(made), dict.fromkeys(made.lost({}), ()))
+            if made.leads and done is None:
+                made.end(f"The tier has nothing newer than {store.root}.")
+            elif made.leads and done is not None:
+                step, nbytes = done.manifest.step, done.manifest.nbytes
+                record.emit("write", step=step, start=began, seconds=record.now() - began, bytes=nbytes, dir=store.root)
+                made.end(f"R{name_ranks(made.ranks)[1:]} saved step {step} of the tier, in {done.path}.", step)
+        except Exception as error:
+            _log.debug("A step of the tier was not saved.", exc_info=error)
+            if made.leads:
+                made.end(f"Those who are left have not saved what the tier has: {reason(error).rstrip('.')}.")
+
     def _write(self, made: _Try, captured: dict[str, Any], lost: dict[str, list[str]]) -> None:
         copy = StagedCopy(_on_host(captured), names=captured.keys())
         copy.settled.set()
@@ -199,7 +226,7 @@ class Survivors:
         if made.leads and target.committed is not None:
             missing = (f"; of rank {rank} it lacks {', '.join(each) or 'nothing'}" for rank, each in lost.items())
             saved = f"R{name_ranks(made.ranks)[1:]} saved step {made.step}, in {target.committed.path}"
-            made.end(f"{saved}{''.join(missing)}.", True)
+            made.end(f"{saved}{''.join(missing)}.", made.step)
 
 
 class _Try:
@@ -232,7 +259,7 @@ class _Try:
                     raise
                 time.sleep(_LOOK_S)
         if any(each.manifest.step == self.step for each in target.store.checkpoints()[0]):
-            self.end(f"Step {self.step} is saved in {target.where}.", True)
+            self.end(f"Step {self.step} is saved in {target.where}.", self.step)
         self.store.set("begun", "")
 
     def begun(self) -> bool:
@@ -240,14 +267,14 @@ class _Try:
         self._wait("begun", "outcome")
         return not self.store.check(["outcome"])
 
-    def end(self, outcome: str, saved: bool = False) -> None:
-        """Publish what has come of it, unless that is done; where nothing is saved, let others write there."""
-        if self._lock is not None and not saved:
+    def end(self, outcome: str, saved: int | None = None) -> None:
+        """Publish what has come of it, unless that is done: the step that is ``saved``; if none, let others write."""
+        if self._lock is not None and saved is None:
             self._lock.release()
         self.store.compare_set("outcome", "", json.dumps([saved, outcome]))
 
-    def outcome(self) -> tuple[bool, str]:
-        """Return whether it is saved, and a sentence."""
+    def outcome(self) -> tuple[int | None, str]:
+        """Return the step that is saved, and a sentence."""
         self._wait("outcome")
         saved, text = json.loads(self.store.get("outcome"))
         return saved, text
@@ -255,7 +282,7 @@ class _Try:
     def _wait(self, *keys: str) -> None:
         while not any(self.store.check([key]) for key in keys):
             if time.monotonic() > self.told.until:
-                raise CheckpointError(f"{name_ranks(self.ranks[:1])} has not saved step {self.step} in time")
+                raise CheckpointError(f"{name_ranks(self.ranks[:1])} has not saved in time")
             time.sleep(_LOOK_S)
 
 
@@ -276,7 +303,7 @@ class _SurvivorsTarget(SaveTarget):
     def __init__(
         self, target: SaveTarget, ranks: RankGroup, made: _Try, lost: dict[str, list[str]], whole: WholeStep
     ) -> None:
-        super().__init__(target.store, Keep(newest=_ALL), target.storage, ranks, made.token)
+        super().__init__(target.store, ALL, target.storage, ranks, made.token)
         self._made, self._lost, self._whole = made, lost, whole
 
     def marks(self, path: str, results: Sequence[Any]) -> dict[str, FileMark]:

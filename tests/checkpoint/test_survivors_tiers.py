@@ -124,3 +124,24 @@ def test_what_a_lost_rank_alone_had_comes_from_a_rank_that_keeps_it(tmp_path: Pa
         assert [name for name in was if not equal(found["was"][name], was[name])] == []
         assert (found["position"]["rank"], found["position"]["consumed"]) == (rank, 2 * STEPS)
         assert found["large"] == (0 if rank == 1 else 70_000)
+
+
+def nothing(training: Training, rank: int) -> None:
+    pass
+
+
+def parts_in(root: str, machine: int) -> set[int]:
+    return {int(path.parent.name[5:13]) for path in Path(root, str(machine)).glob("*/step-*/part-*.json")}
+
+
+def test_the_store_gets_the_newest_step_of_the_tier_where_shards_are_lost(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    told = run_ranks(lose, 3, args=(root, "fsdp2", (0, 1, 2), {"every": 2}, nothing))
+    assert told[0][0] == told[2][0]
+    print(told[0][0])
+    assert told[0][0].endswith(f"Ranks 0, 2 saved step 2 of the tier, in {root}/store/step-00000002."), told[0][0]
+    [kept], damaged = open_store(f"{root}/store").checkpoints()
+    assert (kept.manifest.lost, damaged) == ({"1": []}, [])
+    assert open_store(f"{root}/store").look(kept.path, content=True).damages == {}
+    for rank, found in enumerate(run_ranks(restored, 3, args=(root, "fsdp2"))):
+        print(rank, found["step"])
