@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 import stagereg
+import stagereg.checkpoint.store.failpoints as failpoints
 import stagereg.launch.loss as loss
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.state.entries import per_rank
@@ -28,10 +29,10 @@ BOUND_S = 30.0
 STAYS = stagereg.Leave(save_last=False)
 
 
-def checkpointer(root: str, machine: int, **tier: Any) -> Checkpointer:
+def checkpointer(root: str, machine: int, store_every: int, **tier: Any) -> Checkpointer:
     """Ranks of another folder are on another machine."""
     near = stagereg.build("tier", "disk", dir=f"{root}/{machine}", **{"every": 1000, **tier})
-    return Checkpointer(f"{root}/store", every=1000, tier=near, leave=STAYS)
+    return Checkpointer(f"{root}/store", every=store_every, tier=near, leave=STAYS)
 
 
 def own(training: Training, rank: int) -> None:
@@ -40,6 +41,12 @@ def own(training: Training, rank: int) -> None:
     values.append((rank, 0.1 * len(values)))
     training.state["seen"] = per_rank(torch.tensor([rank, len(values)]))
     training.state["large"] = per_rank([rank] * 70_000)
+
+
+def of(training: Training) -> dict[str, Any]:
+    """What a rank has. Collective where the model is in shards."""
+    own, seen = training.state["own"].value, training.state["seen"].value
+    return {**training.copy(), "own": [*own], "seen": seen, "position": training.sampler.state_dict()}
 
 
 def await_small_copies(training: Training, lost: Collection[int]) -> None:
@@ -62,24 +69,30 @@ def lose(
     machines: Collection[int],
     tier: dict[str, Any],
     then: Callable[[Training, int], object],
-) -> tuple[str, dict[str, Any]]:
-    """Train three steps; then rank 1 is lost, and the others do what ``then`` does, and save."""
+    store_every: int = 1000,
+) -> tuple[str, dict[int, dict[str, Any]]]:
+    """Train three steps; then rank 1 is lost, and the others do what ``then`` does, and save.
+
+    Returns what they say, and what the state was at each step.
+    """
     store = PrefixStore("run", dist.group.WORLD.get_group_store())
     run = RunStore(store, rank, world_size)
     run.lost_ranks = lambda: frozenset([1])  # type: ignore[method-assign]
     after = AfterLoss(run, rank, world_size, NOTICE_S)
     with loss.of_process(after):
         training = Training(how)
-        saving = training.checkpointer = checkpointer(root, [*machines][rank], **tier)
+        saving = training.checkpointer = checkpointer(root, [*machines][rank], store_every, **tier)
+        was = {}
         for step in range(1, STEPS + 1):
             training.step()
             own(training, rank)
+            was[step] = of(training)
             saving.maybe_save(step, training.state)
-        saving.wait()
+            saving.wait()
+            assert comes_true(lambda: not saving._tiering.near._threads.busy, BOUND_S)
+            dist.barrier()
         if how == "ddp" and tier.get("copies", 1):
             await_small_copies(training, [1])
-        was = {**training.copy(), "own": [*training.state["own"].value], "seen": training.state["seen"].value}
-        dist.barrier()
         if rank == 1:
             saving._hold.let_go()  # as the end of its process does
             time.sleep(0.1)
@@ -101,9 +114,7 @@ def restored(rank: int, world_size: int, root: str, how: str) -> dict[str, Any]:
     saving = Checkpointer(f"{root}/store", every=1000, leave=STAYS)
     torch.manual_seed(7)
     step = saving.restore(training.state)
-    state = training.state
-    found = {"step": step, "was": {**training.copy(), "own": state["own"].value, "seen": state["seen"].value}}
-    found |= {"position": training.sampler.state_dict(), "large": len(state["large"].value)}
+    found = {"step": step, "was": of(training), "large": len(training.state["large"].value)}
     saving.close()
     return found
 
@@ -112,36 +123,89 @@ def equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
-@pytest.mark.parametrize("machines", [(0, 1, 2), (0, 1, 1), (0, 0, 0)], ids=["three machines", "two", "one"])
+def expect_restored(root: str, how: str, step: int, told: list[Any], large: int = 70_000) -> None:
+    """A run on other machines goes on from the store, with all that each rank had at a step."""
+    for rank, found in enumerate(run_ranks(restored, 3, args=(root, how))):
+        was = told[rank][1][step]
+        assert found["step"] == step
+        assert [name for name in was if not equal(found["was"][name], was[name])] == []
+        assert found["large"] == (large if rank == 1 else 70_000)
+
+
+THREE, ONE_MACHINE = (0, 1, 2), (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "machines",
+    [THREE, pytest.param((0, 1, 1), marks=pytest.mark.slow), pytest.param(ONE_MACHINE, marks=pytest.mark.slow)],
+)
 def test_what_a_lost_rank_alone_had_comes_from_a_rank_that_keeps_it(tmp_path: Path, machines: tuple[int, ...]) -> None:
     root = str(tmp_path)
-    told = run_ranks(lose, 3, args=(root, "ddp", machines, {}, begin_next_step))
+    told = run_ranks(lose, 3, args=(root, "ddp", machines, {"every": 2}, begin_next_step))
     assert told[0][0] == f"Ranks 0, 2 saved step 3, in {root}/store/step-00000003; of rank 1 it lacks large."
     assert open_store(f"{root}/store").checkpoints()[0][0].manifest.lost == {"1": ["large"]}
-    for rank, found in enumerate(run_ranks(restored, 3, args=(root, "ddp"))):
-        was = told[rank][1]
-        assert found["step"] == 3
-        assert [name for name in was if not equal(found["was"][name], was[name])] == []
-        assert (found["position"]["rank"], found["position"]["consumed"]) == (rank, 2 * STEPS)
-        assert found["large"] == (0 if rank == 1 else 70_000)
+    expect_restored(root, "ddp", 3, told, large=0)
+
+
+@pytest.mark.slow
+def test_without_copies_what_a_lost_rank_alone_had_is_missing(tmp_path: Path) -> None:
+    told = run_ranks(lose, 3, args=(str(tmp_path), "ddp", THREE, {"copies": 0}, begin_next_step))
+    assert told[0][0].endswith("; of rank 1 it lacks random numbers, own, seen, large.")
 
 
 def nothing(training: Training, rank: int) -> None:
     pass
 
 
-def parts_in(root: str, machine: int) -> set[int]:
-    return {int(path.parent.name[5:13]) for path in Path(root, str(machine)).glob("*/step-*/part-*.json")}
+def damage(training: Training, rank: int, machines: Collection[int] = (0, 2)) -> None:
+    """Change a byte of all that these machines have of the last step."""
+    folder = Path(training.checkpointer._tiering.near.folder.path)
+    for path in folder.glob(f"step-0000000{STEPS}.*/*.distcp") if rank in machines else ():
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
 
 
-def test_the_store_gets_the_newest_step_of_the_tier_where_shards_are_lost(tmp_path: Path) -> None:
-    root = str(tmp_path)
-    told = run_ranks(lose, 3, args=(root, "fsdp2", (0, 1, 2), {"every": 2}, nothing))
+def damage_one(training: Training, rank: int) -> None:
+    damage(training, rank, (0,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("every", "copies", "then", "step"),
+    [(2, 1, nothing, 2), (1, 1, nothing, 3), (1, 1, damage, 2), (1, 2, damage_one, 3), (1, 0, nothing, None)],
+)
+def test_the_store_gets_the_newest_step_of_the_tier_where_shards_are_lost(
+    tmp_path: Path, every: int, copies: int, then: Callable[[Training, int], object], step: int | None
+) -> None:
+    root, tier = str(tmp_path), {"every": every, "copies": copies}
+    told = run_ranks(lose, 3, args=(root, "fsdp2", THREE, tier, then))
     assert told[0][0] == told[2][0]
-    print(told[0][0])
-    assert told[0][0].endswith(f"Ranks 0, 2 saved step 2 of the tier, in {root}/store/step-00000002."), told[0][0]
+    if step is None:
+        assert told[0][0].endswith(f"The tier has nothing newer than {root}/store.")
+        assert open_store(f"{root}/store").checkpoints() == ([], [])
+        return
+    assert told[0][0] == f"Ranks 0, 2 saved step {step} of the tier, in {root}/store/step-0000000{step}."
     [kept], damaged = open_store(f"{root}/store").checkpoints()
     assert (kept.manifest.lost, damaged) == ({"1": []}, [])
     assert open_store(f"{root}/store").look(kept.path, content=True).damages == {}
-    for rank, found in enumerate(run_ranks(restored, 3, args=(root, "fsdp2"))):
-        print(rank, found["step"])
+    expect_restored(root, "fsdp2", step, told)
+
+
+def hang_while_copying(training: Training, rank: int) -> None:
+    if rank == 2:
+        failpoints.watch(lambda name: time.sleep(1000) if name == "written" else None)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_while_it_copies_costs_the_save_and_nothing_else(tmp_path: Path) -> None:
+    told = run_ranks(lose, 3, args=(str(tmp_path), "fsdp2", THREE, {"every": 2}, hang_while_copying))
+    assert {told[0][0], told[2][0]} == {"Those who are left have not saved: that has taken longer than 6 s."}
+    assert open_store(f"{tmp_path}/store").checkpoints() == ([], [])
+
+
+@pytest.mark.slow
+def test_what_the_tier_has_replaces_nothing_in_the_store(tmp_path: Path) -> None:
+    told = run_ranks(lose, 3, args=(str(tmp_path), "fsdp2", THREE, {"every": 2}, nothing, 2))
+    assert told[0][0].endswith(f"The tier has nothing newer than {tmp_path}/store.")
+    assert [each.manifest.lost for each in open_store(f"{tmp_path}/store").checkpoints()[0]] == [{}]

@@ -8,6 +8,7 @@ to understand, and of a tensor, which torch returns anew each time, a stager wou
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import marshal
 import random
@@ -19,6 +20,7 @@ import torch
 from stagereg.errors import CheckpointError
 
 _COLLECTIONS = {"python", "numpy"}
+_ARRAY = "array"
 _JSON_BYTES = 8192  # more than what 625 numbers of 32 bits have; spaces fill it up
 
 
@@ -41,7 +43,7 @@ def capture(noted: dict[str, Any] | None = None) -> dict[str, bytes]:
     """Return what :func:`note` returned, or the present state, as it is staged."""
     state = note() if noted is None else noted
     return {
-        name: marshal.dumps(_listed(each)) if name in _COLLECTIONS else _bytes(each) for name, each in state.items()
+        name: marshal.dumps(_packed(each)) if name in _COLLECTIONS else _bytes(each) for name, each in state.items()
     }
 
 
@@ -50,7 +52,7 @@ def as_tensors(state: dict[str, bytes]) -> dict[str, torch.Tensor]:
     written = dict(state)
     for name in written.keys() & _COLLECTIONS:
         # Always as many bytes: in the structure they would be something new in each save, that every rank had to send.
-        written[name] = json.dumps(marshal.loads(state[name])).encode().ljust(_JSON_BYTES)
+        written[name] = json.dumps(_listed(marshal.loads(state[name]))).encode().ljust(_JSON_BYTES)
     return {name: _tensor(data) for name, data in written.items()}
 
 
@@ -82,10 +84,22 @@ def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _listed(state: Any) -> Any:
+def _packed(state: Any) -> Any:
+    """Return a state of NumPy with arrays as their kind and bytes, in place of hundreds of numbers."""
     if isinstance(state, dict):
-        return {name: _listed(value) for name, value in state.items()}
-    return state.tolist() if hasattr(state, "tolist") else state
+        return {name: _packed(value) for name, value in state.items()}
+    if getattr(state, "ndim", 0):
+        return {_ARRAY: state.dtype.str, "bytes": state.tobytes()}
+    return state.item() if hasattr(state, "item") else state
+
+
+def _listed(state: Any) -> Any:
+    """Return a state that was packed, with arrays as lists."""
+    if not isinstance(state, dict):
+        return state
+    if _ARRAY in state:
+        return importlib.import_module("numpy").frombuffer(state["bytes"], state[_ARRAY]).tolist()
+    return {name: _listed(value) for name, value in state.items()}
 
 
 def _bytes(x: torch.Tensor) -> bytes:

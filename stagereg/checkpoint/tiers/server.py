@@ -178,7 +178,7 @@ class _Session:
             "block": self._take_block,
             "end": self._end,
             "finish": self._finish,
-            "small": lambda request: self._server.small.keep(request["rank"], request["step"], request["content"]),
+            "small": self._small,
         }
 
     def run(self) -> None:
@@ -289,6 +289,12 @@ class _Session:
         if bad:
             _log.warning("stagereg: block %d of %s arrived damaged, and is sent again", bad[0][1], bad[0][0])
         return {"bad": bad}
+
+    def _small(self, request: dict[str, Any]) -> None:
+        rank, step, nbytes = request["rank"], request["step"], request["nbytes"]
+        content = bytearray(self._server.small.checked_size(nbytes))
+        self._connection.receive_into(memoryview(content))
+        self._server.small.keep(rank, step, content)
 
     def _finish(self, _: dict[str, Any]) -> dict[str, Any]:
         incoming = self._coming()

@@ -8,7 +8,6 @@ those that end while it is busy. No file is written.
 
 from __future__ import annotations
 
-import base64
 import logging
 import marshal
 import threading
@@ -31,7 +30,7 @@ _log = logging.getLogger(__name__)
 GENERATORS = f"{entries.RESERVED}.rng"
 """The name of a rank's random number generators among its values."""
 _MOST_BYTES = 1 << 16  # of a rank's values, without its generators
-_MOST_TEXT = 1 << 18  # of a message
+_MOST_SENT = 1 << 18
 _STEPS = 4  # that are kept of each rank: they are at different ones
 _PAUSE_S = 5.0  # after a failure
 _DEEPEST = 50
@@ -84,7 +83,7 @@ class SmallCopySender:
             if not self._next:
                 continue
             step, frozen, generators = self._next.pop()
-            content = base64.b64encode(marshal.dumps({**frozen, GENERATORS: rng.capture(generators)})).decode()
+            content = marshal.dumps({**frozen, GENERATORS: rng.capture(generators)})
             for peer in (each for each, until in rests.items() if time.monotonic() > until):
                 try:
                     peer.send_small(self._rank, step, content)
@@ -97,13 +96,17 @@ class SmallCopies:
     """What one process keeps of other ranks, of each the last steps. Any thread."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, dict[int, str]] = {}  # by rank and step
+        self._kept: dict[int, dict[int, bytearray]] = {}  # by rank and step
 
-    def keep(self, rank: int, step: int, content: str) -> None:
-        """Keep a step of a rank, in place of this and later ones. Raises: ``ValueError`` if it is none."""
-        if type(rank) is not int or type(step) is not int or type(content) is not str or len(content) > _MOST_TEXT:
-            raise ValueError("it is no small copy")
-        steps = {at: text for at, text in self._kept.get(rank, {}).items() if step - _STEPS < at < step}
+    def checked_size(self, nbytes: Any) -> int:
+        """Return the size of one that is coming. Raises: ``OSError`` if it is none, which ends the connection."""
+        if type(nbytes) is not int or not 0 <= nbytes <= _MOST_SENT:
+            raise ConnectionAbortedError("what comes is no small copy")
+        return nbytes
+
+    def keep(self, rank: int, step: int, content: bytearray) -> None:
+        """Keep a step of a rank, in place of this and later ones."""
+        steps = {at: each for at, each in self._kept.get(rank, {}).items() if step - _STEPS < at < step}
         self._kept[rank] = {**steps, step: content}
 
     def clear(self) -> None:
@@ -118,7 +121,7 @@ class SmallCopies:
     def values(self, rank: int, step: int) -> dict[str, Any]:
         """Return what is kept of a rank at a step, as it is to be saved; nothing if that is nothing."""
         try:
-            found = marshal.loads(base64.b64decode(self._kept[rank][step]))  # plain data; nothing of it is run
+            found = marshal.loads(self._kept[rank][step])  # plain data; nothing of it is run
             generators = rng.as_tensors(found.pop(GENERATORS))
             return {GENERATORS: generators, **{name: _thawed(each) for name, each in found.items()}}
         except Exception as error:
