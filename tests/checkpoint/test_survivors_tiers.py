@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -22,8 +23,10 @@ from stagereg.launch.loss import AfterLoss
 from stagereg.launch.run_store import RunStore
 from stagereg.testing import run_ranks
 
-from ..support.programs import comes_true
-from .test_survivors import NOTICE_S, STEPS, Training, begin_next_step
+from ..support.app import App
+from ..support.lab import LOCAL, Lab
+from ..support.programs import Program, comes_true
+from .test_survivors import CONFIG, NOTICE_S, STEPS, TRAIN, Training, begin_next_step, said_by
 
 BOUND_S = 30.0
 STAYS = stagereg.Leave(save_last=False)
@@ -209,3 +212,80 @@ def test_what_the_tier_has_replaces_nothing_in_the_store(tmp_path: Path) -> None
     told = run_ranks(lose, 3, args=(str(tmp_path), "fsdp2", THREE, {"every": 2}, nothing, 2))
     assert told[0][0].endswith(f"The tier has nothing newer than {tmp_path}/store.")
     assert [each.manifest.lost for each in open_store(f"{tmp_path}/store").checkpoints()[0]] == [{}]
+
+
+OWN = "    own = state['own'] = stagereg.per_rank([])\n    torch.manual_seed(100 + rank)\n    kills ="
+DRAWN = "            own.value.append(torch.rand(1).item())\n            loss = sum(own.value) * model"
+NOISY = TRAIN.replace("    kills =", OWN).replace("            loss = model", DRAWN)
+TIER = ("tier=disk", "tier.dir=tier${oc.env:RANK,0}", "tier.every=1000")  # each rank is a machine
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_as_if_nothing_had_happened_also_with_random_numbers_and_values_of_each_rank(
+    tmp_path: Path,
+) -> None:
+    assert "sum(own.value)" in NOISY
+    (tmp_path / "one").mkdir()
+    (tmp_path / "other").mkdir()
+    ended = Program(tmp_path / "one", CONFIG, NOISY).run(*TIER)
+    assert ended.returncode == 0, ended.stderr
+    program = Program(tmp_path / "other", CONFIG, NOISY)
+    killed = program.run("kill=before", *TIER)
+    assert re.search(r"Rank 0 saved step 6, in .*/ck/step-00000006; of rank 1 it lacks nothing\.", killed.stderr)
+    again = program.run(*TIER)
+    assert again.returncode == 0, again.stderr
+    assert said_by(again.stdout) == said_by(ended.stdout).replace("FROM 0", "FROM 6")
+
+
+SHARDED = """
+import time
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+import stagereg
+
+
+@stagereg.main(config_path="conf", config_name="app")
+def train(cfg):
+    torch.manual_seed(0)
+    model = fully_shard(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.Adam(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    with stagereg.instantiate(cfg.checkpoint) as checkpointer:
+        begun = checkpointer.restore(state)
+        for step in range((begun or 0) + 1, 1_000_000):
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.05)
+            checkpointer.maybe_save(step, state)
+            if step == (begun or 0) + 20:
+                print(f"GOES {dist.get_rank()} from {begun}\\n", end="", flush=True)
+
+
+train()
+"""
+SHARDED_CONFIG = "defaults: [stagereg, _self_]\nnotice_s: 3\ncheckpoint: {every: 100000}\n"
+
+
+@pytest.mark.slow
+def test_a_job_that_comes_back_on_other_machines_goes_on_from_the_step_that_the_tier_had(tmp_path: Path) -> None:
+    app = App(tmp_path, {"app.py": SHARDED, "conf/app.yaml": SHARDED_CONFIG})
+    program = [str(app.folder / "app.py"), f"hydra.run.dir={tmp_path}/run", f"checkpoint.dir={tmp_path}/store"]
+    with Lab(machines=3) as lab:
+        tier = ("tier=disk", f"tier.dir={LOCAL}/t", "tier.every=5")
+        job = lab.torchrun([*program, *tier])
+        processes = [*job.processes.values()]
+        for each in processes:
+            each.await_output("GOES", BOUND_S * 4)
+        lab.machines[1].kill()
+        for each in (processes[0], processes[2]):
+            assert each.wait(BOUND_S * 2)
+        output = "".join(each.output for each in processes)
+        found = re.search(rf"Ranks 0, 2 saved step (\d+) of the tier, in {tmp_path}/store/step-", output)
+        assert found is not None, output
+        again = lab.torchrun([*program, "tier=none"], machines=[0, 2])
+        first = next(iter(again.processes.values()))
+        first.await_output(f"GOES 0 from {found[1]}", BOUND_S * 4)
+        for each in again.processes:
+            each.end_processes()

@@ -106,8 +106,8 @@ class SmallCopies:
 
     def keep(self, rank: int, step: int, content: bytearray) -> None:
         """Keep a step of a rank, in place of this and later ones."""
-        steps = {at: each for at, each in self._kept.get(rank, {}).items() if step - _STEPS < at < step}
-        self._kept[rank] = {**steps, step: content}
+        earlier = [each for each in self._kept.get(rank, {}).items() if each[0] < step]
+        self._kept[rank] = dict([*earlier[1 - _STEPS :], (step, content)])
 
     def clear(self) -> None:
         """Forget all: the ranks go on from another step."""
