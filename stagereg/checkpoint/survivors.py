@@ -242,6 +242,8 @@ class _RanksLeft(RankGroup):
         self.numbers, self.rank, self.size = made.ranks, made.ranks.index(made.told.rank), len(made.ranks)
         self.group, self._store, self._why = None, made.store, ""
         if self.size > 1:
+            known = dist.distributed_c10d._world.pg_map  # torch makes groups in the store that it has for all ranks
+            known[dist.group.WORLD] = (known[dist.group.WORLD][0], made.store)
             self.group = dist.new_group(made.ranks, timeout=self.limit, backend="gloo", use_local_synchronization=True)
 
 
