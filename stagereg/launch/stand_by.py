@@ -4,9 +4,9 @@ Rank 0 opens one if the store is not on its machine, the last rank if it is not 
 machines has one, on another machine than the store. All ranks are connected to it from the start, and what they report
 they report there too.
 
-Whoever is there may be cut off from others that go on. So one goes on only with at least half of all ranks: of two
-halves of a network, a smaller one never does. That both do which are alike, or one here and one in the store of the
-run, is left to who holds what they would write to.
+Whoever is there may be cut off from others. So they go on only if they are at least half of all ranks: the smaller
+side of a network that is cut never does. Of two equal sides, and where others have the store of the run, both may: who
+may write is then decided by the lock of what they write to.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StandBy:
         run.wait(keys, _GATHER)
         if at := next(filter(None, (json.loads(run.get(key)) for key in keys)), None):
             with contextlib.suppress(RuntimeError):
-                self.store = TCPStore(*at, is_master=False, wait_for_workers=False, timeout=_ANSWER)
+                self.store = TCPStore(at[0], at[1], is_master=False, wait_for_workers=False, timeout=_ANSWER)
 
     def set(self, key: str, value: str) -> None:
         """Report ``value`` there too, if that can be done."""

@@ -134,7 +134,9 @@ def test_a_run_that_stands_still_in_a_commit_takes_nothing_of_the_one_after_it(r
         if root[0] == "/":
             others.append(Other(Path(root)))
         else:
-            ObjectStore(root).put(f"{root}/.lock", LeaseRecord(Owner(4242, "far"), "theirs", "far", time.time()).dumps())
+            ObjectStore(root).put(
+                f"{root}/.lock", LeaseRecord(Owner(4242, "far"), "theirs", "far", time.time()).dumps()
+            )
 
     checkpointer = Checkpointer(root, keep=1)
     checkpointer.save(1, {"x": 1})
