@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed import DistNetworkError, HashStore
 
+from stagereg.errors import LaunchError
 from stagereg.launch.loss import AfterLoss, Loss, of_process
 from stagereg.launch.run_store import RunStore
 
@@ -23,9 +24,9 @@ class Saves:
         return str(self.act(told))
 
 
-def after_loss(another: Any = None) -> tuple[AfterLoss, RunStore]:
+def after_loss(meet: Any = None) -> tuple[AfterLoss, RunStore]:
     run = RunStore(HashStore(), 0, 3)
-    run.another = another or (lambda: run._store)  # type: ignore[method-assign]
+    run.meet = meet or (lambda limit_s: run._store)  # type: ignore[method-assign]
     run.lost_ranks = lambda: frozenset([1])  # type: ignore[method-assign]
     return AfterLoss(run, 0, 3, NOTICE_S), run
 
@@ -62,16 +63,20 @@ def fail(*_: object) -> None:
     raise DistNetworkError("failed to recv, got 0 bytes\nException raised from recvBytes")
 
 
+def refuse(*_: object) -> None:
+    raise LaunchError("it is gone.")
+
+
 @pytest.mark.parametrize(
-    ("another", "act", "why"),
+    ("meet", "act", "why"),
     [
-        (hang, None, "the store of this run, on rank 0's machine, does not answer."),
-        (fail, None, "the store of this run, on rank 0's machine, is gone."),
+        (hang, None, "no store of this run answers."),
+        (refuse, None, "it is gone."),
         (None, hang, "that has taken longer than 0.6 s."),
-        (None, fail, "the store of this run, on rank 0's machine, is gone."),
+        (None, fail, "the store of this run is gone."),
     ],
 )
-def test_what_hangs_or_fails_costs_a_bounded_time(another: Any, act: Any, why: str) -> None:
-    (after, _), saves = after_loss(another), Saves(act)
+def test_what_hangs_or_fails_costs_a_bounded_time(meet: Any, act: Any, why: str) -> None:
+    (after, _), saves = after_loss(meet), Saves(act)
     after.expect(saves)
     assert after.save() == f"Those who are left have not saved: {why}"
