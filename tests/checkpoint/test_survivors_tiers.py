@@ -216,7 +216,9 @@ def test_what_the_tier_has_replaces_nothing_in_the_store(tmp_path: Path) -> None
 
 OWN = "    own = state['own'] = stagereg.per_rank([])\n    torch.manual_seed(100 + rank)\n    kills ="
 DRAWN = "            own.value.append(torch.rand(1).item())\n            loss = sum(own.value) * model"
-NOISY = TRAIN.replace("    kills =", OWN).replace("            loss = model", DRAWN)
+BEFORE = 'if kills == "before":\n'
+SENT = "                    import time; time.sleep(1)  # a copy that was not sent yet would be named as missing\n"
+NOISY = TRAIN.replace("    kills =", OWN).replace("            loss = model", DRAWN).replace(BEFORE, BEFORE + SENT)
 TIER = ("tier=disk", "tier.dir=tier${oc.env:RANK,0}", "tier.every=1000")  # each rank is a machine
 
 
@@ -224,7 +226,7 @@ TIER = ("tier=disk", "tier.dir=tier${oc.env:RANK,0}", "tier.every=1000")  # each
 def test_a_run_goes_on_as_if_nothing_had_happened_also_with_random_numbers_and_values_of_each_rank(
     tmp_path: Path,
 ) -> None:
-    assert "sum(own.value)" in NOISY
+    assert all(each in NOISY for each in (OWN, DRAWN, SENT))
     (tmp_path / "one").mkdir()
     (tmp_path / "other").mkdir()
     ended = Program(tmp_path / "one", CONFIG, NOISY).run(*TIER)
