@@ -243,7 +243,8 @@ class _Try:
     def lost(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
         """Return what is missing of each rank that is not in it."""
         own = {GENERATORS: "random numbers"}
-        own |= {name: name for name, value in state.items() if isinstance(value, entries.PerRank)}
+        others = state.keys() - entries.positions(state)
+        own |= {name: name for name, value in state.items() if isinstance(value, entries.PerRank) and name in others}
         lost = [rank for rank in range(self.told.world_size) if rank not in self.ranks]
         return {str(rank): [text for name, text in own.items() if name not in self.kept_of(rank)] for rank in lost}
 
@@ -331,7 +332,8 @@ def _add_positions(captured: dict[str, Any], lost: dict[str, list[str]], state: 
             if found is None:
                 raise CheckpointError(f"where rank {rank} was in {name!r} is not known")
             captured[entries.rank_name(name, int(rank))], sure = found
-            missing += [] if sure else [f"an exact position of {name}"]
+            is_exact = sure and not isinstance(state[name], entries.PerRank)  # which ranks may be at as they like
+            missing += [] if is_exact else [f"an exact position of {name}"]
 
 
 def _kept(posted: Sequence[_Posted], step: int, ranks: Sequence[int]) -> list[_Kept]:

@@ -19,6 +19,7 @@ import stagereg.launch.loss as loss
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.state.entries import per_rank
 from stagereg.checkpoint.store.open_store import open_store
+from stagereg.data import ResumableSampler
 from stagereg.launch.loss import AfterLoss
 from stagereg.launch.run_store import RunStore
 from stagereg.testing import run_ranks
@@ -44,12 +45,14 @@ def own(training: Training, rank: int) -> None:
     values.append((rank, 0.1 * len(values)))
     training.state["seen"] = per_rank(torch.tensor([rank, len(values)]))
     training.state["large"] = per_rank([rank] * 70_000)
+    training.state["marked"].value.advance(1 + rank)
 
 
 def of(training: Training) -> dict[str, Any]:
     """What a rank has. Collective where the model is in shards."""
     own, seen = training.state["own"].value, training.state["seen"].value
-    return {**training.copy(), "own": [*own], "seen": seen, "position": training.sampler.state_dict()}
+    positions = {"position": training.sampler.state_dict(), "marked": training.state["marked"].value.state_dict()}
+    return {**training.copy(), "own": [*own], "seen": seen, **positions}
 
 
 def await_small_copies(training: Training, lost: Collection[int]) -> None:
@@ -85,6 +88,7 @@ def lose(
     with loss.of_process(after):
         training = Training(how)
         saving = training.checkpointer = checkpointer(root, [*machines][rank], store_every, **tier)
+        training.state["marked"] = per_rank(ResumableSampler(range(1000)))
         was = {}
         for step in range(1, STEPS + 1):
             training.step()
@@ -113,7 +117,12 @@ def lose(
 def restored(rank: int, world_size: int, root: str, how: str) -> dict[str, Any]:
     """What a run without a tier goes on from."""
     training = Training(how)
-    training.state |= {"own": per_rank([]), "seen": per_rank(torch.zeros(2, dtype=torch.int64)), "large": per_rank([])}
+    training.state |= {
+        "marked": per_rank(ResumableSampler(range(1000))),
+        "own": per_rank([]),
+        "seen": per_rank(torch.zeros(2, dtype=torch.int64)),
+        "large": per_rank([]),
+    }
     saving = Checkpointer(f"{root}/store", every=1000, leave=STAYS)
     torch.manual_seed(7)
     step = saving.restore(training.state)
@@ -153,7 +162,7 @@ def test_what_a_lost_rank_alone_had_comes_from_a_rank_that_keeps_it(tmp_path: Pa
 @pytest.mark.slow
 def test_without_copies_what_a_lost_rank_alone_had_is_missing(tmp_path: Path) -> None:
     told = run_ranks(lose, 3, args=(str(tmp_path), "ddp", THREE, {"copies": 0}, begin_next_step))
-    assert told[0][0].endswith("; of rank 1 it lacks random numbers, own, seen, large.")
+    assert told[0][0].endswith("; of rank 1 it lacks random numbers, own, seen, large, an exact position of marked.")
 
 
 def nothing(training: Training, rank: int) -> None:
