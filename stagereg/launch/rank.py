@@ -179,7 +179,7 @@ class Rank:
                 threading.Thread(target=self.store.failure.leave, args=(lost,), daemon=True).start()
                 threading.Thread(target=self._end_for_loss, args=(after,), daemon=True).start()
 
-        with self.store.watch(notice_s, end), loss.of_process(after):
+        with self.store.watch(notice_s, end) as after.watch, loss.of_process(after):
             yield
 
     def _end_for_loss(self, after: loss.AfterLoss) -> None:

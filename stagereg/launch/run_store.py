@@ -124,10 +124,10 @@ class RunStore:
             time.sleep(0.02)
 
     @contextlib.contextmanager
-    def watch(self, notice_s: float, on_lost: Callable[[str], None]) -> Iterator[None]:
+    def watch(self, notice_s: float, on_lost: Callable[[str], None]) -> Iterator[Watch | None]:
         """Know of lost ranks, in a ``with`` block; ``on_lost`` is called with a sentence, on another thread."""
         if self._world_size == 1:
-            yield
+            yield None
             return
 
         def meet(hub: list[Any] | None) -> list[Any]:
@@ -141,7 +141,7 @@ class RunStore:
         self._watch = Watch(self._rank, notice_s, meet, on_lost)
         failed = False
         try:
-            yield
+            yield self._watch
         except Exception:
             failed = True  # the rank hears who is lost, until it leaves
             raise
