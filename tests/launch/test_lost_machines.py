@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -121,6 +122,14 @@ def test_a_rank_that_is_not_in_a_collective_learns_of_a_loss_too(lab: Lab, app: 
     first, _, last = started(lab, app, f"hangs={hangs}")
     lab.machines[1].cut()
     end_for((first, last), 1, lab.machines[1].name)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_cut_off_ends_at_a_signal_whatever_notice_s_is(lab: Lab, app: App) -> None:
+    _, lost, _ = started(lab, app, "notice_s=3600", "checkpoint.leave.grace=3000s")
+    lab.machines[1].cut()
+    lost.kill(signal.SIGTERM)
+    end_for((lost,), 0, lab.machines[0].name)
 
 
 @pytest.mark.slow
