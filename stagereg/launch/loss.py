@@ -105,8 +105,9 @@ class AfterLoss:
         """Wait for the save of others' loss, where a collective has failed and that may be why."""
         ends = time.monotonic() + _HEARD_S
         while self.saver() is not None and not self._store.lost_ranks() and time.monotonic() < ends:
-            if self._store.get("cause is known"):
-                return
+            with contextlib.suppress(RuntimeError):  # of the store, which is gone
+                if self._store.get("cause is known"):
+                    return
             time.sleep(_LOOK_S)
         if self._store.lost_ranks():
             self.save()
@@ -161,6 +162,5 @@ def hurry() -> None:
 
 def await_saved() -> None:
     """Wait for a save after a loss; to be called on the thread that trains before it lets go of what is saved."""
-    with contextlib.suppress(RuntimeError):  # of the store, which is gone
-        if _of_process is not None:
-            _of_process.await_saved()
+    if _of_process is not None:
+        _of_process.await_saved()

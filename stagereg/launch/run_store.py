@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -169,6 +170,7 @@ class RunStore:
 
         def ask() -> None:
             try:
+                _expect_open(self._store, limit_s)
                 store = self._store.clone()
                 store.check(["hub"])
                 answer.set_result(store)
@@ -178,7 +180,7 @@ class RunStore:
         threading.Thread(target=ask, name="stagereg-meet", daemon=True).start()
         try:
             return answer.result(limit_s)
-        except (RuntimeError, TimeoutError) as error:
+        except (RuntimeError, OSError) as error:
             ends = "does not answer" if isinstance(error, TimeoutError) else "is gone"
             lost = f"the store of this run, with its machine, {ends}"
             if self._stand_by is None or self._stand_by.store is None:
@@ -217,6 +219,14 @@ def name_attempt(store: Any, rank: int, world_size: int) -> str:
             raise LaunchError(f"{received + 1} of {world_size} ranks have started in {GATHER_S} s: look at the others")
         time.sleep(0.01)
     return str(mine)
+
+
+def _expect_open(store: Any, limit_s: float) -> None:
+    """Raise ``OSError`` if a store takes no connection; torch's own tries for as long as a rank may be late."""
+    while not hasattr(store, "port") and hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if hasattr(store, "port"):
+        socket.create_connection((store.host, store.port), limit_s).close()
 
 
 def _await_key(store: Any, key: str, failure: str) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import DistNetworkError, HashStore
+from torch.distributed import DistNetworkError, HashStore, PrefixStore, TCPStore
 
 from stagereg.errors import LaunchError
 from stagereg.launch.loss import AfterLoss, Loss, of_process
 from stagereg.launch.run_store import RunStore
 
-NOTICE_S = 0.2
+NOTICE_S, LIMIT_S = 0.2, 60.0
 
 
 class Saves:
@@ -80,3 +81,28 @@ def test_what_hangs_or_fails_costs_a_bounded_time(meet: Any, act: Any, why: str)
     (after, _), saves = after_loss(meet), Saves(act)
     after.expect(saves)
     assert after.save() == f"Those who are left have not saved: {why}"
+
+
+def test_a_loss_is_waited_for_where_the_store_of_the_run_went_first() -> None:
+    (after, run), saves, looks = after_loss(), Saves(), [0]
+
+    def lost() -> frozenset[int]:
+        looks[0] += 1
+        return frozenset([1] if looks[0] > 3 else [])
+
+    run.lost_ranks, run.get = lost, fail  # type: ignore[method-assign]
+    after.expect(saves)
+    after.await_saved()
+    assert (run.saved, len(saves.told)) == ("All is saved.", 1)
+
+
+def test_a_store_that_is_gone_is_found_at_once() -> None:
+    """Torch's own connection is tried for as long as the store may be late."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    late = timedelta(seconds=300)
+    client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=late)
+    run = RunStore(PrefixStore("stagereg", client), 1, 2)
+    assert run.meet(LIMIT_S).check(["hub"]) is False
+    del server
+    with pytest.raises(LaunchError, match="with its machine, is gone"):
+        run.meet(LIMIT_S)
