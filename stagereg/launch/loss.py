@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from stagereg.errors import LaunchError, reason
+from stagereg.launch.pulse import HURRIED_S
 from stagereg.launch.run_store import RunStore
+from stagereg.launch.watch import Watch
 
 _NOTICES = 3.0
 """Times ``notice_s`` that a save after a loss may take."""
@@ -55,12 +57,15 @@ class AfterLoss:
 
     Attributes:
         saver: returns what saves, ``None`` if nothing does.
+        watch: notices losses.
+        notice_s: in which they are.
     """
 
     def __init__(self, store: RunStore, rank: int, world_size: int, notice_s: float) -> None:
         self._store, self._ranks = store, (rank, world_size)
         self.notice_s, self._limit_s = notice_s, _NOTICES * notice_s
         self.saver: Callable[[], SavesAfterLoss | None] = lambda: None
+        self.watch: Watch | None = None
         self._lock = threading.Lock()
         self._began = False
         self._answered, self._over = threading.Event(), threading.Event()  # the store has; the save has ended
@@ -73,6 +78,12 @@ class AfterLoss:
         self.saver = weakref.ref(saver)
         self._store.set("saves after a loss", self._limit_s)
         return self._store.set
+
+    def hurry(self) -> None:
+        """This rank is to end, so nobody is waited for who does not answer. As often as one likes."""
+        self.notice_s = min(self.notice_s, HURRIED_S)
+        if self.watch is not None:
+            self.watch.hurry()
 
     def save(self) -> str:
         """Save, or wait for the thread that does; return a sentence on what has come of it, which may be empty."""
@@ -103,7 +114,7 @@ class AfterLoss:
 
     def _save(self, saver: SavesAfterLoss, until: float) -> None:
         try:
-            store = self._store.meet(self.notice_s / 4)
+            store = self._store.meet(self.notice_s / 6)
             known = store.check(["cause is known"])
             self._answered.set()
             if not known:
@@ -141,6 +152,12 @@ def expect(saver: SavesAfterLoss) -> Callable[[str, Any], None] | None:
 def is_expected() -> bool:
     """Whether something saves after a loss."""
     return _of_process is not None and _of_process.saver() is not None
+
+
+def hurry() -> None:
+    """This process is asked to end by a signal; any thread, as often as one likes."""
+    if _of_process is not None:
+        _of_process.hurry()
 
 
 def await_saved() -> None:

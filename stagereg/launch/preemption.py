@@ -4,7 +4,7 @@ A :class:`PreemptionHandler` keeps the two signals from ending the process, and 
 at once: Python runs signal handlers on the main thread only, which may wait in a collective for long, so a thread reads
 the byte that the interpreter writes from within the signal (``signal.set_wakeup_fd``). From then on the process has a
 bounded time to exit; after that the thread ends it. The step to exit at is agreed on in
-:mod:`stagereg.checkpoint.ranks.preemption_consensus`.
+:mod:`stagereg.checkpoint.ranks.preemption_consensus`. Others that do not answer are lost sooner than without a signal.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import stagereg.launch.loss as loss
 from stagereg.errors import RESUME_CODE
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -188,6 +189,8 @@ class SignalListener:
                     elif number == self.received and time.monotonic() > first + SAME_SIGNAL_S:
                         self._end("it came twice, so nothing more is saved")
                         return
+                if self.received is not None:
+                    loss.hurry()
         finally:
             os.close(read)
 

@@ -7,10 +7,11 @@ needs the standard library alone, and runs as a file, ``python -I -S pulse.py``,
 All pulses are connected to that of rank 0, the *hub*, and each sends a dot a few times in ``notice_s``. That a rank's
 process has ended is told to all at once; that it was stopped, or that nothing was heard of it, after ``notice_s``. One
 that hears nothing of the hub for so long is cut off, or the hub's machine is gone: it cannot know which. If it has not
-ended ``notice_s`` later, its pulse kills it. A rank that a debugger holds is not lost.
+ended ``notice_s`` later, its pulse kills it. A rank that a debugger holds is not lost. Where one is asked to end by a
+signal, all ranks are about to, and none waits for longer than :data:`HURRIED_S` for one that is silent or stopped.
 
 From the rank come lines of JSON: first its :class:`Config`, seconds that it needs more before it is killed,
-and ``"bye"`` when it has ended in order. To it go
+``"hurry"`` when it has got a signal, and ``"bye"`` when it has ended in order. To it go
 ``{"port": N}`` once it is connected, the port on the hub, and ``{"lost": {RANK: [NAME, WHY]}}``.
 """
 
@@ -28,6 +29,8 @@ import socket
 import time
 from typing import Any, NamedTuple
 
+HURRIED_S = 4.0
+"""Seconds in which a loss is noticed at most once a rank has been asked to end."""
 _MOST_BYTES = 1 << 16  # that a line may have
 _ENDED = "its process has ended"
 _STOPPED = "it was stopped (SIGSTOP, or a suspended job)"
@@ -73,6 +76,7 @@ class Pulse:
 
     def __init__(self, config: Config, parent: int, rank: Line) -> None:
         self.config, self._parent, self._rank = config, parent, rank
+        self._notice_s = config.notice_s
         self._beat_s = min(1.0, config.notice_s / 5)
         self._selector = selectors.DefaultSelector()
         self._lines: dict[int, Line] = {}  # to other pulses, by descriptor
@@ -111,7 +115,7 @@ class Pulse:
     def _beat(self, now: float) -> None:
         stopped = _state(self._parent) == "T"
         self._stopped_since = (self._stopped_since or now) if stopped else None
-        if self._stopped_since is not None and now - self._stopped_since > self.config.notice_s:
+        if self._stopped_since is not None and now - self._stopped_since > self._notice_s:
             self._tell(self.config.rank, self.config.name, _STOPPED)
         for line in self._lines.values():
             line.send(".")
@@ -119,10 +123,8 @@ class Pulse:
     def _look(self, now: float) -> None:
         """Find who is silent."""
         for line in [*self._lines.values()]:
-            if line.rank >= 0 and now - line.heard > self.config.notice_s:
-                why = (
-                    f"nothing was heard of it for {self.config.notice_s:g} s: frozen, or its machine is gone or cut off"
-                )
+            if line.rank >= 0 and now - line.heard > self._notice_s:
+                why = f"nothing was heard of it for {self._notice_s:g} s: frozen, or its machine is gone or cut off"
                 self._tell(line.rank, line.name, why)
                 self._close(line)
         if self._kill_at is not None and now > self._kill_at:
@@ -136,8 +138,17 @@ class Pulse:
         told = json.dumps({"lost": {rank: (name, why)}})
         for line in (self._rank, *self._lines.values()):
             line.send(told)
-        if rank == self.config.rank or (rank == 0 and self.config.hub is not None):  # or this one is cut off
+        if rank == self.config.rank:
+            self._kill_at = time.monotonic() + self._notice_s
+        elif rank == 0 and self.config.hub is not None and self._kill_at is None:  # or this one is cut off
             self._kill_at = time.monotonic() + self.config.notice_s
+
+    def _hurry(self) -> None:
+        """Have all notice losses soon, once."""
+        if self._notice_s > HURRIED_S:
+            self._notice_s = HURRIED_S
+            for line in self._lines.values():
+                line.send("hurry")
 
     def _serve(self, source: Any) -> None:
         if source is self._listener:
@@ -146,6 +157,8 @@ class Pulse:
             for text in self._rank.take() or ():
                 if text == '"bye"':
                     self._said = True
+                elif text == '"hurry"':
+                    self._hurry()
                 elif self._kill_at is not None:
                     self._kill_at += float(text)
         elif (line := self._lines.get(source)) is not None:
@@ -162,6 +175,8 @@ class Pulse:
             if text == "bye" or (line.rank < 0 and not self._greet(line, text)):
                 self._close(line)
                 break
+            if text == "hurry":
+                self._hurry()
             if text == "." and not self._welcome:
                 self._welcome = True
                 self._rank.send(json.dumps({"port": None}))

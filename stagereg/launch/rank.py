@@ -163,8 +163,10 @@ class Rank:
         except Exception:  # of the store; others may have reported a cause before it went
             if self.local_world_size < self.world_size and is_consequence(error):  # the store may be on a lost machine
                 host = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+                lost = f"{self.store.lost(_LOST_S)} {self.store.saved}".strip()
                 gone = f"lost rank 0's torchrun or machine: the store of this run, on {host}, is gone."
-                self._print(f"{gone} If a rank there reported a cause, that is it. Seen here:\n{format_error(error)}")
+                text = f"{lost or gone} If a rank there reported a cause, that is it. Seen here:"
+                self._print(f"{text}\n{format_error(error)}")
         self.store.leave()
         shutdown.exit_now(1)
 
@@ -179,7 +181,7 @@ class Rank:
                 threading.Thread(target=self.store.failure.leave, args=(lost,), daemon=True).start()
                 threading.Thread(target=self._end_for_loss, args=(after,), daemon=True).start()
 
-        with self.store.watch(notice_s, end), loss.of_process(after):
+        with self.store.watch(notice_s, end) as after.watch, loss.of_process(after):
             yield
 
     def _end_for_loss(self, after: loss.AfterLoss) -> None:

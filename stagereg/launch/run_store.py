@@ -125,10 +125,10 @@ class RunStore:
             time.sleep(0.02)
 
     @contextlib.contextmanager
-    def watch(self, notice_s: float, on_lost: Callable[[str], None]) -> Iterator[None]:
+    def watch(self, notice_s: float, on_lost: Callable[[str], None]) -> Iterator[Watch | None]:
         """Know of lost ranks, in a ``with`` block; ``on_lost`` is called with a sentence, on another thread."""
         if self._world_size == 1:
-            yield
+            yield None
             return
 
         def meet(hub: list[Any] | None) -> list[Any]:
@@ -142,7 +142,7 @@ class RunStore:
         self._watch = Watch(self._rank, notice_s, meet, on_lost)
         failed = False
         try:
-            yield
+            yield self._watch
         except Exception:
             failed = True  # the rank hears who is lost, until it leaves
             raise
@@ -163,8 +163,8 @@ class RunStore:
         """Return torch's store in which those who are left meet, over a connection that no other thread waits in.
 
         It has this attempt's keys; where the run's does not answer within ``limit_s`` seconds, it is the stand-by one,
-        which half of all ranks have come to in as many. Raises ``LaunchError`` if they have not, and ``RuntimeError``
-        if both are gone.
+        which half of all ranks have come to in twice as many. Raises ``LaunchError`` if they have not, and
+        ``RuntimeError`` if both are gone.
         """
         answer: Future[Any] = Future()
 
@@ -185,7 +185,7 @@ class RunStore:
             lost = f"the store of this run, with its machine, {ends}"
             if self._stand_by is None or self._stand_by.store is None:
                 raise LaunchError(f"{lost}.") from error
-            return self._stand_by.meet(limit_s, lost)
+            return self._stand_by.meet(2 * limit_s, lost)
 
     def give_time(self, seconds: float) -> None:
         """Let this rank live so much longer that cannot hear of rank 0: the store answers, so it is not cut off."""

@@ -67,6 +67,10 @@ class Watch:
         """Have the pulse leave this rank so much more time to end that does not hear of rank 0."""
         self._write(seconds)
 
+    def hurry(self) -> None:
+        """Have losses be noticed sooner, on all ranks: this one is to end. As often as one likes."""
+        self._write("hurry")
+
     def sentence(self, seconds: float = 0.0) -> str:
         """Return a sentence on the ranks that are lost, or are so within that time; else nothing."""
         with self._changed:

@@ -273,7 +273,7 @@ def step_while_saving(training: Training, rank: int) -> None:
 
 
 TRAIN = """
-import hashlib, os, signal
+import hashlib, os, signal, threading
 import stagereg
 
 
@@ -307,6 +307,9 @@ def train(cfg):
             if step == 7 and start == 0:
                 if kills == "before":
                     die()
+                if cfg.kill == "stop":  # and a signal comes
+                    threading.Timer(1.0, os.kill, (os.getppid(), signal.SIGTERM)).start() if rank == 0 else None
+                    os.kill(os.getpid(), signal.SIGSTOP) if rank == 1 else None
                 if kills == "error":
                     raise KeyError("no cheese")
                 if rank == 2 and cfg.kill == "while saving":
@@ -353,14 +356,15 @@ def said_by(printed: str) -> str:
         ("before", 6, r"Rank 0 saved step 6, in .*/ck/step-00000006; of rank 1 it lacks random numbers\."),
         ("inside", 7, r"Rank 0 saved step 7, in "),
         ("error", 4, r"KeyError: 'no cheese'"),
+        ("stop", 6, r"Rank 0 saved step 6, in "),
     ],
 )
 def test_a_run_goes_on_from_what_was_saved_as_if_nothing_had_happened(
     tmp_path: Path, uninterrupted: str, kill: str, step: int, said: str, start: list[str] | None
 ) -> None:
     program = Program(tmp_path, CONFIG, TRAIN)
-    ended = program.run(f"kill={kill}", start=start)
-    assert ended.returncode == 1, ended.stderr
+    ended = program.run(f"kill={kill}", f"notice_s={60 if kill == 'stop' else 5}", start=start)
+    assert ended.returncode == (143 if kill == "stop" and start is None else 1), ended.stderr
     assert re.search(said, ended.stderr), ended.stderr
     again = program.run(start=start)
     assert again.returncode == 0, again.stderr

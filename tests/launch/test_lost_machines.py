@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import stagereg
+import stagereg.checkpoint.store.failpoints as failpoints
+
+
+def go_and_sleep(moment):
+    if moment == "held":
+        print("GOES", flush=True)
+        time.sleep(5)
 
 
 @stagereg.main(config_path="conf", config_name="app")
@@ -34,6 +42,8 @@ def train(cfg):
     if cfg.hangs == "in a step" and rank == 0:
         print("GOES", flush=True)
         time.sleep(1000)
+    if cfg.hangs == "in a commit" and rank == 0:
+        failpoints.watch(go_and_sleep)
     with stagereg.instantiate(cfg.checkpoint) as checkpointer:
         if cfg.hangs == "in restore" and rank == 1:
             print("GOES", flush=True)
@@ -81,7 +91,7 @@ def started(lab: Lab, app: App, *overrides: str) -> list[Process]:
     return processes
 
 
-def end_for(processes: Sequence[Process], rank: int, machine: str) -> None:
+def end_for(processes: Sequence[Process], rank: int | str, machine: str) -> None:
     """Wait until these ranks end, and one has said for them that another one is lost, with its machine."""
     for process in processes:
         assert process.wait(BOUND_S)
@@ -99,7 +109,8 @@ def test_a_lost_machine_is_named_on_all_others_and_ends_itself(lab: Lab, app: Ap
     end_for((first, last), 1, machine.name)
     if loss == "freeze":
         machine.thaw()
-    if loss != "kill":
+        end_for((lost,), r"\d", r"\w+")  # others have had it for lost, and are gone
+    if loss == "cut":
         end_for((lost,), 0, lab.machines[0].name)  # it cannot know whether it is cut off, or the other one is
 
 
@@ -121,6 +132,26 @@ def test_a_rank_that_is_not_in_a_collective_learns_of_a_loss_too(lab: Lab, app: 
     first, _, last = started(lab, app, f"hangs={hangs}")
     lab.machines[1].cut()
     end_for((first, last), 1, lab.machines[1].name)
+
+
+@pytest.mark.slow
+def test_a_machine_that_freezes_in_a_commit_and_thaws_damages_nothing(lab: Lab, app: App) -> None:
+    first, *others = started(lab, app, "hangs=in a commit")
+    lab.machines[0].freeze()
+    end_for(others, 0, lab.machines[0].name)
+    lab.machines[0].thaw()
+    end_for((first,), r"\d", r"\w+")
+    complete, damaged = open_store(f"{app.folder}/run/checkpoints").checkpoints()
+    steps = [each.manifest.step for each in complete]
+    assert (damaged, len({*steps})) == ([], len(steps))
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_cut_off_ends_at_a_signal_whatever_notice_s_is(lab: Lab, app: App) -> None:
+    _, lost, _ = started(lab, app, "notice_s=3600", "checkpoint.leave.grace=3000s")
+    lab.machines[1].cut()
+    lost.kill(signal.SIGTERM)
+    end_for((lost,), 0, lab.machines[0].name)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from stagereg.launch.run_store import RunStore
 from stagereg.launch.stand_by import StandBy
 
 SIZE = 4
-LIMIT_S = 1.0
+LIMIT_S = 0.5
 
 
 def hang() -> None:

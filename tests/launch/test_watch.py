@@ -35,10 +35,16 @@ def meet(hub):
         time.sleep(0.01)
     return json.loads((root / "hub").read_text())
 
-watch = Watch(rank, 2.0, meet, lambda text: print(text, flush=True))
+notice_s = 60.0 if what == "is asked to end" else 2.0
+watch = Watch(rank, notice_s, meet, lambda text: print(text, flush=True))
 print("UP", flush=True)
 if what == "holds the lock of the interpreter":
     ctypes.PyDLL(None).usleep(5_000_000)
+if what == "is asked to end":
+    while not (root / "asked").exists():
+        time.sleep(0.01)
+    if rank == 2:
+        watch.hurry()
 if what == "ends":
     time.sleep(1)
     watch.close()
@@ -101,6 +107,14 @@ def test_a_rank_that_is_killed_or_stopped_is_named_on_all_others(ranks: Ranks, l
         assert why in ranks.said(rank)
     if harm == signal.SIGSTOP:  # nobody counts on it any more, and it must not go on
         assert await_gone(gone.pid)
+
+
+def test_where_a_rank_is_asked_to_end_all_notice_a_loss_soon(ranks: Ranks) -> None:
+    ranks.start(*["is asked to end"] * 3)
+    ranks.processes[1].send_signal(signal.SIGSTOP)
+    (ranks.root / "asked").touch()
+    for rank in (0, 2):
+        assert comes_true(lambda rank=rank: "lost rank 1" in ranks.said(rank), BOUND_S)
 
 
 def test_a_rank_that_hears_nothing_of_the_hub_is_ended(ranks: Ranks) -> None:
