@@ -68,22 +68,19 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int) -> Any:
     with LocalRanks() as local:
         store = _open_store(task)
         start = Start(command.for_ranks(hydra), hydra.runtime.cwd, _variables(task, nproc, store.port))
+        run = _Run(local, store, task, start, directory, resume_override(hydra), restarts)
         while True:
-            end = _run_once(local, store, task, start, hydra, restarts)
+            end = run.attempt()
             if not end.errors and RESUME_CODE in end.codes.values():
                 raise SystemExit(RESUME_CODE)
             if not end.errors and not end.codes:
                 return end.result if task.index == 0 else None
             received = local.forwarded or end.received
-            refusal = "" if received else _refusal(end, store, task, restarts, directory)
+            refusal = "" if received else run.refusal(end)
             if refusal is not None:
                 _raise(end, received, refusal + _newest_checkpoint(directory))
             print(f"{end}\n{restarts}", file=sys.stderr, flush=True)
-            failure = {"why": str(end), "noticed": end.noticed, "ended": time.time(), "restart": restarts.count}
-            start.variables[FAILURE] = json.dumps(failure)
-            resume = "++checkpoint.resume=auto"  # what it was to begin from is behind it
-            if restarts.progressed and OmegaConf.select(cfg, "checkpoint.resume") not in (None, "auto"):
-                start.command[:] = [*(each for each in start.command if each != resume), resume]
+            run.prepare(end, OmegaConf.select(cfg, "checkpoint.resume") not in (None, "auto"))
 
 
 @dataclass
@@ -109,59 +106,83 @@ class _End:
         return "\n".join(f"rank {rank}: {text}" for rank, text in (self.errors or ends).items())
 
 
-def _run_once(local: LocalRanks, store: Any, task: SchedulerTask, start: Start, hydra: Any, restarts: Restarts) -> _End:
-    """Start all ranks of this task, and wait for their end."""
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+@dataclass
+class _Run:
+    """The ranks of this task, which run once or, after a failure, again."""
 
-    nproc = int(start.variables["LOCAL_WORLD_SIZE"])
-    ranks = range(task.index * nproc, (task.index + 1) * nproc)
-    run = RunStore(PrefixStore("stagereg", store), ranks[0], task.count * nproc, attempt=str(restarts.count))
-    directory = hydra.runtime.output_dir
-    if task.index == 0:
-        run.begin(directory, resume_override(hydra))
-    for number, rank in enumerate(ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(number), ATTEMPT: str(restarts.count)}
-        local.start(rank, start._replace(variables=start.variables | own))
+    local: LocalRanks
+    store: Any
+    task: SchedulerTask
+    start: Start
+    directory: str
+    resume: str  # as `resume_override`
+    restarts: Restarts
 
-    def warm_up() -> None:
-        if restarts.most and run.get("in job/0"):  # before, it would take their cores
-            local.warm_up(start)
+    def attempt(self) -> _End:
+        """Start all ranks of this task, and wait for their end."""
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    codes = local.wait(warm_up)
-    end = _End(run, codes, time.time())
-    if local.stopped is not None:
+        local, task, variables = self.local, self.task, self.start.variables
+        nproc, attempt = int(variables["LOCAL_WORLD_SIZE"]), str(self.restarts.count)
+        ranks = range(task.index * nproc, (task.index + 1) * nproc)
+        run = RunStore(PrefixStore("stagereg", self.store), ranks[0], task.count * nproc, attempt)
+        if task.index == 0:
+            run.begin(self.directory, self.resume)
+        for number, rank in enumerate(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(number), ATTEMPT: attempt}
+            local.start(rank, self.start._replace(variables=variables | own))
+
+        def warm_up() -> None:
+            if self.restarts.most and run.get("in job/0"):  # before, it would take their cores
+                local.warm_up(self.start)
+
+        codes = local.wait(warm_up)
+        end = _End(run, codes, time.time())
+        if local.stopped is not None:
+            self._stop(run, ranks, local.stopped)
+        if min(codes.values(), default=0) < 0:
+            local.wait_for_rest((run.get("saves after a loss") or 0.0) + _MORE_S)
+        local.end(signal.SIGTERM)
+        with contextlib.suppress(RuntimeError):  # of the store, where the machine that had it is lost
+            end.errors, end.result = run.errors(), run.get("result")
+            _meet(self.store, task, f"ended {attempt}", _LEAVE_S)
+        return end
+
+    def refusal(self, end: _End) -> str | None:
+        """Return why this run is not started again, or nothing if nobody asked for that; ``None`` if it is."""
+        restarts = self.restarts
+        if restarts.most == 0:
+            return ""
+        key = f"refused {restarts.count}"
+        with contextlib.suppress(RuntimeError):  # of the store, whose task is gone
+            if end.run.get("comes again"):
+                return ""
+            if self.task.index > 0:
+                refusal, restarts.progressed = json.loads(self.store.get(key))
+                restarts.count += refusal is None
+                return str(refusal) if refusal else None
+            killed = min(end.codes.values(), default=0) < 0
+            refusal = restarts.refusal(end.errors, killed, Progress.of(self.directory))
+            self.store.set(key, json.dumps([refusal, restarts.progressed]))
+            return refusal
+        return ""
+
+    def prepare(self, end: _End, has_begun_elsewhere: bool) -> None:
+        """Have the next attempt know of the failure, and go on from what this one has made."""
+        failure = {"why": str(end), "noticed": end.noticed, "ended": time.time(), "restart": self.restarts.count}
+        self.start.variables[FAILURE] = json.dumps(failure)
+        resume = "++checkpoint.resume=auto"  # what it was to begin from is behind it
+        if self.restarts.progressed and has_begun_elsewhere:
+            self.start.command[:] = [*(each for each in self.start.command if each != resume), resume]
+
+    def _stop(self, run: RunStore, ranks: range, stopped: signal.Signals) -> NoReturn:
+        """End all ranks after a signal."""
         # A rank in its job may run its ``finally`` blocks after SIGINT; one that is not there yet could only print a
         # traceback from the middle of an import, so it is terminated instead.
         in_job = all(run.get(f"in job/{rank}") for rank in ranks)
-        killed = local.end(local.stopped if in_job else signal.SIGTERM).get(0, 0) < 0
+        killed = self.local.end(stopped if in_job else signal.SIGTERM).get(0, 0) < 0
         # If it is, rank 0 waited in a collective, and could not say this itself.
-        raise _stopped(local.stopped, _newest_checkpoint(directory) if killed else "")
-    if min(codes.values(), default=0) < 0:
-        local.wait_for_rest((run.get("saves after a loss") or 0.0) + _MORE_S)
-    local.end(signal.SIGTERM)
-    with contextlib.suppress(RuntimeError):  # of the store, where the machine that had it is lost
-        end.errors, end.result = run.errors(), run.get("result")
-        _meet(store, task, f"ended {restarts.count}", _LEAVE_S)
-    return end
-
-
-def _refusal(end: _End, store: Any, task: SchedulerTask, restarts: Restarts, directory: str) -> str | None:
-    """Return why this run is not started again, or nothing if nobody asked for that; ``None`` if it is."""
-    if restarts.most == 0:
-        return ""
-    key = f"refused {restarts.count}"
-    with contextlib.suppress(RuntimeError):  # of the store, whose task is gone
-        if end.run.get("comes again"):
-            return ""
-        if task.index > 0:
-            refusal, restarts.progressed = json.loads(store.get(key))
-            restarts.count += refusal is None
-            return str(refusal) if refusal else None
-        killed = min(end.codes.values(), default=0) < 0
-        refusal = restarts.refusal(end.errors, killed, Progress.of(directory))
-        store.set(key, json.dumps([refusal, restarts.progressed]))
-        return refusal
-    return ""
+        raise _stopped(stopped, _newest_checkpoint(self.directory) if killed else "")
 
 
 def _open_store(task: SchedulerTask) -> Any:
