@@ -76,11 +76,10 @@ class Baseline:
             own: threads that are known to end.
         """
         gc.collect()
-        for group in groups:
-            if (found := group()) is not None:
-                return f"{_holder(found)} holds a process group of the run before"
-        for each in _meshes():
-            return f"{_holder(each)} holds a device mesh of the run before"
+        for mesh in _meshes():  # which also hold process groups
+            return f"{_holder(mesh)} holds a device mesh of the run before"
+        for group in filter(None, (each() for each in groups)):
+            return f"{_holder(group)} holds a process group of the run before"
         return (
             self._find_thread({*own})
             or next((f"its process {each.name} still runs" for each in multiprocessing.active_children()), "")
@@ -116,7 +115,7 @@ def _of_numpy() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
 
 def _meshes() -> Iterator[Any]:
     if (module := sys.modules.get("torch.distributed.device_mesh")) is not None:
-        yield from (each for each in gc.get_objects() if isinstance(each, module.DeviceMesh))
+        yield from (each for each in gc.get_objects() if type(each) is module.DeviceMesh)
 
 
 def _is_of_compiler(thread: threading.Thread) -> bool:
@@ -174,4 +173,4 @@ def _is_among(value: Any, values: list[Any]) -> bool:
 def _name_of(module: str) -> str:
     """A module as its author calls it."""
     file = getattr(sys.modules[module], "__file__", None)
-    return Path(file).stem if module == "__main__" and file else module
+    return Path(file).stem if module in ("__main__", "__mp_main__") and file else module
