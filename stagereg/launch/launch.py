@@ -81,8 +81,8 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int) -> Any:
             refusal = "" if received else run.refusal(end)
             if refusal is not None:
                 _raise(end, received, refusal + _newest_checkpoint(directory))
-            print(f"{end}\n{restarts}{run.kept}", file=sys.stderr, flush=True)
             run.prepare(end, OmegaConf.select(cfg, "checkpoint.resume") not in (None, "auto"))
+            print(f"{end}\n{restarts}{run.kept}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -173,12 +173,12 @@ class _Run:
             if end.run.get("comes again"):
                 return ""
             if self.task.index > 0:
-                refusal, restarts.progressed = json.loads(self.store.get(key))
+                refusal, restarts.progressed, restarts.gained = json.loads(self.store.get(key))
                 restarts.count += refusal is None
                 return str(refusal) if refusal else None
             killed = min(end.codes.values(), default=0) < 0
             refusal = restarts.refusal(end.errors, killed, Progress.of(self.directory))
-            self.store.set(key, json.dumps([refusal, restarts.progressed]))
+            self.store.set(key, json.dumps([refusal, restarts.progressed, restarts.gained]))
             return refusal
         return ""
 
@@ -188,6 +188,9 @@ class _Run:
         self.start.variables[FAILURE] = json.dumps(failure)
         if self.restarts.progressed and has_begun_elsewhere and _RESUME not in self.start.command:
             self.start.command.append(_RESUME)  # what it was to begin from is behind it
+        if self.kept.again and not self.restarts.gained:
+            self.kept.refuse_all()
+            self.local.end(signal.SIGTERM)
         variables = {FAILURE: self.start.variables[FAILURE], ATTEMPT: str(self.restarts.count)}
         self.kept.tell(end.run, variables, _RESUME in self.start.command)
 

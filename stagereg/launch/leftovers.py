@@ -9,6 +9,7 @@ not seen.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.resources
 import multiprocessing
@@ -55,8 +56,8 @@ class Baseline:
         self._threads = {*threading.enumerate()}
         self._variables = dict(os.environ)
         self._settings = [(put, get()) for get, put in [*_SETTINGS, *_of_numpy()]]
-        self._folders = [each for each in hydra.runtime.config_sources if each.schema in ("file", "pkg")]
-        self._files = self._find_files()
+        paths = {*_program_files(), *_config_files(hydra)}
+        self._files = {path: os.stat(path).st_mtime_ns for path in paths if os.path.exists(path)}
 
     def set_back(self, variables: dict[str, str]) -> None:
         """Have the next job find what this one has, with some variables more."""
@@ -85,9 +86,7 @@ class Baseline:
             or next((f"its process {each.name} still runs" for each in multiprocessing.active_children()), "")
             or ("" if shutdown.forget() else "work in the background, such as a save, has not ended")
             or _find_fault()
-            or next(
-                (f"{path} has changed" for path, at in self._find_files().items() if self._files.get(path) != at), ""
-            )
+            or next((f"{path} has changed" for path, at in self._files.items() if _written(path) != at), "")
         )
 
     def _find_thread(self, own: set[threading.Thread]) -> str:
@@ -99,13 +98,27 @@ class Baseline:
                     return f"its thread {thread.name} still runs"
         return ""
 
-    def _find_files(self) -> dict[str, int]:
-        """When the files of the program, and of its config, were written."""
-        paths = {getattr(module, "__file__", None) for name, module in [*sys.modules.items()] if not is_installed(name)}
-        for source in self._folders:
-            folder = Path(source.path) if source.schema == "file" else importlib.resources.files(source.path)
-            paths |= {*map(str, folder.rglob("*.y*ml"))} if isinstance(folder, Path) else set()
-        return {path: os.stat(path).st_mtime_ns for path in paths if path is not None and os.path.exists(path)}
+
+def _program_files() -> Iterator[str]:
+    for name, module in [*sys.modules.items()]:
+        if not is_installed(name) and (file := getattr(module, "__file__", None)):
+            yield file
+
+
+def _config_files(hydra: Any) -> Iterator[str]:
+    """Those in the folders from which the config was composed."""
+    groups = {"", *(key.partition("@")[0] for key in hydra.runtime.choices)}
+    for source in hydra.runtime.config_sources:
+        with contextlib.suppress(ImportError, TypeError):  # of a package that is none
+            folder = importlib.resources.files(source.path) if source.schema == "pkg" else Path(source.path)
+            if source.schema in ("pkg", "file") and isinstance(folder, Path):
+                yield from (str(path) for group in groups for path in (folder / group).glob("*.y*ml"))
+
+
+def _written(path: str) -> int | None:
+    with contextlib.suppress(OSError):
+        return os.stat(path).st_mtime_ns
+    return None
 
 
 def _of_numpy() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:

@@ -139,12 +139,14 @@ class Kept:
     Attributes:
         wanted: whether any are to.
         ranks: those that do, after the last one.
+        again: whether some had stayed before it.
         refused: why others do not, which have not failed themselves.
     """
 
     def __init__(self, wanted: bool) -> None:
         self.wanted = wanted
         self.ranks: list[int] = []
+        self.again = False
         self.refused: dict[int, str] = {}
 
     def is_over(self, run: RunStore) -> bool:
@@ -163,9 +165,15 @@ class Kept:
             return rank not in said and rank not in lost
 
         late = local.wait_for_rest(limit_s, is_awaited)
+        self.again = bool(self.ranks)
         self.ranks = sorted(rank for rank, why in said.items() if not why)
         self.refused = {rank: why for rank, why in said.items() if why}
         self.refused |= dict.fromkeys(late, f"it has not come back in {limit_s:g} s")
+
+    def refuse_all(self) -> None:
+        """Have none stay: it may be since some did that the attempt has come to nothing."""
+        self.refused |= dict.fromkeys(self.ranks, "the run had got no further since ranks were kept")
+        self.ranks = []
 
     def tell(self, run: RunStore, variables: dict[str, str], resumes: bool) -> None:
         """Have those that stay begin the next attempt, with these variables more."""

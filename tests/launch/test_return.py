@@ -22,7 +22,7 @@ from stagereg.errors import LaunchError
 from stagereg.launch.leftovers import Baseline
 from stagereg.launch.returning import keeps_ranks
 
-from ..support.programs import SAVING, Program
+from ..support.programs import SAVING, Program, await_gone
 
 SCRIPT = """
 import json, os, signal, threading, time
@@ -42,7 +42,8 @@ def train(cfg):
     rank, attempt = dist.get_rank(), int(os.environ["STAGEREG_ATTEMPT"])
     found = torch.rand(1).item(), str(torch.get_default_dtype()), os.environ.get("MINE"), list(cfg.at)
     torch.set_default_dtype(torch.float64)
-    os.environ["MINE"], cfg.at = "set", [] if attempt >= cfg.times else cfg.at
+    os.environ["MINE"], ends_at = "set", cfg.at[attempt] if attempt < len(cfg.at) else None
+    cfg.at = []
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout()))
     optimizer = torch.optim.Adam(model.parameters())
     state = {"model": model.module, "optimizer": optimizer}
@@ -55,13 +56,13 @@ def train(cfg):
             for step in range((begun or 0) + 1, cfg.steps + 1):
                 if cfg.what != "raise":
                     torch.manual_seed(step)  # what a lost rank alone had is not saved
-                if step in cfg.at and rank not in cfg.who:
+                if step == ends_at and rank not in cfg.who:
                     if cfg.what == "hang":
                         time.sleep(1000)
                     if cfg.what == "thread":
                         threading.Thread(target=time.sleep, args=[1000], name="mine", daemon=True).start()
                 optimizer.zero_grad()
-                if step in cfg.at and rank in cfg.who:
+                if step == ends_at and rank in cfg.who:
                     if cfg.what == "raise":
                         raise ValueError("no cheese")
                     if cfg.what == "freeze":
@@ -87,7 +88,6 @@ keep_ranks: true
 steps: 12
 at: [8]
 who: [1]
-times: 1
 checkpoint: {{every: 3}}
 """
 BOUND_S = 30
@@ -176,12 +176,14 @@ def test_a_rank_that_stays_does_not_begin_where_the_run_was_told_to_begin(progra
 
 
 @pytest.mark.slow
-def test_ranks_stay_more_than_once_and_end_with_the_run(program: Program) -> None:
-    ended = program.run("times=9", "restarts=1")
+def test_ranks_stay_as_often_as_there_is_progress_and_end_with_the_run(program: Program) -> None:
+    ended = program.run("at=[3,8,8,8]", "restarts=2")
     assert ended.returncode == 1
-    assert "rank 0 stays" in ended.stderr
-    assert "that was done 1 times without a new checkpoint" in ended.stderr
-    assert [each["calls"] for each in program.answers_of(0)] == [1, 2, 3]
+    assert ended.stderr.count("rank 0 stays") == 2
+    assert "rank 0 could not be kept: the run had got no further since ranks were kept" in ended.stderr
+    assert "that was done 2 times without a new checkpoint" in ended.stderr
+    assert [each["calls"] for each in program.answers_of(0)] == [1, 2, 3, 1]
+    assert await_gone(*(each["pid"] for each in program.answers_of(0)))
 
 
 @pytest.mark.parametrize("value", [1, "often", None])
@@ -199,7 +201,7 @@ def test_what_says_neither_yes_nor_no_is_refused(value: Any) -> None:
 def baseline(tmp_path: Path) -> Iterator[Baseline]:
     (tmp_path / "c.yaml").write_text("lr: 1")
     source = SimpleNamespace(schema="file", path=str(tmp_path))
-    yield Baseline(SimpleNamespace(runtime=SimpleNamespace(config_sources=[source])))
+    yield Baseline(SimpleNamespace(runtime=SimpleNamespace(config_sources=[source], choices={})))
     gc.unfreeze()
 
 
