@@ -6,7 +6,7 @@ the store of the attempt, that it is ready, or why it is not and ends. The launc
 those that cannot stay, and tells the others how the next attempt begins; with it they call the program again.
 
 Keys of an attempt: ``over``, once it has failed, with the ranks that are known to be lost; ``returned/RANK``, why that
-rank cannot stay, empty if it can; ``next``, the variables of the next attempt and whether it resumes by itself.
+rank cannot stay, empty if it can; ``next/RANK``, the variables of the next attempt, and whether it resumes by itself.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from stagereg.launch.run_store import GATHER_S, RunStore
 if TYPE_CHECKING:
     from stagereg.launch.leftovers import Baseline
 
-LEAVE_S = 5.0
-"""Seconds that the training thread has to come back from the program, once what it waits for has failed."""
+_BACK_S, _LEFT_S = 5.0, 10.0
+"""Seconds that the training thread has to come back from the program, once what it waits for has failed; and to let go
+of what belongs to the attempt."""
+LEAVE_S = _BACK_S + _LEFT_S
 _HEARD_S = 5.0
 """Seconds in which a rank hears of the failure elsewhere that it has run into."""
 _LOOK_S = 0.02
-_OVER, _NEXT = "over", "next"
+_OVER = "over"
 
 
 class Leaving:
@@ -49,8 +51,8 @@ class Leaving:
         _of_process = self
         self.began, self.threads = threading.Event(), list[threading.Thread]()
         self._store, self._rank = store, rank
-        self.freed, self._left, self._decided = threading.Event(), threading.Event(), threading.Lock()
-        self._breaking, self._is_back = threading.Lock(), False
+        self.freed, self._back, self._left = threading.Event(), threading.Event(), threading.Event()
+        self._breaking, self._decided = threading.Lock(), threading.Lock()
         self._groups: list[weakref.ref[Any]] = []
 
     def listen(self, leave: Callable[[], None]) -> None:
@@ -81,18 +83,20 @@ class Leaving:
 
     def free(self) -> None:
         """Have what the training thread waits for fail, and end this process if it does not come back in time."""
-        self._store.give_time(2 * LEAVE_S)
+        self._store.give_time(LEAVE_S)
         self.freed.set()
         with self._breaking:
-            if not self._is_back:
+            if not self._back.is_set():
                 _abort_groups()
-        if not self._left.wait(LEAVE_S):
-            self._end(f"its function had not returned {LEAVE_S:g} s after the failure")
+        if not self._back.wait(_BACK_S):
+            self._end(f"its function had not returned {_BACK_S:g} s after the failure")
+        if not self._left.wait(_LEFT_S):
+            self._end(f"it had not let go of the run {_LEFT_S:g} s after its function had returned")
 
     def come_back(self) -> None:
         """On the training thread: the program has returned, and the process group is about to be destroyed."""
         with self._breaking:
-            self._is_back = True
+            self._back.set()
         self._groups = [weakref.ref(group) for group in _groups()]
 
     def let_go(self, baseline: Baseline) -> dict[str, Any]:
