@@ -16,13 +16,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import stagereg.shutdown as shutdown
 from stagereg.errors import LaunchError, PeerFailedError, name_ranks
 from stagereg.launch.local_ranks import LocalRanks
-from stagereg.launch.run_store import GATHER_S, RunStore
+from stagereg.launch.run_store import GATHER_S, RunStore, await_report
 
 if TYPE_CHECKING:
     from stagereg.launch.leftovers import Baseline
@@ -60,7 +59,7 @@ class Leaving:
 
         def wait() -> None:
             with contextlib.suppress(RuntimeError):  # of the store, which is gone
-                self._store.another().wait([_OVER], timedelta(days=999))
+                await_report(self._store, _OVER)
                 leave()
 
         self.start(wait)
