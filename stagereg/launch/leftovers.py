@@ -76,6 +76,7 @@ class Baseline:
             groups: the process groups that it had, which are destroyed.
             own: threads that are known to end.
         """
+        shutdown.forget()  # errors, which hold what they were raised in
         gc.collect()
         for mesh in _meshes():  # which also hold process groups
             return f"{_holder(mesh)} holds a device mesh of the run before"

@@ -283,9 +283,17 @@ def test_files_that_have_changed_are_named(baseline: Baseline, tmp_path: Path) -
     assert baseline.find_left([], []) == f"{tmp_path}/c.yaml has changed"
 
 
-def test_a_failure_that_nobody_has_raised_is_not_the_next_ones(baseline: Baseline) -> None:
-    shutdown.report_error(LaunchError("late"))
-    assert baseline.find_left([], []) == ""
+def test_a_failure_that_nobody_has_raised_is_not_the_next_ones_and_holds_nothing(
+    baseline: Baseline, group: list[Any]
+) -> None:
+    try:
+        (lambda _: [].pop())(group[0])
+    except IndexError as error:
+        late = LaunchError("late")
+        late.__cause__ = error
+        shutdown.report_error(late)
+        del late
+    assert baseline.find_left([weakref.ref(group.pop())], []) == ""
     shutdown.finish()
 
 
