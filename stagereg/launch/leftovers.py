@@ -32,6 +32,8 @@ from stagereg.launch.warm import is_installed
 
 _END_S = 1.0
 """Seconds that threads have to end after the job."""
+_COLLECTIONS, _LOOK_S = 3, 0.05
+"""Of garbage, until groups are gone: what a finalizer or an ending thread has touched goes with the next one."""
 _LEVELS, _SEEN = 16, 10_000
 """Of referrers, up to a name of the program; and how many objects are looked at."""
 _PLAIN = (dict, list, tuple)
@@ -77,7 +79,12 @@ class Baseline:
             own: threads that are known to end.
         """
         shutdown.forget()  # errors, which hold what they were raised in
-        gc.collect()
+        groups = [*groups]
+        for _ in range(_COLLECTIONS):
+            gc.collect()
+            if not any(each() is not None for each in groups):
+                break
+            time.sleep(_LOOK_S)
         for mesh in _meshes():  # which also hold process groups
             return f"{_holder(mesh)} holds a device mesh of the run before"
         for group in filter(None, (each() for each in groups)):
