@@ -27,6 +27,7 @@ from stagereg.launch.phases import FAILURE
 from stagereg.launch.preemption import SIGNALS
 from stagereg.launch.rank import ATTEMPT, LAUNCHER, command_to_go_on, publish_run, resume_override
 from stagereg.launch.restarts import Progress, Restarts, checked_restarts
+from stagereg.launch.returning import LEAVE_S, Kept, keeps_ranks
 from stagereg.launch.run_store import GATHER_S, RunStore
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.launch.warm import Start
@@ -37,6 +38,7 @@ _LEAVE_S = 60.0
 _MORE_S = 5.0
 """Seconds that ranks have to report and end by themselves once one is lost, and they have saved what is left."""
 _RANKS_PER_CORE = 4
+_RESUME = "++checkpoint.resume=auto"
 
 
 class RanksFailedError(LaunchError):
@@ -68,22 +70,19 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int) -> Any:
     with LocalRanks() as local:
         store = _open_store(task)
         start = Start(command.for_ranks(hydra), hydra.runtime.cwd, _variables(task, nproc, store.port))
+        run = _Run(local, store, task, start, directory, resume_override(hydra), restarts, Kept(keeps_ranks(cfg)))
         while True:
-            end = _run_once(local, store, task, start, hydra, restarts)
+            end = run.attempt()
             if not end.errors and RESUME_CODE in end.codes.values():
                 raise SystemExit(RESUME_CODE)
-            if not end.errors and not end.codes:
+            if not end.failed:
                 return end.result if task.index == 0 else None
             received = local.forwarded or end.received
-            refusal = "" if received else _refusal(end, store, task, restarts, directory)
+            refusal = "" if received else run.refusal(end)
             if refusal is not None:
                 _raise(end, received, refusal + _newest_checkpoint(directory))
-            print(f"{end}\n{restarts}", file=sys.stderr, flush=True)
-            failure = {"why": str(end), "noticed": end.noticed, "ended": time.time(), "restart": restarts.count}
-            start.variables[FAILURE] = json.dumps(failure)
-            resume = "++checkpoint.resume=auto"  # what it was to begin from is behind it
-            if restarts.progressed and OmegaConf.select(cfg, "checkpoint.resume") not in (None, "auto"):
-                start.command[:] = [*(each for each in start.command if each != resume), resume]
+            run.prepare(end, OmegaConf.select(cfg, "checkpoint.resume") not in (None, "auto"))
+            print(f"{end}\n{restarts}{run.kept}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -95,6 +94,12 @@ class _End:
     noticed: float
     errors: dict[int, str] = field(default_factory=dict)
     result: Any = None
+    is_over: bool = False  # a rank says so
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has."""
+        return self.is_over or bool(self.errors or self.codes)
 
     @property
     def received(self) -> signal.Signals | None:
@@ -109,59 +114,94 @@ class _End:
         return "\n".join(f"rank {rank}: {text}" for rank, text in (self.errors or ends).items())
 
 
-def _run_once(local: LocalRanks, store: Any, task: SchedulerTask, start: Start, hydra: Any, restarts: Restarts) -> _End:
-    """Start all ranks of this task, and wait for their end."""
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+@dataclass
+class _Run:
+    """The ranks of this task, which run once or, after a failure, again."""
 
-    nproc = int(start.variables["LOCAL_WORLD_SIZE"])
-    ranks = range(task.index * nproc, (task.index + 1) * nproc)
-    run = RunStore(PrefixStore("stagereg", store), ranks[0], task.count * nproc, attempt=str(restarts.count))
-    directory = hydra.runtime.output_dir
-    if task.index == 0:
-        run.begin(directory, resume_override(hydra))
-    for number, rank in enumerate(ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(number), ATTEMPT: str(restarts.count)}
-        local.start(rank, start._replace(variables=start.variables | own))
+    local: LocalRanks
+    store: Any
+    task: SchedulerTask
+    start: Start
+    directory: str
+    resume: str  # as `resume_override`
+    restarts: Restarts
+    kept: Kept  # after the last attempt
 
-    def warm_up() -> None:
-        if restarts.most and run.get("in job/0"):  # before, it would take their cores
-            local.warm_up(start)
+    def attempt(self) -> _End:
+        """Start all ranks of this task, and wait for their end."""
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    codes = local.wait(warm_up)
-    end = _End(run, codes, time.time())
-    if local.stopped is not None:
+        local, task, variables = self.local, self.task, self.start.variables
+        nproc, attempt = int(variables["LOCAL_WORLD_SIZE"]), str(self.restarts.count)
+        ranks = range(task.index * nproc, (task.index + 1) * nproc)
+        run = RunStore(PrefixStore("stagereg", self.store), ranks[0], task.count * nproc, attempt)
+        if task.index == 0:
+            run.begin(self.directory, self.resume)
+        for number, rank in enumerate(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(number), ATTEMPT: attempt}
+            if rank not in self.kept.ranks:
+                local.start(rank, self.start._replace(variables=variables | own))
+
+        def is_over() -> bool:
+            if self.restarts.most and run.get("in job/0"):  # before, it would take their cores
+                local.warm_up(self.start)
+            return self.kept.is_over(run)
+
+        codes = local.wait(is_over)
+        end = _End(run, codes, time.time(), is_over=self.kept.is_over(run))
+        if local.stopped is not None:
+            self._stop(run, ranks, local.stopped)
+        limit_s = (run.get("saves after a loss") or 0.0) + _MORE_S
+        if self.kept.wanted and end.failed:
+            self.kept.settle(run, local, limit_s + LEAVE_S)
+        elif min(codes.values(), default=0) < 0:
+            local.wait_for_rest(limit_s)
+        codes = local.end(signal.SIGTERM, but=self.kept.ranks)
+        end.codes = end.codes or {rank: code for rank, code in codes.items() if code and end.is_over}
+        with contextlib.suppress(RuntimeError):  # of the store, where the machine that had it is lost
+            end.errors, end.result = run.errors(), run.get("result")
+            _meet(self.store, task, f"ended {attempt}", _LEAVE_S)
+        return end
+
+    def refusal(self, end: _End) -> str | None:
+        """Return why this run is not started again, or nothing if nobody asked for that; ``None`` if it is."""
+        restarts = self.restarts
+        if restarts.most == 0:
+            return ""
+        key = f"refused {restarts.count}"
+        with contextlib.suppress(RuntimeError):  # of the store, whose task is gone
+            if end.run.get("comes again"):
+                return ""
+            if self.task.index > 0:
+                refusal, restarts.progressed, restarts.gained = json.loads(self.store.get(key))
+                restarts.count += refusal is None
+                return str(refusal) if refusal else None
+            killed = min(end.codes.values(), default=0) < 0
+            refusal = restarts.refusal(end.errors, killed, Progress.of(self.directory))
+            self.store.set(key, json.dumps([refusal, restarts.progressed, restarts.gained]))
+            return refusal
+        return ""
+
+    def prepare(self, end: _End, has_begun_elsewhere: bool) -> None:
+        """Have the next attempt know of the failure, and go on from what this one has made."""
+        failure = {"why": str(end), "noticed": end.noticed, "ended": time.time(), "restart": self.restarts.count}
+        self.start.variables[FAILURE] = json.dumps(failure)
+        if self.restarts.progressed and has_begun_elsewhere and _RESUME not in self.start.command:
+            self.start.command.append(_RESUME)  # what it was to begin from is behind it
+        if self.kept.again and not self.restarts.gained:
+            self.kept.refuse_all()
+            self.local.end(signal.SIGTERM)
+        variables = {FAILURE: self.start.variables[FAILURE], ATTEMPT: str(self.restarts.count)}
+        self.kept.tell(end.run, variables, _RESUME in self.start.command)
+
+    def _stop(self, run: RunStore, ranks: range, stopped: signal.Signals) -> NoReturn:
+        """End all ranks after a signal."""
         # A rank in its job may run its ``finally`` blocks after SIGINT; one that is not there yet could only print a
         # traceback from the middle of an import, so it is terminated instead.
         in_job = all(run.get(f"in job/{rank}") for rank in ranks)
-        killed = local.end(local.stopped if in_job else signal.SIGTERM).get(0, 0) < 0
+        killed = self.local.end(stopped if in_job else signal.SIGTERM).get(0, 0) < 0
         # If it is, rank 0 waited in a collective, and could not say this itself.
-        raise _stopped(local.stopped, _newest_checkpoint(directory) if killed else "")
-    if min(codes.values(), default=0) < 0:
-        local.wait_for_rest((run.get("saves after a loss") or 0.0) + _MORE_S)
-    local.end(signal.SIGTERM)
-    with contextlib.suppress(RuntimeError):  # of the store, where the machine that had it is lost
-        end.errors, end.result = run.errors(), run.get("result")
-        _meet(store, task, f"ended {restarts.count}", _LEAVE_S)
-    return end
-
-
-def _refusal(end: _End, store: Any, task: SchedulerTask, restarts: Restarts, directory: str) -> str | None:
-    """Return why this run is not started again, or nothing if nobody asked for that; ``None`` if it is."""
-    if restarts.most == 0:
-        return ""
-    key = f"refused {restarts.count}"
-    with contextlib.suppress(RuntimeError):  # of the store, whose task is gone
-        if end.run.get("comes again"):
-            return ""
-        if task.index > 0:
-            refusal, restarts.progressed = json.loads(store.get(key))
-            restarts.count += refusal is None
-            return str(refusal) if refusal else None
-        killed = min(end.codes.values(), default=0) < 0
-        refusal = restarts.refusal(end.errors, killed, Progress.of(directory))
-        store.set(key, json.dumps([refusal, restarts.progressed]))
-        return refusal
-    return ""
+        raise _stopped(stopped, _newest_checkpoint(self.directory) if killed else "")
 
 
 def _open_store(task: SchedulerTask) -> Any:

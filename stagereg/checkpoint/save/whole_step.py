@@ -27,6 +27,7 @@ from stagereg.checkpoint.state.entries import local_part
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.data import LoadsEveryRank, is_position
 from stagereg.errors import CheckpointError
+from stagereg.launch.returning import await_leave
 from stagereg.stagers.guard import WriteGuard
 
 _SMALL_BYTES = 1 << 16  # of a tensor that is copied at each step, where no optimizer writes it
@@ -136,7 +137,7 @@ class WholeStep:
             if not self._held:
                 self._why = self._why if self.step is None else _WRITTEN
                 return
-        threading.Event().wait()  # for ever: the process is about to end
+        await_leave()
 
 
 class _Seen:
