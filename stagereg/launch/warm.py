@@ -36,6 +36,8 @@ from stagereg.machine import end_with
 _ALWAYS = ("torch.distributed.checkpoint", "torch._dynamo", "stagereg.checkpoint.checkpointer", "stagereg.launch.main")
 """Modules that every rank comes to import."""
 _ANSWER_S = 10.0
+_SEED = 67280421310721
+"""What torch seeds its generator with in each process, where that is not another number in each."""
 
 
 class Start(NamedTuple):
@@ -140,7 +142,7 @@ class WarmStart:
                 process.end(-signal.SIGKILL)
 
 
-class Program(NamedTuple):
+class PythonCommand(NamedTuple):
     """A command line of Python, taken apart."""
 
     options: list[str]  # of the interpreter
@@ -154,19 +156,19 @@ class Program(NamedTuple):
         )
 
 
-def split_command(command: list[str]) -> Program | None:
+def split_command(command: list[str]) -> PythonCommand | None:
     """Take it apart; ``None`` if it has an option that is not known here."""
     rest, options = command[1:], list[str]()
     while rest and rest[0].startswith("-"):
         option = rest.pop(0)
         if option == "-m" and rest:
-            return Program(options, True, rest)
+            return PythonCommand(options, True, rest)
         if not set(option[1:]) <= set("bBdEIOPqsSuv") and option[:2] not in ("-W", "-X"):
             return None
         options.append(option)
         if option in ("-W", "-X") and rest:
             options.append(rest.pop(0))
-    return Program(options, False, rest) if rest else None
+    return PythonCommand(options, False, rest) if rest else None
 
 
 def is_installed(name: str) -> bool:
@@ -254,6 +256,9 @@ def _run(start: Start, server: int) -> None:
     os.environ.update({**start.variables, "STAGEREG_LAUNCHER": str(server)})
     if "numpy" in sys.modules:  # else the random numbers of all ranks are the same
         sys.modules["numpy"].random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.initial_seed() != _SEED:  # as in each process, by later torch
+        torch.default_generator.seed()
     program = split_command(start.command)
     assert program is not None
     sys.orig_argv, sys.argv = start.command, program.arguments

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from stagereg.launch.warm import Program, Start, WarmProcess, WarmStart, split_command
+import stagereg.launch.warm as warm
+from stagereg.launch.warm import PythonCommand, Start, WarmProcess, WarmStart, split_command
 
 from ..support.programs import await_gone, comes_true
 
@@ -29,6 +30,7 @@ print(json.dumps({
     "variable": os.environ["OWN"], "left": os.environ.get("OF_ALL"), "launcher": int(os.environ["STAGEREG_LAUNCHER"]),
     "parent": os.getppid(), "group": os.getpgid(0), "pid": os.getpid(), "beside": beside.RANK,
     "random": [random.random(), numpy.random.rand()], "torch": "torch" in WARM,
+    "seed": sys.modules["torch"].initial_seed() if "torch" in WARM else None,
     "handlers": [signal.getsignal(number) is default for number, default in (
         (signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL))],
     "descriptors": len(os.listdir("/proc/self/fd")),
@@ -99,9 +101,10 @@ def test_a_program_finds_what_it_would_find_in_a_process_of_its_own(server: Warm
         for name in ("argv", "orig", "name", "path", "cwd", "file", "is main", "threads", "left", "handlers"):
             assert said[name] == of_its_own[name], name
         assert said["descriptors"] <= of_its_own["descriptors"] + 1
-        found.append(said["random"])
+        found.append([*said["random"], said["seed"]])
     assert found[0][0] != found[1][0]
     assert found[0][1] != found[1][1]
+    assert found[0][2] != found[1][2] or found[0][2] == warm._SEED
 
 
 def test_its_end_is_told_whatever_it_was(server: WarmStart, folder: Path) -> None:
@@ -148,9 +151,9 @@ def test_what_cannot_be_forked_safely_is_not(folder: Path, fault: str) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("train.py a=1", Program([], False, ["train.py", "a=1"])),
-        ("-u -W ignore -Xdev train.py -m", Program(["-u", "-W", "ignore", "-Xdev"], False, ["train.py", "-m"])),
-        ("-m train -m", Program([], True, ["train", "-m"])),
+        ("train.py a=1", PythonCommand([], False, ["train.py", "a=1"])),
+        ("-u -W ignore -Xdev train.py -m", PythonCommand(["-u", "-W", "ignore", "-Xdev"], False, ["train.py", "-m"])),
+        ("-m train -m", PythonCommand([], True, ["train", "-m"])),
         ("-c print()", None),
         ("-Ic print()", None),
         ("-i train.py", None),
@@ -160,5 +163,5 @@ def test_what_cannot_be_forked_safely_is_not(folder: Path, fault: str) -> None:
         ("", None),
     ],
 )
-def test_a_command_line_is_understood_or_not_taken(line: str, expected: Program | None) -> None:
+def test_a_command_line_is_understood_or_not_taken(line: str, expected: PythonCommand | None) -> None:
     assert split_command(["python", *line.split()]) == expected
