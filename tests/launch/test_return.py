@@ -198,7 +198,12 @@ def test_what_says_neither_yes_nor_no_is_refused(value: Any) -> None:
 
 
 @pytest.fixture
-def baseline(tmp_path: Path) -> Iterator[Baseline]:
+def baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Baseline]:
+    """Of this process, without what other tests have left in it."""
+    monkeypatch.setattr(shutdown, "_shutdown", shutdown.Shutdown())
+    before = [*leftovers._meshes()]
+    found = leftovers._meshes
+    monkeypatch.setattr(leftovers, "_meshes", lambda: (x for x in found() if not any(x is each for each in before)))
     (tmp_path / "c.yaml").write_text("lr: 1")
     source = SimpleNamespace(schema="file", path=str(tmp_path))
     yield Baseline(SimpleNamespace(runtime=SimpleNamespace(config_sources=[source], choices={})))
