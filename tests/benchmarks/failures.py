@@ -41,7 +41,7 @@ KILL, FREEZE, CUT, LAUNCHER = "a rank is killed", "a rank is frozen", "a cable i
 TWO = "two of these at once"
 TRAINING, STEP, SAVING, STARTING = "while it trains", "in a step", "in a save", "while it starts again"
 CHAIN = 7  # failures of a run
-STEPS = 2000  # of the runs that nothing interrupts
+STEPS = 2500  # of the runs that nothing interrupts
 NOTICE_S = 3
 AGAIN_S = 6.0  # until a launcher that has ended is started again
 LIMIT_S = 150.0  # of any wait; torch's own time-outs, where a store is gone, are a minute
@@ -295,14 +295,22 @@ def _own_number(pid: int) -> int:
     return 0
 
 
-def reference(size: int, folder: Path) -> list[int]:
-    """Return the checksums after each step of a run on so many ranks that nothing interrupts."""
-    App(folder, {"app.py": Path(ledger_run.__file__).read_text(), "conf/app.yaml": CONFIG})
-    ledger = Ledger(folder)
-    (folder / "end").write_text(str(STEPS))
-    command = [sys.executable, "app.py", f"nproc={size}", "step_s=0", "checkpoint.every=100000"]
-    subprocess.run(command, cwd=folder, env={**os.environ, "LEDGER": str(folder)}, timeout=LIMIT_S, check=True)
-    return [attempt.checksums[step][0] for step, attempt in ledger.counted()]
+class References(dict[int, list[int]]):
+    """The checksums after each step of runs that nothing interrupts, by the number of ranks, once they are needed."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+
+    def __missing__(self, size: int) -> list[int]:
+        folder = self._place / f"uninterrupted-{size}"
+        App(folder, {"app.py": Path(ledger_run.__file__).read_text(), "conf/app.yaml": CONFIG})
+        ledger = Ledger(folder)
+        (folder / "end").write_text(str(STEPS))
+        command = [sys.executable, "app.py", f"nproc={size}", "step_s=0", "checkpoint.every=100000"]
+        env = {**os.environ, "LEDGER": str(folder)}
+        subprocess.run(command, cwd=folder, env=env, timeout=LIMIT_S, check=True, capture_output=True)
+        self[size] = [attempt.checksums[step][0] for step, attempt in ledger.counted()]
+        return self[size]
 
 
 @dataclass
@@ -362,10 +370,7 @@ def main() -> int:
         return 1
     began, seen, seed = time.monotonic(), Seen(), asked.seed
     with tempfile.TemporaryDirectory(prefix="stagereg-failures-") as place:
-        references = {}
-        for size in (2, 3):
-            (folder := Path(place, f"uninterrupted-{size}")).mkdir()
-            references[size] = reference(size, folder)
+        references = References(Path(place))
         while len(seen.failed) < asked.failures and len(seen.broken) < 4:
             (folder := Path(place, str(seed))).mkdir()
             seen.add(seed, min(asked.chain, asked.failures - len(seen.failed)), references, folder)
