@@ -94,6 +94,7 @@ class Chain:
         self.draw = random.Random(seed)
         self.machines = self.draw.choice((1, 3))
         self.tier = self.draw.choice([*TIERS])
+        self.kinds = (KILL, FREEZE, CUT, LAUNCHER) if self.machines > 1 else (KILL, KILL, FREEZE, FREEZE, LAUNCHER)
         App(folder, {"app.py": Path(ledger_run.__file__).read_text(), "conf/app.yaml": CONFIG})
         self.folder, self.ledger = folder, Ledger(folder)
         self.processes: list[Process] = []
@@ -175,15 +176,14 @@ class Chain:
     def _fail(self) -> None:
         """Come to a moment, and do something to the run there."""
         draw = self.draw
-        kinds = (KILL, FREEZE, CUT, LAUNCHER) if self.machines > 1 else (KILL, KILL, FREEZE, FREEZE, LAUNCHER)
-        kind = draw.choice((*kinds, TWO))
+        kind = draw.choice((*self.kinds, TWO))
         moment, there = self._come_to_moment()
         self.failed.append(Failed(kind, moment, time.time()))
         self._done = self.ledger.done()
-        self._act(draw.choice(kinds) if kind == TWO else kind, there)
+        self._act(draw.choice(self.kinds) if kind == TWO else kind, there)
         if kind == TWO:
             time.sleep(draw.choice((0.0, 0.3)))
-            self._act(draw.choice(kinds), None)
+            self._act(draw.choice(self.kinds), None)
         (self.folder / "reached").unlink(missing_ok=True)
 
     def _come_to_moment(self) -> tuple[str, int | None]:
