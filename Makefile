@@ -18,7 +18,7 @@ WITH_FRAMEWORKS := tests/integrations tests/benchmarks/test_integrations.py test
 	tests/test_docs_pages.py::test_schedulers_start_a_job_that_ended_with_75_again
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: train test test-all frameworks docs nightly bench-endurance bench-join bench-replicas bench-tiers bench-integrations scale gpu dist check format clean
+.PHONY: train test test-all frameworks docs nightly bench-endurance bench-join bench-noticing bench-replicas bench-tiers bench-integrations scale gpu dist check format clean
 
 train: $(VENV)/.ready  ## train a small language model on two local ranks
 	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
@@ -46,7 +46,7 @@ nightly: $(HYDRA_1_4)/.ready docs  ## three hundred kills, five hundred saves tw
 	PYENV_VERSION=$$(pyenv versions --bare 2>/dev/null | paste -sd:) $(BIN)/python -m nox
 
 # With ARGS="--help", and so on.
-bench-endurance bench-join bench-replicas bench-tiers: bench-%: $(VENV)/.ready  ## what the project measures to prove itself
+bench-endurance bench-join bench-noticing bench-replicas bench-tiers: bench-%: $(VENV)/.ready  ## what the project measures to prove itself
 	$(BIN)/python tests/benchmarks/$*.py $(ARGS)
 
 bench-integrations: $(FRAMEWORKS)/.ready  ## what a checkpoint costs, saved by each trainer itself and through stagereg

@@ -6,6 +6,7 @@ It has every component of stagereg itself, whatever else is installed, and impor
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import stagereg.registry as registry
 from stagereg.commands.describe import Field, describe
@@ -38,11 +39,25 @@ stager.max_in_flight=3`; `null` is `None`. What the program passes is no option:
 def page() -> str:
     """Return the page, in Markdown."""
     own = [entry for entry in registry.entries() if entry.distribution == DISTRIBUTION]
-    parts = [_HEAD]
+    parts = [_HEAD, "\n## The run\n\n", "\n".join(_of_run()) + "\n"]
     for kind in (*_KINDS, *sorted({entry.kind for entry in own} - set(_KINDS))):
         parts.append(f"\n## {_KINDS.get(kind, kind)}\n")
         parts += ["\n".join(_component(entry)) + "\n" for entry in own if entry.kind == kind]
     return "".join(parts)
+
+
+def _of_run() -> Iterator[str]:
+    """Options of the run itself, as the config that programs begin with has them, and its comments on them."""
+    comment, rows = [], []
+    for line in Path(__file__).parents[1].joinpath("conf", "stagereg.yaml").read_text().splitlines():
+        key, colon, default = line.partition(": ")
+        if line.startswith("#"):
+            comment.append(line.removeprefix("# "))
+        elif colon and key.isidentifier():
+            rows.append((_code(key), _code(default), _cell(" ".join(comment))))
+        if not line.startswith("#"):
+            comment = []
+    return _table(("option", "default", "what it is for"), rows)
 
 
 def _component(entry: Entry) -> Iterator[str]:

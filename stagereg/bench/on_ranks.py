@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 
 from stagereg.bench.measure import Case, Series
+from stagereg.bench.report import Line, iqr, ms
 from stagereg.errors import LaunchError
 from stagereg.testing.ranks import RankFailure, run_ranks
 
@@ -53,6 +55,16 @@ def measured(what: str, ranks: int, task: Callable[..., dict[str, Series]], *arg
 def failure(taken: Taken, *rows: str) -> str:
     """Return why one of these rows has no figures; empty if all have."""
     return next((text for row in rows for series in taken if (text := series[row].failure)), "")
+
+
+def line(row: str, taken: Taken, base: str) -> Line:
+    """Make the row of a table: the time of a step, and its ratio to that of ``base``, with what most rounds have."""
+    if why := failure(taken, row, base):
+        return Line(row, failure=why)
+    seconds, against = slowest(taken, row), ratios(taken, row, base)
+    ratio = statistics.median(against)
+    cells = [ms(statistics.median(seconds)), f"{ratio:.3f}", iqr(against, "{:.2f}".format)]
+    return Line(row, cells, {"x": against, "step": seconds}, {"ratio": ratio})
 
 
 def slowest(taken: Taken, row: str) -> list[float]:

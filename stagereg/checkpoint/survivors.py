@@ -5,8 +5,11 @@ store of the run which step it has (:class:`.WholeStep`). Who sees first that al
 ranks save which step. These make a group of their own and save as in any other save, so that the checkpoint is one as
 any other; its manifest names the ranks that are lost, and what of them is missing. It replaces nothing.
 
-One decision is made, in one store; and one rank commits, which holds the lock of the directory. So of two halves of a
-network that both go on, at most one commits.
+Where a network is cut, each side takes the other one for lost. One that has the store of the run may save; the other
+one, in the stand-by store (:mod:`stagereg.launch.stand_by`), may if it is at least half of all ranks. In each store one
+decision is made, and who leads a save commits it with the lock of the directory, which rank 0 has had from the
+beginning, until its process has ended. So at most one side writes at a time, and the one that comes later finds the
+step there, and saves nothing. Where a file system keeps the lock of a machine that is gone, nothing is saved.
 """
 
 from __future__ import annotations
@@ -242,6 +245,8 @@ class _RanksLeft(RankGroup):
         self.numbers, self.rank, self.size = made.ranks, made.ranks.index(made.told.rank), len(made.ranks)
         self.group, self._store, self._why = None, made.store, ""
         if self.size > 1:
+            known, everyone = dist.distributed_c10d._world.pg_map, dist.distributed_c10d._get_default_group()
+            known[everyone] = (known[everyone][0], made.store)  # in which torch makes a group
             self.group = dist.new_group(made.ranks, timeout=self.limit, backend="gloo", use_local_synchronization=True)
 
 

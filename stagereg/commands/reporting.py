@@ -245,12 +245,12 @@ def _restarts(every: Sequence[Started]) -> Table:
             one.number,
             one.step,
             one.again,
-            ("tier" if one.tier else "store") if one.source else None,
+            one.origin or None,
             tables.first_line(one.why),
         )
         for one in every
     )
-    note = "Read from: the tier, or the checkpoints in the store; nothing where training began anew."
+    note = "Read from: the tier, the store, or what the survivors had saved there; nothing where training began anew."
     return Table("Restarts", ("restart", "first step", "done again", "read from", "after"), rows, note)
 
 

@@ -25,7 +25,7 @@ class Earlier:
     step: int | None  # the last step that was taken; `None` if there was none yet
     attempts: int
     failures: int  # that training went on after
-    stored: int  # of these, after how many it went on from the store, or from nothing
+    stored: int  # of these, after how many it went on from a periodic checkpoint of the store, or from nothing
     # How the attempt before ended: ``why``, unless in order; when that was ``noticed``; when it had ``ended``
     failure: dict[str, Any]
 
@@ -54,7 +54,7 @@ def _of(data: mmap.mmap) -> Earlier | None:
         step=None if taken is None else int(taken["step"]),
         attempts=len(starts),
         failures=len(restarts),
-        stored=sum(not event["tier"] for event in restarts),
+        stored=sum(event["origin"] in ("store", "") for event in restarts),
         failure=_failure([event for _, event in _events(data, b"end", at)]),
     )
 

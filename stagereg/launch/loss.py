@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from stagereg.errors import reason
+from stagereg.errors import LaunchError, reason
 from stagereg.launch.run_store import RunStore
 
 _NOTICES = 3.0
@@ -23,16 +23,16 @@ _NOTICES = 3.0
 _HEARD_S = 5.0
 """Seconds in which a loss is heard of that a broken collective has shown."""
 _LOOK_S = 0.02
-_NOT_SAVED, _STORE = "Those who are left have not saved: ", "the store of this run, on rank 0's machine,"
+_NOT_SAVED = "Those who are left have not saved: "
 
 
 @dataclass(frozen=True)
 class Loss:
     """What those who save are told, on each rank that is left.
 
-    ``store`` is torch's, over a connection of its own, which is lost with rank 0's machine. ``lost`` returns the ranks
-    that are lost by now. ``notice_s`` is the time in which others are, and at ``until`` (``time.monotonic``) this rank
-    ends, whatever is under way.
+    ``store`` is torch's, in which all who are left meet (:meth:`.RunStore.meet`). ``lost`` returns the ranks that are
+    lost by now. ``notice_s`` is the time in which others are, and at ``until`` (``time.monotonic``) this rank ends,
+    whatever is under way.
     """
 
     rank: int
@@ -84,8 +84,8 @@ class AfterLoss:
             return ""
         if first:
             threading.Thread(target=self._save, args=(saver, until), name="stagereg-survivors", daemon=True).start()
-        if not self._answered.wait(self.notice_s / 2):  # a rank that is cut off is killed after all of it
-            self._store.saved = f"{_NOT_SAVED}{_STORE} does not answer."
+        if not self._answered.wait(0.8 * self.notice_s):  # a rank that is cut off is killed after all of it
+            self._store.saved = f"{_NOT_SAVED}no store of this run answers."
         elif not self._over.wait(until - time.monotonic()):
             self._store.saved = f"{_NOT_SAVED}that has taken longer than {self._limit_s:g} s."
         return self._store.saved
@@ -94,15 +94,16 @@ class AfterLoss:
         """Wait for the save of others' loss, where a collective has failed and that may be why."""
         ends = time.monotonic() + _HEARD_S
         while self.saver() is not None and not self._store.lost_ranks() and time.monotonic() < ends:
-            if self._store.get("cause is known"):
-                return
+            with contextlib.suppress(RuntimeError):  # of the store, which is gone
+                if self._store.get("cause is known"):
+                    return
             time.sleep(_LOOK_S)
         if self._store.lost_ranks():
             self.save()
 
     def _save(self, saver: SavesAfterLoss, until: float) -> None:
         try:
-            store = self._store.another()
+            store = self._store.meet(self.notice_s / 3)
             known = store.check(["cause is known"])
             self._answered.set()
             if not known:
@@ -111,7 +112,8 @@ class AfterLoss:
                 self._store.saved = saver.save_after_loss(loss)
         except Exception as error:
             gone = type(error).__name__ in ("DistNetworkError", "DistStoreError")
-            self._store.saved = f"{_NOT_SAVED}{f'{_STORE} is gone.' if gone else reason(error)}"
+            why = str(error) if isinstance(error, LaunchError) else reason(error)
+            self._store.saved = f"{_NOT_SAVED}{'the store of this run is gone.' if gone else why}"
         self._answered.set()
         self._over.set()
 
@@ -143,6 +145,5 @@ def is_expected() -> bool:
 
 def await_saved() -> None:
     """Wait for a save after a loss; to be called on the thread that trains before it lets go of what is saved."""
-    with contextlib.suppress(RuntimeError):  # of the store, which is gone
-        if _of_process is not None:
-            _of_process.await_saved()
+    if _of_process is not None:
+        _of_process.await_saved()

@@ -51,7 +51,7 @@ class _Start:
     def __init__(self, earlier: Earlier | None, failure: Mapping[str, Any]) -> None:
         self.earlier, self.failure = earlier, failure
         self.reported = False
-        self.restored: tuple[int, str, bool] | None = None
+        self.restored: tuple[int, str, str] | None = None
 
     def report(self, step: int) -> None:
         self.reported = True
@@ -64,11 +64,11 @@ class _Start:
             if name in moments:
                 phases[name] = max(0.0, moments[name] - last)
                 last = max(last, moments[name])
-        reached, source, tier = self.restored or (step - 1, "", False)
+        reached, source, origin = self.restored or (step - 1, "", "")
         again = max(0, earlier.step - reached) if earlier is not None and earlier.step is not None else 0
         why = _sentence(self.failure.get("why", ""))
         number = self.failure.get("restart") or (1 if earlier is None else earlier.attempts)
-        facts: dict[str, Any] = {"since": since, "phases": phases, "source": source, "tier": tier, "again": again}
+        facts: dict[str, Any] = {"since": since, "phases": phases, "source": source, "origin": origin, "again": again}
         if not why:
             record.emit("begin", step=step, **facts)
             return
@@ -101,11 +101,14 @@ def begin(directory: Path, noted: Mapping[str, Any] | None) -> None:
     _start = _Start(earlier, {**(earlier.failure if earlier is not None else {}), **told})
 
 
-def restored(step: int, source: str, in_tier: bool) -> None:
-    """The run goes on from ``step``, which was read from ``source``; or from nothing, 0 and ``""``."""
+def restored(step: int, source: str, origin: str) -> None:
+    """The run goes on from ``step``, which was read from ``source``; or from nothing, 0 and ``""``.
+
+    ``origin`` is ``"tier"``, ``"store"``, ``"survivors"`` for what those who were left have saved there, or ``""``.
+    """
     mark("restored")
     if _start is not None:
-        _start.restored = (step, source, in_tier)
+        _start.restored = (step, source, origin)
 
 
 def take_step(step: int) -> None:
@@ -118,8 +121,8 @@ def take_step(step: int) -> None:
 def mtbf_s(expected_s: float, in_tier: bool) -> float:
     """Return the mean time between failures in seconds, by what is expected and what this run has seen, on rank 0.
 
-    What is expected counts as one failure seen in that time. ``in_tier``: all failures count; else those that the tier
-    did not survive, and the last, of which that is not known yet.
+    What is expected counts as one failure seen in that time. ``in_tier``: all failures count; else those that have
+    cost an interval of the store, and the last, of which that is not known yet.
     """
     if _start is None or (earlier := _start.earlier) is None:
         return expected_s

@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
 from stagereg.errors import LaunchError
+from stagereg.launch.stand_by import StandBy
 from stagereg.launch.watch import Watch
 
 GATHER_S = 600
@@ -47,7 +50,7 @@ class FailureNote:
 class RunStore:
     """The store of a run, as one rank uses it in one attempt; the launcher uses it as rank 0 would.
 
-    ``store`` is torch's, and nothing else uses it; it may be lost with the machine of rank 0. ``group`` is the store
+    ``store`` is torch's, and nothing else uses it; its machine may be lost (:mod:`.stand_by`). ``group`` is the store
     for the process group; ``failure`` is what the next attempt is told; ``ended`` is set once this rank has come to the
     end of its job; ``saved`` is a sentence on what was saved after a loss.
     """
@@ -64,6 +67,7 @@ class RunStore:
         self.ended = threading.Event()
         self.saved = ""
         self._watch: Watch | None = None
+        self._stand_by: StandBy | None = None
 
     def begin(self, directory: str, resume: str) -> None:
         """Publish what :meth:`run` returns, unless an earlier attempt has. On rank 0, or the launcher."""
@@ -81,7 +85,10 @@ class RunStore:
 
     def set(self, key: str, value: Any) -> None:
         """Report ``value``, which JSON has, under a name."""
-        self._store.set(key, json.dumps(value))
+        text = json.dumps(value)
+        if self._stand_by is not None:
+            self._stand_by.set(key, text)
+        self._store.set(key, text)
 
     def get(self, key: str) -> Any:
         """What was reported under this name; ``None`` if nothing was."""
@@ -131,6 +138,7 @@ class RunStore:
             _await_key(self._store, "hub", "rank 0 did not come to its job")
             return list(self.get("hub"))
 
+        self._stand_by = StandBy(self._store, self._rank, self._world_size)
         self._watch = Watch(self._rank, notice_s, meet, on_lost)
         failed = False
         try:
@@ -151,9 +159,33 @@ class RunStore:
         """The ranks that are lost."""
         return frozenset() if self._watch is None else frozenset([*self._watch.lost])
 
-    def another(self) -> Any:
-        """Torch's store with this attempt's keys, over a connection of its own: another thread may wait in this one."""
-        return self._store.clone()
+    def meet(self, limit_s: float) -> Any:
+        """Return torch's store in which those who are left meet, over a connection that no other thread waits in.
+
+        It has this attempt's keys; where the run's does not answer within ``limit_s`` seconds, it is the stand-by one,
+        which half of all ranks have come to in as many. Raises ``LaunchError`` if they have not, and ``RuntimeError``
+        if both are gone.
+        """
+        answer: Future[Any] = Future()
+
+        def ask() -> None:
+            try:
+                _expect_open(self._store, limit_s)
+                store = self._store.clone()
+                store.check(["hub"])
+                answer.set_result(store)
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="stagereg-meet", daemon=True).start()
+        try:
+            return answer.result(limit_s)
+        except (RuntimeError, OSError) as error:
+            ends = "does not answer" if isinstance(error, TimeoutError) else "is gone"
+            lost = f"the store of this run, with its machine, {ends}"
+            if self._stand_by is None or self._stand_by.store is None:
+                raise LaunchError(f"{lost}.") from error
+            return self._stand_by.meet(limit_s, lost)
 
     def give_time(self, seconds: float) -> None:
         """Let this rank live so much longer that cannot hear of rank 0: the store answers, so it is not cut off."""
@@ -187,6 +219,14 @@ def name_attempt(store: Any, rank: int, world_size: int) -> str:
             raise LaunchError(f"{received + 1} of {world_size} ranks have started in {GATHER_S} s: look at the others")
         time.sleep(0.01)
     return str(mine)
+
+
+def _expect_open(store: Any, limit_s: float) -> None:
+    """Raise ``OSError`` if a store takes no connection; torch's own tries for as long as a rank may be late."""
+    while not hasattr(store, "port") and hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if hasattr(store, "port"):
+        socket.create_connection((store.host, store.port), limit_s).close()
 
 
 def _await_key(store: Any, key: str, failure: str) -> None:

@@ -63,7 +63,7 @@ class Started:
     number: int = 0  # of the restart
     why: str = ""  # the failure before it; empty if there was none
     source: str = ""  # the checkpoint that it went on from; empty for none
-    tier: bool = False  # whether that was in the tier
+    origin: str = ""  # the kind of it: "tier", "store", or "survivors"
     again: int = 0  # steps that had been taken before
 
     @property
@@ -327,8 +327,8 @@ def _restored(event: Mapping[str, Any]) -> tuple[int, dict[str, int]]:
 def _started(event: Mapping[str, Any]) -> Started:
     phases = {str(name): _number(event["phases"], name) for name in event["phases"]}
     number, again = (int(event.get(name, 0)) for name in ("number", "again"))
-    why, source = (str(event.get(name, "")) for name in ("why", "source"))
-    return Started(_step(event), _number(event, "since"), phases, number, why, source, event.get("tier") is True, again)
+    why, source, origin = (str(event.get(name, "")) for name in ("why", "source", "origin"))
+    return Started(_step(event), _number(event, "since"), phases, number, why, source, origin, again)
 
 
 def _straggler(event: Mapping[str, Any]) -> tuple[int, str, int, bool, float, float]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import statistics
 import sys
 import time
 import warnings
@@ -35,7 +34,7 @@ import stagereg.bench.command as command
 import stagereg.bench.on_ranks as on_ranks
 from stagereg.bench.measure import Series, interleave
 from stagereg.bench.on_ranks import Taken, Turn
-from stagereg.bench.report import Group, Line, iqr, ms
+from stagereg.bench.report import Group
 from stagereg.join.context import Join
 
 BASE = "off"  # the row without a join, which all others are held against
@@ -215,20 +214,11 @@ def group(model: str, ranks: int, taken: Taken) -> Group:
     """Make the rows of a table from what the ranks measured."""
     ways = [row for row in taken[0] if row in WAYS]
     whole = [row for row in WHOLE_ROWS if row in taken[0]]
-    lines = [_line(row, taken) for row in [*ways, *(f"{ENTRY}{row}" for row in ways), *whole]]
+    lines = [on_ranks.line(row, taken, BASE) for row in [*ways, *(f"{ENTRY}{row}" for row in ways)]]
+    lines += [on_ranks.line(row, taken, f"{WHOLE}{BASE}") for row in whole]
     parameters = sum((inputs + 1) * outputs for inputs, outputs in itertools.pairwise(MODELS[model].widths))
     title = f"join {model}, {ranks} rank{'s' * (ranks > 1)}: DDP, {parameters:,} parameters"
-    return Group(f"{model}/{ranks}", title, ["step ms", "x off", "IQR"], lines)
-
-
-def _line(row: str, taken: Taken) -> Line:
-    base = f"{WHOLE}{BASE}" if row.startswith(WHOLE) else BASE
-    if failure := on_ranks.failure(taken, row, base):
-        return Line(row, failure=failure)
-    seconds, ratios = on_ranks.slowest(taken, row), on_ranks.ratios(taken, row, base)
-    ratio = statistics.median(ratios)
-    cells = [ms(statistics.median(seconds)), f"{ratio:.3f}", iqr(ratios, "{:.2f}".format)]
-    return Line(row, cells, {"x": ratios, "step": seconds}, {"ratio": ratio})
+    return Group(f"{model}/{ranks}", title, ["step ms", f"x {BASE}", "IQR"], lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg.checkpoint.store.failpoints as failpoints
 import stagereg.launch.loss as loss
+import stagereg.record as record
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.state.entries import per_rank
 from stagereg.checkpoint.store.open_store import open_store
@@ -363,6 +365,9 @@ def test_a_run_goes_on_from_what_was_saved_as_if_nothing_had_happened(
     again = program.run(start=start)
     assert again.returncode == 0, again.stderr
     assert said_by(again.stdout) == uninterrupted.replace("FROM 0", f"FROM {step}")
+    records = (json.loads(line) for path in tmp_path.rglob(record.file_name(0)) for line in path.open())
+    origins = [each["origin"] for each in records if "origin" in each]
+    assert sorted(origins) == ["", "store" if kill == "error" else "survivors"]
 
 
 @pytest.mark.slow

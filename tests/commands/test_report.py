@@ -86,7 +86,7 @@ def test_restarts_are_reported_by_phase_with_the_share_that_was_training(
     write_run(here / "run", Sample(ranks=1, began=BEGAN + 10))
     since, phases = BEGAN + 0.415, {"noticed": 1.5, "started": 2.0, "restored": 6.0, "first step": 0.095}
     restart = {"event": "restart", "t": BEGAN + 10, "step": 1, "number": 1, "why": "lost <rank 1>\nin", "again": 39}
-    write_events(file, [restart | {"since": since, "phases": phases, "source": "/dev/shm/x", "tier": True}])
+    write_events(file, [restart | {"since": since, "phases": phases, "source": "/dev/shm/x", "origin": "tier"}])
     seen = report("run").out
     assert "Completed: 40 steps on 1 rank in 0.44 s. After 1 failure it was started again: 3.8% of 10.4 s" in seen
     rows = [" ".join(line.split()) for line in seen.splitlines()]

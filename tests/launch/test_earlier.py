@@ -19,12 +19,12 @@ class _Written:
     def __init__(self, folder: Path) -> None:
         self.path = folder / record.file_name(0)
 
-    def attempt(self, *steps: int, error: str = "", killed: bool = False, tier: bool | None = None) -> None:
-        """Take steps, after a restart from the tier or the store if that is told; then end, in one way or another."""
+    def attempt(self, *steps: int, error: str = "", killed: bool = False, origin: str | None = None) -> None:
+        """Take steps, after a restart from somewhere if that is told; then end, in one way or another."""
         recording = record.recording(self.path.parent, 0, 1)
         with contextlib.suppress(RuntimeError), pytest.MonkeyPatch.context() as patch, recording:
-            if tier is not None:
-                record.emit("restart", step=steps[0], tier=tier)
+            if origin is not None:
+                record.emit("restart", step=steps[0], origin=origin)
             for step in steps:
                 record.emit("step", step=step)
                 record.log(step, loss=1.0)
@@ -82,9 +82,10 @@ def test_an_error_is_a_failure_and_leaving_in_order_is_none(written: _Written) -
 
 def test_failures_are_counted_by_where_the_run_went_on_from(written: _Written) -> None:
     written.attempt(1, 2, killed=True)
-    written.attempt(2, 3, killed=True, tier=True)
-    written.attempt(2, 3, killed=True, tier=False)
-    assert (written.read().failures, written.read().stored) == (2, 1)
+    written.attempt(2, 3, killed=True, origin="tier")
+    written.attempt(2, 3, killed=True, origin="store")
+    written.attempt(2, 3, killed=True, origin="survivors")
+    assert (written.read().failures, written.read().stored) == (3, 1)
     written.attempt(4)
     written.attempt(5, killed=True)
     assert (written.read().failures, written.read().attempts) == (0, 1), "these are of a run that has completed"
@@ -104,7 +105,7 @@ def test_a_file_with_anything_in_it_breaks_no_start(
 ) -> None:
     written = _Written(tmp_path_factory.mktemp("odd"))
     written.attempt(1, 2, killed=True)
-    written.attempt(3, killed=True, tier=True)
+    written.attempt(3, killed=True, origin="tier")
     text = written.path.read_bytes()
     cut %= len(text)
     written.path.write_bytes(text[:cut] + odd + text[cut:])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import DistNetworkError, HashStore
+from torch.distributed import DistNetworkError, HashStore, PrefixStore, TCPStore
 
+from stagereg.errors import LaunchError
 from stagereg.launch.loss import AfterLoss, Loss, of_process
 from stagereg.launch.run_store import RunStore
 
-NOTICE_S = 0.2
+NOTICE_S, LIMIT_S = 0.2, 60.0
 
 
 class Saves:
@@ -23,9 +25,9 @@ class Saves:
         return str(self.act(told))
 
 
-def after_loss(another: Any = None) -> tuple[AfterLoss, RunStore]:
+def after_loss(meet: Any = None) -> tuple[AfterLoss, RunStore]:
     run = RunStore(HashStore(), 0, 3)
-    run.another = another or (lambda: run._store)  # type: ignore[method-assign]
+    run.meet = meet or (lambda limit_s: run._store)  # type: ignore[method-assign]
     run.lost_ranks = lambda: frozenset([1])  # type: ignore[method-assign]
     return AfterLoss(run, 0, 3, NOTICE_S), run
 
@@ -62,16 +64,45 @@ def fail(*_: object) -> None:
     raise DistNetworkError("failed to recv, got 0 bytes\nException raised from recvBytes")
 
 
+def refuse(*_: object) -> None:
+    raise LaunchError("it is gone.")
+
+
 @pytest.mark.parametrize(
-    ("another", "act", "why"),
+    ("meet", "act", "why"),
     [
-        (hang, None, "the store of this run, on rank 0's machine, does not answer."),
-        (fail, None, "the store of this run, on rank 0's machine, is gone."),
+        (hang, None, "no store of this run answers."),
+        (refuse, None, "it is gone."),
         (None, hang, "that has taken longer than 0.6 s."),
-        (None, fail, "the store of this run, on rank 0's machine, is gone."),
+        (None, fail, "the store of this run is gone."),
     ],
 )
-def test_what_hangs_or_fails_costs_a_bounded_time(another: Any, act: Any, why: str) -> None:
-    (after, _), saves = after_loss(another), Saves(act)
+def test_what_hangs_or_fails_costs_a_bounded_time(meet: Any, act: Any, why: str) -> None:
+    (after, _), saves = after_loss(meet), Saves(act)
     after.expect(saves)
     assert after.save() == f"Those who are left have not saved: {why}"
+
+
+def test_a_loss_is_waited_for_where_the_store_of_the_run_went_first() -> None:
+    (after, run), saves, looks = after_loss(), Saves(), [0]
+
+    def lost() -> frozenset[int]:
+        looks[0] += 1
+        return frozenset([1] if looks[0] > 3 else [])
+
+    run.lost_ranks, run.get = lost, fail  # type: ignore[method-assign]
+    after.expect(saves)
+    after.await_saved()
+    assert (run.saved, len(saves.told)) == ("All is saved.", 1)
+
+
+def test_a_store_that_is_gone_is_found_at_once() -> None:
+    """Torch's own connection is tried for as long as the store may be late."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    late = timedelta(seconds=300)
+    client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=late)
+    run = RunStore(PrefixStore("stagereg", client), 1, 2)
+    assert run.meet(LIMIT_S).check(["hub"]) is False
+    del server
+    with pytest.raises(LaunchError, match="with its machine, is gone"):
+        run.meet(LIMIT_S)

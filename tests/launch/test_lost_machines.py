@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from stagereg.checkpoint.store.open_store import open_store
+
 from ..support.app import App
 from ..support.lab import PORT, Lab, Process
 from ..support.programs import comes_true
@@ -74,7 +76,7 @@ def started(lab: Lab, app: App, *overrides: str) -> list[Process]:
     job = lab.torchrun([str(app.folder / "app.py"), f"hydra.run.dir={app.folder}/run", *overrides])
     processes = [*job.processes.values()]
     waiting = processes[1:2] if "hangs=in restore" in overrides else processes[:1]
-    for each in waiting if overrides else processes:
+    for each in waiting if "hangs" in "".join(overrides) else processes:
         each.await_output("GOES", START_S)
     return processes
 
@@ -103,10 +105,14 @@ def test_a_lost_machine_is_named_on_all_others_and_ends_itself(lab: Lab, app: Ap
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["cut", "kill"])
-def test_the_machine_that_has_the_store_is_named_too(lab: Lab, app: App, loss: str) -> None:
-    _, *others = started(lab, app)
+def test_the_machine_that_has_the_store_is_named_too_and_the_step_is_saved_once(lab: Lab, app: App, loss: str) -> None:
+    _, *others = started(lab, app, "checkpoint.every=1000000")
     getattr(lab.machines[0], loss)()
     end_for(others, 0, lab.machines[0].name)
+    [saved] = open_store(f"{app.folder}/run/checkpoints").checkpoints()[0]
+    assert saved.manifest.lost
+    output = "".join(each.output for each in others)
+    assert re.search(rf"[sS]tep {saved.manifest.step}(,| is saved) in ", output), output
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def killed_at(folder: Path, step: int, seconds_ago: float) -> None:
 
 
 def start(
-    folder: Path, step: int = 1, noted: dict[str, Any] | None = None, restored: tuple[int, str, bool] | None = None
+    folder: Path, step: int = 1, noted: dict[str, Any] | None = None, restored: tuple[int, str, str] | None = None
 ) -> dict[str, Any]:
     """Start an attempt and take two steps; return what is recorded of the start."""
     phases.begin(folder, noted)
@@ -81,11 +81,11 @@ def test_what_the_launcher_saw_counts_from_the_last_step(
     monkeypatch.setenv(phases.FAILURE, json.dumps(seen))
     killed_at(tmp_path, step=12, seconds_ago=15)
     noted = {"why": "lost rank 1", "noticed": NOW - 1}
-    found = start(tmp_path, 11, noted, (10, "/x/step-10", True))
+    found = start(tmp_path, 11, noted, (10, "/x/step-10", "tier"))
     assert (found["event"], found["number"], found["why"]) == ("restart", 4, "rank 1: died of SIGKILL")
     assert [*found["phases"]] == [name for name in phases.PHASES if name not in ("connected", "composed")]
     assert [*found["phases"].values()] == [1, 1, 3, 3, 4, 3, 0]
-    assert (found["source"], found["tier"], found["again"]) == ("/x/step-10", True, 2)
+    assert (found["source"], found["origin"], found["again"]) == ("/x/step-10", "tier", 2)
     assert found["since"] + sum(found["phases"].values()) == NOW
     assert "restart 4, 15.00 s from the last step to the first one after it. rank 1: died of SIGKILL" in caplog.text
     assert "\n  restored       3.00 s  from /x/step-10\n" in caplog.text
@@ -138,7 +138,7 @@ def test_the_rate_of_failures_is_what_was_seen_and_what_is_expected(tmp_path: Pa
     assert phases.mtbf_s(600, in_tier=True) == 600, "nothing came before"
     killed_at(tmp_path, 3, 20)
     with (tmp_path / record.file_name(0)).open("a") as file:
-        file.write('{"event":"restart","tier":true,"t":1}\n{"event":"restart","tier":true,"t":2}\n')
+        file.write('{"event":"restart","origin":"tier","t":1}\n{"event":"restart","origin":"tier","t":2}\n')
     phases.begin(tmp_path, None)
     assert phases.mtbf_s(600, in_tier=True) == (600 + 1000) / (1 + 2 + 1)
     assert phases.mtbf_s(600, in_tier=False) == (600 + 1000) / (1 + 0 + 1)
@@ -221,7 +221,7 @@ def test_a_rank_that_is_killed_is_named_in_the_next_start_with_all_phases(progra
     )
     own = phases.PHASES.keys() - {"noticed", "ended"}
     assert (begin["phases"].keys(), restart["phases"].keys()) == (own, own | before)
-    assert (restart["step"], restart["again"], restart["tier"]) == (7, 0, False)
+    assert (restart["step"], restart["again"], restart["origin"]) == (7, 0, "store")
     assert restart["source"].endswith("step-00000006")
     if how != "run again":  # of which rank 0 has recorded what came of it
         assert "rank 1 (process " in restart["why"]

@@ -77,13 +77,13 @@ def test_recorded_events_are_read_back(tmp_path: Path) -> None:
 
 def test_attempts_of_rank_0_are_kept_since_one_completed(tmp_path: Path) -> None:
     begin = {"event": "begin", "t": 6.0, "step": 1, "since": 4.0, "phases": {"started": 1.5}}
-    restart = {"event": "restart", "number": 1, "why": "killed", "source": "/x", "tier": True, "again": 2}
+    restart = {"event": "restart", "number": 1, "why": "killed", "source": "/x", "origin": "tier", "again": 2}
     steps = [{"event": "step", "t": 6.0 + step, "step": step} for step in range(1, 4)]
     run = lines(tmp_path, START, *steps[:1], END, START, begin, *steps[1:], START, begin | restart, *steps)
     first, second = run.attempts
     assert (first.steps, second.steps) == (((2, 8.0), (3, 9.0)), run.ranks[0].steps)
     assert first.started == Started(1, 4.0, {"started": 1.5})
-    assert second.started == Started(1, 4.0, {"started": 1.5}, 1, "killed", "/x", True, 2)
+    assert second.started == Started(1, 4.0, {"started": 1.5}, 1, "killed", "/x", "tier", 2)
     assert first.started.seconds == 1.5
     assert len(lines(tmp_path, START, END, START, END).attempts) == 1
     assert lines(tmp_path / "other", START, rank=1).attempts == ()

@@ -143,9 +143,12 @@ def log_begin(step: Checkpoint | None, dir: object, own: bool, near: NearCopies 
     """Tell on rank 0 what a run goes on from, and where its checkpoints go, if it is from there."""
     begins = "training starts from scratch" if step is None else f"resumed from {step.path}"
     if step is None:
-        phases.restored(0, "", in_tier=False)
+        phases.restored(0, "", "")
     else:
-        phases.restored(step.manifest.step, step.path, near is not None and near.names(step.path))
+        origin = "survivors" if step.manifest.lost else "store"
+        if near is not None and near.names(step.path):
+            origin = "tier"
+        phases.restored(step.manifest.step, step.path, origin)
     _log.info("stagereg: %s%s", f"checkpoints go to {dir}; " if own else "", begins)
 
 

@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import stagereg.checkpoint.store.conditions as conditions
@@ -50,6 +50,7 @@ class CheckpointStore:
         self.readers = Readers(backend)
         self.retention = Retention(backend, self.notes, self.readers)
         self._lock: StoreLock | None = None
+        self._serial: int | None = None  # of the checkpoint committed last, as this run knows since it has the lock
         self._appears_as = ""  # what publish renames a hidden root to
 
     @property
@@ -135,7 +136,8 @@ class CheckpointStore:
         :meth:`publish` checks that it is held.
         """
         if self._lock is None or not self._lock.held:
-            self._lock = self.backend.lock()
+            self._lock, self._serial = self.backend.lock(), None
+            self.retention.check = self._lock.check
         return self._lock
 
     def sweep(self, but: Collection[str] = ()) -> None:
@@ -147,6 +149,7 @@ class CheckpointStore:
         self.backend.tidy()
         self.readers.found(delete=True)
         complete, damaged = self.checkpoints()
+        self._serial = _last_serial([*complete, *damaged])
         self.retention.spared = {each.path for each in complete}
         # One that points to what is damaged stays as it is: that the newest is lost must not go unnoticed.
         if complete and self.retention.pointed() not in [complete[0].name, *(each.name for each in damaged)]:
@@ -174,9 +177,10 @@ class CheckpointStore:
     def publish(self, written: str, manifest: Manifest, keep: int | KeepRule) -> Checkpoint:
         """Commit the checkpoint in ``written``, and take out of sight what is not to be kept.
 
-        The order makes every moment safe to be killed in: the lock is still held; the files have their sizes; one step
+        The order makes every moment safe to be killed in: the files have their sizes; the lock is still held; one step
         makes a checkpoint of them; ``latest`` moves by another one; only then old checkpoints go out of sight; and a
-        step that was saved again gets its plain name.
+        step that was saved again gets its plain name. A run that stood still for so long that another one has had the
+        directory meanwhile finds that out, before it commits and before each that it takes out of sight.
 
         Args:
             written: what :meth:`temporary` named; all of its files are written and safely stored.
@@ -186,18 +190,25 @@ class CheckpointStore:
         Raises:
             CheckpointError: a file does not have its mark, or the lock is lost. Nothing before is touched.
         """
-        if self._lock is not None:
-            self._lock.check()
-        failpoint("held")
+        self.retention.check()
         before, policy = conditions.conditions(self.backend), Keep.of(keep)
-        serials = [each.manifest.serial for each in before if each.manifest is not None]  # damaged ones count as well
-        manifest = dataclasses.replace(manifest, serial=1 + max(serials, default=0), time=int(time.time()))
+        last = _last_serial(before)
+        if self._lock is not None and self._serial is not None and last > self._serial:
+            raise CheckpointError(
+                f"{self.root} has a checkpoint that another run has committed while this run had it. Two runs must not "
+                "write there; end one of them."
+            )
+        manifest = dataclasses.replace(manifest, serial=1 + last, time=int(time.time()))
         lost = Condition(written, manifest, differences(manifest, conditions.sizes(self.backend, written)))
         if lost.damages:
             raise CheckpointError(f"{written} did not reach the disk or the store as it was written: {lost}")
+        self.retention.check()
+        failpoint("held")
         made = Checkpoint(self.backend.commit(written, manifest), manifest)
+        self._serial = manifest.serial
         try:  # the checkpoint is complete, so the save must not fail; the next one, or the next start, makes up for it
             failpoint("committed")
+            self.retention.check()
             try:
                 self.backend.point(made.name)
                 failpoint("pointed")
@@ -232,3 +243,8 @@ class CheckpointStore:
                 self.retention.settle(self._lock)
         except Exception as error:
             _log.warning("stagereg: not every step in %s has its plain name: %s", self.root, error)
+
+
+def _last_serial(found: Sequence[Checkpoint | Condition]) -> int:
+    """Return the serial of the checkpoint committed last, damaged or not."""
+    return max((each.manifest.serial for each in found if each.manifest is not None), default=0)

@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from stagereg.checkpoint.format.damage import Condition
 from stagereg.checkpoint.format.manifest import KEPT, LATEST, Checkpoint, plain_name
@@ -41,12 +41,14 @@ class Retention:
         spared: full paths of checkpoints that were there at the start, which retention neither counts nor deletes
             before the run has come to their step; cleared by whoever knows that the run goes on from them.
         serials: of the manifests that there are beside the last one committed.
+        check: raises if the lock of the store is lost; called before each checkpoint that goes.
     """
 
     def __init__(self, backend: Backend, notes: Notes, readers: Readers) -> None:
         self.distrusted: set[str] = set()
         self.spared: set[str] = set()
         self.serials: set[int] = set()
+        self.check: Callable[[], object] = lambda: None
         self._backend, self._notes, self._readers = backend, notes, readers
         self._why: dict[str, str] = {}  # the last save has kept checkpoints, by their paths
         self._explains = True  # whether there is a file that says so, or may be
@@ -143,6 +145,7 @@ class Retention:
         for each in before:
             hidden = ""
             if each.path in old and each.name not in read:
+                self.check()
                 hidden = self._backend.remove(each, self._is_read)
             if not hidden:
                 stay.append(each)

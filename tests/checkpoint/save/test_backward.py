@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import stagereg.checkpoint.save.backward as backward
 import stagereg.checkpoint.save.committing as committing
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Failure
@@ -50,6 +51,7 @@ def test_work_begins_in_a_backward_pass(which: str, begins: bool) -> None:
     began, hurried = threading.Event(), threading.Event()
     Held.entered.clear(), Held.let_go.clear()
     caller = threading.get_ident()
+    wait_for_backward(caller, hurried, 0.1)  # the first one has the engine say what it does
 
     def work() -> None:
         Held.entered.wait(LONG_S)
@@ -138,3 +140,24 @@ def test_a_turn_that_the_program_sets_during_a_save_stays() -> None:
             assert sys.getswitchinterval() == pytest.approx(0.0001, rel=0.1)
     finally:
         sys.setswitchinterval(before)
+
+
+def test_a_backward_pass_that_fails_or_is_within_another_has_ended_as_well() -> None:
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            inner = torch.ones(1, requires_grad=True)
+            inner.backward()
+            counts.append(backward._in_backward.count(threading.get_ident()))
+            raise ValueError("of the pass")
+
+    counts: list[int] = []
+    wait_for_backward(threading.get_ident(), Watch(0), LONG_S)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="of the pass"):
+        Nested.apply(torch.ones(3, requires_grad=True)).sum().backward()
+    assert counts == [1]
+    assert backward._in_backward.count(threading.get_ident()) == 0

@@ -170,7 +170,7 @@ def seen_by(rank: int, world_size: int, root: str) -> tuple[float, float]:
     if rank == 0:
         at = record.now() - 1000
         Path(root, record.file_name(0)).write_text(
-            f'{{"event":"start","t":{at}}}\n{{"event":"restart","tier":true,"t":1}}\n'
+            f'{{"event":"start","t":{at}}}\n{{"event":"restart","origin":"tier","t":1}}\n'
         )
         phases.begin(Path(root), None)
     found = [schedule_of("auto", timedelta(seconds=600), None, in_tier=in_tier) for in_tier in (True, False)]

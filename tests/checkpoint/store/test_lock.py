@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import gc
@@ -11,6 +12,7 @@ import os
 import select
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +22,14 @@ import pytest
 import stagereg.checkpoint.store.lock as lock
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.lock import StoreLock, holder
+from stagereg.checkpoint.store.lease import LeaseRecord
+from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError
+
+from ...commands.checkpoint_directories import save
+from ...support.watching import watching
 
 BOUND_S = 60
 PROGRAM = Path(__file__).parents[2] / "support" / "lock_holder.py"
@@ -103,6 +109,48 @@ def test_a_released_lock_may_not_commit(root: str) -> None:
     held.release()
     with pytest.raises(CheckpointError, match="let go"):
         held.check()
+
+
+def test_a_run_that_stood_still_while_another_one_had_the_directory_commits_nothing(root: str) -> None:
+    stood_still = Checkpointer(root)
+    stood_still.save(1, {"x": 1})
+    stood_still.wait()
+    delete_lock(root)  # as the server of a file system does with that of a machine which it does not hear of
+    save(root, 2)
+    stood_still.save(3, {"x": 1})
+    with pytest.raises(CheckpointError, match="another run has committed"):
+        stood_still.close()
+    assert [each.manifest.step for each in open_store(root).checkpoints()[0]] == [2, 1]
+
+
+@pytest.mark.parametrize("moment", ["marked", "committed", "pointed"])
+def test_a_run_that_stands_still_in_a_commit_takes_nothing_of_the_one_after_it(root: str, moment: str) -> None:
+    others: list[Other] = []
+
+    def stand_still(name: str) -> None:
+        if name != moment:
+            return
+        delete_lock(root)
+        if root[0] == "/":
+            others.append(Other(Path(root)))
+        else:
+            ObjectStore(root).put(
+                f"{root}/.lock", LeaseRecord(Owner(4242, "far"), "theirs", "far", time.time()).dumps()
+            )
+
+    checkpointer = Checkpointer(root, keep=1)
+    checkpointer.save(1, {"x": 1})
+    checkpointer.wait()
+    checkpointer.save(2, {"x": 1})
+    with watching(stand_still), contextlib.suppress(CheckpointError):
+        checkpointer.close()
+    for each in others:
+        each.end()
+    steps = [each.manifest.step for each in open_store(root).checkpoints()[0]]
+    assert steps == ([1] if moment == "marked" else [2, 1])
+    latest = open_store(root).latest()
+    assert latest is not None
+    assert latest.manifest.step == (2 if moment == "pointed" else 1)
 
 
 # -- that of a directory
