@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import stagereg
+from stagereg.checkpoint.format.manifest import MANIFEST
 from stagereg.checkpoint.store import failpoints
 from stagereg.data import ResumableSampler
 
@@ -83,7 +84,7 @@ def source_of(checkpointer: stagereg.Checkpointer) -> str:
     place = Path(checkpointer.restored)
     if not place.is_relative_to(FOLDER):
         return "tier"
-    return "survivors' save" if json.loads((place / "manifest.json").read_text()).get("lost") else "store"
+    return "survivors' save" if json.loads((place / MANIFEST).read_text()).get("lost") else "store"
 
 
 @stagereg.main(config_path="conf", config_name="app")
