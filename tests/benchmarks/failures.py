@@ -119,11 +119,16 @@ class Chain:
                     if number == failures - 1 or self.draw.random() < 0.75:
                         self._go_on()
                 (self.folder / "end").write_text(str(self.ledger.done() + 60))
-                self._await(lambda: all(each.returncode == 0 for each in self.processes), "it does not end")
+                self._await(self._has_ended, "it does not end")
             except (Broken, AssertionError) as error:
                 raise Broken(f"{error}\n{self._story()}") from None
             finally:
                 self.ended += [each.output for each in self.processes]
+
+    def _has_ended(self) -> bool:
+        """Whether all of it has; launchers that were not with the others at the end fail, since the store is gone."""
+        last = self.ledger.attempts[-1]
+        return len(last.ended) == last.size and all(each.returncode is not None for each in self.processes)
 
     def _start(self, machine: Machine) -> Process:
         program = [str(self.folder / "app.py"), f"hydra.run.dir={self.folder}/run", *TIERS[self.tier]]
