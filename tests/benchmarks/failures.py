@@ -100,7 +100,7 @@ class Chain:
         self.processes: list[Process] = []
         self.ended: list[str] = []  # what launchers have printed that have ended
         self.undo_at: dict[int, float] = {}  # when what was done to a machine is undone
-        self.undone = 0.0  # when that was, the last time
+        self.undone = 0.0  # when something was done or undone, the last time
         self.start_at: dict[int, float] = {}  # when a launcher that has ended is started again
         self.failed: list[Failed] = []
 
@@ -189,6 +189,7 @@ class Chain:
         if kind == TWO:
             time.sleep(draw.choice((0.0, 0.3)))
             self._act(draw.choice(self.kinds), None)
+        self.undone = time.time()
         (self.folder / "reached").unlink(missing_ok=True)
 
     def _come_to_moment(self) -> tuple[str, int | None]:
@@ -261,7 +262,7 @@ class Chain:
             later = [each for each in attempts if each.t > last.at]
             if any(len(each.at) > 1 for each in later):
                 return True
-            since = math.inf if self.undo_at else max(last.at, self.undone)
+            since = math.inf if self.undo_at else self.undone
             return sum(at > since for at in attempts[-1].at.values()) > 2
 
         self._await(goes_on, f"after {last} it does not go on")
