@@ -84,7 +84,7 @@ class AfterLoss:
             return ""
         if first:
             threading.Thread(target=self._save, args=(saver, until), name="stagereg-survivors", daemon=True).start()
-        if not self._answered.wait(0.8 * self.notice_s):  # a rank that is cut off is killed after all of it
+        if not self._answered.wait(0.6 * self.notice_s):  # a rank that is cut off is killed after all of it
             self._store.saved = f"{_NOT_SAVED}no store of this run answers."
         elif not self._over.wait(until - time.monotonic()):
             self._store.saved = f"{_NOT_SAVED}that has taken longer than {self._limit_s:g} s."
@@ -103,7 +103,7 @@ class AfterLoss:
 
     def _save(self, saver: SavesAfterLoss, until: float) -> None:
         try:
-            store = self._store.meet(self.notice_s / 3)
+            store = self._store.meet(self.notice_s / 4)
             known = store.check(["cause is known"])
             self._answered.set()
             if not known:
