@@ -79,6 +79,7 @@ class Broken(Exception):
 class Failed:
     """One failure, and what came of it; ``source`` is empty if another one came before the next step."""
 
+    launcher: str
     kind: str
     moment: str
     at: float
@@ -183,7 +184,8 @@ class Chain:
         draw = self.draw
         kind = draw.choice((*self.kinds, TWO))
         moment, there = self._come_to_moment()
-        self.failed.append(Failed(kind, moment, time.time()))
+        launcher = "own launcher" if self.machines == 1 else "torchrun"
+        self.failed.append(Failed(launcher, kind, moment, time.time()))
         self._done = self.ledger.done()
         self._act(draw.choice(self.kinds) if kind == TWO else kind, there)
         if kind == TWO:
@@ -351,7 +353,7 @@ class Seen:
     def table(self, by: Callable[[Failed], str]) -> list[list[str]]:
         """Return the rows of a table."""
         rows = []
-        for name in dict.fromkeys(map(by, self.failed)):
+        for name in sorted({*map(by, self.failed)}):
             mine = [each for each in self.failed if by(each) == name]
             alone = [each for each in mine if each.source not in ("", "nothing was lost")]
             again, seconds = (
@@ -382,7 +384,7 @@ def main() -> int:
             seen.add(seed, min(asked.chain, asked.failures - len(seen.failed)), references, folder)
             seed += 1
     head = ["failures", "steps again, median / most", "s to the next step, median / most", "went on from"]
-    output.table("", ["what", *head], seen.table(lambda each: each.kind))
+    output.table("", ["what", *head], seen.table(lambda each: f"{each.launcher}: {each.kind}"))
     output.table("", ["when", *head], seen.table(lambda each: each.moment))
     output.table("", ["what was said", "times"], [[why, str(n)] for why, n in seen.said.most_common()])
     print(f"{len(seen.failed)} failures, {time.monotonic() - began:.0f} s, seeds {asked.seed} to {seed - 1}")
