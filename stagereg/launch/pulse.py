@@ -82,6 +82,7 @@ class Pulse:
         self._welcome = config.hub is None  # whether the hub knows this one
         self._stopped_since: float | None = None
         self._kill_at: float | None = None
+        self._given_s = 0.0  # which the rank may live longer than that
         self._listener: socket.socket | None = None
         self._selector.register(rank.reads, selectors.EVENT_READ)
         if config.hub is None:
@@ -125,7 +126,7 @@ class Pulse:
                 )
                 self._tell(line.rank, line.name, why)
                 self._close(line)
-        if self._kill_at is not None and now > self._kill_at:
+        if self._kill_at is not None and now > self._kill_at + self._given_s:
             os.kill(self._parent, signal.SIGKILL)
 
     def _tell(self, rank: int, name: str, why: str) -> None:
@@ -146,8 +147,8 @@ class Pulse:
             for text in self._rank.take() or ():
                 if text == '"bye"':
                     self._said = True
-                elif self._kill_at is not None:
-                    self._kill_at += float(text)
+                else:
+                    self._given_s += float(text)
         elif (line := self._lines.get(source)) is not None:
             self._read(line)
 
