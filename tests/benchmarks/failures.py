@@ -44,7 +44,7 @@ CHAIN = 7  # failures of a run
 STEPS = 2500  # of the runs that nothing interrupts
 NOTICE_S = 3
 AGAIN_S = 6.0  # until a launcher that has ended is started again
-LIMIT_S = 150.0  # of any wait; torch's own time-outs, where a store is gone, are a minute
+LIMIT_S = 240.0  # of any wait; a launcher that comes back may cost two of torch's time-outs, of a minute each
 CONFIG = f"""
 defaults: [stagereg, _self_]
 notice_s: {NOTICE_S}
