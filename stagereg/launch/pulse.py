@@ -86,6 +86,7 @@ class Pulse:
         self._welcome = config.hub is None  # whether the hub knows this one
         self._stopped_since: float | None = None
         self._kill_at: float | None = None
+        self._given_s = 0.0  # which the rank may live longer than that
         self._listener: socket.socket | None = None
         self._selector.register(rank.reads, selectors.EVENT_READ)
         if config.hub is None:
@@ -127,7 +128,7 @@ class Pulse:
                 why = f"nothing was heard of it for {self._notice_s:g} s: frozen, or its machine is gone or cut off"
                 self._tell(line.rank, line.name, why)
                 self._close(line)
-        if self._kill_at is not None and now > self._kill_at:
+        if self._kill_at is not None and now > self._kill_at + self._given_s:
             os.kill(self._parent, signal.SIGKILL)
 
     def _tell(self, rank: int, name: str, why: str) -> None:
@@ -159,8 +160,8 @@ class Pulse:
                     self._said = True
                 elif text == '"hurry"':
                     self._hurry()
-                elif self._kill_at is not None:
-                    self._kill_at += float(text)
+                else:
+                    self._given_s += float(text)
         elif (line := self._lines.get(source)) is not None:
             self._read(line)
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stagereg import output
+from stagereg.checkpoint.format.manifest import MANIFEST
 from tests.support.lab import Lab, missing
 from tests.support.tier_runs import Runs, now
 
@@ -125,7 +126,7 @@ class Chain:
     done = 0
 
     def _stored(self) -> int:
-        names = [path.name for path in self.folder.glob("store/step-*") if (path / "stagereg.json").exists()]
+        names = [path.name for path in self.folder.glob("store/step-*") if (path / MANIFEST).exists()]
         return max((int(name[5:13]) for name in names), default=0)
 
     def _machines(self, runs: Runs, on: list[int], lost: list[int]) -> list[int]:

@@ -38,6 +38,8 @@ def meet(hub):
 notice_s = 60.0 if what == "is asked to end" else 2.0
 watch = Watch(rank, notice_s, meet, lambda text: print(text, flush=True))
 print("UP", flush=True)
+if what == "needs time":
+    watch.give_time(100)
 if what == "holds the lock of the interpreter":
     ctypes.PyDLL(None).usleep(5_000_000)
 if what == "is asked to end":
@@ -117,14 +119,16 @@ def test_where_a_rank_is_asked_to_end_all_notice_a_loss_soon(ranks: Ranks) -> No
         assert comes_true(lambda rank=rank: "lost rank 1" in ranks.said(rank), BOUND_S)
 
 
-def test_a_rank_that_hears_nothing_of_the_hub_is_ended(ranks: Ranks) -> None:
-    ranks.start("", "", "")
+def test_a_rank_that_hears_nothing_of_the_hub_is_ended_unless_it_was_given_time(ranks: Ranks) -> None:
+    ranks.start("", "", "needs time")
     [hub] = children(ranks.processes[0].pid)
     os.kill(hub, signal.SIGSTOP)
     for rank in (1, 2):
         assert comes_true(lambda rank=rank: "lost rank 0" in ranks.said(rank), BOUND_S)
         assert "nothing was heard of it for 2 s" in ranks.said(rank)
-        ranks.processes[rank].wait(BOUND_S)
+    ranks.processes[1].wait(BOUND_S)
+    time.sleep(NOTICE_S)
+    assert ranks.processes[2].poll() is None, "it was given time before there was a loss, since another one was lost"
     os.kill(hub, signal.SIGKILL)
 
 

@@ -67,6 +67,11 @@ class Process:
         """``None`` while it runs; 128 and the number of the signal that ended it, as a shell says it."""
         return self._shell.poll()
 
+    @property
+    def pid(self) -> int | None:
+        """The program's process, as this host has it; ``None`` while it does not run."""
+        return next(iter(children_of(self._shell.pid)), None)
+
     def wait(self, timeout_s: float) -> int:
         """Return its exit status; one that goes on for longer is killed and fails the test with its output."""
         if not comes_true(lambda: self.returncode is not None, timeout_s):
@@ -82,12 +87,8 @@ class Process:
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal to the program, not to its children, and wait for its end if that is SIGKILL."""
-        children = Path(f"/proc/{self._shell.pid}/task/{self._shell.pid}/children")
-        if (
-            comes_true(lambda: self.returncode is not None or children.read_text() != "", _SECONDS)
-            and self.returncode is None
-        ):
-            os.kill(int(children.read_text().split()[0]), number)
+        if comes_true(lambda: self.returncode is not None or self.pid is not None, _SECONDS) and self.pid is not None:
+            os.kill(self.pid, number)
         if number == signal.SIGKILL:
             self._shell.wait(_SECONDS)
 
@@ -327,6 +328,14 @@ def missing() -> str:
         return f"a lab of machines cannot be made: this user {needs}"
     tried = subprocess.run([*_MACHINE, "sh", "-c", _PROBE], capture_output=True, text=True, timeout=_SECONDS)
     return f"a lab of machines cannot be made: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a process has started, as this host has them; none if it is gone."""
+    try:
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def _variables() -> dict[str, str]:
