@@ -231,16 +231,12 @@ def group() -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize("hold", [Thing, lambda x: {"a": [x]}, lambda x: lambda: x], ids=["object", "dict", "closure"])
-def test_what_holds_a_group_is_named_as_the_program_names_it(
-    baseline: Baseline, group: list[Any], monkeypatch: pytest.MonkeyPatch, hold: Any
-) -> None:
-    monkeypatch.setattr(f"{__name__}.held", hold(group[0]))
-    left = weakref.ref(group.pop())
-    assert (
-        baseline.find_left([left], [])
-        == f"{__name__}.held ({type(held).__name__}) holds a process group of the run before"
-    )
-    monkeypatch.undo()
+def test_what_holds_a_group_is_named_as_the_program_names_it(baseline: Baseline, group: list[Any], hold: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.held", hold(group[0]))
+        left = weakref.ref(group.pop())
+        named = f"{__name__}.held ({type(held).__name__}) holds a process group of the run before"
+        assert baseline.find_left([left], []) == named
     assert baseline.find_left([left], []) == ""
 
 
