@@ -21,7 +21,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -85,13 +84,14 @@ class Baseline:
             if not any(each() is not None for each in groups):
                 break
             time.sleep(_LOOK_S)
+        if running := self._find_thread({*own}):  # what it has in its variables has no other name
+            return running
         for mesh in _meshes():  # which also hold process groups
             return f"{_holder(mesh)} holds a device mesh of the run before"
         for group in filter(None, (each() for each in groups)):
             return f"{_holder(group)} holds a process group of the run before"
         return (
-            self._find_thread({*own})
-            or next((f"its process {each.name} still runs" for each in multiprocessing.active_children()), "")
+            next((f"its process {each.name} still runs" for each in multiprocessing.active_children()), "")
             or ("" if shutdown.forget() else "work in the background, such as a save, has not ended")
             or _find_fault()
             or next((f"{path} has changed" for path, at in self._files.items() if _written(path) != at), "")
@@ -161,8 +161,6 @@ def _holder(value: Any) -> str:
     spaces = {id(vars(module)): name for name, module in [*sys.modules.items()] if hasattr(module, "__dict__")}
     level, seen, first = [value], {id(value)}, ""
     for _ in range(_LEVELS):
-        if function := _function_with(level):
-            return f"{function}, which still runs in a thread,"
         referrers = [each for each in gc.get_referrers(*level) if id(each) not in seen and each is not level]
         for each in referrers:
             if (name := spaces.get(id(each))) is not None:
@@ -174,17 +172,6 @@ def _holder(value: Any) -> str:
             break
         level = referrers
     return f"an object of type {first}" if first else "something"
-
-
-def _function_with(values: list[Any]) -> str:
-    """The name of a running function that has one of these in a variable."""
-    for thread, top in sys._current_frames().items():
-        frame: FrameType | None = top if thread != threading.get_ident() else None
-        while frame is not None:
-            if any(_is_among(each, values) for each in frame.f_locals.values()):
-                return frame.f_code.co_name
-            frame = frame.f_back
-    return ""
 
 
 def _is_among(value: Any, values: list[Any]) -> bool:

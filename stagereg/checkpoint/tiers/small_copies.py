@@ -59,8 +59,8 @@ class SmallCopySender:
             data = _frozen(values[name])
             if data is None or sum(map(len, frozen.values())) + len(data) > _MOST_BYTES:
                 self._left_out.add(name)
-                text = "stagereg: %r of rank %d is no plain data of at most %d KiB, and is lost where that rank is."
-                _log.info(text, name, self._rank, _MOST_BYTES >> 10)
+                text = "stagereg: what rank %d has as %r is lost if that rank is: it is no plain data, or more than %d KiB."
+                _log.info(text, self._rank, name, _MOST_BYTES >> 10)
             else:
                 frozen[name] = data
         self._next.append((step, frozen, generators))
