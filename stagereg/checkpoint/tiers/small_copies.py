@@ -59,7 +59,7 @@ class SmallCopySender:
             data = _frozen(values[name])
             if data is None or sum(map(len, frozen.values())) + len(data) > _MOST_BYTES:
                 self._left_out.add(name)
-                text = "stagereg: what rank %d has as %r is lost if that rank is: it is no plain data, or more than %d KiB."
+                text = "stagereg: what rank %d has as %r is lost if the rank is: it is no plain data, or above %d KiB."
                 _log.info(text, self._rank, name, _MOST_BYTES >> 10)
             else:
                 frozen[name] = data
