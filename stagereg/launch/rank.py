@@ -73,6 +73,7 @@ _LOST_PEER = (
     "connection was likely closed",
     "broken pipe",
     "timed out waiting",
+    "timeout caused pair closure",
     "remote process exited",
     "one of them hangs",
 )
@@ -199,9 +200,9 @@ class Rank:
             if self.local_world_size < self.world_size and is_consequence(error):  # the store may be on a lost machine
                 host = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
                 lost = f"{self.store.lost(_LOST_S)} {self.store.saved}".strip()
-                gone = f"lost rank 0's torchrun or machine: the store of this run, on {host}, is gone."
-                text = f"{lost or gone} If a rank there reported a cause, that is it. Seen here:"
-                self._print(f"{text}\n{format_error(error)}")
+                gone = f"lost rank 0's torchrun or machine: the store of this run, on {host}, is gone"
+                text = f"{gone}{lost and '; '}{lost.rstrip('.')}. If a rank there reported a cause, that is it."
+                self._print(f"{text} Seen here:\n{format_error(error)}")
         self.store.leave()
         shutdown.exit_now(1)
 
