@@ -21,7 +21,7 @@ from torch.distributed import HashStore
 import stagereg.launch.rank as rank
 import stagereg.launch.run_store as run_store
 import stagereg.shutdown as shutdown
-from stagereg.errors import LaunchError
+from stagereg.errors import CheckpointError, LaunchError
 from stagereg.launch.main import _follow
 from stagereg.launch.rank import Rank
 from stagereg.launch.run_store import RunStore
@@ -210,3 +210,10 @@ def test_a_sweep_below_torchrun_names_the_command_that_does_it(
             _follow(Rank(number, world, number, local, False, RunStore(HashStore(), number, world)))
         assert f"`{command}`" in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("why", "is_one"), [("Application timeout caused pair closure", True), ("it is full", False)])
+def test_an_exchange_that_ends_since_a_rank_is_lost_is_no_cause(why: str, is_one: bool) -> None:
+    error = CheckpointError("Nothing was restored: rank 1 did not come to this exchange within 2.95 s, and may hang.")
+    error.__cause__ = RuntimeError(why)
+    assert rank.is_consequence(error) is is_one
