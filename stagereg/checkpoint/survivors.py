@@ -42,7 +42,6 @@ from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.tier_to_store import ALL, store_newest
 from stagereg.checkpoint.tiers.small_copies import GENERATORS
 from stagereg.errors import CheckpointError, name_ranks, reason
-from stagereg.join.broken import abort
 from stagereg.launch.loss import Loss
 from stagereg.launch.rank import is_consequence
 from stagereg.registry import build
@@ -133,8 +132,8 @@ class Survivors:
             time.sleep(_LOOK_S)
         why = self._whole.hold() if self._saver.whole is not None else "a step could not be noted"
         for target in (self._target, self._tier):
-            if target is not None and target.ranks.group is not None:
-                abort(target.ranks.group)
+            if target is not None:
+                target.ranks.end(f"lost {name_ranks(sorted(told.lost()))}")
         if not self._background.ends_by(time.monotonic() + told.notice_s):
             why = why or "a save before has not ended"
         step, kept = self._whole.step, [] if self._tier is None else self._tier.near.kept.listed()

@@ -1,19 +1,23 @@
 """Whether a run that has failed starts again: as often as the user has said, and not for what would come again.
 
 What counts is whether it gets anywhere. A checkpoint that is newer than that at the failure before is progress, and the
-count begins anew; an error of the program that comes again at the same step ends the run at once.
+count begins anew; an error of the program that comes again at the same step ends the run at once. Not where the error
+tells of bad numbers: a checkpoint may be whole and have them, so that an older one is tried (``give_up_after``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import stagereg.record as record
 from stagereg.errors import LaunchError
+
+_BAD_NUMBERS = re.compile(r"\bFloatingPointError\b|\bnan\b|\bnon-?finite\b|\bnot finite\b", re.IGNORECASE)
 
 
 class Progress(NamedTuple):
@@ -90,7 +94,8 @@ class Restarts:
             progress: how far it has come.
         """
         causes = {text.strip().rpartition("\n")[2] for text in errors.values()}  # of a traceback the exception
-        if not killed and causes & self._causes and progress.step == self._step:
+        again = {each for each in causes & self._causes if not _BAD_NUMBERS.search(each)}
+        if not killed and again and progress.step == self._step:
             where = "before its first step" if progress.step is None else f"after step {progress.step}"
             return f"\nIt is not started again: the same error has come twice {where}."
         self._causes, self._step = causes, progress.step

@@ -168,3 +168,15 @@ def test_those_who_are_left_go_on_below_elastic_torchrun(lab: Lab, app: App) -> 
     for process in (first, last):
         assert comes_true(lambda process=process: goes_on.search(process.output) is not None, START_S), process.output
     assert comes_true(lambda: "lost rank" in lost.output, BOUND_S)
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_cut_off_in_a_commit_with_the_store_costs_no_step(lab: Lab, app: App) -> None:
+    first, *others = started(lab, app, "hangs=in a commit")
+    lab.machines[0].cut()
+    end_for(others, 0, lab.machines[0].name)
+    assert first.wait(BOUND_S)
+    newest = max(open_store(f"{app.folder}/run/checkpoints").checkpoints()[0], key=lambda each: each.manifest.step)
+    output = "".join(each.output for each in (first, *others))
+    assert newest.manifest.lost, output
+    assert "has not ended" not in output  # which waited for the store's answers, one after the other

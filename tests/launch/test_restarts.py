@@ -50,6 +50,8 @@ def train(cfg):
                         os.kill(os.getpid(), signal.SIGKILL)
                     case "raise":
                         raise ValueError("no cheese")
+                    case "bad numbers":
+                        raise RuntimeError("the loss is nan")
                     case "configure":
                         stagereg.registry.find("stager", "no such stager")
                     case "signal":
@@ -203,8 +205,9 @@ def test_an_older_checkpoint_that_is_saved_again_is_no_progress() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_dies_after_each_checkpoint_goes_back_and_then_ends(program: Program) -> None:
-    ended = refusal(program, "nproc=1", "what=kill", "times=99", "at=[8]", "restarts=99")
+@pytest.mark.parametrize("what", ["kill", "bad numbers"])
+def test_a_run_that_fails_after_each_checkpoint_goes_back_and_then_ends(program: Program, what: str) -> None:
+    ended = refusal(program, "nproc=1", f"what={what}", "times=99", "at=[8]", "restarts=99")
     assert began(program) == [None, *[6] * 3, *[3] * 3]
     assert "none of them is good" in ended.stderr
 
@@ -216,6 +219,15 @@ def test_another_error_or_step_is_another_failure() -> None:
     assert restarts.refusal(errors, False, at(4)) is None
     assert restarts.refusal({0: "KeyError: 'wine'"}, False, at(4)) is None
     assert restarts.refusal({1: "File\nKeyError: 'wine'", 0: "x"}, False, at(4)), "on another rank, seen by another"
+
+
+@pytest.mark.parametrize("text", ["FloatingPointError: loss", "RuntimeError: loss is NaN at 7", "E: a non-finite norm"])
+def test_bad_numbers_may_be_in_the_checkpoint_and_another_is_tried(text: str) -> None:
+    restarts = Restarts(2, at(None))
+    assert [restarts.refusal({0: text}, False, at(3, 2)) for _ in range(2)] == [None, None]
+    assert "2 times without a new checkpoint" in str(restarts.refusal({0: text}, False, at(3, 2)))
+    named = {0: "KeyError: 'nanny'"}
+    assert [restarts.refusal(named, False, at(3, 3)) is None for _ in range(2)] == [True, False]
 
 
 def test_progress_is_what_is_recorded_last(tmp_path: Path) -> None:

@@ -254,6 +254,15 @@ class RankGroup:
         """Give ``data`` of rank ``source`` to all. Collective; inside :meth:`explaining`."""
         self.wait(dist.broadcast(data, group=self.group, group_src=source, async_op=True), self.limit)
 
+    def end(self, why: str) -> None:
+        """Have every exchange fail for ``why``, those under way too, and ask nobody, as the store may be gone. Any thread.
+
+        Not collective.
+        """
+        if self.group is not None:
+            self._why = self._why or why
+            abort(self.group)
+
     def _gone(self, error: RuntimeError) -> str:
         """Say to which ranks there is no connection any more."""
         gone = []
