@@ -195,6 +195,7 @@ def test_others_hear_nothing_of_a_power_loss(
     assert seconds(lab, asks=1) is not None
 
 
+@pytest.mark.slow
 def test_ranks_of_two_machines_reduce_and_a_job_ends_when_one_loses_its_power(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "reduce.py").write_text(REDUCE)
     job = lab.torchrun(["reduce.py"], machines=[0, 2], env={"STAY": "yes"}, cwd=tmp_path)

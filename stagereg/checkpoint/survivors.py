@@ -38,7 +38,7 @@ from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Stage
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.checkpoint.save.tier_target import TierTarget
 from stagereg.checkpoint.save.whole_step import WholeStep
-from stagereg.checkpoint.store.lock import StoreLock
+from stagereg.checkpoint.store.lock import LOCK, StoreLock
 from stagereg.checkpoint.tier_to_store import ALL, store_newest
 from stagereg.checkpoint.tiers.small_copies import GENERATORS
 from stagereg.errors import CheckpointError, name_ranks, reason
@@ -146,7 +146,7 @@ class Survivors:
         while True:
             posted = [_Posted(*json.loads(line)) for line in told.store.get("posted").splitlines()]
             lost = told.lost()
-            missing = {*range(told.world_size)} - {each.rank for each in posted} - lost
+            missing = {*range(told.world_size)} - {each.rank for each in posted} - lost.keys()
             if not missing or time.monotonic() > ends:
                 return sorted(each for each in posted if each.rank not in lost)
             time.sleep(_LOOK_S * (1 + told.world_size // 64))
@@ -252,15 +252,17 @@ class _Try:
         return next((names for of, _, names in self.kept if of == rank), [])
 
     def begin(self, target: SaveTarget) -> None:
-        """Have the others begin too, once the directory is this rank's to write to."""
-        while True:  # a rank that was stopped has it until it is ended
-            try:
-                self._lock = target.store.lock()
-                break
-            except CheckpointError:
-                if time.monotonic() > self.told.until - self.told.notice_s:
-                    raise
-                time.sleep(_LOOK_S)
+        """Have the others begin too, once the directory is this rank's to write to.
+
+        A lost rank may have it, which saves by itself, is stopped, or whose machine can tell nobody that it is gone. It
+        is waited for, as long as one that is cut off needs to end, and then it is taken from it.
+        """
+        store = target.store
+        while (holder := store.holder()) is not None and self.told.is_lost(holder.process):
+            if time.monotonic() > self.told.until - 2 * self.told.notice_s:
+                store.backend.delete(f"{store.root}/{LOCK}")  # which its holder finds out before it commits
+            time.sleep(_LOOK_S)
+        self._lock = store.lock()
         if any(each.manifest.step == self.step for each in target.store.checkpoints()[0]):
             self.end(f"Step {self.step} is saved in {target.where}.", self.step)
         self.store.set("begun", "")

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,16 +33,20 @@ class Loss:
     """What those who save are told, on each rank that is left.
 
     ``store`` is torch's, in which all who are left meet (:meth:`.RunStore.meet`). ``lost`` returns the ranks that are
-    lost by now. ``notice_s`` is the time in which others are, and at ``until`` (``time.monotonic``) this rank ends,
-    whatever is under way.
+    lost by now, as :meth:`.RunStore.lost_ranks`. ``notice_s`` is the time in which others are, and at ``until``
+    (``time.monotonic``) this rank ends, whatever is under way.
     """
 
     rank: int
     world_size: int
     store: Any
-    lost: Callable[[], frozenset[int]]
+    lost: Callable[[], Mapping[int, str]]
     notice_s: float
     until: float
+
+    def is_lost(self, process: str) -> bool:
+        """Whether a process, as ``process 12 on node3``, was that of a rank that is lost."""
+        return any(how.startswith(f"({process}):") for how in self.lost().values())
 
 
 class SavesAfterLoss(Protocol):

@@ -155,9 +155,9 @@ class RunStore:
         if self._watch is not None:
             self._watch.close()
 
-    def lost_ranks(self) -> frozenset[int]:
-        """The ranks that are lost."""
-        return frozenset() if self._watch is None else frozenset([*self._watch.lost])
+    def lost_ranks(self) -> dict[int, str]:
+        """The ranks that are lost, each with its process and how it was lost: ``(process 12 on node3): ...``."""
+        return {} if self._watch is None else {**self._watch.lost}
 
     def meet(self, limit_s: float) -> Any:
         """Return torch's store in which those who are left meet, over a connection that no other thread waits in.

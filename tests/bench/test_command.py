@@ -53,6 +53,7 @@ def test_medians_and_ratios_follow_from_the_samples_of_the_run(
     assert max(map(len, out.splitlines())) <= 120
 
 
+@pytest.mark.slow
 def test_stall_measures_what_a_checkpoint_costs_and_prints_no_log(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,7 +89,7 @@ def lose(
     """
     store = PrefixStore("run", dist.group.WORLD.get_group_store())
     run = RunStore(store, rank, world_size)
-    run.lost_ranks = lambda: frozenset(lost or [1 - rank])  # type: ignore[method-assign]
+    run.lost_ranks = lambda: dict.fromkeys(lost or [1 - rank], "")  # type: ignore[method-assign]
     after = AfterLoss(run, rank, world_size, NOTICE_S)
     with loss.of_process(after):
         training = Training(how)

@@ -83,7 +83,7 @@ def lose(
     """
     store = PrefixStore("run", dist.group.WORLD.get_group_store())
     run = RunStore(store, rank, world_size)
-    run.lost_ranks = lambda: frozenset([1])  # type: ignore[method-assign]
+    run.lost_ranks = lambda: {1: "(process 1 on here): gone"}  # type: ignore[method-assign]
     after = AfterLoss(run, rank, world_size, NOTICE_S)
     with loss.of_process(after):
         training = Training(how)

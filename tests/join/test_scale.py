@@ -414,6 +414,7 @@ def thrown(scripts: Scripts) -> tuple[int, list[int]] | None:
     return None
 
 
+@pytest.mark.slow
 @SEVERAL
 @given(scenario=scenarios(throw=True, mode="counted"))
 @example(scenario=crowd([[steps(5), steps(4)]], 64, throw=True, mode="counted"))

@@ -28,7 +28,7 @@ class Saves:
 def after_loss(meet: Any = None) -> tuple[AfterLoss, RunStore]:
     run = RunStore(HashStore(), 0, 3)
     run.meet = meet or (lambda limit_s: run._store)  # type: ignore[method-assign]
-    run.lost_ranks = lambda: frozenset([1])  # type: ignore[method-assign]
+    run.lost_ranks = lambda: {1: "(process 1 on here): gone"}  # type: ignore[method-assign]
     return AfterLoss(run, 0, 3, NOTICE_S), run
 
 
@@ -39,7 +39,8 @@ def test_it_saves_once_and_all_who_ask_hear_of_it() -> None:
         assert [after.save(), after.save()] == ["All is saved."] * 2
         after.await_saved()
     [told] = saves.told
-    assert (told.rank, told.world_size, told.lost()) == (0, 3, {1})
+    assert (told.rank, told.world_size, [*told.lost()]) == (0, 3, [1])
+    assert (told.is_lost("process 1 on here"), told.is_lost("process 11 on here")) == (True, False)
     assert run.saved == "All is saved."
 
 
@@ -86,9 +87,9 @@ def test_what_hangs_or_fails_costs_a_bounded_time(meet: Any, act: Any, why: str)
 def test_a_loss_is_waited_for_where_the_store_of_the_run_went_first() -> None:
     (after, run), saves, looks = after_loss(), Saves(), [0]
 
-    def lost() -> frozenset[int]:
+    def lost() -> dict[int, str]:
         looks[0] += 1
-        return frozenset([1] if looks[0] > 3 else [])
+        return {1: "gone"} if looks[0] > 3 else {}
 
     run.lost_ranks, run.get = lost, fail  # type: ignore[method-assign]
     after.expect(saves)

@@ -137,11 +137,15 @@ def test_a_rank_that_is_not_in_a_collective_learns_of_a_loss_too(lab: Lab, app: 
 @pytest.mark.slow
 def test_a_machine_that_freezes_in_a_commit_and_thaws_damages_nothing(lab: Lab, app: App) -> None:
     first, *others = started(lab, app, "hangs=in a commit")
+    store = open_store(f"{app.folder}/run/checkpoints")
     lab.machines[0].freeze()
     end_for(others, 0, lab.machines[0].name)
+    newest = store.checkpoints()[0][0]
+    assert newest.manifest.lost, "those who are left have taken the directory from a process that still has its lock"
     lab.machines[0].thaw()
     end_for((first,), r"\d", r"\w+")
-    complete, damaged = open_store(f"{app.folder}/run/checkpoints").checkpoints()
+    complete, damaged = store.checkpoints()
+    assert complete[0] == newest
     steps = [each.manifest.step for each in complete]
     assert (damaged, len({*steps})) == ([], len(steps))
 

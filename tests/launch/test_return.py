@@ -123,7 +123,7 @@ def expect_kept(program: Program, ranks: list[int], began: list[Any], nproc: int
 @pytest.mark.parametrize(
     ("nproc", "what", "at", "who", "began"),
     [
-        (2, "kill", 8, [1], [None, 7]),
+        pytest.param(2, "kill", 8, [1], [None, 7], marks=pytest.mark.slow),
         pytest.param(2, "kill", 8, [0], [None, 7], marks=pytest.mark.slow),
         pytest.param(3, "kill", 8, [0], [None, 7], marks=pytest.mark.slow),
         pytest.param(3, "kill", 8, [1, 2], [None, 7], marks=pytest.mark.slow),

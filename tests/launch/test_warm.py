@@ -80,7 +80,7 @@ def started(server: WarmStart, start: Start) -> WarmProcess:
     return found[0]
 
 
-@pytest.mark.parametrize("how", ["script", "module"])
+@pytest.mark.parametrize("how", ["script", pytest.param("module", marks=pytest.mark.slow)])
 def test_a_program_finds_what_it_would_find_in_a_process_of_its_own(server: WarmStart, folder: Path, how: str) -> None:
     if how == "module":
         for name in ("script", "beside"):
@@ -121,6 +121,7 @@ def test_its_end_is_told_whatever_it_was(server: WarmStart, folder: Path) -> Non
     process.send_signal(signal.SIGTERM)  # which is for nobody by now
 
 
+@pytest.mark.slow
 def test_all_end_with_the_server(folder: Path) -> None:
     server = WarmStart(start_of(folder))
     process = started(server, start_of(folder, "waits", number=30))

@@ -255,9 +255,9 @@ class RankGroup:
         self.wait(dist.broadcast(data, group=self.group, group_src=source, async_op=True), self.limit)
 
     def end(self, why: str) -> None:
-        """Have every exchange fail for ``why``, those under way too, and ask nobody, as the store may be gone. Any thread.
+        """Have every exchange fail for ``why``, also those under way; nobody is asked, as the store may be gone.
 
-        Not collective.
+        Any thread; not collective.
         """
         if self.group is not None:
             self._why = self._why or why

@@ -63,7 +63,12 @@ class Owner:
         if not self.pid:
             return "another process"
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-        return f"process {self.pid} on {self.host}, since {began} ({self.command})"
+        return f"{self.process}, since {began} ({self.command})"
+
+    @property
+    def process(self) -> str:
+        """Which process it is, in words."""
+        return f"process {self.pid} on {self.host}"
 
     @classmethod
     def ourselves(cls) -> Owner:

@@ -39,6 +39,7 @@ def make_runs(lab: Lab, tmp_path: Path) -> Callable[..., Runs]:
 # -- machines come and go
 
 
+@pytest.mark.slow
 def test_a_job_of_torchrun_goes_on_without_a_lost_machine(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "truth").mkdir()
     options = {"truth": tmp_path / "truth", "tier": "disk", "dir": f"{LOCAL}/t", "width": 300}
