@@ -46,7 +46,7 @@ _REMEDIES = {
     "InstallationError": "Run the command that the message has; `stagereg doctor` shows what is installed.",
     "JoinError": "What can be joined, and how: [uneven inputs](join.md).",
     "JoinableNotInitializedError": "Call `super().__init__()` in its constructor. [Plugins](plugins.md)",
-    "LaunchError": "The output of the rank that is named has the cause. [Many machines](slurm.md)",
+    "LaunchError": "The output of the rank that is named has the cause. [Many machines](clusters.md)",
     "NotSavedInTimeError": "Does the storage hang? Else raise the time-out. [Checkpoints](checkpoints.md)",
     "NothingSavedError": "`checkpoint.restore.fresh=[NAME]`, where the entry is to begin from scratch. "
     "[Checkpoints](checkpoints.md#what-is-new-in-the-state)",

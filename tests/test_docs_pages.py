@@ -32,7 +32,7 @@ from .support.app import App
 from .support.pages import DOCS, Page, fits
 
 EXAMPLES = DOCS.parent / "examples"
-CHECKPOINTS, SWEEPS, SLURM, GUIDE = map(Page, ("checkpoints.md", "sweeps.md", "slurm.md", "guide.md"))
+CHECKPOINTS, SWEEPS, SLURM, GUIDE = map(Page, ("checkpoints.md", "sweeps.md", "clusters.md", "guide.md"))
 LIMIT_S = 400
 
 

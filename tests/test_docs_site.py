@@ -44,7 +44,7 @@ RUN = {
     "join.md": dict.fromkeys(("diff", "python", "yaml"), "join/test_docs.py"),
     "nanogpt.md": {"diff": "examples/test_nanogpt.py"},
     "plugins.md": dict.fromkeys(("console", "python", "yaml"), "test_docs_tutorials.py"),
-    "slurm.md": {"bash": "test_docs_pages.py", "yaml": "test_docs_pages.py"},
+    "clusters.md": {"bash": "test_docs_pages.py", "yaml": "test_docs_pages.py"},
     "sweeps.md": dict.fromkeys(("console", "yaml"), "test_docs_pages.py"),
     "tutorial.md": dict.fromkeys(("console", "python", "yaml"), "test_docs_tutorials.py"),
 }
