@@ -260,6 +260,8 @@ def _state(process: int) -> str:
 
 def main() -> None:
     """Run as the child of a rank."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # Slurm sends them to every process of a step
+        signal.signal(number, signal.SIG_IGN)
     parent = os.getppid()
     with open(0, "rb", buffering=0, closefd=False) as given:  # no byte more than the line
         config = Config(**json.loads(given.readline()))
