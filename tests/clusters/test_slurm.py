@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,7 +118,7 @@ class Job:
 
     def end(self) -> str:
         """Wait until it has come to its end, and return what it has printed."""
-        self.slurm.await_job(self.number, "COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED", seconds=240)
+        self.slurm.await_job(self.number, "COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED", seconds=480)
         assert self.slurm.state(self.number) == "COMPLETED", self.told()
         return self.output
 
@@ -165,8 +167,8 @@ def test_a_job_that_another_one_takes_the_nodes_of_goes_on_later(slurm: Slurm, a
 
 @pytest.mark.parametrize("heading", [MACHINES, ALONE])
 def test_a_job_whose_time_is_over_goes_on_in_a_new_one(slurm: Slurm, app: App, heading: str) -> None:
-    job = Job(slurm, app, heading, "--time=1", "--signal=B:USR1@30", overrides="steps=400 step_s=0.15")
-    saved = int(re.findall(r"step (\d+)", job.await_output(r"preempted by SIGUSR1: step \d+ is saved"))[0])
+    job = Job(slurm, app, heading, "--time=3", "--signal=B:USR1@60", overrides="steps=400 step_s=0.3")
+    saved = int(re.findall(r"step (\d+)", job.await_output(r"preempted by SIGUSR1: step \d+ is saved", 200))[0])
     output = job.end()
     assert job.begun()[:2] == [0, saved], output
 
@@ -179,6 +181,8 @@ def test_a_job_that_is_canceled_has_saved_its_step(slurm: Slurm, app: App, headi
     slurm.await_job(job.number, "CANCELLED")
     job.await_output("preempted by SIGTERM: step")
     assert job.steps()
+    time.sleep(15)  # longer than it takes to start a job that was put back into the queue
+    assert slurm.state(job.number) == "CANCELLED", job.told()
 
 
 @pytest.mark.parametrize("how", ["down", "power"])
@@ -220,3 +224,20 @@ def test_two_jobs_of_one_directory_are_one_and_a_refusal(slurm: Slurm, app: App)
     assert "ENDS after 1000" in first.end()
 
 
+def test_a_sweep_of_jobs_on_two_nodes_each_ends_in_one_report(slurm: Slurm, app: App) -> None:
+    text = (CHECKOUT / "docs" / "clusters.md").read_text()
+    found = re.search(r"```yaml\n# conf/hydra/launcher/cluster.yaml\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    config = re.sub(r"gpus_per_node: 8\n", "", found[1]).replace("cpus_per_task: 64", "cpus_per_task: 1")
+    app.write("conf/hydra/launcher/cluster.yaml", config.replace("=ib0", "=eth0"))
+    given = (
+        "hydra/launcher=cluster",
+        "nproc=1",
+        "stager=pinned_cached,blocking",
+        f"hydra.sweep.dir={app.folder}/sweep",
+    )
+    sweep = slurm.start([sys.executable, "train.py", "-m", *given], app.folder)
+    assert sweep.wait(400) == 0, sweep.output + slurm.story()
+    assert re.search(r"pinned_cached.*\n.*blocking|blocking.*\n.*pinned_cached", sweep.output), sweep.output
+    outputs = "".join(path.read_text() for path in (app.folder / "out").glob("**/*_0_log.out"))
+    assert outputs.count("BEGINS after 0 of 2") == 2, outputs
