@@ -35,7 +35,7 @@ def train(cfg):
         begun = checkpointer.restore(state)
         with open(f"{cfg.answers}/{rank}.json", "a") as file, open(f"/proc/{os.getppid()}/cmdline") as parent:
             warm, backend = "launch.warm" in parent.read(), dist.get_backend_config()
-            file.write(json.dumps({"begun": begun, "warm": warm, "backend": backend, "pid": os.getpid()}) + "\\n")
+            file.write(json.dumps({"begun": begun, "warm": warm, "backend": backend}) + "\\n")
         for step in range((begun or 0) + 1, cfg.steps + 1):
             optimizer.zero_grad()
             model(torch.full((4, 8), float(step * (rank + 1)), device=cfg.device)).square().mean().backward()
