@@ -33,11 +33,13 @@ import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.singleton import Singleton
 from hydra.core.utils import setup_globals
+from omegaconf import OmegaConf
 from ray.train import CheckpointUploadMode, RunConfig
 
 import stagereg.launch.loss as loss
 import stagereg.launch.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import ConfigError, LaunchError, Preempted, Stopped
 from stagereg.integrations.agreed import expect_known
 from stagereg.launch.rank import Rank, is_consequence
@@ -69,7 +71,7 @@ def on_ranks(train: Callable[[Any], Any], cfg: Any) -> Callable[[], Any]:
     """
     _expect_hydra("on_ranks(train, cfg)")
     expect_known("ray", _WRITTEN_FOR, ray.train, {"report": _REPORT})
-    return functools.partial(_run, train, cfg, Singleton.get_state(), os.getcwd())
+    return functools.partial(_run, train, cfg, Singleton.get_state(), os.getcwd(), _newest(cfg))
 
 
 def run_config(**options: Any) -> RunConfig:
@@ -102,11 +104,13 @@ def report(metrics: dict[str, Any], checkpointer: Checkpointer) -> None:
     Raises:
         ConfigError: on rank 0: ``checkpoint.dir`` is not inside Ray's directory of the run.
     """
-    path = None
+    place = None
     if ray.train.get_context().get_world_rank() == 0:
-        path = _reports.setdefault(checkpointer, _Reports(checkpointer)).take()
+        if checkpointer not in _reports:
+            _reports[checkpointer] = _Reports(checkpointer)
+        place = _reports[checkpointer].take()
     _last.update({"metrics": metrics, "checkpointer": checkpointer})
-    checkpoint = None if path is None else _checkpoint(str(path))
+    checkpoint = None if place is None else _checkpoint(place)
     ray.train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
 
 
@@ -114,21 +118,23 @@ class _Reports:
     """Which checkpoint of one checkpointer is to be reported next."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
+        known = ray.train.get_checkpoint()
         self._checkpointer = weakref.ref(checkpointer)
-        self._reported = checkpointer.latest if checkpointer.restored is not None else None
+        self._reported = None if known is None else known.path
         self._newer = True
         checkpointer.listen(self._note)
 
     def _note(self, step: int) -> None:
         self._newer = True
 
-    def take(self) -> Any:
-        """Return the newest one, or ``None`` if that is reported."""
+    def take(self) -> str | None:
+        """Return where the newest one is, without the scheme of a URL; ``None`` if that is reported."""
         checkpointer = self._checkpointer()
         if checkpointer is None or not self._newer:
             return None
         self._newer = False
-        before, self._reported = self._reported, checkpointer.latest
+        before, latest = self._reported, checkpointer.latest
+        self._reported = None if latest is None else str(latest).split("://")[-1]
         return None if self._reported == before else self._reported
 
 
@@ -138,15 +144,14 @@ _last: dict[str, Any] = {}
 _busy = threading.Event()  # is set when there is nothing more to save
 
 
-def _checkpoint(path: str) -> Any:
+def _checkpoint(place: str) -> Any:
     """What Ray takes for a checkpoint that is in its storage already. Raises: ``ConfigError`` if it is not."""
     storage: Any = ray.train.get_context().get_storage()
-    place, root = path.split("://")[-1], storage.experiment_fs_path
-    if not Path(os.path.realpath(place) if place.startswith("/") else place).is_relative_to(
-        os.path.realpath(root) if root.startswith("/") else root
-    ):
+    root = storage.experiment_fs_path
+    inside = [os.path.realpath(each) if each.startswith("/") else each for each in (place, root)]
+    if not Path(inside[0]).is_relative_to(inside[1]):
         raise ConfigError(
-            f"the checkpoint {path} is not in Ray's directory of this run, {root}, so Ray cannot be told of it: give "
+            f"the checkpoint {place} is not in Ray's directory of this run, {root}, so Ray cannot be told of it: give "
             "the trainer run_config=stagereg.integrations.ray.run_config(), or checkpoint.dir a folder in there"
         )
     return ray.train.Checkpoint(place, filesystem=storage.storage_filesystem)
@@ -186,12 +191,26 @@ class _RayRank(Rank):
         """Ray prints it, with its rank."""
 
 
-def _run(train: Callable[[Any], Any], cfg: Any, hydra: Any, folder: str) -> Any:
-    """What a worker runs, on Ray's thread."""
+def _newest(cfg: Any) -> str | None:
+    """What the newest checkpoint in ``checkpoint.dir`` alone is known by, ``None`` if there is none."""
+    where = OmegaConf.select(cfg, "checkpoint.dir")
+    found = None if where is None else open_store(where).latest()
+    return None if found is None else found.key
+
+
+def _go_on(cfg: Any, before: str | None) -> None:
+    """Where Ray has started a run again that has a checkpoint of its own, go on from that in place of ``resume``."""
+    if _newest(cfg) != before:
+        OmegaConf.update(cfg, "checkpoint.resume", "auto", force_add=True)
+
+
+def _run(train: Callable[[Any], Any], cfg: Any, hydra: Any, folder: str, before: Any = None) -> Any:
+    """What a worker runs, on Ray's thread; ``before`` is the newest checkpoint when the driver began."""
     setup_globals()
     Singleton.set_state(hydra)
     if os.path.isdir(folder):
         os.chdir(folder)
+    _go_on(cfg, before)
     worker = ray.get_runtime_context().current_actor
     ray.get(worker.execute.remote(_take_signals))
     rank = _this_rank(worker)

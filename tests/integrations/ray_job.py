@@ -5,7 +5,9 @@ Each rank appends what it does to ``rank-N.txt`` in the run's directory; what th
 
 import os
 import signal
+import socket
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from ray.train.torch import TorchTrainer
 from torch import nn
 
 import stagereg
+from stagereg.checkpoint.store.failpoints import watch
 from stagereg.integrations.ray import on_ranks, report, run_config
 
 
@@ -28,29 +31,29 @@ def note(text: str) -> None:
         file.write(text + "\n")
 
 
-def fail(cfg: Any, step: int) -> None:
-    """Fail as the config says, once: ``step:rank:how``."""
+def fail(cfg: Any, at: object) -> None:
+    """Fail as the config says, once: ``step:rank:how``, or the moment of a save in place of the step."""
     if not cfg.fails:
         return
-    at, rank, how = cfg.fails.split(":")
+    when, rank, how = cfg.fails.split(":")
     mark = Path(HydraConfig.get().runtime.output_dir, "failed")
-    if step != int(at) or dist.get_rank() != int(rank) or (mark.exists() and not cfg.always):
+    if str(at) != when or dist.get_rank() != int(rank) or mark.exists():
         return
     mark.touch()
     if how == "error":
         raise ValueError("bad sample 7")
     os.kill(os.getpid(), getattr(signal, how))
-    time.sleep(60 if how in ("SIGKILL", "SIGSTOP") else 0)
 
 
 def train(cfg: Any) -> float:
+    watch(partial(fail, cfg))
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer}
     with stagereg.instantiate(cfg.checkpoint) as checkpointer:
         start = checkpointer.restore(state) or 0
-        note(f"begins at {start} from {checkpointer.restored}")
+        note(f"begins at {start} on {socket.gethostname()} from {checkpointer.restored}")
         for step in range(start + 1, cfg.steps + 1):
             fail(cfg, step)
             loss = model(torch.full((2, 4), step / 10.0)).square().mean()
@@ -70,7 +73,9 @@ def train(cfg: Any) -> float:
 def main(cfg: Any) -> float:
     trainer = TorchTrainer(
         on_ranks(train, cfg),
-        scaling_config=ScalingConfig(num_workers=cfg.nproc, resources_per_worker={"CPU": 1}),
+        scaling_config=ScalingConfig(
+            num_workers=cfg.nproc, resources_per_worker={"CPU": 1}, placement_strategy=cfg.spread
+        ),
         run_config=run_config(failure_config=FailureConfig(max_failures=cfg.restarts)),
     )
     result = trainer.fit()
