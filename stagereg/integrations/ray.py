@@ -204,7 +204,7 @@ def _go_on(cfg: Any, before: str | None) -> None:
         OmegaConf.update(cfg, "checkpoint.resume", "auto", force_add=True)
 
 
-def _run(train: Callable[[Any], Any], cfg: Any, hydra: Any, folder: str, before: Any = None) -> Any:
+def _run(train: Callable[[Any], Any], cfg: Any, hydra: Any, folder: str, before: str | None) -> Any:
     """What a worker runs, on Ray's thread; ``before`` is the newest checkpoint when the driver began."""
     setup_globals()
     Singleton.set_state(hydra)
