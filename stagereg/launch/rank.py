@@ -354,6 +354,9 @@ def _process_group(rank: Rank) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
+    if dist.is_initialized():  # by what has started the rank
+        yield
+        return
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(rank.local_rank % torch.cuda.device_count())
