@@ -62,7 +62,7 @@ gpu: $(if $(VENV),$(VENV)/.ready)  ## on a machine with an NVIDIA GPU: its tests
 
 # As root, since it makes machines; a user's own Slurm is not touched.
 slurm: $(VENV)/.ready  ## the scripts of docs/clusters.md on a Slurm cluster in the lab, which is set up and ended
-	command -v slurmctld munged >/dev/null || apt-get install --yes --quiet slurm-wlm munge
+	(command -v slurmctld && command -v munged) >/dev/null || apt-get install --yes --quiet slurm-wlm munge || true
 	STAGEREG_SLURM=1 $(BIN)/python -m pytest tests/clusters/test_slurm.py
 
 dist: $(VENV)/.ready  ## the wheel and the source distribution, checked, and tried in an environment without the checkout

@@ -119,7 +119,8 @@ def test_the_python_of_the_pages_runs(
 def test_every_torchrun_and_script_of_a_page_is_understood() -> None:
     from torch.distributed.run import get_args_parser
 
-    found = [each for each in SLURM.started("torchrun") if "train.py" in each and "-m" not in each]
+    started = [*SLURM.started("torchrun"), *(each[1:] for each in SLURM.started("stagereg") if each[:1] == ["run"])]
+    found = [each for each in started if "train.py" in each and "-m" not in each]
     for arguments in found:
         asked = get_args_parser().parse_args([re.sub(r"\$\w+", "2", each) for each in arguments])
         assert asked.training_script == "train.py"
@@ -150,7 +151,7 @@ def test_every_command_of_stagereg_is_understood() -> None:
     given = [each for page in (CHECKPOINTS, SWEEPS, SLURM) for each in page.started("stagereg") if len(each) > 1]
     for arguments in given:
         parser.parse_args(arguments)
-    assert {arguments[0] for arguments in given} == {"ls", "verify", "convert", "report", "plan", "follow"}
+    assert {arguments[0] for arguments in given} == {"ls", "verify", "convert", "report", "plan", "follow", "run"}
 
 
 def test_the_tables_of_moments_figures_and_files_are_the_codes() -> None:

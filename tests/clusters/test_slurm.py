@@ -17,7 +17,7 @@ import pytest
 from stagereg.checkpoint.store.open_store import open_store
 
 from ..support.app import App
-from ..support.lab import CHECKOUT
+from ..support.lab import CHECKOUT, LOCAL
 from ..support.programs import comes_true
 from ..support.slurm import Slurm
 
@@ -189,7 +189,8 @@ def test_a_job_that_is_canceled_has_saved_its_step(slurm: Slurm, app: App, headi
 def test_a_job_that_loses_a_node_goes_on_with_another_one(slurm: Slurm, app: App, how: str) -> None:
     job = Job(slurm, app, MACHINES, overrides="steps=2000 step_s=0.02 checkpoint.every=50")
     job.await_output("GOES 20")
-    lost = next(each for each in slurm.nodes if each.name == slurm.fields(job.number)["NodeList"].replace("[", "")[:8])
+    first = slurm.run("scontrol", "show", "hostnames", slurm.fields(job.number)["NodeList"]).split()[0]
+    lost = next(each for each in slurm.nodes if each.name == first)
     if how == "down":
         slurm.run("scontrol", "update", f"nodename={lost.name}", "state=down", "reason=test")
     else:
@@ -201,14 +202,15 @@ def test_a_job_that_loses_a_node_goes_on_with_another_one(slurm: Slurm, app: App
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_a_job_goes_on_from_what_its_nodes_have_kept(slurm: Slurm, app: App, tier: str) -> None:
-    kept = "tier=memory tier.dir=/dev/shm/t" if tier == "memory" else "tier=disk tier.dir=/run/t"
-    given = f"steps=1500 step_s=0.02 checkpoint.every=100000 {kept} tier.every=5 tier.copies=1"
-    job = Job(slurm, app, MACHINES, overrides=given)
+    folder = "/dev/shm/t" if tier == "memory" else f"{LOCAL}/t"
+    given = "steps=1500 step_s=0.02 checkpoint.every=100000 tier.every=5 tier.copies=1 checkpoint.leave.grace=null"
+    job = Job(slurm, app, MACHINES, overrides=f"{given} tier={tier} tier.dir={folder}")
     job.await_output("GOES 20")
     slurm.run("scontrol", "requeue", job.number)
     output = job.end()
     assert len(job.begun()) == 2, output
     assert job.begun()[1] > 0, output
+    assert re.search(f"resumed from {folder}", output), output
 
 
 def test_jobs_of_an_array_have_a_directory_each(slurm: Slurm, app: App) -> None:
@@ -217,11 +219,11 @@ def test_jobs_of_an_array_have_a_directory_each(slurm: Slurm, app: App) -> None:
 
 
 def test_two_jobs_of_one_directory_are_one_and_a_refusal(slurm: Slurm, app: App) -> None:
-    first = Job(slurm, app, ALONE, overrides="steps=1000")
+    first = Job(slurm, app, ALONE, overrides="steps=100000")
     first.await_output("GOES 20")
-    second = Job(slurm, app, ALONE, name="job", overrides="steps=1000")
+    second = Job(slurm, app, ALONE, overrides="steps=100000")
     second.await_output("is in use: another run writes checkpoints there, process")
-    assert "ENDS after 1000" in first.end()
+    assert [slurm.state(each.number) for each in (first, second)] == ["RUNNING", "FAILED"]
 
 
 def test_a_sweep_of_jobs_on_two_nodes_each_ends_in_one_report(slurm: Slurm, app: App) -> None:
