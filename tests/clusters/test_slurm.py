@@ -223,7 +223,8 @@ def test_two_jobs_of_one_directory_are_one_and_a_refusal(slurm: Slurm, app: App)
     first.await_output("GOES 20")
     second = Job(slurm, app, ALONE, overrides="steps=100000")
     second.await_output("is in use: another run writes checkpoints there, process")
-    assert [slurm.state(each.number) for each in (first, second)] == ["RUNNING", "FAILED"]
+    slurm.await_job(second.number, "FAILED")
+    assert slurm.state(first.number) == "RUNNING"
 
 
 def test_a_sweep_of_jobs_on_two_nodes_each_ends_in_one_report(slurm: Slurm, app: App) -> None:
@@ -232,14 +233,9 @@ def test_a_sweep_of_jobs_on_two_nodes_each_ends_in_one_report(slurm: Slurm, app:
     assert found is not None
     config = re.sub(r"gpus_per_node: 8\n", "", found[1]).replace("cpus_per_task: 64", "cpus_per_task: 1")
     app.write("conf/hydra/launcher/cluster.yaml", config.replace("=ib0", "=eth0"))
-    given = (
-        "hydra/launcher=cluster",
-        "nproc=1",
-        "stager=pinned_cached,blocking",
-        f"hydra.sweep.dir={app.folder}/sweep",
-    )
+    given = ["hydra/launcher=cluster", "nproc=1", "stager=pinned_cached,blocking", f"hydra.sweep.dir={app.folder}/all"]
     sweep = slurm.start([sys.executable, "train.py", "-m", *given], app.folder)
     assert sweep.wait(400) == 0, sweep.output + slurm.story()
     assert re.search(r"pinned_cached.*\n.*blocking|blocking.*\n.*pinned_cached", sweep.output), sweep.output
-    outputs = "".join(path.read_text() for path in (app.folder / "out").glob("**/*_0_log.out"))
+    outputs = "".join(path.read_text() for path in (app.folder / "all").glob("**/*_0_log.out"))
     assert outputs.count("BEGINS after 0 of 2") == 2, outputs
