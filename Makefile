@@ -15,7 +15,7 @@ THOSE_THAT_FAILED := --last-failed --last-failed-no-failures none
 SCRIPTS := mermaid@11.17.2 iframe-worker@1.0.4
 WITH_FRAMEWORKS := tests/integrations tests/benchmarks/test_integrations.py tests/on_commit/test_components.py \
 	tests/checkpoint/promises/test_torchtitan.py tests/commands/test_convert.py::test_transformers_takes_the_files \
-	tests/test_clusters.py
+	tests/clusters/test_manifests.py
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .PHONY: train test test-all frameworks docs nightly bench-endurance bench-join bench-noticing bench-replicas bench-tiers bench-integrations scale gpu slurm dist check format clean

@@ -32,7 +32,7 @@ from .support.app import App
 from .support.pages import DOCS, Page, fits
 
 EXAMPLES = DOCS.parent / "examples"
-CHECKPOINTS, SWEEPS, SLURM, GUIDE = map(Page, ("checkpoints.md", "sweeps.md", "clusters.md", "guide.md"))
+CHECKPOINTS, SWEEPS, CLUSTERS, GUIDE = map(Page, ("checkpoints.md", "sweeps.md", "clusters.md", "guide.md"))
 LIMIT_S = 400
 
 
@@ -48,7 +48,7 @@ def composed(tmp_path: Path) -> Iterator[Any]:
     """Composes the example's config with the overrides of one job."""
     conf = tmp_path / "conf"
     shutil.copytree(EXAMPLES / "conf", conf)
-    App(tmp_path, {text.partition("\n")[0].removeprefix("# "): text for text in SLURM.of("yaml")})
+    App(tmp_path, {text.partition("\n")[0].removeprefix("# "): text for text in CLUSTERS.of("yaml")})
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf), version_base="1.3"):
         yield lambda overrides: compose("train", overrides=overrides, return_hydra_config=True)
@@ -64,7 +64,7 @@ def one_job(arguments: list[str]) -> list[str]:
     return first
 
 
-@pytest.mark.parametrize("page", [CHECKPOINTS, SWEEPS, SLURM], ids=["checkpoints", "sweeps", "slurm"])
+@pytest.mark.parametrize("page", [CHECKPOINTS, SWEEPS, CLUSTERS], ids=["checkpoints", "sweeps", "slurm"])
 def test_every_job_that_a_page_starts_composes(page: Page, composed: Any) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     jobs = {tuple(one_job(arguments)) for arguments in page.started("train.py")}
@@ -75,7 +75,7 @@ def test_every_job_that_a_page_starts_composes(page: Page, composed: Any) -> Non
 
 def test_the_launcher_of_the_page_is_one_that_submitit_takes(composed: Any) -> None:
     launcher = pytest.importorskip("hydra_plugins.hydra_submitit_launcher.submitit_launcher")
-    (arguments,) = [each for each in SLURM.started("train.py") if "hydra/launcher=cluster" in each]
+    (arguments,) = [each for each in CLUSTERS.started("train.py") if "hydra/launcher=cluster" in each]
     cfg = composed(one_job(arguments)).hydra.launcher
     assert cfg._target_.endswith("SlurmLauncher")
     assert (cfg.nodes, cfg.tasks_per_node, cfg.max_num_timeout) == (2, 1, 3)
@@ -119,14 +119,17 @@ def test_the_python_of_the_pages_runs(
 def test_every_torchrun_and_script_of_a_page_is_understood() -> None:
     from torch.distributed.run import get_args_parser
 
-    started = [*SLURM.started("torchrun"), *(each[1:] for each in SLURM.started("stagereg") if each[:1] == ["run"])]
+    started = [
+        *CLUSTERS.started("torchrun"),
+        *(each[1:] for each in CLUSTERS.started("stagereg") if each[:1] == ["run"]),
+    ]
     found = [each for each in started if "train.py" in each and "-m" not in each]
     for arguments in found:
         asked = get_args_parser().parse_args([re.sub(r"\$\w+", "2", each) for each in arguments])
         assert asked.training_script == "train.py"
         assert (asked.rdzv_backend, asked.nproc_per_node) == ("c10d", "8")
     assert len(found) == 3
-    scripts = SLURM.of("bash")
+    scripts = CLUSTERS.of("bash")
     for script in scripts:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=LIMIT_S)
     assert len(scripts) == 5
@@ -148,7 +151,7 @@ def test_every_command_of_stagereg_is_understood() -> None:
     added = parser.add_subparsers(required=True)
     for module in cli._COMMANDS:
         module.add_to(added)
-    given = [each for page in (CHECKPOINTS, SWEEPS, SLURM) for each in page.started("stagereg") if len(each) > 1]
+    given = [each for page in (CHECKPOINTS, SWEEPS, CLUSTERS) for each in page.started("stagereg") if len(each) > 1]
     for arguments in given:
         parser.parse_args(arguments)
     assert {arguments[0] for arguments in given} == {"ls", "verify", "convert", "report", "plan", "follow", "run"}

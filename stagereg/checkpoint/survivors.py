@@ -38,7 +38,7 @@ from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Stage
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.checkpoint.save.tier_target import TierTarget
 from stagereg.checkpoint.save.whole_step import WholeStep
-from stagereg.checkpoint.store.lock import LOCK, StoreLock
+from stagereg.checkpoint.store.lock import LOCK, Owner, StoreLock
 from stagereg.checkpoint.tier_to_store import ALL, store_newest
 from stagereg.checkpoint.tiers.small_copies import GENERATORS
 from stagereg.errors import CheckpointError, name_ranks, reason
@@ -257,9 +257,12 @@ class _Try:
         A lost rank may have it, which saves by itself, is stopped, or whose machine can tell nobody that it is gone. It
         is waited for, as long as one that is cut off needs to end, and then it is taken from it.
         """
-        store = target.store
-        while (holder := store.holder()) is not None and self.told.is_lost(holder.process):
-            if time.monotonic() > self.told.until - 2 * self.told.notice_s:
+        store, told = target.store, self.told
+        while (holder := store.holder()) is not None and holder.process != Owner.ourselves().process:
+            left_s = told.until - time.monotonic()
+            if left_s < told.notice_s:
+                break  # to hear who has it
+            if left_s < 2 * told.notice_s and told.is_lost(holder.process):
                 store.backend.delete(f"{store.root}/{LOCK}")  # which its holder finds out before it commits
             time.sleep(_LOOK_S)
         self._lock = store.lock()

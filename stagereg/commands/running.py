@@ -38,7 +38,7 @@ def run(asked: argparse.Namespace) -> int:
     """Run the ranks of this machine; return 0, or the code of the first that failed, 128 + the number of a signal.
 
     Raises:
-        LaunchError: the machines have not found each other.
+        LaunchError: the machines have not found each other, or the one that all meet at is gone.
     """
     from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -64,8 +64,9 @@ def run(asked: argparse.Namespace) -> int:
         return 128 + error.sigval
     except (DistNetworkError, RendezvousError) as error:
         raise LaunchError(
-            f"the machines of this run have not found each other: {str(error).partition(chr(10))[0]} Give all of them "
-            "the same --master-addr and --master-port, or --rdzv-endpoint, and see that its machine has started"
+            "the machines of this run have not found each other, or the one that all meet at is gone: "
+            f"{str(error).partition(chr(10))[0].rstrip('.')}. Give all of them the same --master-addr and "
+            "--master-port, or --rdzv-endpoint, see that its machine has started, and look at the output there"
         ) from error
     finally:
         for number, handler in before.items():

@@ -107,9 +107,11 @@ class _End:
         return next((each for each in SIGNALS if 128 + each in self.codes.values()), None)
 
     def __str__(self) -> str:
-        died = {rank: f"died of {signal_name(-code)}" for rank, code in self.codes.items() if code < 0}
-        ended = {rank: f"ended with exit code {code}" for rank, code in self.codes.items() if code > 0}
-        texts = {**({} if self.is_over else died), **self.errors} if self.errors else {**died, **ended}
+        texts = {
+            rank: f"died of {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            for rank, code in self.codes.items()
+            if not self.errors or (code < 0 and not self.is_over)  # an error says more than the code that came of it
+        } | self.errors
         return "\n".join(f"rank {rank}: {text}" for rank, text in sorted(texts.items()))
 
 

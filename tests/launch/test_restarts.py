@@ -159,6 +159,8 @@ def test_a_rank_that_starts_again_has_torch_already(program: Program) -> None:
     ended = program.run("what=kill", "steps=140", "at=[130]", "step_s=0.1")
     assert ended.returncode == 0, ended.stderr
     assert [each["warm"] for each in program.answers_of(1)] == [False, True]
+    assert "Rank 0 saved step 130, in " in ended.stderr
+    assert "rank 1: died of SIGKILL" in ended.stderr, "the signal is told too"
 
 
 @pytest.mark.slow

@@ -111,6 +111,7 @@ def test_its_end_is_told_whatever_it_was(server: WarmStart, folder: Path) -> Non
     for number, (how, code) in enumerate({"returns": 0, "raises": 1, "exits": 75}.items(), 10):
         assert started(server, start_of(folder, how, number=number)).wait(BOUND_S) == code
         assert str(folder / f"said{number}") in (folder / "ended").read_text(), "what runs at the end of a process"
+    server._server.send_signal(signal.SIGTERM)  # of Slurm, to each process of a step
     process = started(server, start_of(folder, "waits", number=20))
     assert process.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):

@@ -65,7 +65,7 @@ class Ranks:
         for rank, what in enumerate(whats):
             with (self.root / f"out{rank}").open("wb") as out:
                 command = [sys.executable, "-c", RANK, str(rank), str(self.root), what]
-                self.processes.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT))
+                self.processes.append(subprocess.Popen(command, cwd=self.root, stdout=out, stderr=subprocess.STDOUT))
         assert comes_true(lambda: all("UP" in self.said(rank) for rank in range(len(whats))), BOUND_S)
 
     def said(self, rank: int) -> str:
@@ -130,6 +130,18 @@ def test_a_rank_that_hears_nothing_of_the_hub_is_ended_unless_it_was_given_time(
     time.sleep(NOTICE_S)
     assert ranks.processes[2].poll() is None, "it was given time before there was a loss, since another one was lost"
     os.kill(hub, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_all_processes_is_none_to_a_pulse(ranks: Ranks, number: signal.Signals) -> None:
+    """As Slurm sends it to each process of a step: the rank saves, and must not be taken for lost meanwhile."""
+    ranks.start("", "")
+    pulses = [pulse for each in ranks.processes for pulse in children(each.pid)]
+    for pulse in pulses:
+        os.kill(pulse, number)
+    ranks.processes[1].kill()
+    assert comes_true(lambda: "lost rank 1" in ranks.said(0), BOUND_S), "the pulses go on"
+    assert "lost" not in ranks.said(1)
 
 
 def children(parent: int) -> list[int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -163,8 +162,3 @@ def missing() -> str:
     """Return why no cluster can be made here, or nothing."""
     absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
     return f"a Slurm cluster cannot be made: this machine lacks {', '.join(absent)}" if absent else ""
-
-
-def version() -> str:
-    """Return Slurm's version."""
-    return subprocess.run(["slurmd", "-V"], capture_output=True, text=True, timeout=_SECONDS).stdout.strip()

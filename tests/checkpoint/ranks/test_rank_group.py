@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -33,3 +35,28 @@ def test_what_rank_0_fails_with_is_raised_on_all_and_is_itself_on_rank_0(kind: t
         assert first[:2] == ("KeyboardInterrupt", "of [0, 1]")
     else:
         assert first == ("CheckpointError", second[1], "ValueError")
+
+
+class Gone:
+    """A store that does not answer."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} of the store was called")
+
+
+def is_ended(rank: int, world_size: int) -> str:
+    ranks = RankGroup()
+    if rank == 1:
+        time.sleep(0.5)  # does not come to what the other one waits for
+        ranks.end("lost rank 0")
+        return ""
+    ranks._store, ending = Gone(), threading.Timer(0.2, ranks.end, ["lost rank 1"])
+    ending.start()
+    with pytest.raises(CheckpointError) as caught:
+        ranks.run_on_all("Nothing was saved", lambda: rank)
+    return str(caught.value)
+
+
+def test_an_exchange_that_is_ended_fails_for_that_reason_and_asks_nobody() -> None:
+    first, _ = run_ranks(is_ended, nproc=2, timeout_s=60)
+    assert first == "Nothing was saved: lost rank 1"

@@ -17,7 +17,7 @@ import yaml
 
 from stagereg.checkpoint.options import Leave
 
-CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
+CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
 NAMES = ("jobset", "kubeflow", "ray")
 MODELS = {
     "JobSet": "JobsetV1alpha2JobSet",
