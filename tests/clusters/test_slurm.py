@@ -47,6 +47,8 @@ def train(cfg):
             stagereg.log(step, loss=1.0 / step)
             time.sleep(cfg.step_s)
             checkpointer.maybe_save(step, state)
+            if step == cfg.fails_at and begun == 0:
+                raise ValueError("no cheese")
             if dist.get_rank() == 0 and step == begun + 20:
                 print(f"GOES {step}", flush=True)
     if dist.get_rank() == 0:
@@ -63,6 +65,7 @@ nproc: 1
 notice_s: 5
 steps: 40
 step_s: 0.02
+fails_at: 0
 checkpoint: {every: 10}
 """
 REPLACED = {
@@ -94,9 +97,18 @@ def script_of(page: str, heading: str) -> str:
 class Job:
     """A script of the page, submitted; what it prints is in one file, of all its starts."""
 
-    def __init__(self, slurm: Slurm, app: App, heading: str, *options: str, overrides: str = "", name: str = "job"):
+    def __init__(
+        self,
+        slurm: Slurm,
+        app: App,
+        heading: str,
+        *options: str,
+        overrides: str = "",
+        name: str = "job",
+        when: str = "",
+    ) -> None:
         self.slurm, self.app, self.run = slurm, app, app.folder / name
-        text = script_of("clusters.md", heading)
+        text = script_of("clusters.md", heading).replace('[ "$code" -eq 75 ]', when or '[ "$code" -eq 75 ]')
         for old, new in REPLACED.items():
             text = text.replace(old, new.format(run=self.run))
         script = app.folder / f"{name}.sh"
@@ -213,9 +225,26 @@ def test_a_job_goes_on_from_what_its_nodes_have_kept(slurm: Slurm, app: App, tie
     assert re.search(f"resumed from {folder}", output), output
 
 
+def test_a_job_that_has_failed_goes_on_where_its_script_says_so(slurm: Slurm, app: App) -> None:
+    text = (CHECKOUT / "docs" / "clusters.md").read_text()
+    found = re.search(r"put `(.*)` in the place of", text)
+    assert found is not None
+    job = Job(slurm, app, MACHINES, overrides="fails_at=35", when=found[1])
+    output = job.end()
+    assert job.begun() == [0, 30], output
+    assert len(re.findall(r"^ValueError: no cheese", output, re.MULTILINE)) == 1, output
+
+
 def test_jobs_of_an_array_have_a_directory_each(slurm: Slurm, app: App) -> None:
     job = Job(slurm, app, ALONE, "--array=0-1", name="job-$SLURM_ARRAY_TASK_ID")
     assert comes_true(lambda: job.output.count("ENDS after 40") == 2, START_S), job.told()
+
+
+def test_a_node_that_nobody_can_talk_to_ends_the_job_with_its_name(slurm: Slurm, app: App) -> None:
+    slurm.stop(slurm.nodes[1], "munged")
+    job = Job(slurm, app, MACHINES)
+    job.await_output(f"Task launch for StepId=.* failed on node {slurm.nodes[1].name}")
+    slurm.await_job(job.number, "FAILED")
 
 
 def test_two_jobs_of_one_directory_are_one_and_a_refusal(slurm: Slurm, app: App) -> None:
