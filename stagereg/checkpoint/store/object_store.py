@@ -72,6 +72,17 @@ class ObjectStore:
 
         return retrying("listing", url, act)
 
+    def size(self, url: str) -> int | None:
+        """Return the size of an object, None if there is none. Asks for its name, so no late listing hides it."""
+
+        def act() -> int | None:
+            try:
+                return int(self._fresh.size(self.path(url)))
+            except FileNotFoundError:
+                return None
+
+        return retrying("looking at", url, act)
+
     def get(self, url: str, start: int | None = None, end: int | None = None) -> bytes:
         """Return the content of a small object, or of any the bytes from ``start`` to ``end``."""
         return retrying("reading", url, lambda: bytes(self.fs.cat_file(self.path(url), start=start, end=end)))
