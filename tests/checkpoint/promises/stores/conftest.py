@@ -130,7 +130,7 @@ MAKERS = {
 
 @dataclass
 class Fault:
-    """What happens to the next ``times`` requests of a method in ``methods`` whose path has ``contains`` in it."""
+    """What happens to the next ``times`` requests of a method in ``methods`` that name ``contains``."""
 
     answer: tuple[int, dict[str, str], str]
     contains: str
@@ -188,9 +188,10 @@ class Proxy:
     def answer(
         self, method: str, path: str, body: bytes, headers: dict[str, str]
     ) -> tuple[int, list[tuple[str, str]], bytes]:
+        named = path + body[:1000].decode(errors="replace")  # Google's clients name a new object in the body
         with self._lock:
             for fault in self.faults:
-                if fault.times and method in fault.methods and fault.contains in path:
+                if fault.times and method in fault.methods and fault.contains in named:
                     fault.times, self.met = fault.times - 1, self.met + 1
                     return fault.answer[0], list(fault.answer[1].items()), fault.answer[2].encode()
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=BOUND_S)
@@ -254,7 +255,7 @@ class Store:
         objects = ObjectStore(self.url)
         objects.fs.invalidate_cache()
         below = objects.path(self.url) + "/"
-        return sorted(name.removeprefix(below) for name in objects.fs.find(below))
+        return sorted(name.removeprefix(below) for name in objects.fs.find(below) if name.startswith(below))
 
 
 def _free_port(below: int = 65536) -> int:
