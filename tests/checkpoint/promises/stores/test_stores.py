@@ -181,7 +181,8 @@ def test_a_store_that_lists_late_loses_nothing(store: Store, hidden: str) -> Non
     expect_restored(store, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # ten minutes against Azurite on two busy cores
+@pytest.mark.timeout(1800)
 def test_ten_thousand_objects_are_listed(store: Store) -> None:
     objects = ObjectStore(store.url)
     save(store, 1)
