@@ -16,11 +16,11 @@ THOSE_THAT_FAILED := --last-failed --last-failed-no-failures none
 SCRIPTS := mermaid@11.17.2 iframe-worker@1.0.4
 WITH_FRAMEWORKS := tests/integrations tests/benchmarks/test_integrations.py tests/on_commit/test_components.py \
 	tests/checkpoint/promises/test_torchtitan.py tests/commands/test_convert.py::test_transformers_takes_the_files \
-	tests/test_docs_pages.py::test_schedulers_start_a_job_that_ended_with_75_again
+	tests/test_clusters.py
 AZURITE := azurite@3.35.0
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: train test test-all frameworks stores docs nightly bench-endurance bench-join bench-noticing bench-replicas bench-tiers bench-integrations scale gpu dist check format clean
+.PHONY: train test test-all frameworks stores docs nightly bench-endurance bench-join bench-noticing bench-replicas bench-tiers bench-integrations scale gpu slurm dist check format clean
 
 train: $(VENV)/.ready  ## train a small language model on two local ranks
 	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
@@ -45,6 +45,7 @@ docs: $(DOCS)/.ready  ## the documentation site, to site/index.html; without net
 # The last line finds pyenv's interpreters too.
 nightly: $(HYDRA_1_4)/.ready docs stores  ## three hundred kills, five hundred saves twice, new examples, other versions of torch and Python
 	$(BIN)/python tests/benchmarks/kills.py --kills 300
+	$(MAKE) slurm
 	$(MAKE) bench-endurance
 	$(MAKE) bench-endurance ARGS="--stager shared"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --hypothesis-profile=explore $(WORKERS)
@@ -63,6 +64,11 @@ scale: $(VENV)/.ready  ## what a save sends and costs on thousands of simulated 
 # Offline: make gpu VENV= PYTHON=the one that has torch, Hydra and pytest
 gpu: $(if $(VENV),$(VENV)/.ready)  ## on a machine with an NVIDIA GPU: its tests and benchmarks, to gpu-report/gpu.md
 	$(if $(VENV),$(BIN)/python,$(PYTHON)) tests/benchmarks/gpu.py --out gpu-report
+
+# As root, since it makes machines; a user's own Slurm is not touched.
+slurm: $(VENV)/.ready  ## the scripts of docs/clusters.md on a Slurm cluster in the lab, which is set up and ended
+	(command -v slurmctld && command -v munged) >/dev/null || apt-get install --yes --quiet slurm-wlm munge || true
+	STAGEREG_SLURM=1 $(BIN)/python -m pytest tests/clusters/test_slurm.py
 
 dist: $(VENV)/.ready  ## the wheel and the source distribution, checked, and tried in an environment without the checkout
 	$(BIN)/python -m nox --session release

@@ -119,7 +119,8 @@ def test_the_python_of_the_pages_runs(
 def test_every_torchrun_and_script_of_a_page_is_understood() -> None:
     from torch.distributed.run import get_args_parser
 
-    found = [each for each in SLURM.started("torchrun") if "train.py" in each and "-m" not in each]
+    started = [*SLURM.started("torchrun"), *(each[1:] for each in SLURM.started("stagereg") if each[:1] == ["run"])]
+    found = [each for each in started if "train.py" in each and "-m" not in each]
     for arguments in found:
         asked = get_args_parser().parse_args([re.sub(r"\$\w+", "2", each) for each in arguments])
         assert asked.training_script == "train.py"
@@ -131,23 +132,13 @@ def test_every_torchrun_and_script_of_a_page_is_understood() -> None:
     assert len(scripts) == 5
 
 
-@pytest.mark.parametrize("name", ["skypilot", "kubeflow"])
-def test_schedulers_start_a_job_that_ended_with_75_again(name: str) -> None:
+def test_skypilot_starts_a_job_that_ended_with_75_again() -> None:
     from torch.distributed.run import get_args_parser
 
-    (first, *more) = yaml.safe_load_all((EXAMPLES / "clusters" / f"{name}.yaml").read_text())
-    if name == "skypilot":
-        assert first["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
-        subprocess.run(["bash", "-n"], input=first["run"], text=True, check=True, timeout=LIMIT_S)
-        command = shlex.split(re.sub(r"\$\w+|\$\([^)]*\)", "2", first["run"].replace("\\\n", " ")))
-    else:
-        ((replicated,), (job,)) = first["spec"]["template"]["spec"]["replicatedJobs"], more
-        (rule,) = replicated["template"]["spec"]["podFailurePolicy"]["rules"]
-        assert (rule["action"], rule["onExitCodes"]["values"]) == ("Ignore", [75])
-        command = job["spec"]["trainer"]["command"] + job["spec"]["trainer"]["args"]
-        models = pytest.importorskip("kubeflow_trainer_api.models", reason="make frameworks installs it")
-        assert models.TrainerV1alpha1ClusterTrainingRuntime.from_dict(first).to_dict() == first
-        assert models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
+    task = yaml.safe_load((EXAMPLES / "clusters" / "skypilot.yaml").read_text())
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+    subprocess.run(["bash", "-n"], input=task["run"], text=True, check=True, timeout=LIMIT_S)
+    command = shlex.split(re.sub(r"\$\w+|\$\([^)]*\)", "2", task["run"].replace("\\\n", " ")))
     assert command[:2] == ["stagereg", "run"]
     assert get_args_parser().parse_args(command[2:]).training_script == "train.py"
 
@@ -160,7 +151,7 @@ def test_every_command_of_stagereg_is_understood() -> None:
     given = [each for page in (CHECKPOINTS, SWEEPS, SLURM) for each in page.started("stagereg") if len(each) > 1]
     for arguments in given:
         parser.parse_args(arguments)
-    assert {arguments[0] for arguments in given} == {"ls", "verify", "convert", "report", "plan", "follow"}
+    assert {arguments[0] for arguments in given} == {"ls", "verify", "convert", "report", "plan", "follow", "run"}
 
 
 def test_the_tables_of_moments_figures_and_files_are_the_codes() -> None:

@@ -41,6 +41,7 @@ RUN = {
     "guide.md": dict.fromkeys(("diff", "python", "yaml"), "test_docs_pages.py"),
     "contracts.md": {"python": "testing/test_join_contract.py"},
     **{f"integrations/{name}.md": {"diff": "integrations/test_added_lines.py"} for name in TRAINERS},
+    "integrations/ray.md": {"python": "integrations/test_ray.py"},
     "join.md": dict.fromkeys(("diff", "python", "yaml"), "join/test_docs.py"),
     "nanogpt.md": {"diff": "examples/test_nanogpt.py"},
     "plugins.md": dict.fromkeys(("console", "python", "yaml"), "test_docs_tutorials.py"),

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from stagereg.errors import LaunchError
 from stagereg.launch.rank import KEEPS_CODE
 
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
@@ -34,9 +35,15 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Run the ranks of this machine; return 0, or the code of the first that failed, 128 + the number of a signal."""
+    """Run the ranks of this machine; return 0, or the code of the first that failed, 128 + the number of a signal.
+
+    Raises:
+        LaunchError: the machines have not found each other.
+    """
+    from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args
     from torch.distributed.run import run as run_ranks
 
@@ -55,6 +62,11 @@ def run(asked: argparse.Namespace) -> int:
         return first.exitcode if first.exitcode >= 0 else 128 - first.exitcode
     except SignalException as error:
         return 128 + error.sigval
+    except (DistNetworkError, RendezvousError) as error:
+        raise LaunchError(
+            f"the machines of this run have not found each other: {str(error).partition(chr(10))[0]} Give all of them "
+            "the same --master-addr and --master-port, or --rdzv-endpoint, and see that its machine has started"
+        ) from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

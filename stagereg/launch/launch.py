@@ -107,11 +107,10 @@ class _End:
         return next((each for each in SIGNALS if 128 + each in self.codes.values()), None)
 
     def __str__(self) -> str:
-        ends = {
-            rank: f"died of {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-            for rank, code in self.codes.items()
-        }
-        return "\n".join(f"rank {rank}: {text}" for rank, text in (self.errors or ends).items())
+        died = {rank: f"died of {signal_name(-code)}" for rank, code in self.codes.items() if code < 0}
+        ended = {rank: f"ended with exit code {code}" for rank, code in self.codes.items() if code > 0}
+        texts = {**({} if self.is_over else died), **self.errors} if self.errors else {**died, **ended}
+        return "\n".join(f"rank {rank}: {text}" for rank, text in sorted(texts.items()))
 
 
 @dataclass

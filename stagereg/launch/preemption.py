@@ -51,8 +51,7 @@ class PreemptionHandler:
 
     def listen(self) -> bool:
         """Begin to handle those signals that are neither handled nor ignored, and return whether any is handled."""
-        # Python lets no other thread set a handler.
-        if threading.current_thread() is not threading.main_thread() or not _listener.open():
+        if not take_signals():
             return False
         _listener.handlers = (*_listener.handlers, self)
         return True
@@ -93,10 +92,12 @@ class SignalListener:
         self._taken: list[signal.Signals] = []
         self._pipe: tuple[int, int] | None = None
 
+    @property
+    def is_open(self) -> bool:
+        return self._pipe is not None
+
     def open(self) -> bool:
-        """Begin to handle the signals, unless that has begun; return whether any is handled."""
-        if self._pipe is not None:
-            return True
+        """Begin to handle the signals; return whether any is handled."""
         self._taken = [*self._own(), *filter(_is_free, SIGNALS)]
         if not self._taken:
             return False
@@ -215,6 +216,14 @@ class SignalListener:
         _try(sys.stdout.flush)
         _try(sys.stderr.flush)
         os._exit(RESUME_CODE if self.saved else 128 + received)
+
+
+def take_signals() -> bool:
+    """Handle the signals from now on, for handlers of any thread; return whether that is so. On the main thread first.
+
+    Python lets no other thread set a handler.
+    """
+    return _listener.is_open or (threading.current_thread() is threading.main_thread() and _listener.open())
 
 
 def _is_free(number: signal.Signals) -> bool:

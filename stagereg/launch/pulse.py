@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 HURRIED_S = 4.0
 """Seconds in which a loss is noticed at most once a rank has been asked to end."""
 _MOST_BYTES = 1 << 16  # that a line may have
-_ENDED = "its process has ended"
+ENDED = "its process has ended"
 _STOPPED = "it was stopped (SIGSTOP, or a suspended job)"
 
 
@@ -170,7 +170,7 @@ class Pulse:
         if texts is None:
             self._close(line)
             if line.rank >= 0:
-                self._tell(line.rank, line.name, _ENDED)
+                self._tell(line.rank, line.name, ENDED)
         line.heard = time.monotonic()
         for text in texts or ():
             if text == "bye" or (line.rank < 0 and not self._greet(line, text)):
@@ -233,7 +233,7 @@ class Pulse:
     def _end(self) -> None:
         """Tell the others how the rank has ended."""
         if not self._said:
-            self._tell(self.config.rank, self.config.name, _ENDED)
+            self._tell(self.config.rank, self.config.name, ENDED)
         for line in self._lines.values():
             line.send("bye" if self._said else json.dumps({"lost": self._lost}))
 
@@ -260,6 +260,8 @@ def _state(process: int) -> str:
 
 def main() -> None:
     """Run as the child of a rank."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # Slurm sends them to every process of a step
+        signal.signal(number, signal.SIG_IGN)
     parent = os.getppid()
     with open(0, "rb", buffering=0, closefd=False) as given:  # no byte more than the line
         config = Config(**json.loads(given.readline()))

@@ -38,6 +38,7 @@ from stagereg.errors import (
     UnevenInputsError,
 )
 from stagereg.launch.command_line import quoted
+from stagereg.launch.pulse import ENDED
 from stagereg.launch.returning import Leaving, keeps_ranks
 from stagereg.launch.run_store import RunStore, following_attempt, name_attempt
 from stagereg.machine import end_with, ranks_here
@@ -194,7 +195,7 @@ class Rank:
             self.store.await_ended(_TOGETHER_S if isinstance(error, UnevenInputsError) else _LINGER_S)
             if self.store.get("cause is known") is None:
                 lost = self.store.lost(_LOST_S)  # on all ranks, since the first to exit has the others ended
-                if self.store.is_first("a consequence"):
+                if not self._is_known(lost) and self.store.is_first("a consequence"):
                     self._report(error, lost and f"{lost} {self.store.saved}".rstrip() + " Seen here:\n")
         except Exception:  # of the store; others may have reported a cause before it went
             if self.local_world_size < self.world_size and is_consequence(error):  # the store may be on a lost machine
@@ -205,6 +206,11 @@ class Rank:
                 self._print(f"{text} Seen here:\n{format_error(error)}")
         self.store.leave()
         shutdown.exit_now(1)
+
+    def _is_known(self, lost: str) -> bool:
+        """Whether the launcher can say what happened: of its own processes, with the signal or the exit code."""
+        ended = bool(lost) and all(how.endswith(ENDED) for how in self.store.lost_ranks().values())
+        return ended and self.launched and self.local_world_size == self.world_size and not self.store.saved
 
     @contextlib.contextmanager
     def _watched(self, notice_s: float) -> Iterator[None]:
@@ -348,6 +354,9 @@ def _process_group(rank: Rank) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
+    if dist.is_initialized():  # by what has started the rank
+        yield
+        return
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(rank.local_rank % torch.cuda.device_count())

@@ -204,6 +204,8 @@ class _Server:
             os._exit(0)
         gc.collect()
         gc.freeze()  # a process would touch, and so copy, all of it when it collects garbage
+        # Slurm sends them to every process of a step; to a rank alone they are something.
+        handlers = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGTERM, signal.SIGUSR1)}
         self._tell(0, None)  # ready
         while True:
             for key, _ in self._selector.select():
@@ -214,6 +216,8 @@ class _Server:
                 if not line:
                     os._exit(0)
                 if (pid := os.fork()) == 0:
+                    for number, handler in handlers.items():
+                        signal.signal(number, handler)
                     self._close()
                     return Start(*json.loads(line))
                 os.setpgid(pid, pid)  # signals go to its group, from now on

@@ -225,7 +225,7 @@ class Real:
     """A rank that does what the checkpointer does, with what torch says that it has."""
 
     def __init__(self, place: Place, rank: int, ranks: int) -> None:
-        group: Any = SimpleNamespace(rank=rank, size=ranks)
+        group: Any = SimpleNamespace(rank=rank, size=ranks, number=rank, numbers=range(ranks))
         self.target = SaveTarget(Nowhere(ranks), 1, StorageWithoutFiles(), group, "0" * 12)
         self.place, self.rank, self.ranks = place, rank, ranks
 

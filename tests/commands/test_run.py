@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -120,3 +121,18 @@ def test_what_was_ignored_at_its_start_stays_ignored(tmp_path: Path) -> None:
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
     assert ended.returncode == 0, ended.stderr
     assert "Failed to register" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_machines_that_do_not_find_each_other_are_told_where_and_what_to_do(tmp_path: Path) -> None:
+    with socket.socket() as taken:  # nobody answers there
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        where = ("--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", f"--master-port={port}")
+        ended = stagereg("run", *where, "--rdzv-conf=timeout=1", "program.py", cwd=tmp_path)
+    assert ended.returncode == 2, ended.stderr
+    (line,) = [each for each in ended.stderr.splitlines() if each.startswith("stagereg: ")]
+    assert "have not found each other" in line
+    assert f"(127.0.0.1, {port})" in line
+    assert "--master-addr" in line
+    assert "Traceback" not in ended.stderr

@@ -28,16 +28,17 @@ import stagereg
 def train(cfg):
     rank, attempt = dist.get_rank(), int(os.environ.get("STAGEREG_ATTEMPT", 0))
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    model = DistributedDataParallel(torch.nn.Linear(8, 8, device=cfg.device))
     optimizer = torch.optim.Adam(model.parameters())
     state = {"model": model.module, "optimizer": optimizer}
     with stagereg.instantiate(cfg.checkpoint) as checkpointer:
         begun = checkpointer.restore(state)
         with open(f"{cfg.answers}/{rank}.json", "a") as file, open(f"/proc/{os.getppid()}/cmdline") as parent:
-            file.write(json.dumps({"begun": begun, "warm": "launch.warm" in parent.read()}) + "\\n")
+            warm, backend = "launch.warm" in parent.read(), dist.get_backend_config()
+            file.write(json.dumps({"begun": begun, "warm": warm, "backend": backend}) + "\\n")
         for step in range((begun or 0) + 1, cfg.steps + 1):
             optimizer.zero_grad()
-            model(torch.full((4, 8), float(step * (rank + 1)))).square().mean().backward()
+            model(torch.full((4, 8), float(step * (rank + 1)), device=cfg.device)).square().mean().backward()
             optimizer.step()
             time.sleep(cfg.step_s)
             checkpointer.maybe_save(step, state)
@@ -71,6 +72,7 @@ steps: 12
 step_s: 0.0
 at: [8]
 times: 1
+device: cpu
 checkpoint: {{every: 3}}
 """
 

@@ -1,0 +1,49 @@
+"""Ray on two machines of a lab, one of which is lost."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="make frameworks installs it")
+
+from ..support.lab import LOCAL, Lab
+from ..support.programs import comes_true
+from .test_ray import PROGRAM, RAY
+
+PORT = 6379
+DEATH_S = "3000"
+"""Milliseconds in which Ray's head takes a machine for lost that does not answer."""
+HEALTH = {f"RAY_health_check_{name}_ms": DEATH_S for name in ("timeout", "period", "initial_delay")}
+ENV = {**RAY, **HEALTH, "RAY_health_check_failure_threshold": "2", "RAY_ADDRESS": ""}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_a_run_goes_on_without_a_machine_that_is_lost(tmp_path: Path) -> None:
+    """Each of two has a worker, and the one with Ray's head, which is left, has room for both."""
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--object-store-memory=80000000"]
+    with Lab(2, shm_bytes=1 << 30) as lab:
+        head, other = lab.machines
+        address = f"{head.address}:{PORT}"
+        more = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={LOCAL}/ray"]
+        for machine, options in {head: more, other: [f"--address={address}"]}.items():
+            here = f"--node-ip-address={machine.address}", "--num-cpus=2"
+            machine.start([*ray, *here, *options], ENV).await_output("Ray runtime started", 120)
+        folder = tmp_path / "run"
+        arguments = f"hydra.run.dir={folder}", "restarts=2", "steps=60", "spread=SPREAD", "nproc=2"
+        job = head.start([sys.executable, str(PROGRAM), *arguments], {**ENV, "RAY_ADDRESS": address})
+        names = folder / "rank-0.txt", folder / "rank-1.txt"
+        assert comes_true((folder / "checkpoints" / "latest").exists, 200), job.output
+        hosts = {path.read_text().split(" on ")[1].split()[0] for path in names}
+        assert hosts == {head.name, other.name}
+        other.kill()
+        job.wait(300)
+        assert job.returncode == 0, job.output
+        for path in names:
+            begun = [line.split() for line in path.read_text().splitlines() if line.startswith("begins")]
+            assert len(begun) >= 2
+            assert int(begun[-1][2]) > 0
+        assert "step-00000060" in job.output
