@@ -7,6 +7,7 @@ SITE := -c 'import site; print(site.getsitepackages()[0])'
 HYDRA_1_4 := $(VENV)/hydra-1.4
 FRAMEWORKS := $(VENV)/frameworks
 DOCS := $(VENV)/docs
+STORES := $(VENV)/stores
 TORCH := torch==2.13.0
 WORKERS := --numprocesses 2 --dist worksteal
 FAST := $(BIN)/python -m pytest -m "not slow" --hypothesis-profile=quick
@@ -16,9 +17,10 @@ SCRIPTS := mermaid@11.17.2 iframe-worker@1.0.4
 WITH_FRAMEWORKS := tests/integrations tests/benchmarks/test_integrations.py tests/on_commit/test_components.py \
 	tests/checkpoint/promises/test_torchtitan.py tests/commands/test_convert.py::test_transformers_takes_the_files \
 	tests/clusters/test_manifests.py
+AZURITE := azurite@3.35.0
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: train test test-all frameworks docs nightly bench-endurance bench-join bench-noticing bench-replicas bench-tiers bench-integrations scale gpu slurm dist check format clean
+.PHONY: train test test-all frameworks stores docs nightly bench-endurance bench-join bench-noticing bench-replicas bench-tiers bench-integrations scale gpu slurm dist check format clean
 
 train: $(VENV)/.ready  ## train a small language model on two local ranks
 	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
@@ -34,11 +36,14 @@ test-all: $(HYDRA_1_4)/.ready frameworks  ## the tests with their longer matrice
 frameworks: $(FRAMEWORKS)/.ready  ## the tests of stagereg.integrations, with the trainers installed
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest $(WORKERS) $(WITH_FRAMEWORKS)
 
+stores: $(STORES)/.ready  ## checkpoints in SeaweedFS (S3), Azurite and fake-gcs-server
+	OMP_NUM_THREADS=1 $(STORES)/bin/python -m pytest $(WORKERS) tests/checkpoint/promises/stores
+
 docs: $(DOCS)/.ready  ## the documentation site, to site/index.html; without network once its environment is there
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
 # The last line finds pyenv's interpreters too.
-nightly: $(HYDRA_1_4)/.ready docs  ## three hundred kills, five hundred saves twice, new examples, other versions of torch and Python
+nightly: $(HYDRA_1_4)/.ready docs stores  ## three hundred kills, five hundred saves twice, new examples, other versions of torch and Python
 	$(BIN)/python tests/benchmarks/kills.py --kills 300
 	$(MAKE) slurm
 	$(MAKE) bench-endurance
@@ -94,6 +99,14 @@ $(FRAMEWORKS)/.ready: $(VENV)/.ready constraints-frameworks.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-frameworks.txt \
 		--target "$$($(FRAMEWORKS)/bin/python $(SITE))"
 	echo "import site; site.addsitedir('$$($(BIN)/python $(SITE))')" > "$$($(FRAMEWORKS)/bin/python $(SITE))/beside.pth"
+	touch $@
+
+$(STORES)/.ready: $(VENV)/.ready constraints-stores.txt
+	$(BIN)/python -m venv --clear --without-pip $(STORES)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-stores.txt \
+		--target "$$($(STORES)/bin/python $(SITE))"
+	echo "import site; site.addsitedir('$$($(BIN)/python $(SITE))')" > "$$($(STORES)/bin/python $(SITE))/beside.pth"
+	npm install --silent --no-audit --no-fund --prefix $(STORES) $(AZURITE)
 	touch $@
 
 $(DOCS)/.ready: $(VENV)/.ready constraints-docs.txt

@@ -174,7 +174,7 @@ def test_every_public_name_is_that_of_the_stub(installed: Path, tmp_path: Path) 
 
 
 def test_the_constraints_pin_every_dependency_and_extra() -> None:
-    names = ("constraints.txt", "constraints-frameworks.txt")
+    names = ("constraints.txt", "constraints-frameworks.txt", "constraints-stores.txt")
     lines = [line for name in names for line in (ROOT / name).read_text().lower().splitlines()]
     pins = dict(line.split("==") for line in lines if "==" in line)
     assert pins["torch"] == "2.13.0"

@@ -18,13 +18,14 @@ from pathlib import Path
 
 from stagereg.checkpoint.format.manifest import new_token
 from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.store.advice import advice
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.checkpoint.store.retry import answered, within
 from stagereg.checkpoint.store.sweep_job import take_for_job
-from stagereg.errors import ConfigError, name_ranks
+from stagereg.errors import CheckpointError, ConfigError, name_ranks, reason
 
 SCRATCH = "stagereg-scratch-"
 """What the name of a folder begins with that nothing is saved to, so that each machine may have one of that path."""
@@ -100,7 +101,12 @@ class Hold:
             away = is_url(store.root)
             probe = None if away or self._ranks.size == 1 else Path(store.temporary(0, token))
             take = partial(_take, store, self._seconds, self._resume, probe)
-            self._lock = answered(store.root, self._seconds, take, methodcaller("release")) if away else take()
+            try:
+                self._lock = answered(store.root, self._seconds, take, methodcaller("release")) if away else take()
+            except PermissionError as error:
+                if not away:
+                    raise
+                raise CheckpointError(f"{reason(error)}. {advice(error, store.root)}") from error
             self._store = store
 
     def _expect_one_directory(self, store: CheckpointStore, token: str, named: str, looks: bool = True) -> None:

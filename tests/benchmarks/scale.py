@@ -18,7 +18,7 @@ import resource
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -160,7 +160,7 @@ class OfAllRanks(MemoryBackend):
 
     ranks = 0
 
-    def list(self, path: str) -> dict[str, int | str | None]:
+    def list(self, path: str, files: Iterable[str] = ()) -> dict[str, int | str | None]:
         return super().list(path) | {f"__{rank}_0.distcp": 10**9 for rank in range(self.ranks)}
 
 

@@ -1,6 +1,6 @@
 """A backend of checkpoint stores in the memory of one process, of which each change can be made to fail."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import WHOLE, Condition
@@ -23,7 +23,7 @@ class MemoryBackend:
     def _below(self, path: str, there: str = "") -> dict[str, bytes]:
         return {there + name.removeprefix(path): x for name, x in self.files.items() if name.startswith(f"{path}/")}
 
-    def list(self, path: str) -> dict[str, int | str | None]:
+    def list(self, path: str, files: Iterable[str] = ()) -> dict[str, int | str | None]:
         parts = {name[1:].partition("/"): len(x) for name, x in self._below(path).items()}
         return {name: None if below else size for (name, _, below), size in parts.items()}
 

@@ -197,7 +197,7 @@ class SaveTarget:
     def commit(self, step: int, path: str, files: dict[str, FileMark], index: bytes) -> None:
         store = self.store
         files[INDEX] = store.put(path, INDEX, index)
-        files |= {name: store.mark(path, name) for name in store.backend.list(path) if name not in files}
+        files |= {name: store.mark(path, name) for name in store.backend.list(path, [".metadata"]) if name not in files}
         failpoint("marked")
         store.notes.add_metrics(self.metrics.late_metrics())
         self.committed = store.publish(path, self.manifest(step, files), self.keep)

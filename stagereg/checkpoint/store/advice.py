@@ -13,6 +13,10 @@ _FULL = (
 )
 _READ_ONLY = "{root} cannot be written any more: it is mounted read-only. Systems do so after disk errors: see `dmesg`."
 _FORBIDDEN = "This process may not write in {root} any more: look at the owner and the permissions of what is there."
+_DENIED = (
+    "The store refuses the credentials of this process, or the right to write, list or delete in {root}: they may have "
+    "expired. Renew them, or grant that; a bucket that is read-only can only be read."
+)
 _BROKEN = (
     "The disk or the server below {root} fails: look at `dmesg`, and at the older checkpoints with "
     "`stagereg verify {root}`."
@@ -40,7 +44,8 @@ def advice(error: BaseException, root: str) -> str:
     """Return what to do about ``error``, raised while ``root`` was written; empty if unknown."""
     for each in causes(error):
         if isinstance(each, OSError) and each.errno in _ADVICE:
-            return _ADVICE[each.errno].format(root=root)
+            text = _DENIED if "://" in root and each.errno == errno.EACCES else _ADVICE[each.errno]
+            return text.format(root=root)
     return ""
 
 

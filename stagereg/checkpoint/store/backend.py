@@ -7,7 +7,7 @@ to whom it is asked for: :class:`.CheckpointStore`, :class:`.Retention` and :cla
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from stagereg.checkpoint.format.damage import WHOLE, Condition
@@ -30,10 +30,11 @@ class Backend(Protocol):
     root: str
     in_place: bool
 
-    def list(self, path: str) -> dict[str, int | str | None]:
+    def list(self, path: str, files: Iterable[str] = ()) -> dict[str, int | str | None]:
         """Return what is in a directory: sizes of files, or what is wrong with one; ``None`` of directories.
 
-        Nothing is in one that is not there; one that cannot be looked at is an error.
+        Nothing is in one that is not there; one that cannot be looked at is an error. Where listings may be late,
+        ``files`` are asked for by their names.
         """
         ...
 

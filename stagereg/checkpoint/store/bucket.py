@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from stagereg.checkpoint.format.damage import WHOLE, Condition
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, FileMark, Manifest, file_mark, step_of
@@ -41,8 +41,10 @@ class Bucket:
         self.objects = ObjectStore(root)
         self._committed = ""
 
-    def list(self, path: str) -> dict[str, int | str | None]:
-        return {**self.objects.listing(path)}
+    def list(self, path: str, files: Iterable[str] = ()) -> dict[str, int | str | None]:
+        listed = self.objects.listing(path)
+        named = {name: self.objects.size(f"{path}/{name}") for name in files if name not in listed}
+        return {**listed, **{name: size for name, size in named.items() if size is not None}}
 
     def resolve(self, path: str) -> str:
         folder, _, name = path.rstrip("/").rpartition("/")

@@ -93,7 +93,7 @@ class CheckpointStore:
         them together of parts. Any rank.
         """
         try:
-            sizes = conditions.sizes(self.backend, path)
+            sizes = conditions.sizes(self.backend, path, parts)
         except OSError as error:
             return dict.fromkeys(parts, damage_of(error))
         found: dict[str, Found] = {}
@@ -199,7 +199,8 @@ class CheckpointStore:
                 "write there; end one of them."
             )
         manifest = dataclasses.replace(manifest, serial=1 + last, time=int(time.time()))
-        lost = Condition(written, manifest, differences(manifest, conditions.sizes(self.backend, written)))
+        there = conditions.sizes(self.backend, written, manifest.files)
+        lost = Condition(written, manifest, differences(manifest, there))
         if lost.damages:
             raise CheckpointError(f"{written} did not reach the disk or the store as it was written: {lost}")
         self.retention.check()

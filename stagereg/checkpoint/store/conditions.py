@@ -7,10 +7,10 @@ all. Reading follows no link: a file of a checkpoint is a regular file inside it
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from stagereg.checkpoint.format.damage import Condition, Unclear, damage_of, differences
-from stagereg.checkpoint.format.manifest import MANIFEST, Checkpoint, Manifest, step_of
+from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, Manifest, step_of
 from stagereg.checkpoint.store.backend import Backend
 
 _LEFTOVER = re.compile(r"\.step-\d+\.[0-9a-f]+\.tmp")
@@ -26,9 +26,9 @@ def look(backend: Backend, path: str) -> Condition:
         return Condition(path, None, {MANIFEST: Unclear(f"cannot be looked at ({error})")})
 
 
-def sizes(backend: Backend, path: str) -> dict[str, int | str]:
-    """Return the size of each file in a directory, or what it is instead."""
-    there = backend.list(path).items()
+def sizes(backend: Backend, path: str, files: Iterable[str] = ()) -> dict[str, int | str]:
+    """Return the size of each file in a directory, or what it is instead; see :meth:`.Backend.list`."""
+    there = backend.list(path, files).items()
     return {name: "no regular file" if size is None else size for name, size in there}
 
 
@@ -54,7 +54,10 @@ def complete(found: list[Condition]) -> list[Checkpoint]:
 def _steps(backend: Backend) -> list[Condition]:
     def look_at_all() -> list[Condition]:
         there = backend.list(backend.root).items()
-        names = [name for name, size in there if size is None and step_of(name) is not None]
+        names = {name for name, size in there if size is None and step_of(name) is not None}
+        newest = backend.resolve(f"{backend.root}/{LATEST}").rpartition("/")[2] if backend.in_place else ""
+        if step_of(newest) is not None:
+            names.add(newest)  # which a late listing may not have yet
         return [_look(backend, f"{backend.root}/{name}") for name in names]
 
     return _settled(look_at_all)
@@ -75,13 +78,14 @@ def _settled(look: Callable[[], list[Condition]]) -> list[Condition]:
 
 def _look(backend: Backend, path: str) -> Condition:
     try:
-        there = sizes(backend, path)
+        there = sizes(backend, path, [MANIFEST])
     except OSError as error:
         there = {MANIFEST: Unclear(f"cannot be looked at ({error})")}
     found = _manifest(backend, path, there.get(MANIFEST, "missing"))
     if isinstance(found, str):
         return Condition(path, None, {MANIFEST: found})
-    return Condition(path, found, differences(found, there))
+    wrong = differences(found, there)
+    return Condition(path, found, wrong and differences(found, sizes(backend, path, found.files)))
 
 
 def _manifest(backend: Backend, path: str, there: int | str) -> Manifest | str:

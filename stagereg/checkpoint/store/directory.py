@@ -9,7 +9,7 @@ import contextlib
 import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from stagereg.checkpoint.format.damage import WHOLE, Condition, damage_of
@@ -46,7 +46,7 @@ class Directory:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = os.fspath(root)
 
-    def list(self, path: str) -> dict[str, int | str | None]:
+    def list(self, path: str, files: Iterable[str] = ()) -> dict[str, int | str | None]:
         try:
             with os.scandir(path) as entries:
                 return {entry.name: _size(entry) for entry in entries}

@@ -22,6 +22,7 @@ _BLOCK_BYTES = 1 << 24
 _BLOCKS_KEPT = 3
 _PRECONDITION_FAILED = 412
 _S3 = {"s3", "s3a"}
+_EXTRAS = {**dict.fromkeys(_S3, "s3"), **dict.fromkeys(("az", "abfs", "abfss"), "azure"), "gs": "gcs", "gcs": "gcs"}
 # Stores where a name needs no directory to be made first; making one would ask for rights that writing does not need.
 _FLAT = {*_S3, "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "obs", "tos", "memory"}
 
@@ -71,6 +72,17 @@ class ObjectStore:
             return {name: None if each["type"] == "directory" else int(each["size"]) for name, each in found.items()}
 
         return retrying("listing", url, act)
+
+    def size(self, url: str) -> int | None:
+        """Return the size of an object, None if there is none. Asks for its name, so no late listing hides it."""
+
+        def act() -> int | None:
+            try:
+                return int(self._fresh.size(self.path(url)))
+            except FileNotFoundError:
+                return None
+
+        return retrying("looking at", url, act)
 
     def get(self, url: str, start: int | None = None, end: int | None = None) -> bytes:
         """Return the content of a small object, or of any the bytes from ``start`` to ``end``."""
@@ -183,5 +195,6 @@ def _check(url: str, protocol: str) -> None:
         known = "a path, s3://bucket/…, gs://bucket/…, abfs://container/…"
         raise ConfigError(f"{url}: fsspec knows no {protocol}://. A directory of checkpoints is {known}") from error
     except ImportError as error:
-        what = "pip install 'hydra-stagereg[s3]'" if protocol in _S3 else str(error)
+        extra = _EXTRAS.get(protocol)
+        what = f"pip install 'hydra-stagereg[{extra}]'" if extra else str(error)
         raise ConfigError(f"{url} needs a package that is not installed: {what}") from error

@@ -114,7 +114,7 @@ def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
             passing = may_pass(error)
             if trial == TRIALS or time.monotonic() + pause > until() or not passing:
                 a_stores = isinstance(error, OSError) or passing or answer_of(error)[1] is not None
-                if not a_stores and "Credential" not in type(error).__name__:
+                if not a_stores and not _is_denied(error):
                     raise  # a mistake in a program
                 raise _as_os_error(error, f"{doing}, tried {trial} times" if trial > 1 else doing, url) from error
             if trial == 1:
@@ -126,6 +126,8 @@ def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
 def may_pass(error: BaseException) -> bool:
     """Whether another trial may go better than the one that ended with ``error``."""
     code, status = answer_of(error)
+    if _is_denied(error):
+        return False
     if status is not None:
         return code in _PASSING_CODES or status in _PASSING_STATUS
     if isinstance(error, OSError):
@@ -146,9 +148,17 @@ def answer_of(error: BaseException) -> tuple[str | None, int | None]:
     return None, None
 
 
+def _is_denied(error: BaseException) -> bool:
+    """Whether the store, or its package, takes the credentials for nothing, or for too little."""
+    names = [kind.__name__ for kind in type(error).__mro__]
+    by_name = any(part in name for part in ("Credential", "GoogleAuthError") for name in names)
+    by_gcsfs = type(error) is OSError and str(error).startswith("Forbidden: ")  # its 403 has no number
+    return by_name or by_gcsfs or answer_of(error)[1] in (401, 403)
+
+
 def _as_os_error(error: Exception, more: str, url: str) -> OSError:
     """Return an error of the operating system in the place of one that a store or its package has raised."""
-    denied = "Credential" in type(error).__name__
+    denied = _is_denied(error)
     number = error.errno if isinstance(error, OSError) else None
     known = (each for kind, each in _ERRNO.items() if isinstance(error, kind))
     return OSError(number or next(known, errno.EACCES if denied else errno.EIO), f"{_text(error)} ({more})", url)
