@@ -2,9 +2,10 @@
 
 What a tier has on this machine is shown by ``tier_inventory``; here are the checkpoints of a store.
 ``ls`` reads manifests and sizes, ``verify`` and ``ls --verify`` the content of every file. Both change no checkpoint,
-load nothing, and do not disturb a run that writes there, which deletes none while it is read. ``verify`` exits with 0
-if all are good, 1 if something is wrong with one, 2 if there is nothing to look at; so a shell can ask before it
-resumes, copies or deletes.
+load nothing, and do not disturb a run that writes there, which deletes none while it is read. ``ls --leftovers``
+deletes what killed runs have left half-written, as the next run there would, and is refused while one writes there.
+``verify`` exits with 0 if all are good, 1 if something is wrong with one, 2 if there is nothing to look at; so a shell
+can ask before it resumes, copies or deletes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from stagereg.checkpoint.format.manifest import step_of, step_within
 from stagereg.checkpoint.load.crashes import crashes_in
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.located import Located, conditions, located, newest_first
+from stagereg.checkpoint.store.open_store import is_url, open_store
 from stagereg.errors import CheckpointError
 from stagereg.output import size_text
 
@@ -33,6 +35,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = output.add_command(commands, "ls", listing, list_checkpoints)
     parser.add_argument("directory", help=help_)
     parser.add_argument("--verify", action="store_true", help="read the content of every file too")
+    help_leftovers = "delete what killed runs have left half-written, uploads in parts too, and list that instead"
+    parser.add_argument("--leftovers", action="store_true", help=help_leftovers)
     parser = output.add_command(commands, "verify", "check whether checkpoints are what was written", verify)
     parser.add_argument("directory", help=help_)
     parser.add_argument("--fast", action="store_true", help="manifests and sizes only; the content is not read")
@@ -40,6 +44,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def list_checkpoints(asked: argparse.Namespace) -> int:
     """Print the checkpoints; return 0, also where some are damaged."""
+    if asked.leftovers:
+        return _clear(asked)
     if (shown := tier_inventory.list_steps(asked)) is not None:
         return shown
     found = located(asked.directory, empty=True)
@@ -69,6 +75,21 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
     output.table(found.store.root, (*columns, ""), rows, verdict="state")
     if owner is not None:
         output.echo(f"\nHeld by {owner}")
+    return 0
+
+
+def _clear(asked: argparse.Namespace) -> int:
+    """Delete what killed runs have left, print it, and return 0."""
+    store = open_store(asked.directory)
+    if not is_url(store.root) and located(asked.directory, empty=True).one:
+        raise CheckpointError(f"{asked.directory} is one checkpoint. Name the directory that has it (checkpoint.dir).")
+    with store.lock():
+        deleted = store.sweep()
+    if asked.json:
+        output.as_json({"root": store.root, "deleted": deleted})
+        return 0
+    count = f"{len(deleted)} leftover{'' if len(deleted) == 1 else 's'} of killed runs deleted"
+    output.table(f"{store.root}: {count}", (), [(path,) for path in deleted])
     return 0
 
 

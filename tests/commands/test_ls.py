@@ -135,3 +135,30 @@ def test_a_checkpoint_that_cannot_be_read_is_not_damaged(
     seen = command("ls", tmp_path, "--json").json["checkpoints"]
     assert [each["state"] for each in seen] == ["unclear", "not verified"]
     assert "Permission denied" in seen[0]["why"]
+
+
+def test_leftovers_of_killed_runs_are_deleted_and_listed(tmp_path: Path, command: Command) -> None:
+    save(tmp_path, 300)
+    (tmp_path / UNFINISHED).mkdir()
+    (tmp_path / UNFINISHED / "a").write_bytes(b"x")
+    (tmp_path / "notes.tmp").write_text("not ours")
+    seen = command("ls", tmp_path, "--leftovers", "--json").json
+    assert seen == {"root": str(tmp_path), "deleted": [str(tmp_path / UNFINISHED)]}
+    assert sorted(each.name for each in tmp_path.iterdir() if each.name != ".lock") == [
+        "latest",
+        "notes.tmp",
+        "step-00000300",
+    ]
+    command("verify", tmp_path)
+    assert "0 leftovers of killed runs deleted" in command("ls", tmp_path, "--leftovers").out
+
+
+def test_leftovers_are_those_of_the_run_that_writes_there(tmp_path: Path, command: Command) -> None:
+    save(tmp_path, 300)
+    (tmp_path / UNFINISHED).mkdir()
+    with StoreLock(tmp_path):
+        assert "in use" in command("ls", tmp_path, "--leftovers", code=2).err
+    assert (tmp_path / UNFINISHED).is_dir()
+    for what in (path_of(tmp_path, 300), tmp_path / "nothing"):
+        command("ls", what, "--leftovers", code=2)
+    assert not (tmp_path / "nothing").exists()

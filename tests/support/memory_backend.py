@@ -1,6 +1,6 @@
 """A backend of checkpoint stores in the memory of one process, of which each change can be made to fail."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import WHOLE, Condition
@@ -77,4 +77,5 @@ class MemoryBackend:
         self._change(self._below(each.path, hidden := f"{self.root}/.{plain_name(each.name)}.0.tmp"), each.path)
         return hidden
 
-    def tidy(self) -> None: ...
+    def tidy(self) -> Sequence[str]:
+        return []

@@ -14,8 +14,9 @@ _FULL = (
 _READ_ONLY = "{root} cannot be written any more: it is mounted read-only. Systems do so after disk errors: see `dmesg`."
 _FORBIDDEN = "This process may not write in {root} any more: look at the owner and the permissions of what is there."
 _DENIED = (
-    "The store refuses the credentials of this process, or the right to write, list or delete in {root}: they may have "
-    "expired. Renew them, or grant that; a bucket that is read-only can only be read."
+    "The store refuses the credentials of this process, or the right to write, list or delete in {root}. Renew them if "
+    "they have expired, set the clock of this machine if it is off, or grant that right; a bucket that is read-only "
+    "can only be read."
 )
 _BROKEN = (
     "The disk or the server below {root} fails: look at `dmesg`, and at the older checkpoints with "

@@ -7,7 +7,7 @@ to whom it is asked for: :class:`.CheckpointStore`, :class:`.Retention` and :cla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from stagereg.checkpoint.format.damage import WHOLE, Condition
@@ -105,6 +105,6 @@ class Backend(Protocol):
         """Delete a directory that is no checkpoint; what cannot be deleted stays and does no harm."""
         ...
 
-    def tidy(self) -> None:
-        """Delete what killed runs have left that is in no directory of a save. Raises nothing."""
+    def tidy(self) -> Sequence[str]:
+        """Delete what killed runs have left that is in no directory of a save; return full paths. Raises nothing."""
         ...

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from stagereg.checkpoint.format.damage import WHOLE, Condition
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, FileMark, Manifest, file_mark, step_of
@@ -106,10 +106,10 @@ class Bucket:
         except OSError as error:
             _log.warning("%s could not be deleted, which the next start will do: %s", path, error)
 
-    def tidy(self) -> None:
+    def tidy(self) -> Sequence[str]:
         try:
             with within(_BEST_EFFORT_S):
-                self.objects.abort_uploads(self.root, lambda name: step_of(name.partition("/")[0]) is not None)
+                return self.objects.abort_uploads(self.root, lambda name: step_of(name.partition("/")[0]) is not None)
         except Exception as error:
             _log.warning(
                 "stagereg: parts of uploads that killed runs have left in %s are not cleared away, and are paid for; a "
@@ -117,6 +117,7 @@ class Bucket:
                 self.root,
                 error,
             )
+            return []
 
     def _hide(self, path: str) -> None:
         """Make a checkpoint none: its manifest goes first."""

@@ -140,13 +140,17 @@ class CheckpointStore:
             self.retention.check = self._lock.check
         return self._lock
 
-    def sweep(self, but: Collection[str] = ()) -> None:
-        """Delete what killed runs left half-written, ``but`` these, and bring to its end what one of them had begun."""
+    def sweep(self, but: Collection[str] = ()) -> list[str]:
+        """Delete what killed runs left half-written, ``but`` these, and bring to its end what one of them had begun.
+
+        With the lock held. Returns the full paths of what it deleted.
+        """
         hidden = self.backend.list(self.root) if self._appears_as else {}
-        for path in [f"{self.root}/{name}" for name in hidden if name != LOCK] or self.leftovers():
-            if path not in but:
-                self.backend.discard(path)
-        self.backend.tidy()
+        left = [f"{self.root}/{name}" for name in hidden if name != LOCK] or self.leftovers()
+        left = [path for path in left if path not in but]
+        for path in left:
+            self.backend.discard(path)
+        left += self.backend.tidy()
         self.readers.found(delete=True)
         complete, damaged = self.checkpoints()
         self._serial = _last_serial([*complete, *damaged])
@@ -154,6 +158,7 @@ class CheckpointStore:
         # One that points to what is damaged stays as it is: that the newest is lost must not go unnoticed.
         if complete and self.retention.pointed() not in [complete[0].name, *(each.name for each in damaged)]:
             self.backend.point(complete[0].name)  # its run was killed right after the commit
+        return left
 
     def temporary(self, step: int, token: str) -> str:
         """Return the full path of the directory in which all ranks write one save; makes nothing.

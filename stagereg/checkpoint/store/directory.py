@@ -9,7 +9,7 @@ import contextlib
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from stagereg.checkpoint.format.damage import WHOLE, Condition, damage_of
@@ -144,9 +144,11 @@ class Directory:
             with contextlib.suppress(OSError):
                 os.unlink(path)
 
-    def tidy(self) -> None:
-        for name in _NOTES:
-            self.discard(f"{self.root}/.{name}.tmp")
+    def tidy(self) -> Sequence[str]:
+        left = [path for name in _NOTES if os.path.lexists(path := f"{self.root}/.{name}.tmp")]
+        for path in left:
+            self.discard(path)
+        return left
 
     def _hidden(self, name: str) -> str:
         """Return a name that the next start deletes."""

@@ -1,14 +1,14 @@
 """The lock of an object store: an object that its owner renews, and that others may replace once it does not.
 
-A store has no locks that die with a process. The object ``.lock`` names its writer and the time of its last renewal. It
-is made by a conditional write, which one of several that try it at once wins, and renewed every twenty seconds by a
-thread; one that was not renewed for a minute is free. So after a machine was lost, another one waits up to a minute; on
-the same machine, an owner that has ended is found out at once.
+A store has no locks that die with a process. The object ``.lock`` names its writer. It is made by a conditional write,
+which one of several that try it at once wins, and renewed every twenty seconds by a thread; one that was not renewed
+for a minute is free. So after a machine was lost, another one waits up to a minute; on the same machine, an owner that
+has ended is found out at once. When it was renewed is asked of the store, which has one clock; where that does not say,
+whoever wants it watches it for a minute. Clocks of machines have no part in it.
 
 This is weaker than a lock. A run that is stopped for more than a minute may believe for one request that it still holds
 what another one has taken over; it looks before each commit. Of two that write at the same moment where a store has no
-conditional write, or replace an old object, the second wins, and the first finds out by reading again. Clocks of
-machines that differ by more than a minute defeat it.
+conditional write, or replace an old object, the second wins, and the first finds out by reading again.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ LEASE_S = 60.0
 
 REQUEST_S = 10.0
 """Seconds that writing or deleting it may take."""
+
+_CLOCK = ".clock"
+"""An object that is written and deleted to learn what time it is in the store."""
 
 _SETTLE_S = 1.0
 """After which an object that two wrote at the same moment is as it will stay."""
@@ -109,7 +112,8 @@ class StoreLease(StoreLock):
     def __init__(self, objects: ObjectStore, root: str) -> None:
         self._objects = objects
         self._lease = Lease(f"{root}/{LOCK}", objects.put, objects.delete, partial(_read, objects))
-        self._first: LeaseRecord | None = None  # what was there at the first look
+        self._first: LeaseRecord | None = None  # what was there at the first look,
+        self._free_at = LEASE_S  # and how many seconds of waiting it takes to be over
         super().__init__(root, LEASE_S)
         self._lease.keep("stagereg-lease", logging.WARNING)
 
@@ -121,9 +125,9 @@ class StoreLease(StoreLock):
             return False
         if self._first is None:
             self._first = there
+            self._free_at = waited + LEASE_S - self._objects.age(self._path, f"{self.root}/{_CLOCK}")
             _log.info("stagereg: %s is held by %s, or was; this shows within a minute.", self.root, there.owner)
-        # By our own clock too: one that is ahead or behind must not keep a dead run's object for ever.
-        if there.is_over() or (there == self._first and waited >= LEASE_S):
+        if there.is_orphaned() or not there.token or (there == self._first and waited >= self._free_at):
             return self._replace()
         if there != self._first or (there.is_near() and waited > PATIENCE_S):
             raise self._refused(there.owner)

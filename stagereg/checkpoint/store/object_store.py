@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import io
 from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 from stagereg.checkpoint.store.retry import answer_of, retrying
@@ -42,7 +42,7 @@ class ObjectStore:
         self.protocol = url.partition("://")[0]
         _check(url, self.protocol)
 
-    @functools.cached_property
+    @cached_property
     def fs(self) -> Any:
         """The file system of fsspec."""
         from fsspec import url_to_fs
@@ -83,6 +83,23 @@ class ObjectStore:
                 return None
 
         return retrying("looking at", url, act)
+
+    def age(self, url: str, probe: str) -> float:
+        """Return how many seconds ago an object was written, by the store's clock; 0 where the store does not say.
+
+        ``probe`` is a name for an object that is written now, to compare the two, and deleted.
+        """
+        self.put(probe, b"now")
+        try:
+            written, now = (retrying("looking at", each, partial(self._modified, each)) for each in (url, probe))
+            return max(0.0, (now - written).total_seconds())
+        except (FileNotFoundError, NotImplementedError, KeyError, TypeError):
+            return 0.0
+        finally:
+            self.delete(probe)
+
+    def _modified(self, url: str) -> Any:
+        return self._fresh.modified(self.path(url))
 
     def get(self, url: str, start: int | None = None, end: int | None = None) -> bytes:
         """Return the content of a small object, or of any the bytes from ``start`` to ``end``."""
@@ -149,11 +166,15 @@ class ObjectStore:
 
         retrying("deleting", url, act)
 
-    def abort_uploads(self, url: str, is_ours: Callable[[str], bool]) -> None:
+    def abort_uploads(self, url: str, is_ours: Callable[[str], bool]) -> list[str]:
         """Give up uploads in parts below ``url`` that were begun and not ended, of objects with ``is_ours``; S3 alone.
+
+        Returns the URLs of these objects.
 
         Such parts are in no listing, and paid for. ``is_ours`` gets what follows ``url`` in the object's name.
         """
+
+        given_up: list[str] = []
 
         def act() -> None:
             bucket, key, _ = self.fs.split_path(self.path(url))
@@ -164,10 +185,12 @@ class ObjectStore:
                 for each in page.get("Uploads", []):
                     if is_ours(each["Key"].removeprefix(below)):
                         self.fs.abort_mpu(bucket, each["Key"], each["UploadId"])
+                        given_up.append(f"{self.protocol}://{bucket}/{each['Key']}")
                 marker = {name: page.get(f"Next{name}") for name in ("KeyMarker", "UploadIdMarker")}
 
         if self.protocol in _S3:
             retrying("clearing uploads", url, act)
+        return given_up
 
     def make_directory(self, url: str) -> None:
         """Make a directory, where the store has any."""

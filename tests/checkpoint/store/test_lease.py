@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import uuid
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -46,16 +47,19 @@ class Store(ObjectStore):
 
     def put(self, url: str, data: bytes) -> None:
         super().put(url, data)
-        self.puts.append(json.loads(data)["token"])
-        self.written.set()
+        if url.endswith("/.lock"):
+            self.puts.append(json.loads(data)["token"])
+            self.written.set()
 
     def create(self, url: str, data: bytes) -> bool:
         if not self.conditional:
             raise NotImplementedError
         return super().create(url, data)
 
-    def lay(self, content: bytes) -> None:
-        super().put(f"{self.root}/.lock", content)
+    def lay(self, content: bytes, ago_s: float = 0.0) -> None:
+        url = f"{self.root}/.lock"
+        super().put(url, content)
+        self.fs.store[self.path(url)].modified -= timedelta(seconds=ago_s)
 
     def content(self) -> dict[str, Any]:
         seen: dict[str, Any] = json.loads(super().get(f"{self.root}/.lock"))
@@ -108,19 +112,19 @@ def test_an_owner_that_lives_on_this_machine_is_not_waited_for(store: Store, mon
 
 
 @pytest.mark.parametrize(
-    "left",
+    ("left", "ago_s"),
     [
-        note(renewed=0.0),
-        near(1 << 23),
-        b"[]",
-        b"[" * 100_000,
-        note(owner={**OWNER, "host": 3}),
-        note(renewed=float("nan")),
+        (note(renewed=0.0), 61),
+        (near(1 << 23), 0),
+        (b"[]", 0),
+        (b"[" * 100_000, 0),
+        (note(owner={**OWNER, "host": 3}), 0),
+        (note(renewed=float("nan")), 0),
     ],
     ids=["expired", "ended on this machine", "not ours", "nested", "of no machine", "at no time"],
 )
-def test_the_lease_of_a_dead_run_is_taken_over(store: Store, left: bytes) -> None:
-    store.lay(left)
+def test_the_lease_of_a_dead_run_is_taken_over(store: Store, left: bytes, ago_s: float) -> None:
+    store.lay(left, ago_s)
     assert leaseholder(store, store.root) is None
     with store.lease() as hold:
         hold.check()
@@ -128,18 +132,38 @@ def test_the_lease_of_a_dead_run_is_taken_over(store: Store, left: bytes) -> Non
     assert store.listing(store.root) == {}
 
 
-@pytest.mark.parametrize("ahead_s", [0, 9999])
-def test_a_lease_that_is_not_renewed_in_time_is_taken_over(
-    store: Store, monkeypatch: pytest.MonkeyPatch, ahead_s: int
-) -> None:
-    monkeypatch.setattr(lease, "LEASE_S", 0.05)  # by our own clock: theirs may be ahead
-    store.lay(note(renewed=time.time() + ahead_s))
+@pytest.mark.parametrize("clock_s", [-9999, 0, 9999])
+def test_a_lease_is_as_old_as_the_store_says_whatever_the_clock_of_its_owner(store: Store, clock_s: int) -> None:
+    store.lay(note(renewed=time.time() + clock_s), ago_s=61)
     with store.lease():
         assert store.content()["owner"]["pid"] == os.getpid()
+    assert store.listing(store.root) == {}
+    store.lay(note(renewed=time.time() + clock_s), ago_s=30)
+
+    def renewed(url: str) -> None:
+        if store.reads > 5:
+            store.lay(note())
+
+    store.reads, store.read = 0, renewed  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="in use"):
+        store.lease()
+
+
+@pytest.mark.parametrize("ahead_s", [0, 9999])
+def test_where_the_store_has_no_clock_a_lease_is_watched(
+    store: Store, monkeypatch: pytest.MonkeyPatch, ahead_s: int
+) -> None:
+    monkeypatch.setattr(lease, "LEASE_S", 0.2)
+    monkeypatch.setattr(store.fs, "modified", mock.Mock(side_effect=NotImplementedError))
+    store.lay(note(renewed=time.time() + ahead_s), ago_s=9999)
+    began = time.monotonic()
+    with store.lease():
+        assert store.content()["owner"]["pid"] == os.getpid()
+    assert time.monotonic() >= began + lease.LEASE_S
 
 
 def test_of_two_that_take_over_at_once_the_second_holds_it(store: Store) -> None:
-    store.lay(note(renewed=0.0))
+    store.lay(note(renewed=0.0), ago_s=61)
 
     def overtaken(url: str) -> None:
         if store.puts:

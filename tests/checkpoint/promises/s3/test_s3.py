@@ -302,6 +302,27 @@ def running(store: Store, small_parts: dict[str, str], tmp_path: Path) -> Iterat
 
 
 @pytest.mark.slow
+def test_what_a_killed_run_has_sent_is_deleted_and_listed_by_a_command(
+    running: subprocess.Popen[bytes],
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store.server.hit()
+    assert cli.main(["ls", store.url, "--leftovers"]) == 2  # the run is not disturbed
+    running.kill()
+    running.wait(BOUND_S)
+    store.server.fail()
+    assert len(uploads(store)) == 1
+    capsys.readouterr()
+    assert cli.main(["ls", store.url, "--leftovers", "--json"]) == 0
+    (deleted,) = json.loads(capsys.readouterr().out)["deleted"]
+    assert deleted.startswith(f"{store.url}/step-00000002.")
+    assert unfinished(store) == uploads(store) == []
+    assert [*steps(store)] == [1]
+
+
+@pytest.mark.slow
 def test_the_next_run_goes_on_where_one_was_killed(
     running: subprocess.Popen[bytes], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
+from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import MANIFEST
+from stagereg.checkpoint.store.lease import LeaseRecord
+from stagereg.checkpoint.store.lock import Owner
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError
@@ -80,6 +88,16 @@ def test_parts_of_a_run_that_was_killed_are_no_checkpoint_and_the_next_run_goes_
     if store.maker.protocol == "s3":
         assert _uploads(store) == []
     expect_restored(store, 3)
+
+
+def test_leftovers_of_a_killed_run_are_deleted_and_listed(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    save(store, 1)
+    objects, half = ObjectStore(store.url), f"{store.url}/step-00000002.aaaaaaaaaaaa"
+    objects.put(f"{half}/__0_0.distcp", b"half")
+    assert cli.main(["ls", store.url, "--leftovers", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["deleted"] == [half]
+    assert [name for name in store.names() if "aaaaaaaaaaaa" in name] == []
+    expect_restored(store, 1)
 
 
 def _uploads(store: Store) -> list[str]:
@@ -154,6 +172,45 @@ def test_credentials_that_expire_in_a_save_lose_nothing(store: Store) -> None:
         checkpointer.save(3, state(3))
         checkpointer.wait()
     expect_restored(store, 3)
+
+
+def test_a_clock_that_the_store_refuses_is_told(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    if store.maker.protocol != "s3":
+        pytest.skip("this server looks at no date")
+    save(store, 1)
+    monkeypatch.setattr("botocore.auth.get_current_datetime", lambda *_: datetime.utcnow() + timedelta(hours=3))
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    with pytest.raises(CheckpointError, match="set the clock of this machine") as caught:
+        Checkpointer(store.url)
+    assert "RequestTimeTooSkewed" in str(caught.value) or "RequestExpired" in str(caught.value)
+    monkeypatch.undo()
+    assert committed(store) == [1]
+
+
+@pytest.mark.slow
+def test_a_run_whose_clock_is_off_neither_takes_a_lease_nor_loses_its_own(store: Store) -> None:
+    """Another run, with a clock that is ahead by an hour, wants the lease of one that goes on, and of one that died."""
+    objects, url = ObjectStore(store.url), f"{store.url}/.lock"
+    theirs = LeaseRecord(Owner(4242, "far"), "theirs", "far", time.time() - 3600)
+    objects.put(url, theirs.dumps())
+    ends = threading.Event()
+
+    def renew() -> None:
+        while not ends.wait(1):
+            objects.put(url, theirs._replace(renewed=time.time() - 3600).dumps())
+
+    renewing = threading.Thread(target=renew)
+    renewing.start()
+    try:
+        with pytest.raises(CheckpointError, match=r"in use.*process 4242 on far"):
+            Checkpointer(store.url)
+    finally:
+        ends.set()
+        renewing.join()
+    age = objects.age(url, f"{store.url}/.clock")
+    time.sleep(5)
+    assert 4 <= objects.age(url, f"{store.url}/.clock") - age <= 30
+    assert store.names() == [".lock"]
 
 
 def test_a_bucket_that_is_read_only_says_so_and_is_read(store: Store) -> None:
