@@ -182,7 +182,7 @@ def test_a_clock_that_the_store_refuses_is_told(store: Store, monkeypatch: pytes
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     with pytest.raises(CheckpointError, match="set the clock of this machine") as caught:
         Checkpointer(store.url)
-    assert "RequestTimeTooSkewed" in str(caught.value) or "RequestExpired" in str(caught.value)
+    assert "difference between the request time and the server's time" in str(caught.value)
     monkeypatch.undo()
     assert committed(store) == [1]
 
