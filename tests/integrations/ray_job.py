@@ -1,4 +1,4 @@
-"""A program that Ray Train runs in two workers, with Hydra's config; ``fails`` of it says which worker is to fail, how.
+"""A program that Ray Train runs in its workers, with Hydra's config; ``fails`` of it says which are to fail, and how.
 
 Each rank appends what it does to ``rank-N.txt`` in the run's directory; what the model is at the end is rank 0's value.
 """
@@ -32,17 +32,15 @@ def note(text: str) -> None:
 
 
 def fail(cfg: Any, at: object) -> None:
-    """Fail as the config says, once: ``step:rank:how``, or the moment of a save in place of the step."""
-    if not cfg.fails:
-        return
-    when, rank, how = cfg.fails.split(":")
-    mark = Path(HydraConfig.get().runtime.output_dir, "failed")
-    if str(at) != when or dist.get_rank() != int(rank) or mark.exists():
-        return
-    mark.touch()
-    if how == "error":
-        raise ValueError("bad sample 7")
-    os.kill(os.getpid(), getattr(signal, how))
+    """Fail as the config says, each once: ``step:rank:how``, or the moment of a save in place of the step."""
+    for each in filter(None, cfg.fails.split("+")):
+        when, rank, how = each.split(":")
+        mark = Path(HydraConfig.get().runtime.output_dir, f"failed-{when}")
+        if str(at) == when and dist.get_rank() == int(rank) and not mark.exists():
+            mark.touch()
+            if how == "error":
+                raise ValueError("bad sample 7")
+            os.kill(os.getpid(), getattr(signal, how))
 
 
 def train(cfg: Any) -> float:
@@ -53,7 +51,8 @@ def train(cfg: Any) -> float:
     state = {"model": model, "optimizer": optimizer}
     with stagereg.instantiate(cfg.checkpoint) as checkpointer:
         start = checkpointer.restore(state) or 0
-        note(f"begins at {start} on {socket.gethostname()} from {checkpointer.restored}")
+        listed = [Path(each.checkpoint.path).name for each in ray.train.get_all_reported_checkpoints()]
+        note(f"begins at {start} on {socket.gethostname()} from {checkpointer.restored} with {' '.join(listed)}")
         for step in range(start + 1, cfg.steps + 1):
             fail(cfg, step)
             loss = model(torch.full((2, 4), step / 10.0)).square().mean()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from stagereg.errors import ConfigError
 from stagereg.integrations import ray as adapter
 
 from ..support.pages import Page
+from ..support.programs import comes_true
 
 PROGRAM = Path(__file__).with_name("ray_job.py")
 RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1"}
@@ -48,7 +50,12 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
     """A sweep of jobs that fail once each, and one that does not; Ray is started once for all."""
     folder = tmp_path_factory.mktemp("ray")
     memory = tempfile.mkdtemp(prefix="stagereg-test-ray-", dir="/dev/shm")
-    jobs = "-m", f"hydra.sweep.dir={folder}/sweep", "fails='',5:1:SIGTERM,5:1:error,described:0:SIGKILL", "restarts=1"
+    jobs = (
+        "-m",
+        f"hydra.sweep.dir={folder}/sweep",
+        "fails='',5:1:SIGTERM,5:1:error,described:0:SIGKILL,5:1:SIGSTOP",
+        "restarts=1",
+    )
     tier = "tier=memory", f"tier.dir={memory}", "tier.every=1", "tier.copies=0"
     done = start(folder, *jobs, *tier)
     yield SimpleNamespace(folder=folder / "sweep", done=done, text=done.stdout + done.stderr)
@@ -63,7 +70,7 @@ def value(sweep: Any, job: int) -> float:
     return json.loads((sweep.folder / str(job) / "result.json").read_text())["returned"]
 
 
-@pytest.mark.parametrize("job", [1, 2, 3], ids=["SIGTERM", "error", "SIGKILL in a save"])
+@pytest.mark.parametrize("job", [1, 2, 3, 4], ids=["SIGTERM", "error", "SIGKILL in a save", "frozen"])
 def test_what_has_failed_goes_on_where_it_was_and_comes_to_the_same_numbers(sweep: Any, job: int) -> None:
     for rank in (0, 1):
         first, second, last = notes(sweep, job, rank)
@@ -74,7 +81,7 @@ def test_what_has_failed_goes_on_where_it_was_and_comes_to_the_same_numbers(swee
 
 
 def test_ray_is_told_of_the_checkpoint_where_it_is(sweep: Any) -> None:
-    for job in range(4):
+    for job in range(5):
         newest = open_store(str(sweep.folder / str(job) / "checkpoints")).latest()
         assert newest is not None
         assert newest.manifest.step == STEPS
@@ -93,6 +100,52 @@ def test_an_error_is_told_once_with_its_rank(sweep: Any) -> None:
     # What Ray says when it starts a job again; the error itself is in the worker's log before, too.
     parts = [part for part in sweep.text.split("[FailurePolicy]")[1:] if "ValueError: bad sample 7" in part]
     assert set(re.findall(r"\[Rank (\d) Error Snippet\]", parts[-1])) == {"1"}
+
+
+def listed(run: Path) -> list[str]:
+    """The checkpoints that Ray has of a run, in order."""
+    known = json.loads((run / "checkpoint_manager_snapshot.json").read_text())
+    return [each["checkpoint_dir_name"].rpartition("/")[2] for each in known["checkpoint_results"]]
+
+
+def test_ray_knows_at_each_start_what_there_is_and_a_second_fit_goes_on(tmp_path: Path) -> None:
+    """What Ray's tests of persistence want of its reports: three workers, two failures, the run restored by hand."""
+    run = tmp_path / "run"
+    command = f"hydra.run.dir={run}", "nproc=3", "checkpoint.keep=99", "restarts=2", "fails=5:1:error+11:2:error"
+    assert start(tmp_path, *command).returncode == 0
+    after = listed(run)
+    done = start(tmp_path, *command)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert listed(run) == after == sorted(after)
+    assert after[-1] == f"step-{STEPS:08}"
+    assert all((run / "checkpoints" / name).is_dir() for name in after)
+    for rank in range(3):
+        begun = [line.split() for line in (run / f"rank-{rank}.txt").read_text().splitlines() if line != "ends"]
+        assert [int(words[2]) for words in begun] == [0, 4, 10, STEPS]
+        known = [words[words.index("with") + 1 :] for words in begun]
+        assert known[0] == []
+        assert all(now == after[: len(now)] and len(now) >= len(before) for before, now in pairwise(known))
+        assert known[-1] == after
+    assert f"{run}/checkpoints/step-{STEPS:08}" in done.stdout
+
+
+def test_the_same_command_goes_on_after_the_driver_and_its_ray_are_gone(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, str(PROGRAM), f"hydra.run.dir={run}", "seconds=0.5"]
+    env = {**os.environ, **RAY, "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "log").open("wb") as log:
+        driver = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=log)
+    try:
+        assert comes_true((run / "checkpoints" / "latest").exists, 200), (tmp_path / "log").read_text()
+    finally:
+        driver.kill()
+        driver.wait(60)
+    done = start(tmp_path, f"hydra.run.dir={run}")
+    assert done.returncode == 0, done.stderr[-5000:]
+    for rank in (0, 1):
+        first, second, last = (run / f"rank-{rank}.txt").read_text().splitlines()
+        assert (first.split()[2], last) == ("0", "ends")
+        assert int(second.split()[2]) >= 2
 
 
 def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
