@@ -78,6 +78,7 @@ REPLACED = {
     "=ib0": "=eth0",
 }
 """What a user replaces in the scripts of the page."""
+AFTER_A_SIGNAL = "[[ $code =~ ^(75|138|143)$ ]]"
 
 pytestmark = [
     pytest.mark.slow,
@@ -108,7 +109,8 @@ class Job:
         when: str = "",
     ) -> None:
         self.slurm, self.app, self.run = slurm, app, app.folder / name
-        text = script_of("clusters.md", heading).replace('[ "$code" -eq 75 ]', when or '[ "$code" -eq 75 ]')
+        text = script_of("clusters.md", heading)
+        text = text.replace(AFTER_A_SIGNAL, when or AFTER_A_SIGNAL)
         for old, new in REPLACED.items():
             text = text.replace(old, new.format(run=self.run))
         script = app.folder / f"{name}.sh"
@@ -175,6 +177,17 @@ def test_a_job_that_another_one_takes_the_nodes_of_goes_on_later(slurm: Slurm, a
     saved = int(re.findall(r"\d+", job.await_output(r"preempted by \w+: step \d+ is saved"))[0])
     output = job.end()
     assert job.begun() == [0, saved], output
+
+
+@pytest.mark.parametrize("heading", [MACHINES, ALONE])
+def test_a_job_that_is_preempted_before_it_can_save_goes_on_later(slurm: Slurm, app: App, heading: str) -> None:
+    job = Job(slurm, app, heading, "--exclusive")
+    slurm.await_job(job.number, "RUNNING")
+    time.sleep(3)  # the processes are there, and import
+    slurm.run("sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--wrap=sleep 5", cwd=app.folder)
+    assert "ENDS after 40" in job.end()
+    assert slurm.fields(job.number)["Restarts"] == "1"
+    assert "preempted by" not in job.output
 
 
 @pytest.mark.parametrize("heading", [MACHINES, ALONE])
