@@ -24,7 +24,7 @@ from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError
 
-from .conftest import Fault, Store
+from .conftest import READER_KEYS, Fault, Store
 
 BOUND_S = 120
 
@@ -224,6 +224,19 @@ def test_a_bucket_that_is_read_only_says_so_and_is_read(store: Store) -> None:
     found = open_store(store.url).latest()
     assert found is not None
     assert found.manifest.step == 1
+
+
+def test_a_key_that_may_only_read_reads(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    if store.maker.protocol != "s3":
+        pytest.skip("this server has one key for everything")
+    save(store, 1)
+    for name, value in READER_KEYS.items():
+        monkeypatch.setenv(name, value)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    with pytest.raises(CheckpointError, match="a bucket that is read-only can only be read"):
+        Checkpointer(store.url)
+    assert cli.main(["verify", store.url]) == 0
+    assert committed(store) == [1]
 
 
 @pytest.mark.parametrize("hidden", ["step-00000002", "manifest.json", "distcp"])
