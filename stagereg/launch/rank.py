@@ -254,7 +254,7 @@ class Rank:
 
         def report() -> None:
             try:
-                if self.store.is_first("a loss"):
+                if not self._is_known(lost) and self.store.is_first("a loss"):
                     self._report(LaunchError(lost))
             except RuntimeError:  # of the store, which is gone
                 self._print(lost)
