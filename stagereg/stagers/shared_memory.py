@@ -201,7 +201,8 @@ class _SharedFile:
             if _lock_exclusively(self._fd):  # a reader that keeps its mapping for the next message keeps no memory
                 os.ftruncate(self._fd, 0)
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
-        _files.remove(self)
+        with contextlib.suppress(ValueError):  # the finalizer and a thread that makes a block may free it at once
+            _files.remove(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled file becomes the memory it stands for. A pickler asks once a message, so each has one slot."""

@@ -286,6 +286,20 @@ class TestMemory:
         stager.close()
         assert all(now - then < 50 * 1024 for now, then in zip(shared_kib(), before, strict=True))
 
+    def test_memory_that_a_finalizer_and_a_new_block_free_at_once_is_freed(self, monkeypatch) -> None:
+        file = shared_block()._file  # the block is gone, and a message was on its way until now
+        shared_memory._files.append(file)
+        lock = shared_memory._lock_exclusively
+
+        def meanwhile(fd: int) -> bool:
+            monkeypatch.undo()
+            file.free()
+            return lock(fd)
+
+        monkeypatch.setattr(shared_memory, "_lock_exclusively", meanwhile)
+        shared_block()
+        assert file not in shared_memory._files
+
     def test_more_than_the_machine_has_is_an_error(self) -> None:
         with pytest.raises(StagingError, match="shared memory"):
             SharedBlock(2**60, pin=False)
