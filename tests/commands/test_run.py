@@ -43,8 +43,12 @@ def stagereg(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("act", "code"),
-    [("pass", 0), ("sys.exit(75)", 75), ("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 128 + 9)],
-    ids=["ends", "is preempted", "fails", "is killed"],
+    [
+        pytest.param("pass", 0, id="ends", marks=pytest.mark.slow),
+        pytest.param("sys.exit(75)", 75, id="is preempted"),
+        pytest.param("sys.exit(3)", 3, id="fails", marks=pytest.mark.slow),
+        pytest.param("os.kill(os.getpid(), 9)", 128 + 9, id="is killed"),
+    ],
 )
 def test_the_code_is_that_of_the_rank_that_ended_first(act: str, code: int, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM.format(act=act))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def test_one_that_cannot_be_looked_at_is_not_passed_over(tmp_path: Path, monkeyp
             checkpointer.save(step, state)
     found = Directory.list
 
-    def away(place: Directory, path: str) -> dict[str, int | str | None]:
+    def away(place: Directory, path: str, files: Iterable[str] = ()) -> dict[str, int | str | None]:
         if path.endswith("step-00000002"):
             raise OSError(errno.EIO, "Input/output error")
         return found(place, path)

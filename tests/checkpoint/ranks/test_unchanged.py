@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def scheduled(rank: int, size: int, root: str) -> tuple[list[int], int, list[boo
     listed: list[str] = []
     collect, files = RankGroup._collect, Directory.list
 
-    def counted(place: Directory, written: str) -> Any:
+    def counted(place: Directory, written: str, named: Iterable[str] = ()) -> Any:
         if written.endswith(".tmp"):  # what is being saved
             listed.append(written)
         return files(place, written)
