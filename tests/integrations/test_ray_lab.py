@@ -17,7 +17,7 @@ PORT = 6379
 DEATH_S = "3000"
 """Milliseconds in which Ray's head takes a machine for lost that does not answer."""
 HEALTH = {f"RAY_health_check_{name}_ms": DEATH_S for name in ("timeout", "period", "initial_delay")}
-ENV = {**RAY, **HEALTH, "RAY_health_check_failure_threshold": "2", "RAY_ADDRESS": ""}
+ENV = {**RAY, **HEALTH, "RAY_AUTH_MODE": "disabled", "RAY_health_check_failure_threshold": "2", "RAY_ADDRESS": ""}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
