@@ -187,7 +187,7 @@ class _RayRank(Rank):
             with contextlib.suppress(InvalidStateError):
                 self.outcome.set_exception(LaunchError(lost))
 
-    def _report(self, error: Exception, preface: str = "") -> None:
+    def _report(self, error: Exception, preface: str = "", lost: str = "") -> None:
         """Ray prints it, with its rank."""
 
 

@@ -106,6 +106,16 @@ class _End:
         """The signal that a rank has been sent, as it says itself."""
         return next((each for each in SIGNALS if 128 + each in self.codes.values()), None)
 
+    def hear(self) -> None:
+        """Read what the ranks have reported; what came of another rank's end counts where no code tells of that."""
+        self.errors, self.result = self.run.errors(), self.run.get("result")
+        consequences = self.run.errors("consequences")
+        causes = {rank: code for rank, code in self.codes.items() if rank not in consequences}
+        if not self.errors and set(causes.values()) <= {RESUME_CODE}:
+            self.errors = consequences
+        elif not self.errors:
+            self.codes = causes
+
     def __str__(self) -> str:
         texts = {
             rank: f"died of {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
@@ -160,7 +170,7 @@ class _Run:
         codes = local.end(signal.SIGTERM, but=self.kept.ranks)
         end.codes = end.codes or {rank: code for rank, code in codes.items() if code and end.is_over}
         with contextlib.suppress(RuntimeError):  # of the store, where the machine that had it is lost
-            end.errors, end.result = run.errors(), run.get("result")
+            end.hear()
             _meet(self.store, task, f"ended {attempt}", _LEAVE_S)
         return end
 

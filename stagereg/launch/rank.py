@@ -195,8 +195,8 @@ class Rank:
             self.store.await_ended(_TOGETHER_S if isinstance(error, UnevenInputsError) else _LINGER_S)
             if self.store.get("cause is known") is None:
                 lost = self.store.lost(_LOST_S)  # on all ranks, since the first to exit has the others ended
-                if not self._is_known(lost) and self.store.is_first("a consequence"):
-                    self._report(error, lost and f"{lost} {self.store.saved}".rstrip() + " Seen here:\n")
+                if self.store.is_first("a consequence"):
+                    self._report(error, lost and f"{lost} {self.store.saved}".rstrip() + " Seen here:\n", lost)
         except Exception:  # of the store; others may have reported a cause before it went
             if self.local_world_size < self.world_size and is_consequence(error):  # the store may be on a lost machine
                 host = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -207,8 +207,8 @@ class Rank:
         self.store.leave()
         shutdown.exit_now(1)
 
-    def _is_known(self, lost: str) -> bool:
-        """Whether the launcher can say what happened: of its own processes, with the signal or the exit code."""
+    def _may_be_known(self, lost: str) -> bool:
+        """Whether the launcher may have seen what happened: of its own processes, with the signal or the exit code."""
         ended = bool(lost) and all(how.endswith(ENDED) for how in self.store.lost_ranks().values())
         return ended and self.launched and self.local_world_size == self.world_size and not self.store.saved
 
@@ -254,8 +254,8 @@ class Rank:
 
         def report() -> None:
             try:
-                if not self._is_known(lost) and self.store.is_first("a loss"):
-                    self._report(LaunchError(lost))
+                if self.store.is_first("a loss"):
+                    self._report(LaunchError(lost), lost=lost)
             except RuntimeError:  # of the store, which is gone
                 self._print(lost)
 
@@ -299,11 +299,12 @@ class Rank:
             if self.store.is_first(format_error(error)):
                 self._report(error)
 
-    def _report(self, error: Exception, preface: str = "") -> None:
+    def _report(self, error: Exception, preface: str = "", lost: str = "") -> None:
+        """Report an error, or what came of ranks that are ``lost``; ``preface`` comes first."""
         text = preface + format_error(error)
         self.store.failure.leave(text)
         if self.launched:
-            self.store.add_error(text)
+            self.store.add_error(text, "consequences" if self._may_be_known(lost) else "errors")
         else:
             self._print(text)
 

@@ -94,13 +94,13 @@ class RunStore:
         """What was reported under this name; ``None`` if nothing was."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
-    def add_error(self, text: str) -> None:
-        """Report an error of this rank to the launcher."""
-        self._store.append("errors", json.dumps([self._rank, text]) + "\n")
+    def add_error(self, text: str, kind: str = "errors") -> None:
+        """Report an error of this rank to the launcher, or what came of another rank's end (``"consequences"``)."""
+        self._store.append(kind, json.dumps([self._rank, text]) + "\n")
 
-    def errors(self) -> dict[int, str]:
-        """The reported errors by rank."""
-        lines = self._store.get("errors").splitlines() if self._store.check(["errors"]) else []
+    def errors(self, kind: str = "errors") -> dict[int, str]:
+        """What was reported of this kind, by rank."""
+        lines = self._store.get(kind).splitlines() if self._store.check([kind]) else []
         return dict(sorted(json.loads(line) for line in lines))
 
     def is_first(self, text: str) -> bool:

@@ -63,9 +63,11 @@ def train(cfg):
                 sys.exit(3)
             case "exit_now_on_last":
                 os._exit(3)
+            case "go_on_last":
+                os._exit(0)
             case "die_on_last":
                 os.kill(os.getpid(), 9)
-    if cfg.what in ("raise_on_last", "fail_on_last", "die_on_last", "exit_now_on_last"):
+    if cfg.what in ("raise_on_last", "fail_on_last", "die_on_last", "exit_now_on_last", "go_on_last"):
         dist.all_reduce(total)
     if cfg.what == "hang":
         print("IN THE JOB", flush=True)
@@ -238,6 +240,7 @@ NEWEST = "The newest checkpoint is step 20, in kept; the same command goes on fr
         ("exit_badly_on_last", 1, r"rank 1: left by sys\.exit\(3\)\n"),
         ("exit_on_last", 0, ""),
         ("exit_now_on_last", 1, "rank 1: ended with exit code 3\n"),
+        ("go_on_last", 1, r"(?s)rank 0: lost rank 1 \(process \d+ on .+\): its process has ended\. Seen here:\n.*"),
     ],
 )
 def test_the_cause_is_one_line(app, what, code, stderr):
