@@ -34,9 +34,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     listing = "list the checkpoints of a directory, or what a tier has on this machine, and who writes there"
     parser = output.add_command(commands, "ls", listing, list_checkpoints)
     parser.add_argument("directory", help=help_)
-    parser.add_argument("--verify", action="store_true", help="read the content of every file too")
+    more = parser.add_mutually_exclusive_group()
+    more.add_argument("--verify", action="store_true", help="read the content of every file too")
     help_leftovers = "delete what killed runs have left half-written, uploads in parts too, and list that instead"
-    parser.add_argument("--leftovers", action="store_true", help=help_leftovers)
+    more.add_argument("--leftovers", action="store_true", help=help_leftovers)
     parser = output.add_command(commands, "verify", "check whether checkpoints are what was written", verify)
     parser.add_argument("directory", help=help_)
     parser.add_argument("--fast", action="store_true", help="manifests and sizes only; the content is not read")
@@ -79,18 +80,22 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
 
 
 def _clear(asked: argparse.Namespace) -> int:
-    """Delete what killed runs have left, print it, and return 0."""
+    """Delete what killed runs have left, and print it; return 0 if nothing of that is left, else 1."""
     store = open_store(asked.directory)
     if not is_url(store.root) and located(asked.directory, empty=True).one:
         raise CheckpointError(f"{asked.directory} is one checkpoint. Name the directory that has it (checkpoint.dir).")
     with store.lock():
-        deleted = store.sweep()
+        found = store.sweep()
+        stay = store.leftovers()
+    deleted = [path for path in found if path not in stay]
     if asked.json:
-        output.as_json({"root": store.root, "deleted": deleted})
-        return 0
+        output.as_json({"root": store.root, "deleted": deleted, "not_deleted": stay})
+        return int(bool(stay))
     count = f"{len(deleted)} leftover{'' if len(deleted) == 1 else 's'} of killed runs deleted"
     output.table(f"{store.root}: {count}", (), [(path,) for path in deleted])
-    return 0
+    if stay:
+        output.echo(f"\nCould not be deleted: {', '.join(stay)}. Look at the rights there.", "bold red")
+    return int(bool(stay))
 
 
 def verify(asked: argparse.Namespace) -> int:

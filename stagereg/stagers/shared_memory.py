@@ -201,7 +201,9 @@ class _SharedFile:
             if _lock_exclusively(self._fd):  # a reader that keeps its mapping for the next message keeps no memory
                 os.ftruncate(self._fd, 0)
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
-        with contextlib.suppress(ValueError):  # the finalizer and a thread that makes a block may free it at once
+        with contextlib.suppress(
+            ValueError
+        ):  # the finalizer did, while a thread that makes a block was here, or the other way
             _files.remove(self)
 
     def __reduce__(self) -> tuple[Any, ...]:

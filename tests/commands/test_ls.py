@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from stagereg.checkpoint.store.directory import Directory
 from stagereg.checkpoint.store.lock import StoreLock
 
 from .checkpoint_directories import contents, path_of, save
@@ -143,7 +144,7 @@ def test_leftovers_of_killed_runs_are_deleted_and_listed(tmp_path: Path, command
     (tmp_path / UNFINISHED / "a").write_bytes(b"x")
     (tmp_path / "notes.tmp").write_text("not ours")
     seen = command("ls", tmp_path, "--leftovers", "--json").json
-    assert seen == {"root": str(tmp_path), "deleted": [str(tmp_path / UNFINISHED)]}
+    assert seen == {"root": str(tmp_path), "deleted": [str(tmp_path / UNFINISHED)], "not_deleted": []}
     assert sorted(each.name for each in tmp_path.iterdir() if each.name != ".lock") == [
         "latest",
         "notes.tmp",
@@ -151,6 +152,17 @@ def test_leftovers_of_killed_runs_are_deleted_and_listed(tmp_path: Path, command
     ]
     command("verify", tmp_path)
     assert "0 leftovers of killed runs deleted" in command("ls", tmp_path, "--leftovers").out
+
+
+def test_a_leftover_that_stays_is_not_called_deleted(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 300)
+    (tmp_path / UNFINISHED).mkdir()
+    monkeypatch.setattr(Directory, "discard", lambda *_: None)
+    seen = command("ls", tmp_path, "--leftovers", code=1).out
+    assert "0 leftovers of killed runs deleted" in seen
+    assert f"Could not be deleted: {tmp_path / UNFINISHED}" in seen
 
 
 def test_leftovers_are_those_of_the_run_that_writes_there(tmp_path: Path, command: Command) -> None:

@@ -286,7 +286,7 @@ class TestMemory:
         stager.close()
         assert all(now - then < 50 * 1024 for now, then in zip(shared_kib(), before, strict=True))
 
-    def test_memory_that_a_finalizer_and_a_new_block_free_at_once_is_freed(self, monkeypatch) -> None:
+    def test_memory_that_a_finalizer_and_a_new_block_free_at_the_same_time_is_freed(self, monkeypatch) -> None:
         file = shared_block()._file  # the block is gone, and a message was on its way until now
         shared_memory._files.append(file)
         lock = shared_memory._lock_exclusively

@@ -197,7 +197,8 @@ class SaveTarget:
     def commit(self, step: int, path: str, files: dict[str, FileMark], index: bytes) -> None:
         store = self.store
         files[INDEX] = store.put(path, INDEX, index)
-        files |= {name: store.mark(path, name) for name in store.backend.list(path, [".metadata"]) if name not in files}
+        there = store.backend.list(path, [".metadata"])  # and what else the storage has written, such as torch's index
+        files |= {name: store.mark(path, name) for name in there if name not in files}
         failpoint("marked")
         store.notes.add_metrics(self.metrics.late_metrics())
         self.committed = store.publish(path, self.manifest(step, files), self.keep)

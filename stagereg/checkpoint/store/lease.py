@@ -4,7 +4,7 @@ A store has no locks that die with a process. The object ``.lock`` names its wri
 which one of several that try it at once wins, and renewed every twenty seconds by a thread; one that was not renewed
 for a minute is free. So after a machine was lost, another one waits up to a minute; on the same machine, an owner that
 has ended is found out at once. When it was renewed is asked of the store, which has one clock; where that does not say,
-whoever wants it watches it for a minute. Clocks of machines have no part in it.
+whoever wants it watches it for a minute. The clock of this machine is good for no more than to show who holds it.
 
 This is weaker than a lock. A run that is stopped for more than a minute may believe for one request that it still holds
 what another one has taken over; it looks before each commit. Of two that write at the same moment where a store has no

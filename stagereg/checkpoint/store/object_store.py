@@ -169,11 +169,9 @@ class ObjectStore:
     def abort_uploads(self, url: str, is_ours: Callable[[str], bool]) -> list[str]:
         """Give up uploads in parts below ``url`` that were begun and not ended, of objects with ``is_ours``; S3 alone.
 
-        Returns the URLs of these objects.
-
-        Such parts are in no listing, and paid for. ``is_ours`` gets what follows ``url`` in the object's name.
+        Such parts are in no listing, and paid for. ``is_ours`` gets what follows ``url`` in the object's name. Returns
+        the URLs of these objects.
         """
-
         given_up: list[str] = []
 
         def act() -> None:

@@ -20,7 +20,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,11 @@ MAKERS = {
         "gcsfs",
         _fake_gcs_binary,
         _fake_gcs,
-        lambda endpoint: {"STORAGE_EMULATOR_HOST": endpoint},
+        lambda endpoint: {
+            "STORAGE_EMULATOR_HOST": endpoint,
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # it would ask by gRPC, which the server does not speak
+            "FSSPEC_GS": json.dumps({"token": "anon", "project": "test"}),
+        },
         (429, {"Content-Type": "application/json"}, '{"error": {"code": 429, "message": "rateLimitExceeded"}}'),
         (401, {"Content-Type": "application/json"}, '{"error": {"code": 401, "message": "Invalid authentication"}}'),
     ),
@@ -238,7 +242,6 @@ class Running:
     maker: Maker
     proxy: Proxy
     environment: dict[str, str]
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 class Store:
@@ -308,9 +311,6 @@ def _await_port(port: int, server: subprocess.Popen[bytes]) -> None:
 @pytest.fixture
 def store(running: Running, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """An empty prefix, set in this process's environment."""
-    # Its lookup of the kind of a bucket goes by gRPC, which the server does not speak.
-    running.environment["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
-    running.environment["FSSPEC_GS"] = json.dumps({"token": "anon", "project": "test"})
     for name, value in running.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon", "project": "test"})
