@@ -136,6 +136,7 @@ def test_the_lease_of_a_dead_run_is_taken_over(store: Store, left: bytes, ago_s:
 def test_a_lease_is_as_old_as_the_store_says_whatever_the_clock_of_its_owner(store: Store, clock_s: int) -> None:
     store.lay(note(renewed=time.time() + clock_s), ago_s=61)
     with store.lease():
+        assert store.reads < 10  # it was not waited for
         assert store.content()["owner"]["pid"] == os.getpid()
     assert store.listing(store.root) == {}
     store.lay(note(renewed=time.time() + clock_s), ago_s=30)
