@@ -69,6 +69,10 @@ class UnstageableTypeError(StagingError, ValueError, TypeError):
     """A state dict has a value of a type that cannot be staged; the message names the type and its path."""
 
 
+class WrittenWhileStagedError(StagingError):
+    """The source of a copy was written, freed or resized while it was being copied; the copy was discarded."""
+
+
 class StagerClosedError(StagingError):
     """A stager was used after its ``close()``."""
 
@@ -138,6 +142,10 @@ class ClosedError(CheckpointError):
 
 class NotSavedInTimeError(CheckpointError):
     """A save has taken longer than its ``timeout``."""
+
+
+class WrittenWhileSavedError(CheckpointError):
+    """A save was discarded, since the state was written while it was being copied; ``Checkpointer`` saves again."""
 
 
 class LaunchError(StageregError, RuntimeError):

@@ -209,7 +209,9 @@ class Checkpointer:
         self._saver.end_step(step)
         self._calls.at_step(step)
         leaves = self.preemption is not None and self.preemption.agreed_at(step)
-        stores = (self._target.schedule.due(step) and self._stores) or leaves
+        self._saver.confirm()
+        again = self._saver.retake.due(step)
+        stores = ((self._target.schedule.due(step) or again) and self._stores) or leaves
         near = self._tiering.due(step)
         self.near_at = step if near and not stores else None
         return stores or near
@@ -271,6 +273,10 @@ class Checkpointer:
         expect_usable(self._closed, self._pid)
         if self._enabled:
             self._background.wait()
+            if (step := self._saver.to_retake()) is not None:
+                self._save(self._together.begin_save(step), step)
+                self._background.wait()
+            self._saver.drop_retake()
             self._background.raise_failure()
 
     def move_to(self, dir: str | os.PathLike[str]) -> None:
@@ -376,6 +382,7 @@ class Checkpointer:
             self._unclosed.detach()
         self._together.leave()
         ended = self._background.finish()
+        self._saver.drop_retake()
         self._closed, self._survivors, self._saver.whole = True, None, None
         self._calls.close()
         if self.preemption is not None:
@@ -439,7 +446,7 @@ class Checkpointer:
     @property
     def saved(self) -> int | None:
         """The step last saved, with ``dir`` not in the tier alone, or ``None``: shows whether the last one is saved."""
-        return self._saver.stored if self._enabled else None
+        return self._saver.stored if self._enabled and self._saver.retake.pending is None else None
 
     def remember(self, state: MutableMapping[str, Any], step: int | None = None) -> None:
         """Keep what there is to save if this rank leaves a loop, or others are lost; ``step`` ends with it, if any."""

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,12 +32,17 @@ from stagereg.kernel.transfer import CopyEngine
 class PendingCopy:
     """Memory for a copy that has no content yet."""
 
-    sources: Sequence[torch.Tensor]  # what is to be copied; holding them keeps their memory alive
+    sources: Sequence[torch.Tensor]  # the tensors to copy
     layout: Layout  # where their bytes are to go
     lease: Lease
     view: memoryview  # the memory
     address: int  # of its first byte
     spec: TreeSpec | None = None  # the copy without its tensors; None for a part of a copy
+    storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # held ones, by the index of a source
+
+    def hold(self, regions: Sequence[Region]) -> None:
+        """Keep the memory of regions alive, and copy them from it, even if their tensors get other storages."""
+        self.storages.update((region.source, self.sources[region.source].untyped_storage()) for region in regions)
 
     @functools.cached_property
     def staged(self) -> list[torch.Tensor]:
@@ -48,8 +53,12 @@ class PendingCopy:
     def pairs(self, regions: Sequence[Region], packed: Sequence[int] = ()) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return what ``CopyEngine.fetch`` takes for some of the layout's regions and packed tensors."""
         runs = [(r, torch.frombuffer(self.view, dtype=torch.uint8, count=r.nbytes, offset=r.offset)) for r in regions]
-        copied = [(to, region_bytes(region, self.sources[region.source])) for region, to in runs]
+        copied = [(to, region_bytes(region, self._storage_of(region))) for region, to in runs]
         return [*copied, *((self.staged[i], self.sources[i]) for i in packed)]
+
+    def _storage_of(self, region: Region) -> torch.UntypedStorage:
+        held = self.storages.get(region.source)
+        return self.sources[region.source].untyped_storage() if held is None else held
 
     def unflatten(self) -> Any:
         """Return the state dict's copy. To be called once."""

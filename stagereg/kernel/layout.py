@@ -204,8 +204,19 @@ def tensors_over(view: memoryview, layout: Layout) -> list[torch.Tensor]:
     return made
 
 
-def region_bytes(region: Region, owner: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a region where they lie; ``owner`` is the tensor ``region.source``."""
-    storage = owner.untyped_storage()
-    source = torch.empty(0, dtype=torch.uint8, device=owner.device)
+def region_bytes(region: Region, storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the source bytes of a region, which are in ``storage``.
+
+    Raises:
+        StagingError: the storage was freed or resized since the layout was planned; ``path`` is the index of a tensor.
+    """
+    if not is_in(region, storage):  # set_ would make a storage that is too small grow
+        raise StagingError([region.source], "its storage was freed or resized while it was being copied")
+    source = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return source.set_(storage, region.address - storage.data_ptr(), (region.nbytes,), (1,))
+
+
+def is_in(region: Region, storage: torch.UntypedStorage) -> bool:
+    """Return whether the source bytes of a region still are in a storage."""
+    base = storage.data_ptr()
+    return base <= region.address and region.address + region.nbytes <= base + storage.nbytes()

@@ -109,6 +109,15 @@ class CopyTask:
                 self._pieces.clear()
                 raise
 
+    @property
+    def is_begun_whole(self) -> bool:
+        """Whether no piece is left for another thread to take."""
+        return not self._pieces
+
+    def cancel(self) -> None:
+        """Drop the pieces that no thread has taken yet."""
+        self._pieces.clear()
+
     def finish(self) -> None:
         """Take the pieces that are left, and return when those of others are done too. Raises what a piece raised."""
         try:

@@ -7,10 +7,12 @@ What torch leaves open, the contract settles: see :class:`AsyncStager`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
+    import torch
     from torch.optim.optimizer import Optimizer
 
 StateDict: TypeAlias = dict[str, Any]
@@ -99,3 +101,28 @@ class WatchesOptimizers(Protocol):
 
     def watch(self, optimizer: Optimizer) -> None:
         """Take notice of ``optimizer``, which is about to train what will be staged."""
+
+
+@runtime_checkable
+class ConfirmsCopies(Protocol):
+    """A stager that copies while training continues, and finds out later whether the source was written meanwhile."""
+
+    def confirm(self) -> None:
+        """Confirm the copies that are complete. Called on the training thread, which runs no operation of torch now."""
+
+    def copy_at_once(self, tensors: Iterable[torch.Tensor] | None) -> None:
+        """Copy ``tensors`` before ``stage`` returns from now on, in place of those of the call before.
+
+        ``None`` stands for everything in the next ``stage``.
+        """
+
+
+@runtime_checkable
+class UnconfirmedCopy(Protocol):
+    """A future of such a stager. Its ``result`` returns or raises when it is known whether the source was written."""
+
+    def copied(self) -> StateDict:
+        """Return the copy when its bytes are complete. Thread-safe."""
+
+    def when_copied(self, call: Callable[[], object]) -> None:
+        """Call ``call()`` then, or when the copy has failed; on any thread."""

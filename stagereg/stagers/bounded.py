@@ -149,7 +149,7 @@ class BoundedCopier(HostCopier):
         made: dict[int, torch.Tensor] = {}
         for region in regions:
             with torch.no_grad():
-                whole = region_bytes(region, tensors[region.source])
+                whole = region_bytes(region, tensors[region.source].untyped_storage())
             if whole.device.type != "cpu":  # readers queue their copies elsewhere
                 torch.accelerator.current_stream(whole.device).record_event().synchronize()
             storage = torch.utils.dlpack.from_dlpack(whole).untyped_storage()

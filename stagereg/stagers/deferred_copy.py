@@ -1,17 +1,20 @@
-"""A copy that goes on while its source is not written: begun in one call, finished at the latest before the next write.
+"""A copy that is made while its source is not written: begun in one call, finished at the latest before the next write.
 
-A :class:`CopySplit` says which regions of a layout are copied at once and which later. A :class:`DeferredCopy` moves
+A :class:`CopySplit` says which regions of a layout are copied at once and which later. A :class:`DeferredCopy` copies
 the latter in pieces that any thread may take: a background thread takes them one after the other, and a thread that is
-about to write calls :meth:`DeferredCopy.finish_before_write`, helps with those that are left, and goes on when all are
-copied (copy before overwrite). What lies on an accelerator is copied on a side stream, which waits from the beginning
-for what was queued before. Its copies, at some microseconds each, are queued by whichever thread comes first. A
-writer's stream waits for them; the writer waits no longer than until they are queued.
+about to write calls :meth:`DeferredCopy.finish_before_write`, helps with those that are left, and returns when all are
+copied (copy before overwrite). Regions on an accelerator are copied on a side stream, which waits from the beginning
+for the work that was queued before. Its copies, at some microseconds each, are queued by whichever thread comes first.
+A writer's stream waits for them; the writer waits no longer than until they are queued.
 
 Writes without that call are found by two things, both cheap. The version counters of the tensors, which most in-place
 operations of torch move. And samples of the bytes, taken at the beginning and compared with the same points of the
-*copy*: what bypasses the counters (fused optimizers, gloo collectives, ``.data``, numpy) nearly always writes a whole
-tensor. A write after the copying changes no sample of the copy, so nothing is reported that did no harm. On request, a
-checksum of every byte (CRC-32) is compared as well.
+*copy*: a write that bypasses the counters (fused optimizers, gloo collectives, ``.data``, numpy) nearly always writes a
+whole tensor. On request, a checksum of every byte (CRC-32) is compared instead of the counters of host memory.
+
+torch moves a counter only when the operation has returned. An operation that is running when the copy ends may have
+written a part of it, and has moved no counter yet. So the counters are read a second time, at a moment at which the
+training thread runs no operation: :meth:`DeferredCopy.fence`. Until then the copy is complete, and not *confirmed*.
 """
 
 from __future__ import annotations
@@ -19,20 +22,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import threading
+import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from stagereg.kernel.copier import PendingCopy
-from stagereg.kernel.layout import Layout, Region
+from stagereg.kernel.layout import Layout, Region, is_in
 from stagereg.kernel.transfer import Batch, CopyTask, piece
 
 _PIECE_BYTES = 2**22  # a writer waits for one piece of another thread at most: well below a millisecond
 _SAMPLE_BYTES = 64
 _MOST_BLOCKS = 4  # of memory that are used in turns
 _MAX_BYTES_BETWEEN = 2**22  # from one sample to the next
+_STILL_S = 0.5  # seconds without a fence after which counters that stood still are taken for final
+_SLICE_S = 0.05  # of that wait, so that a process that was stopped meanwhile does not count as one that stood still
 
 
 class CopySplit:
@@ -50,8 +57,9 @@ class CopySplit:
         self.immediate_remote = [region for region, deferred in remote if not deferred]
         self.deferred_remote = [region for region, deferred in remote if deferred]
         self.streams: dict[torch.device, torch.Stream] = {}  # for those, by device; made when needed
-        # Indices of the tensors in all deferred regions.
-        self.members = [i for region in (*self.deferred, *self.deferred_remote) for i in region.members]
+        # Indices of the tensors in all deferred regions, and in those on an accelerator.
+        self.members_remote = [i for region in self.deferred_remote for i in region.members]
+        self.members = [i for region in self.deferred for i in region.members] + self.members_remote
         # Where to look for a change in host memory: both ends of each region, and regular points between them.
         self.samples = [(region, at) for region in self.deferred for at in _sampled(region.nbytes)]
         self._taker = functools.lru_cache(_MOST_BLOCKS + 1)(functools.partial(_taker, self.samples))
@@ -61,6 +69,14 @@ class CopySplit:
         taken = ctypes.create_string_buffer(_SAMPLE_BYTES * len(self.samples) or 1)
         self._taker(base)(ctypes.addressof(taken))
         return taken.raw
+
+    def differing(self, before: bytes, after: bytes) -> list[Region]:
+        """Return the regions in which two results of :meth:`sampled` differ."""
+        if before == after:
+            return []
+        starts = range(0, len(before), _SAMPLE_BYTES)
+        pairs = zip(starts, self.samples, strict=False)  # without samples there is one spare byte
+        return [r for at, (r, _) in pairs if before[at : at + _SAMPLE_BYTES] != after[at : at + _SAMPLE_BYTES]]
 
 
 def _pieces(regions: Sequence[Region]) -> list[Callable[[int], None]]:
@@ -97,61 +113,126 @@ class DeferredCopy:
         pending: the whole copy.
         split: which part is made later.
         events: by device, the ends of the copies that are queued already.
-        thorough: look at every byte in host memory to find writes.
+        thorough: compare every byte in host memory, and not its counters and samples, to find writes.
     """
 
     def __init__(
         self, pending: PendingCopy, split: CopySplit, events: list[tuple[torch.device, torch.Event]], thorough: bool
     ) -> None:
+        pending.hold([*split.deferred, *split.deferred_remote, *split.immediate_remote])
+        self._storages = dict(pending.storages)
         self._task = CopyTask(pending.address, [*_queues(pending, split, events), *split.pieces])
-        self._sources = pending.sources
         self._base = pending.address
         self._split = split
         self._events = events
         self._lock = threading.Lock()
-        self._written: list[int] | None = None
-        self._versions = [self._sources[i]._version for i in split.members]
+        self._counted = [(i, pending.sources[i]) for i in (split.members_remote if thorough else split.members)]
+        self._versions = [x._version for _, x in self._counted]
         self._samples = split.sampled()
         self._checksums = [_checksum(r.address, r.nbytes) for r in split.deferred] if thorough else []
+        self._written: list[int] | None = None  # None until the copy is complete
+        self._began, self._ended = time.monotonic(), math.inf
+        self._fenced = threading.Event()  # ``_written`` is final
+        self.touched: set[int] = set()  # source tensors that were written before the fence, harmlessly or not
 
     def run(self) -> list[int]:
         """Copy all that is left. Called once, on a background thread.
 
         Returns:
-            Indices of the source tensors that were written before they were copied; the copy is of no use if there are
-            any.
+            Indices of the source tensors that were written, freed or resized before they were copied; the copy is
+            unusable if there are any.
+
+        Raises:
+            StagingError: a source on an accelerator was freed or resized before its copy was queued.
         """
         try:
-            self._task.finish()
-        finally:  # what is queued writes to the memory, whether or not all of it could be
+            self._finish()
+        finally:  # the queued copies write to the memory, whether or not all of them could be queued
             for _, event in self._events:
                 event.synchronize()
         return self._find_written()
 
     def finish_before_write(self) -> None:
-        """Return when the source may be written. Called by any thread that is about to, any number of times."""
+        """Return when the source may be written. Called by any thread that is about to, any number of times.
+
+        That thread runs no operation meanwhile, so this is a :meth:`fence` too.
+        """
         with contextlib.suppress(Exception):  # run() raises it
-            self._task.finish()
+            self._finish()
         for device, event in self._events:
             torch.accelerator.current_stream(device).wait_event(event)
         self._find_written()
+        self.fence()
+
+    def fence(self) -> None:
+        """Confirm the copy, if it is complete: read the counters once more.
+
+        Called on the thread that stages and trains, which runs no operation of torch now. Idempotent.
+        """
+        with self._lock:
+            if self._written is None or self._fenced.is_set():
+                return
+            moved = self._moved()  # by operations that began before the copy ended, or later: nothing tells them apart
+            self.touched.update(moved, self._changed_samples())
+            self._written = sorted({*self._written, *moved})
+            self._fenced.set()
+
+    def await_fence(self) -> list[int]:
+        """Return, as :meth:`run`, the tensors whose copy may be torn, once that is known. On a background thread.
+
+        Without a fence that is after 0.5 s in which no counter has moved, or as long as the copy has taken, if longer.
+        """
+        slices = max(_STILL_S, self._ended - self._began) / _SLICE_S if self._counted else 0
+        while slices > 0 and not self._fenced.wait(_SLICE_S):
+            slices -= 1
+        self.fence()
+        return self._written or []
+
+    def reads(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether the copy is incomplete and reads from ``storage``."""
+        return self._written is None and any(each._cdata == storage._cdata for each in self._storages.values())
+
+    def _finish(self) -> None:
+        if not self._task.is_begun_whole and (replaced := self._replaced()):  # memory that was freed must not be read
+            self._task.cancel()
+            with self._lock:
+                self._written = self._written or sorted(self._members_of(replaced))
+        self._task.finish()
 
     def _find_written(self) -> list[int]:
         """Look for writes once, after the copying and before the first permitted write."""
         with self._lock:
             if self._written is None:
-                versions = zip(self._split.members, self._versions, strict=True)
-                found = {i for i, version in versions if self._sources[i]._version != version}
-                before, after = self._samples, self._split.sampled(self._base)
-                torn = [
-                    region
-                    for i, (region, _) in enumerate(self._split.samples if before != after else ())
-                    if before[_SAMPLE_BYTES * i :][:_SAMPLE_BYTES] != after[_SAMPLE_BYTES * i :][:_SAMPLE_BYTES]
-                ]
-                checksums = zip(self._split.deferred, self._checksums, strict=False)  # none, if they were not taken
-                torn += [r for r, before in checksums if _checksum(self._base + r.offset, r.nbytes) != before]
-                self._written = sorted(found.union(*(region.members for region in torn)))
+                self._ended = time.monotonic()
+                torn = self._replaced()
+                if self._checksums:
+                    pairs = zip(self._split.deferred, self._checksums, strict=True)
+                    torn += [r for r, before in pairs if _checksum(self._base + r.offset, r.nbytes) != before]
+                else:
+                    torn += self._split.differing(self._samples, self._split.sampled(self._base))
+                self.touched.update(self._moved(), self._members_of(torn))
+                self._written = sorted(self.touched)
             return self._written
+
+    def _moved(self) -> set[int]:
+        """Return the tensors whose version counters have moved."""
+        pairs = zip(self._counted, self._versions, strict=True)
+        return {i for (i, x), version in pairs if x._version != version}
+
+    def _replaced(self) -> list[Region]:
+        """Return the regions whose storages were freed or resized in place."""
+        regions = (*self._split.deferred, *self._split.deferred_remote)
+        return [region for region in regions if not is_in(region, self._storages[region.source])]
+
+    def _changed_samples(self) -> set[int]:
+        """Return the tensors in host memory whose samples are not as at the beginning."""
+        if self._replaced():  # memory that was freed must not be read
+            return set()
+        return self._members_of(self._split.differing(self._samples, self._split.sampled()))
+
+    @staticmethod
+    def _members_of(regions: Iterable[Region]) -> set[int]:
+        return {i for region in regions for i in region.members}
 
 
 def _queues(

@@ -52,7 +52,7 @@ class WriteGuard:
             call()
 
         handle = register_optimizer_step_pre_hook(before_step)
-        _add_load_hook(id(handle), call)
+        add_load_hook(id(handle), call)
         self._remove_hooks = weakref.finalize(self, _remove_hooks, handle)
         self._remove_hooks.atexit = False
 
@@ -61,20 +61,22 @@ class WriteGuard:
         self._optimizers.add(optimizer)
         self._watched.add(optimizer)
 
-    def owned(self) -> dict[tuple[int, int], int]:
-        """Return device index and address -> bytes of each tensor that only a known optimizer writes.
+    def owned(self, is_known: Callable[[Optimizer], bool]) -> dict[tuple[int, int], int]:
+        """Return device index and address -> bytes of each tensor that only an optimizer writes.
 
-        It is the same object as long as their addresses are the same ones.
+        It counts the optimizers that :meth:`watch` was given, and those that have stepped and ``is_known`` accepts. It
+        is the same object as long as their addresses are the same ones.
 
-        None of an optimizer that a CUDA graph has captured, or may have captured before this was made: it may write
-        without calling back.
+        It does not count an optimizer that a CUDA graph has captured, or may have captured before this was made: that
+        optimizer may write without calling back.
         """
         announced = [
             optimizer
             for optimizer in list(self._optimizers)
-            if optimizer not in self._captured and (optimizer in self._watched or not _can_be_captured(optimizer))
+            if optimizer not in self._captured
+            and (optimizer in self._watched or (is_known(optimizer) and not _can_be_captured(optimizer)))
         ]
-        found = [x for optimizer in announced for x in _written_by(optimizer)]
+        found = [x for optimizer in announced for x in written_by(optimizer)]
         addresses = [*map(torch.Tensor.data_ptr, found)]
         if addresses != self._addresses:
             places = zip(map(torch.Tensor.get_device, found), addresses, strict=True)
@@ -91,7 +93,8 @@ def _can_be_captured(optimizer: Optimizer) -> bool:
     return any(group.get("capturable") for group in optimizer.param_groups)
 
 
-def _written_by(optimizer: Optimizer) -> list[torch.Tensor]:
+def written_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the plain tensors that an optimizer writes: its parameters that require gradients, and its state."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     found: list[Any] = list(parameters)
     for p in parameters:
@@ -120,7 +123,8 @@ def _load_after_hooks(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _load_state_dict(self, *args, **kwargs)
 
 
-def _add_load_hook(key: int, hook: Callable[[], None]) -> None:
+def add_load_hook(key: int, hook: Callable[[], None]) -> None:
+    """Call ``hook`` before a module loads a state dict, until :func:`remove_load_hook` is called with ``key``."""
     global _load_state_dict
     with _lock:
         if not _load_hooks and torch.nn.Module.load_state_dict is not _load_after_hooks:
@@ -131,7 +135,12 @@ def _add_load_hook(key: int, hook: Callable[[], None]) -> None:
 
 def _remove_hooks(handle: RemovableHandle) -> None:
     handle.remove()
+    remove_load_hook(id(handle))
+
+
+def remove_load_hook(key: int) -> None:
+    """Undo :func:`add_load_hook`. Idempotent."""
     with _lock:
-        _load_hooks.pop(id(handle), None)
+        _load_hooks.pop(key, None)
         if not _load_hooks and torch.nn.Module.load_state_dict is _load_after_hooks:
             torch.nn.Module.load_state_dict = _load_state_dict  # type: ignore[method-assign]

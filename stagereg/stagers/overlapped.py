@@ -1,59 +1,74 @@
-"""``overlapped``: returns at once and copies while training goes on, until the next write is about to happen."""
+"""``overlapped``: returns at once and copies while training continues, until the next write is about to happen."""
 
 from __future__ import annotations
 
 import bisect
-import contextlib
-import threading
-from collections import deque
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch.optim.optimizer import Optimizer
 
-from stagereg.errors import StagingError
 from stagereg.kernel.copier import HostCopier, PendingCopy
 from stagereg.kernel.layout import Layout, Region
 from stagereg.kernel.memory import Pool
-from stagereg.kernel.state_dict import path_to
 from stagereg.kernel.transfer import COPY_THREADS
 from stagereg.registry import register
 from stagereg.stagers.async_stager import StateDict
 from stagereg.stagers.deferred_copy import CopySplit, DeferredCopy
+from stagereg.stagers.freed_storage import StorageGuard
 from stagereg.stagers.guard import WriteGuard
 from stagereg.stagers.host import HostStager
+from stagereg.stagers.running_copies import CopyFuture, RunningCopies
+from stagereg.stagers.step_observer import Place, StepObserver
 
 
 @register("stager", "overlapped")
 class OverlappedStager(HostStager):
     """Copies parameters and optimizer state in the background, during the next forward and backward passes.
 
-    ``stage`` returns a future right away. What only a torch optimizer writes (its parameters that require gradients,
-    and its state) is copied by a background thread; just before an optimizer steps, or a module loads a state dict,
-    the thread that is about to write copies what is still missing and then goes on. Everything else, such as buffers
-    that a forward pass writes, averages of the weights, scalars and the state of unknown optimizers, is copied before
-    ``stage`` returns. An optimizer is known once it has stepped since this stager was made, or has been given to
-    :meth:`watch`; so the first ``stage`` of a run that has not trained yet copies all of it at once.
+    ``stage`` returns a future right away. Tensors that only a torch optimizer writes (its parameters that require
+    gradients, and its state) are copied by a background thread; just before an optimizer steps, a module loads a state
+    dict, or a storage is freed, resized or moved to shared memory, the thread that is about to do so copies what is
+    still missing and then continues. Everything else, such as buffers that a forward pass writes, averages of the
+    weights, scalars and the state of unknown optimizers, is copied before ``stage`` returns. An optimizer is known once
+    it has stepped twice since this stager was made, or has been given to :meth:`watch`; so the first ``stage`` of a run
+    that has not trained yet copies all of it at once.
 
-    A source that was written in between all the same is found, and its copy is never handed out: the future, or else
-    the next call, raises a ``StagingError`` that names the entry. Found are all in-place operations that move torch's
-    version counter, and of the others (``tensor.data``, numpy, gloo collectives) those that write a whole tensor, or
-    the part at its ends. What is not found by default is a write to a small part of a big tensor by such a side door
-    within the milliseconds of the copy; ``verify=True`` finds that too. Until the future is done, the storage of a
-    source must not be freed or resized in place (``resize_(0)``).
+    Some programs write parameters between two steps: ``nn.Embedding(max_norm=...)`` in its forward pass, a WGAN that
+    clamps its weights. Such tensors are copied before ``stage`` returns, too, once they are known:
+    :meth:`copy_at_once` was given them, or they were written between the first steps of their optimizer, or while an
+    earlier copy was under way.
+
+    A source that is written while it is copied is found, and its copy is never handed out as good: the future, or
+    otherwise the next call, raises a :class:`.WrittenWhileStagedError` that names the entry. The next ``stage`` copies
+    everything at once. The stager finds:
+
+    - All in-place operations that move torch's version counter. torch moves a counter when an operation has returned,
+      so the counters are read again when no operation of the training thread can be running: at the next step of an
+      optimizer, or at the next call of the stager on the thread that called ``stage``. The future is done then. Without
+      such a moment the future is done after 0.5 s in which no counter moved, or after as long as the copy has taken,
+      if that is more. This leaves one gap: an operation that runs for longer than that, was running when the copy
+      ended, and belongs to a loop that neither steps nor calls. Operations of other threads that run when an optimizer
+      steps are not seen either.
+    - Of the writes that move no counter (``tensor.data``, numpy, gloo collectives) those that write a whole tensor, or
+      its ends. It does not find a write to a small part of a large tensor by such a side door (``weight.data[i] = v``)
+      within the milliseconds of the copy. ``verify=True`` finds that too, in host memory.
+    - Storages that were freed or resized without the methods of ``torch.Tensor`` and ``torch.UntypedStorage``, if their
+      address or size has changed. A storage that a tensor only exchanges for another one (``tensor.data = other``,
+      ``swap_tensors``) is copied as it was; ``set_`` moves the version counter.
 
     Tensors on accelerators are copied on a side stream; the stream of the optimizer waits for it, the host does not.
-    What an optimizer writes that was captured in a CUDA graph is copied at once, since nothing announces a replay. A
+    Tensors of an optimizer that was captured in a CUDA graph are copied at once, since nothing announces a replay. A
     graph may have been captured before the stager was made, so this goes for every optimizer with ``capturable=True``,
     which torch wants for that, unless it was given to :meth:`watch`. SGD and other optimizers that have no such option
     are captured without it: make the stager before that, or do not step them outside the graph.
 
     Args:
         threads: threads that copy what is copied at once, the caller's among them.
-        verify: compare a checksum of every byte in host memory, taken in ``stage``, with that of the copy. ``stage``
-            then reads the whole state: a mode to find unforeseen writes.
+        verify: compare a checksum of every byte in host memory, taken in ``stage``, with the checksum of the copy.
+            ``stage`` then reads the whole state: a mode to find unforeseen writes.
     """
 
     # Bytes; smaller regions in host memory are copied at once, which costs less than a deferred copy of them.
@@ -72,11 +87,13 @@ class OverlappedStager(HostStager):
         pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads, reserve=int(reserve_gb * 2**30))
         super().__init__(HostCopier(pool, threads, type_check))
         self._verify = verify
-        self._copies = _Copies()
+        self._copies = RunningCopies()
         self._guard = WriteGuard(self._copies.finish_before_write)
+        self._storages = StorageGuard(self._copies.finish_before_free)
+        self._observer = StepObserver()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{COPY_THREADS}-deferred")
-        self._split: CopySplit | None = None
-        self._split_of: tuple[Layout, dict[tuple[int, int], int], set[int]] | None = None
+        self._split: tuple[_SplitFor, CopySplit] | None = None
+        self._all_at_once = False  # in the next ``stage``
 
     def watch(self, optimizer: Optimizer) -> None:
         """Take notice of an optimizer before its first step, so that its state need not be copied at once.
@@ -86,7 +103,25 @@ class OverlappedStager(HostStager):
         """
         self._guard.watch(optimizer)
 
-    def stage(self, state_dict: StateDict) -> Future[StateDict]:  # type: ignore[override]
+    def copy_at_once(self, tensors: Iterable[torch.Tensor] | None) -> None:
+        """Copy tensors before ``stage`` returns from now on; with ``None``, copy everything so in the next ``stage``.
+
+        For tensors that are written without an announcement. The tensors replace those of the call before, and are
+        held. Called on the training thread.
+        """
+        if tensors is None:
+            self._all_at_once = True
+        else:
+            self._observer.expect(tensors)
+
+    def confirm(self) -> None:
+        """Confirm the copies that are complete; the thread that called ``stage`` runs no operation of torch now.
+
+        On any other thread it does nothing.
+        """
+        self._copies.fence()
+
+    def stage(self, state_dict: StateDict) -> CopyFuture:  # type: ignore[override]
         """Return the future of a complete copy of ``state_dict`` in host memory. Called on the training thread.
 
         Raises:
@@ -95,12 +130,15 @@ class OverlappedStager(HostStager):
             StagerClosedError: after ``close()``.
         """
         self._copier.pool.check_open()
+        self._copies.finish_before_write()
+        self._learn()
         self._copies.raise_unseen()
         pending = self._copier.prepare(state_dict)
         with torch.no_grad():
             copy = self._begin(pending)
+        self._all_at_once = False
         try:
-            future = self._copies.add(copy)
+            future = self._copies.add(copy, pending)
             self._thread.submit(self._copies.run, copy, pending, state_dict)
         except BaseException:  # such as a Ctrl-C
             self._copies.drop(copy)
@@ -123,6 +161,8 @@ class OverlappedStager(HostStager):
         self._copies.wait()
         self._thread.shutdown(wait=True)
         self._guard.close()
+        self._storages.close()
+        self._observer.close()
         super().close()
         self._copies.raise_unseen()
 
@@ -135,129 +175,54 @@ class OverlappedStager(HostStager):
         engine.run(pending.address, split.immediate.pieces(engine.threads), pending).finish()
         return DeferredCopy(pending, split, events, self._verify)
 
+    def _learn(self) -> None:
+        """Have the tensors that were written while they were copied be copied at once from now on."""
+        found, failed = self._copies.take_touched()
+        self._all_at_once |= failed
+        owned = _Places(self._guard.owned(self._observer.has_observed)) if found else None
+        for place, nbytes in found:
+            whole = None if owned is None else owned.around(place, nbytes)
+            self._observer.find(*(whole or (place, nbytes)))
+
     def _split_for(self, pending: PendingCopy) -> CopySplit:
-        owned = self._guard.owned()
         flags = list(map(torch.Tensor.is_inference, pending.sources))  # these have no version counter
         inference = {i for i, flag in enumerate(flags) if flag} if True in flags else set[int]()
+        owned = {} if self._all_at_once else self._guard.owned(self._observer.has_observed)
+        given = _SplitFor(pending.layout, owned, dict(self._observer.all_written()), inference)
+        if self._split is not None and self._split[0] == given:
+            return self._split[1]
+        places, written = _Places(given.owned), _Places(given.written)
 
         def may_defer(region: Region) -> bool:
-            tensors = [pending.sources[i] for i in region.members]
-            known = all(_lies_in(x, owned, starts) for x in tensors)
+            members = [pending.sources[i] for i in region.members]
+            tensors = [((x.get_device(), x.data_ptr()), x.nbytes) for x in members]
+            known = all(places.around(*x) and not written.around(*x) for x in tensors)
             return known and inference.isdisjoint(region.members)
 
-        if self._split is None or self._split_of != (pending.layout, owned, inference):
-            starts = sorted(owned)
-            self._split = CopySplit(pending.layout, may_defer, self._worth_deferring)
-            self._split_of = (pending.layout, owned, inference)
-        return self._split
+        self._split = given, CopySplit(pending.layout, may_defer, self._worth_deferring)
+        return self._split[1]
 
 
-def _lies_in(x: torch.Tensor, owned: Mapping[tuple[int, int], int], starts: Sequence[tuple[int, int]]) -> bool:
-    """Whether a tensor, which may be rows of another one, lies in memory that only an optimizer writes."""
-    device, address = x.get_device(), x.data_ptr()
-    at = bisect.bisect_right(starts, (device, address)) - 1
-    if at < 0 or starts[at][0] != device:
-        return False
-    return address + x.nbytes <= starts[at][1] + owned[starts[at]]
+@dataclass
+class _SplitFor:
+    """What a split depends on."""
+
+    layout: Layout
+    owned: Mapping[Place, int]
+    written: Mapping[Place, int]
+    inference: set[int]
 
 
-class _CopyFuture(Future[Any]):
-    """The future of a :class:`.PendingCopy`, which knows whether its outcome was asked for: ``seen``."""
+class _Places:
+    """Runs of memory, given by their places and bytes."""
 
-    seen = False
-    _outcome: Any = None
+    def __init__(self, runs: Mapping[Place, int]) -> None:
+        self._runs, self._starts = runs, sorted(runs)
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        super().__init__()
-
-    @property
-    def _result(self) -> Any:
-        """The copy. Its tensors are made for the first one who reads this, and not while training goes on.
-
-        ``asyncio`` of Python 3.14 reads this and does not call :meth:`result`.
-        """
-        with self._lock:
-            if isinstance(self._outcome, PendingCopy):
-                self._outcome = self._outcome.unflatten()
-            return self._outcome
-
-    @_result.setter
-    def _result(self, outcome: Any) -> None:
-        self._outcome = outcome
-
-    def result(self, timeout: float | None = None) -> Any:
-        return self._result if self.exception(timeout) is None else super().result()
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        found = super().exception(timeout)
-        self.seen = True
-        return found
-
-
-class _Copies:
-    """The copies that are not complete yet, and the futures of those that failed.
-
-    Complete copies are not held. The guard and the background thread refer to this and not to the stager, so that a
-    stager that is dropped without being closed is freed.
-    """
-
-    def __init__(self) -> None:
-        self._running: dict[DeferredCopy, _CopyFuture] = {}
-        self._failed: deque[_CopyFuture] = deque()
-
-    def add(self, copy: DeferredCopy) -> _CopyFuture:
-        """Return the future of a copy that is about to be run."""
-        future = self._running[copy] = _CopyFuture()
-        future.set_running_or_notify_cancel()  # it cannot be cancelled
-        return future
-
-    def drop(self, copy: DeferredCopy) -> None:
-        """Wait no longer for a copy, whose future nobody has."""
-        self._running.pop(copy, None)
-
-    def run(self, copy: DeferredCopy, pending: PendingCopy, state: StateDict) -> None:
-        """Copy the rest and complete the future; on the background thread."""
-        future = self._running[copy]
-        try:
-            written = copy.run()
-            if written:
-                raise _written(state, written[0])
-            assert pending.spec is not None
-            pending.spec.release_sources()
-            future.set_result(pending)
-        except BaseException as raised:
-            interrupted = StagingError([], f"the copy was interrupted ({raised!r})")
-            error = raised if isinstance(raised, Exception) else interrupted
-            error.__traceback__ = None  # its frames hold the memory
-            self._failed.append(future)
-            future.set_exception(error)
-        self.drop(copy)
-
-    def finish_before_write(self) -> None:
-        """Return when no copy needs the sources any more."""
-        for copy in list(self._running):
-            copy.finish_before_write()
-
-    def wait(self) -> None:
-        """Return when every copy is complete or has failed."""
-        self.finish_before_write()
-        wait(list(self._running.values()))
-
-    def raise_unseen(self) -> None:
-        """Raise the failure of a copy whose future was not asked; once."""
-        while self._failed:
-            future = self._failed.popleft()
-            if not future.seen:
-                future.result()
-
-
-def _written(state: StateDict, index: int) -> StagingError:
-    path: tuple[object, ...] = ()
-    with contextlib.suppress(Exception):  # the state dict may be another one by now
-        path = path_to(state, index)
-    return StagingError(
-        path,
-        "it was written while it was being copied, by something that is no torch optimizer and no load_state_dict; "
-        "write it after the future of stage() is done, or use a stager that copies at once, such as pinned_cached",
-    )
+    def around(self, place: Place, nbytes: int) -> tuple[Place, int] | None:
+        """Return the run that has all of some bytes, which may be rows of a tensor; ``None`` if there is none."""
+        at = bisect.bisect_right(self._starts, place) - 1
+        if at < 0 or self._starts[at][0] != place[0]:
+            return None
+        start = self._starts[at]
+        return (start, self._runs[start]) if place[1] + nbytes <= start[1] + self._runs[start] else None

@@ -24,18 +24,13 @@ class Settled(AsyncStager):
     def __init__(self, owns_all: bool = False, **options: Any) -> None:
         self._promising = build("overlapped", **options)
         if owns_all:  # as if an optimizer wrote all there is, so that everything is copied in the background
-            self._promising._guard.owned = _Everything
+            self._promising._guard.owned = lambda is_known: {(-1, 0): 2**62}
             self._promising._worth_deferring = 0
         self.expect_release, self.release = self._promising.expect_release, self._promising.release
         self.close = self._promising.close
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return settled(self._promising.stage(state_dict))
-
-
-class _Everything(dict[Any, int]):
-    def get(self, key: Any, default: Any = None) -> int:
-        return 2**62
 
 
 REGISTERED: dict[str, Callable[..., AsyncStager]] = {

@@ -40,17 +40,12 @@ def registered(stager: str, slow: bool = False, **options: Any) -> Any:
     return pytest.param(contract, id=name, marks=[pytest.mark.slow] if slow else [])
 
 
-class Everything(dict[Any, int]):
-    def get(self, key: Any, default: Any = None) -> int:
-        return 2**62
-
-
 class HeldOverlappedLate(StagerContract):
     """``overlapped``, as if an optimizer wrote all there is, so that everything is copied in the background."""
 
     def make(self) -> AsyncStager:
         stager = stagereg.build("stager", "overlapped", wait_s=0.1)
-        stager._guard.owned = Everything
+        stager._guard.owned = lambda is_known: {(-1, 0): 2**62}
         stager._worth_deferring = 0
         return stager
 

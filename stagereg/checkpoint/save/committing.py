@@ -328,6 +328,8 @@ class _Work:
             self._to.marks(self._path, self._results) if self._ranks.rank > 0 else {}
         )  # those of rank 0 come with the metadata's
         failpoint("written")
+        save.at = "waiting until no operation can have written the state meanwhile"
+        save.copy.confirm()
         save.at = WAITING_FOR_OTHERS
         return (marks, self.entries.structures_for(self.asked, self._to.last.structures)), [self._results], self._more
 

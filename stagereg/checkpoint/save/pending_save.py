@@ -6,10 +6,11 @@ written and committed there (:mod:`.committing`).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -34,7 +35,8 @@ from stagereg.checkpoint.storage.protocol import Storage, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.keep import GuardedRule, Keep
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, WrittenWhileSavedError, WrittenWhileStagedError
+from stagereg.stagers.async_stager import UnconfirmedCopy
 
 
 class LastSave:
@@ -232,6 +234,7 @@ class StagedCopy:
     completed: float = 0.0  # when it was complete; 0 as long as that is not known
     nbytes: int | None = None  # of its tensor data, once it is there
     near: bool = False  # whether it is for the tier alone
+    _future: Future[dict[str, Any]] | None = None  # of the stager, once the copy was asked for
 
     def complete(self) -> None:
         """Note that the copy is complete now, unless that is known already. May be called on any thread."""
@@ -242,9 +245,21 @@ class StagedCopy:
         if self.failure is not None:
             raise CheckpointError(self.failure)
         if isinstance(self.staged, Future):
-            self.staged = self.staged.result()
+            self._future = self.staged
+            with _as_save_error():
+                self.staged = self.staged.copied() if isinstance(self.staged, UnconfirmedCopy) else self.staged.result()
             self.complete()
         return self.staged
+
+    def confirm(self) -> None:
+        """Return when nothing can have written the state while it was copied.
+
+        Raises:
+            WrittenWhileSavedError: something has written it; the copy must not be committed.
+        """
+        if self._future is not None:
+            with _as_save_error():
+                self._future.result()
 
     def record(self, step: int) -> None:
         """Record the copy, once, if there has been a complete one."""
@@ -256,6 +271,18 @@ class StagedCopy:
     def target(self) -> dict[str, bool]:
         """What events say of where it goes: nothing of one that goes to the store."""
         return {"tier": True} if self.near else {}
+
+
+@contextlib.contextmanager
+def _as_save_error() -> Iterator[None]:
+    """Turn what a stager raises about a written source into an error by which all ranks know it."""
+    try:
+        yield
+    except WrittenWhileStagedError as error:
+        raise WrittenWhileSavedError(
+            f"{'.'.join(map(str, error.path))!r} was written, freed or resized while it was copied, by something that "
+            "is neither a torch optimizer nor load_state_dict"
+        ) from error
 
 
 @dataclass
@@ -290,4 +317,6 @@ class PendingSave:
     until: float = math.inf  # when it has to be complete; infinite until it is its turn
     late: bool = False  # reported to take too long
     abandoned: bool = False  # given up, and not to be committed
+    number: int = 0  # among those of this run that go to the store
+    again: bool = False  # in place of a save that was discarded, since the state was written while it was copied
     over: threading.Event = field(default_factory=threading.Event)  # it has ended, well or not

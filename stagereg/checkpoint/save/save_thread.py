@@ -28,8 +28,9 @@ from stagereg.checkpoint.save.backward import give_way
 from stagereg.checkpoint.save.committing import WAITING_FOR_OTHERS, write_and_commit
 from stagereg.checkpoint.save.failures import Failures
 from stagereg.checkpoint.save.pending_save import PendingSave, Target
+from stagereg.checkpoint.save.retake import Retake
 from stagereg.checkpoint.store.advice import advice, causes
-from stagereg.errors import CheckpointError, NotSavedInTimeError, kind_of, reason
+from stagereg.errors import CheckpointError, NotSavedInTimeError, WrittenWhileSavedError, kind_of, reason
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ class SaveThread(ABC):
     Attributes:
         newest: the step of the newest checkpoint there that this run knows to be good.
         failures: of its saves.
+        confirm: is called on the training thread before it waits, to confirm copies that are complete.
+        retake: decides when a save is made again whose copy was written meanwhile; ``None`` if that is an error.
         listeners: are called on the thread with the step of each complete checkpoint, before its save has ended.
         stats: of its saves.
         timeout_s: as ``timeout``, in seconds.
@@ -98,6 +101,8 @@ class SaveThread(ABC):
         self._process = os.getpid()
         self._clearing = False  # whether it deletes what is no longer kept
         self._closed = False
+        self.confirm: Callable[[], None] = lambda: None
+        self.retake: Retake | None = None
         self._lock = threading.Lock()
         self._under_way: deque[PendingSave] = deque()
         weakref.finalize(self, self._queue.put, None)  # or the thread of one that was never closed would stay
@@ -150,6 +155,7 @@ class SaveThread(ABC):
 
     def _wait(self, most: int) -> bool:
         """Wait until fewer than ``most`` saves of this thread have not ended; False if one of them takes too long."""
+        self.confirm()
         while (first := self._first()) is not None and not first.late and len(self._under_way) >= most:
             for save in list(self._under_way):
                 save.hurried.set()
@@ -245,6 +251,8 @@ class SaveThread(ABC):
             done = write_and_commit(save)
         except BaseException as error:
             failure = self._fail(save, error)
+            if isinstance(failure, WrittenWhileSavedError) and self.retake is not None:
+                failure = self._save_again(save, reason(error), failure, self.retake)
             _log.debug("A save failed.", exc_info=error)
             for connected in causes(error):
                 connected.__traceback__ = None
@@ -268,6 +276,19 @@ class SaveThread(ABC):
         except Exception:
             _log.debug("Deleting old checkpoints failed.", exc_info=True)
         self._clearing = False
+
+    def _save_again(
+        self, save: PendingSave, why: str, failure: WrittenWhileSavedError, retake: Retake
+    ) -> WrittenWhileSavedError | None:
+        """Have a discarded save made again; return its failure if that cannot be."""
+        answer = retake.agree(save, failure)
+        if answer.fails:
+            return failure
+        when = "with the next call of save()" if answer.at is None else f"at the end of step {answer.at}"
+        again = "A newer save is under way." if answer.superseded else f"The state is saved {when}, copied at once."
+        log = _log.warning if self._target.ranks.rank == 0 else _log.info
+        log("stagereg: %s. %s", why.rstrip("."), again)
+        return None
 
     @abstractmethod
     def _completed(self, save: PendingSave, began: float, ended: float, nbytes: int) -> None:

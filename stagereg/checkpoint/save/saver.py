@@ -26,6 +26,7 @@ from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.ranks.shares import ShareBook
 from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy, Target
+from stagereg.checkpoint.save.retake import Retake
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.checkpoint.state.stale_numbers import StaleNumbers
@@ -33,7 +34,13 @@ from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.crash_report import summarize_exception
 from stagereg.data import LoadsEveryRank
 from stagereg.errors import CheckpointError, StageregError, reason
-from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesPadding
+from stagereg.stagers.async_stager import (
+    AsyncStager,
+    ConfirmsCopies,
+    ReleasesCopies,
+    ReservesPadding,
+    UnconfirmedCopy,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +68,7 @@ class Saver:
         leaving: whether the ranks are about to exit.
         names: of the parameters in it.
         whole: takes note of steps that end; ``None`` if nothing is saved after a loss.
+        retake: the save that is to be made again, if its copy was written meanwhile.
     """
 
     def __init__(
@@ -97,6 +105,16 @@ class Saver:
             stager.reserve_padding(*target.storage.padding)
         if isinstance(stager, ReleasesCopies):
             stager.expect_release()
+        self._confirms = stager if isinstance(stager, ConfirmsCopies) else None
+        self.retake = background.retake = Retake(background.timeout_s)
+        background.confirm = self.confirm
+        if background.ahead is not None:
+            background.ahead.confirm = self.confirm
+
+    def confirm(self) -> None:
+        """Confirm the copies that are complete: the training thread is here, and runs no operation of torch."""
+        if self._confirms is not None:
+            self._confirms.confirm()
 
     def remember(self, state: MutableMapping[str, Any], step: int | None = None) -> None:
         """Keep what is to be saved, also after this rank has left a loop, and count the steps of its optimizers.
@@ -108,11 +126,13 @@ class Saver:
             return
         self.state, before = state, self.state or {}
         self._continued = [name for name in entries.positions(state) if isinstance(state[name], LoadsEveryRank)]
+        if self._confirms is not None:
+            self._confirms.copy_at_once(entries.written_in_forward(state))
         copies = [name for name, value in state.items() if isinstance(value, Mapping) and value.keys() >= _OPTIMIZER]
         if copies and not self._warned:
             self._warned = True
             _log.warning(_A_COPY, copies[0])
-        for name, value in state.items() if self._target.ranks.group is not None else ():
+        for name, value in state.items():
             if isinstance(value, Optimizer) and before.get(name) is not value:
                 value.register_step_post_hook(lambda *_, taken=self._taken, name=name: taken.update([name]))
 
@@ -131,9 +151,11 @@ class Saver:
             follows: whether this rank has left its loop, and saves since others do.
             near: whether it goes to the tier alone.
         """
-        schedules = {name: x.last_epoch for name, x in (self.state or {}).items() if isinstance(x, LRScheduler)}
-        saves = self._begin(checked_step(step), near, follows=follows, taken={**schedules, **self._taken})
+        self.confirm()
+        saves = self._begin(checked_step(step), near, follows=follows, taken=self._steps_taken())
         save = saves[-1]
+        if save.again and self._confirms is not None:
+            self._confirms.copy_at_once(None)
         if step < self.reached and not self._went_back:
             self._went_back = True
             _log.warning(_BACKWARDS, step, self.reached)
@@ -164,6 +186,23 @@ class Saver:
             self._background.stats.stall_seconds.append(stall)
             record.emit("stall", step=step, start=save.called, seconds=stall, **save.copy.target)
 
+    def _steps_taken(self) -> dict[str, int]:
+        """Return how many steps each schedule and optimizer of the state has taken."""
+        schedules = {name: x.last_epoch for name, x in (self.state or {}).items() if isinstance(x, LRScheduler)}
+        return {**schedules, **self._taken}
+
+    def to_retake(self) -> int | None:
+        """Return the step whose save was discarded, if the optimizers have not stepped since; else ``None``."""
+        discarded = self.retake.pending
+        return discarded.step if discarded is not None and discarded.taken == self._steps_taken() else None
+
+    def drop_retake(self) -> None:
+        """Report a discarded save as failed: it cannot be made again any more."""
+        discarded, failure = self.retake.pending, self.retake.failure
+        if discarded is not None and failure is not None:
+            self.retake.pending = self.retake.failure = None
+            self._background.failures.keep_failure(discarded.step, failure)
+
     def save_last(self, seen: int | None) -> None:
         """Save the last step that some rank has ``seen``, unless that is done; on all ranks.
 
@@ -172,7 +211,9 @@ class Saver:
         """
         if not self._background.wait():
             return
-        own = [-1 if step is None else step for step in (seen, self.stored)]
+        discarded = self.retake.pending is not None
+        seen, stored = self.to_retake() if seen is None else seen, None if discarded else self.stored
+        own = [-1 if step is None else step for step in (seen, stored)]
         own_too = [*own, self.state is None, self._background.failing]
         last, done, unknown, failed = self._target.ranks.max_async(own_too)()
         if failed:
@@ -223,6 +264,8 @@ class Saver:
                 copy.near = True
                 return [before]
             before.agreed = Future()
+        number, again = self.retake.begin_save()
+        more |= {"number": number, "again": again}
         save = PendingSave(step, self._target, copy=copy, sharing=sharing, before=before, **more)
         return [save] if before is None else [before, save]
 
@@ -290,6 +333,8 @@ class Saver:
                     save.copy.complete()
             elif self._stager.should_synchronize_after_execute:
                 save.copy.staged.result()
+            elif isinstance(save.copy.staged, UnconfirmedCopy):
+                save.copy.staged.when_copied(save.copy.complete)
             else:
                 save.copy.staged.add_done_callback(lambda _: save.copy.complete())
         except StageregError:

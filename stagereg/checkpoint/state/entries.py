@@ -131,6 +131,12 @@ def buffers(state: Mapping[str, Any]) -> set[str]:
     return {f"{name}.{buffer}" for name, buffer in found} | {buffer for _, buffer in found if "." in buffer}
 
 
+def written_in_forward(state: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the parameters that torch's own layers write in their forward pass: embeddings with ``max_norm``."""
+    modules = (module for name in state for top in module_state.modules_of(state[name]) for module in top.modules())
+    return [x for module in modules if getattr(module, "max_norm", None) is not None for x in module.parameters(False)]
+
+
 def positions(state: Mapping[str, Any]) -> list[str]:
     """Return the names of positions in data, each rank's own."""
     return [name for name in state if is_position(value_of(state, name))]

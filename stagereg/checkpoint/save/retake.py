@@ -1,0 +1,113 @@
+"""Makes a save again whose copy was discarded, since the program wrote the state while it was copied.
+
+All ranks learn in the exchange of that save that it has failed. Right after it, on the threads that save, they agree on
+the step at which all of them save again: the first one that no rank has ended yet. Until a rank has the answer, its
+training thread does not end that step. So each rank saves at the same step, and none of them waits in other saves.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import NamedTuple
+
+from stagereg.checkpoint.save.pending_save import PendingSave
+from stagereg.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+_NO_STEP = -1
+
+
+class _Reached(NamedTuple):
+    """How far the training thread of a rank is."""
+
+    ended: int  # the step that it has ended last
+    saves: int  # the saves that it has begun
+    again: bool  # whether the discarded save was made in place of another one already
+
+
+class _Answer(NamedTuple):
+    """What follows from that, on all ranks."""
+
+    fails: bool = False  # the discarded save is an error
+    superseded: bool = False  # a newer save is under way
+    at: int | None = None  # the step to save after; ``None`` if the program saves by itself and counts no steps
+
+
+class Retake:
+    """The step at which this rank saves again, the same on all ranks.
+
+    Attributes:
+        pending: a discarded save that is to be made again; ``None`` without one.
+        failure: why it was discarded.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.pending: PendingSave | None = None
+        self.failure: CheckpointError | None = None
+        self._limit_s = limit_s
+        self._at: int | None = None
+        self._ended, self._saves = _NO_STEP, 0
+        self._closed_from: int | None = None  # the first step that waits for the answer
+        self._answered = threading.Event()
+        self._lock = threading.Lock()
+
+    def due(self, step: int) -> bool:
+        """Return whether to save again after ``step``. Called on the training thread once a step. Not collective.
+
+        It waits for other ranks only while they agree on the step, for as long as one exchange takes.
+        """
+        with self._lock:
+            waits = self._closed_from is not None and step >= self._closed_from
+            self._ended = self._ended if waits else step
+        if waits:
+            self._answered.wait(self._limit_s)
+            with self._lock:
+                self._ended = step
+        return self._at is not None and step >= self._at
+
+    def begin_save(self) -> tuple[int, bool]:
+        """Return the number of a save that begins, and whether it replaces a discarded one. Thread-safe."""
+        with self._lock:
+            again = self.pending is not None
+            self.pending = self.failure = self._at = None
+            self._saves += 1
+            return self._saves, again
+
+    def agree(self, save: PendingSave, failure: CheckpointError) -> _Answer:
+        """Agree on the step at which ``save`` is made again, which all ranks have discarded.
+
+        Collective, on the saving thread. Does not raise.
+        """
+        ranks, answer = save.to.ranks, _Answer(fails=True)
+        try:
+            answer = ranks.round_trip(
+                f"Step {save.step} was not saved again",
+                lambda: self._reached(save.again),
+                lambda reached: [_answer(save.number, reached)] * ranks.size,
+                ranks.limit,
+            )
+        except CheckpointError:
+            _log.debug("The ranks could not agree on a step to save again.", exc_info=True)
+        with self._lock:
+            self._closed_from = None
+            if not (answer.fails or answer.superseded) and self._saves == save.number:
+                self.pending, self.failure, self._at = save, failure, answer.at
+        self._answered.set()
+        return answer
+
+    def _reached(self, again: bool) -> _Reached:
+        with self._lock:
+            self._answered.clear()
+            self._closed_from = self._ended + 1
+            return _Reached(self._ended, self._saves, again)
+
+
+def _answer(number: int, reached: list[_Reached]) -> _Answer:
+    if any(each.again for each in reached):
+        return _Answer(fails=True)
+    if any(each.saves > number for each in reached):
+        return _Answer(superseded=True)
+    ended = [each.ended for each in reached]
+    return _Answer(at=None if _NO_STEP in ended else max(ended) + 1)

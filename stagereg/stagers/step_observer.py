@@ -1,0 +1,188 @@
+"""Finds what writes the tensors of an optimizer between its steps: a layer in its forward pass, or the program.
+
+``nn.Embedding(max_norm=...)`` renormalizes rows of its weight whenever they are used; a WGAN clamps the weights of its
+critic; a codebook is reset. A copy of such tensors cannot wait for the next step of the optimizer. A
+:class:`StepObserver` compares version counters and samples of the bytes after one step and before the next one, in the
+first steps of an optimizer; and it is told of what copies find later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from stagereg.kernel.transfer import piece
+from stagereg.stagers.guard import add_load_hook, remove_load_hook, written_by
+
+_log = logging.getLogger(__name__)
+
+_INTERVALS = 32  # between two steps that are observed, after that a write is found by the copy that it meets
+_SAMPLE_BYTES = 64
+_BETWEEN_BYTES = 2**22  # from one sample to the next
+_LEAST_BYTES = 2**14  # smaller tensors in host memory are never copied later
+
+Place = tuple[int, int]
+"""Device index and address."""
+
+
+class StepObserver:
+    """Knows which memory of optimizers is written between their steps. For the training thread.
+
+    Attributes:
+        written: the bytes at each place that something else than an optimizer has written. It only grows.
+    """
+
+    def __init__(self) -> None:
+        self.written: dict[Place, int] = {}
+        self._expected: list[torch.Tensor] = []  # not weakly: torch swaps no tensor that has a weak reference
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._observed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # in one whole interval at least
+        self._stepping: set[int] = set()
+        self._intervals = 0
+        self._before: _Moment | None = None
+        call = functools.partial(_call, weakref.ref(self))
+        hooks = (
+            register_optimizer_step_pre_hook(lambda optimizer, *_: call(StepObserver._before_step, optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, *_: call(StepObserver._after_step, optimizer)),
+        )
+        add_load_hook(id(self), lambda: call(StepObserver._before_load))
+        self._remove = weakref.finalize(self, _remove, hooks, id(self))
+        self._remove.atexit = False
+
+    def has_observed(self, optimizer: Optimizer) -> bool:
+        """Return whether the time from one step of an optimizer to the next was observed."""
+        return optimizer in self._observed
+
+    def expect(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors as written between steps, in place of those that were given before."""
+        self._expected = [*tensors]
+
+    def find(self, place: Place, nbytes: int) -> None:
+        """Count memory as written between steps."""
+        self.written[place] = max(nbytes, self.written.get(place, 0))
+
+    def all_written(self) -> dict[Place, int]:
+        """Return ``written`` with the memory of expected tensors, as it is now."""
+        for x in self._expected:
+            for local in _plain(x):
+                self.find((local.get_device(), local.data_ptr()), local.nbytes)
+        return self.written
+
+    def close(self) -> None:
+        """Observe no more. Idempotent."""
+        self._remove()
+
+    # Steps may be nested, as ZeroRedundancyOptimizer has an optimizer inside: an interval is one without any step.
+
+    def _before_load(self) -> None:
+        self._before = None
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        if id(optimizer) in self._stepping:  # its last step has raised
+            self._stepping.clear()
+        if not self._stepping and self._before is not None:
+            before, self._before = self._before, None
+            optimizers = before.optimizers()
+            for x in before.written(_tensors_of(optimizers)):
+                self.find((x.get_device(), x.data_ptr()), x.nbytes)
+            self._observed.update(optimizers)
+            self._intervals += 1
+        self._stepping.add(id(optimizer))
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        self._stepping.discard(id(optimizer))
+        self._known.add(optimizer)
+        if not self._stepping and (self._intervals < _INTERVALS or any(x not in self._observed for x in self._known)):
+            self._before = _Moment(list(self._known))
+
+
+def _call(reference: weakref.ref[StepObserver], method: Callable[..., None], *args: Any) -> None:
+    """Call a method of an observer, if there still is one. It only looks, so an error must not end a step."""
+    observer = reference()
+    try:
+        if observer is not None:
+            method(observer, *args)
+    except Exception:
+        observer._before = None  # type: ignore[union-attr]
+        _log.debug("The tensors of an optimizer could not be observed.", exc_info=True)
+
+
+def _remove(hooks: Iterable[RemovableHandle], key: int) -> None:
+    remove_load_hook(key)
+    for hook in hooks:
+        hook.remove()
+
+
+def _tensors_of(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    return [x for each in optimizers for x in written_by(each) if not x.is_inference()]
+
+
+class _Moment:
+    """What the tensors of optimizers are after a step: version counters, and samples of those in host memory.
+
+    It refers to no tensor, as that would keep its memory alive, and torch swaps no tensor that has a weak reference.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = [weakref.ref(each) for each in optimizers]
+        tensors = _tensors_of(optimizers)
+        self._versions = {_identity(x): x._version for x in tensors}
+        self._sampled = [_identity(x) for x in tensors if _can_be_sampled(x)]
+        self._samples = _samples(self._sampled)
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return those that still exist."""
+        return [each for ref in self._optimizers if (each := ref()) is not None]
+
+    def written(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return which of the tensors that these optimizers have now were written since."""
+        now = {_identity(x): x for x in tensors}
+        found = {key for key, version in self._versions.items() if key in now and now[key]._version != version}
+        if now.keys() >= set(self._sampled):  # otherwise some of the memory may be gone
+            samples = _samples(self._sampled)
+            found |= {
+                key for key, *both in zip(self._sampled, self._samples, samples, strict=True) if both[0] != both[1]
+            }
+        return [now[key] for key in found]
+
+
+_Identity = tuple[int, int, int]  # of a tensor: its id, address and bytes
+
+
+def _identity(x: torch.Tensor) -> _Identity:
+    return id(x), x.data_ptr(), x.nbytes
+
+
+def _plain(x: torch.Tensor) -> list[torch.Tensor]:
+    local = getattr(x, "_local_tensor", x)  # of a DTensor
+    return [local] if type(local) in (torch.Tensor, torch.nn.Parameter) else []
+
+
+def _can_be_sampled(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu" and x.nbytes >= _LEAST_BYTES and x.is_contiguous()
+
+
+def _samples(tensors: Iterable[_Identity]) -> list[bytes]:
+    """Return some bytes of each of some dense tensors in host memory."""
+    steps = [(address, nbytes, -(-nbytes // _BETWEEN_BYTES)) for _, address, nbytes in tensors]
+    if not steps:
+        return []
+    starts = [
+        address + (nbytes - _SAMPLE_BYTES) * k // count for address, nbytes, count in steps for k in range(count + 1)
+    ]
+    taken = ctypes.create_string_buffer(_SAMPLE_BYTES * len(starts))
+    piece([(_SAMPLE_BYTES * i, start, _SAMPLE_BYTES) for i, start in enumerate(starts)])(ctypes.addressof(taken))
+    whole, found, at = taken.raw, [], 0
+    for _, _, count in steps:
+        end = at + _SAMPLE_BYTES * (count + 1)
+        found.append(whole[at:end])
+        at = end
+    return found

@@ -1,0 +1,209 @@
+"""A checkpoint never holds a state that the program wrote while it was copied; such a save is made again."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stagereg
+from stagereg import Checkpointer
+from stagereg.errors import WrittenWhileSavedError
+from stagereg.stagers.overlapped import OverlappedStager
+from stagereg.testing import run_ranks
+
+WAIT_S = 60.0
+ROWS, WIDTH = 20_000, 64
+
+
+class Codebook(torch.nn.Module):
+    """A layer of the program's own, which writes its weight in the forward pass from some step on."""
+
+    def __init__(self, writes_from: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(ROWS, WIDTH))
+        self.bias = torch.nn.Parameter(torch.rand(ROWS))
+        self.writes_from, self.steps = writes_from, 0
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        if self.steps >= self.writes_from:
+            with torch.no_grad():
+                self.weight.index_copy_(0, rows, torch.full((len(rows), WIDTH), float(self.steps)))
+        return self.weight[rows] + self.bias[rows, None]
+
+
+class Run:
+    """Trains a codebook, and knows the weight of each step."""
+
+    def __init__(self, writes_from: int, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = Codebook(writes_from)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        self.weights: dict[int, torch.Tensor] = {}
+
+    def step(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randint(ROWS, (50,))).sum().backward()
+        self.optimizer.step()
+        self.weights[step] = self.model.weight.detach().clone()
+
+    def train(self, checkpointer: Checkpointer, steps: range) -> None:
+        for step in steps:
+            self.step(step)
+            checkpointer.maybe_save(step, self.state)
+
+    def checked(self, folder: Path | str) -> list[int]:
+        """Return the steps of the checkpoints, which all hold the weight of their step."""
+        found = []
+        for name in sorted(each for each in os.listdir(folder) if each.startswith("step-")):
+            with stagereg.open_checkpoint(f"{folder}/{name}", verify=True) as checkpoint:
+                found.append(int(name.removeprefix("step-")))
+                assert torch.equal(checkpoint["model.weight"], self.weights[found[-1]])
+        return found
+
+
+def test_a_save_that_met_a_write_is_made_again_at_a_later_step_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(writes_from=11)
+    with caplog.at_level(logging.WARNING), Checkpointer(str(tmp_path), every=10, keep=9) as checkpointer:
+        run.train(checkpointer, range(1, 41))
+    steps = run.checked(tmp_path)
+    assert 10 not in steps
+    assert 10 < steps[0] < 20
+    assert steps[1:] == [20, 30, 40]
+    [line] = [record.getMessage() for record in caplog.records if "was not saved" in record.getMessage()]
+    assert "Step 10 was not saved" in line
+    assert "'model.weight'" in line
+    assert f"at the end of step {steps[0]}" in line
+
+
+def test_stock_layers_that_write_their_weight_fail_no_save(tmp_path: Path) -> None:
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    for kind in kinds:
+        model: Any = kind(ROWS, WIDTH, max_norm=1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        weights = {}
+        folder = tmp_path / kind.__name__
+        with Checkpointer(str(folder), every=1, keep=20) as checkpointer:
+            checkpointer.remember({"model": model, "optimizer": optimizer})
+            for step in range(1, 13):
+                model(torch.randint(ROWS, (1, 500))).square().mean().backward()
+                optimizer.step()
+                weights[step] = model.weight.detach().clone()
+                checkpointer.maybe_save(step, {"model": model, "optimizer": optimizer})
+                with torch.no_grad():
+                    model(torch.randint(ROWS, (1, 500)))
+        for step, weight in weights.items():
+            with stagereg.open_checkpoint(folder / f"step-{step:08d}", verify=True) as checkpoint:
+                assert torch.equal(checkpoint["model.weight"], weight)
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "embedding_renorm_": lambda w: torch.embedding_renorm_(w, torch.randint(ROWS, (500,)), 0.5, 2.0),
+    "index_copy_": lambda w: w.index_copy_(0, torch.arange(50), torch.rand(50, WIDTH)),
+    "e[i] = v": lambda w: w.__setitem__(int(torch.randint(ROWS, ())), torch.rand(WIDTH)),
+    "index_add_": lambda w: w.index_add_(0, torch.arange(50), torch.rand(50, WIDTH)),
+    "masked_fill_": lambda w: w.masked_fill_(w > 0.9, 0.5),
+    "clamp_ of .data": lambda w: w.data.clamp_(-0.5, 0.5),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_program_that_writes_a_parameter_right_after_each_save_loses_no_save(write: str, tmp_path: Path) -> None:
+    run = Run(writes_from=1000)
+    with Checkpointer(str(tmp_path), every=1, keep=20) as checkpointer:
+        for step in range(1, 13):
+            run.step(step)
+            checkpointer.maybe_save(step, run.state)
+            with torch.no_grad():
+                WRITES[write](run.model.weight)
+    assert run.checked(tmp_path) == list(range(1, 13))
+
+
+def two_ranks(rank: int, size: int, folder: str) -> list[int]:
+    run = Run(writes_from=11 if rank == 1 else 1000, seed=rank)
+    state = {f"model{rank}": run.model, f"optimizer{rank}": run.optimizer}
+    with Checkpointer(folder, every=10, keep=9) as checkpointer:
+        for step in range(1, 31):
+            run.step(step)
+            checkpointer.maybe_save(step, state)
+    found = []
+    for name in sorted(each for each in os.listdir(folder) if each.startswith("step-")):
+        with stagereg.open_checkpoint(f"{folder}/{name}", verify=True) as checkpoint:
+            found.append(int(name.removeprefix("step-")))
+            assert torch.equal(checkpoint[f"model{rank}.weight"], run.weights[found[-1]])
+    return found
+
+
+def test_all_ranks_save_again_at_one_step_if_one_rank_met_a_write(tmp_path: Path) -> None:
+    one, other = run_ranks(two_ranks, 2, args=(str(tmp_path),), timeout_s=2 * WAIT_S)
+    assert one == other
+    assert 10 < one[0] < 20
+    assert one[1:] == [20, 30]
+
+
+def test_the_last_save_is_made_again_at_the_end_of_the_run(tmp_path: Path) -> None:
+    run = Run(writes_from=11)
+    with Checkpointer(str(tmp_path), every=10) as checkpointer:
+        run.train(checkpointer, range(1, 11))
+        with torch.no_grad():
+            run.model(torch.randint(ROWS, (50,)))  # an evaluation, which writes too
+        run.weights[10] = run.model.weight.detach().clone()
+    assert run.checked(tmp_path) == [10]
+
+
+def test_wait_returns_with_the_step_saved_also_if_its_first_save_met_a_write(tmp_path: Path) -> None:
+    run = Run(writes_from=4)
+    with Checkpointer(str(tmp_path), every=10) as checkpointer:
+        for step in range(1, 4):
+            run.step(step)
+        checkpointer.save(3, run.state)
+        with torch.no_grad():
+            run.model(torch.randint(ROWS, (50,)))
+        run.weights[3] = run.model.weight.detach().clone()
+        checkpointer.wait()
+        assert run.checked(tmp_path) == [3]
+
+
+def test_a_program_that_calls_save_by_itself_saves_again_with_its_next_call(tmp_path: Path) -> None:
+    run = Run(writes_from=4)
+    with Checkpointer(str(tmp_path), every=10) as checkpointer:
+        for step in range(1, 10):
+            run.step(step)
+            if step % 3 == 0:
+                checkpointer.save(step, run.state)
+    assert run.checked(tmp_path) == [6, 9]
+
+
+@pytest.mark.parametrize("ends", ["wait", "close"])
+def test_a_discarded_save_that_cannot_be_made_again_is_an_error(ends: str, tmp_path: Path) -> None:
+    run = Run(writes_from=4)
+    checkpointer = Checkpointer(str(tmp_path), every=10)
+    for step in range(1, 6):
+        run.step(step)
+        if step == 3:
+            checkpointer.save(step, run.state)
+    with pytest.raises(WrittenWhileSavedError, match=r"Step 3 was not saved.*'model\.weight'"):
+        getattr(checkpointer, ends)()
+    checkpointer.close()
+    assert run.checked(tmp_path) == []
+
+
+def test_a_save_that_fails_again_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OverlappedStager, "copy_at_once", lambda stager, tensors: None)
+    monkeypatch.setattr(OverlappedStager, "_learn", lambda stager: None)
+    run = Run(writes_from=51)
+    with (
+        pytest.raises(WrittenWhileSavedError, match="was not saved"),
+        Checkpointer(str(tmp_path), every=50) as checkpointer,
+    ):
+        run.train(checkpointer, range(1, 200))
+    assert run.checked(tmp_path) == []
