@@ -107,9 +107,9 @@ class Saver:
             stager.expect_release()
         self._confirms = stager if isinstance(stager, ConfirmsCopies) else None
         self.retake = background.retake = Retake(background.timeout_s)
-        background.confirm = self.confirm
-        if background.ahead is not None:
-            background.ahead.confirm = self.confirm
+        for thread in (background, background.ahead):
+            if thread is not None and self._confirms is not None:
+                thread.confirm = self._confirms.confirm  # not this object's method: a cycle would keep the state alive
 
     def confirm(self) -> None:
         """Confirm the copies that are complete: the training thread is here, and runs no operation of torch."""
