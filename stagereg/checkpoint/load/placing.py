@@ -148,7 +148,11 @@ def _taken(
         return _of_modules(modules, structure, cast)
     saved = optimizer_state.as_by_name(structure)
     optimizers = optimizer_state.optimizers_of(value)
-    if saved is None or not optimizers:
+    if (
+        saved is None
+        or not optimizers
+        or (saved is not structure and any(map(optimizer_state.is_of_own_kind, optimizers)))
+    ):
         return structure, {}
     each = [optimizer_state.select(one, names.for_optimizer(one, state), saved) for one in optimizers]
     known = set().union(*(names for _, names in each))
@@ -242,6 +246,9 @@ def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
             fits = stored.dtype is not None and entries.TensorKind.of(stored).fits(wanted, cast)
             structure.dtype = live.dtype if fits else None
             in_place = in_place and fits and stored.chunks is not None and _is_plain(live)
+            in_place = (
+                in_place and structure.strides is None and (structure.placed is None or type(live) is not DTensor)
+            )
             structure.in_place = in_place or isinstance(live, ShardedTensor)
     elif isinstance(structure, Mapping) and isinstance(live, Mapping):
         for key, item in structure.items():

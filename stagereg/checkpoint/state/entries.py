@@ -104,8 +104,11 @@ def current_value(state: Mapping[str, Any], name: str, names: ParameterNames) ->
     if modules := module_state.modules_of(value):
         return module_state.state_of(modules)
     if optimizers := optimizer_state.optimizers_of(value):
-        each = [optimizer_state.state_of(one, names.for_optimizer(one, state)) for one in optimizers]
-        return optimizer_state.joined(each)
+        try:
+            each = [optimizer_state.state_of(one, names.for_optimizer(one, state)) for one in optimizers]
+            return optimizer_state.joined(each)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name!r}: {error}") from error
     return value.state_dict() if is_stateful(value) else value
 
 

@@ -17,7 +17,7 @@ import itertools
 import logging
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -27,12 +27,15 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 import stagereg.checkpoint.state.module_state as module_state
+import stagereg.checkpoint.state.optimizer_tensors as optimizer_tensors
 from stagereg.checkpoint.format.encoding import Leaf, marks
 from stagereg.errors import CheckpointError, NothingSavedError, listed
 
 _log = logging.getLogger(__name__)
 
 _STATE, _GROUPS, _PARAMS, _ALIASES = "state", "param_groups", "params", "aliases"
+_OPTIMIZERS, _TENSORS = "optimizers", "tensors"
+_BESIDE, _EMPTY_GROUPS = "beside", "empty_groups"  # of an optimizer; its ``_STATE`` there is that of no parameter
 _OF_THE_PARAMETERS = (_PARAMS, "param_names")
 """What a group has one of for each parameter; all else goes for the group."""
 _DECOUPLED = "decoupled_weight_decay"  # by which AdamW is no Adam
@@ -117,7 +120,11 @@ def is_by_name(saved: Any) -> bool:
         isinstance(saved, Mapping)
         and isinstance(saved.get(_STATE), Mapping)
         and isinstance(saved.get(_GROUPS), Mapping)
-        and all(isinstance(group, Mapping) and type(group.get(_PARAMS)) is list for group in saved[_GROUPS].values())
+        and all(isinstance(saved.get(key, {}), Mapping) for key in (_OPTIMIZERS, _TENSORS))
+        and all(
+            isinstance(each, Mapping) and type(each.get(_PARAMS)) is list
+            for each in (*saved[_GROUPS].values(), *saved.get(_OPTIMIZERS, {}).values())
+        )
     )
 
 
@@ -127,9 +134,34 @@ def as_by_name(saved: Any) -> Mapping[str, Any] | None:
         return cast("Mapping[str, Any]", saved)
     if not _is_torchs(saved):
         return None
-    groups = [{**group, _PARAMS: [*map(str, group[_PARAMS])]} for group in saved[_GROUPS] if group[_PARAMS]]
-    state = {str(key): part for key, part in saved[_STATE].items()}
-    return {_STATE: state, _GROUPS: {group[_PARAMS][0]: group for group in groups}}
+    names = {param: str(param) for group in saved[_GROUPS] for param in group[_PARAMS]}
+    groups = [([names[param] for param in group[_PARAMS]], _hyperparameters(group)) for group in saved[_GROUPS]]
+    return _by_name(saved, names, groups)
+
+
+def _by_name(
+    found: Mapping[str, Any], names: Mapping[Any, str], groups: Sequence[tuple[list[str], dict[str, Any]]]
+) -> dict[str, Any]:
+    """Return what torch has as the state of an optimizer by name, with the ``names`` of its parameters by number."""
+    state = {names[key]: each for key, each in found[_STATE].items() if key in names and not _is_empty(each)}
+    whole = {_STATE: state, _GROUPS: {own[0]: {**options, _PARAMS: own} for own, options in groups if own}}
+    part = {
+        _STATE: {key: each for key, each in found[_STATE].items() if key not in names},
+        _BESIDE: {key: each for key, each in found.items() if key not in (_STATE, _GROUPS)},
+        _EMPTY_GROUPS: {str(i): options for i, (own, options) in enumerate(groups) if not own},
+    }
+    if any(part.values()):
+        own = [*names.values()]
+        whole[_OPTIMIZERS] = {_first(own): {_PARAMS: own, **{key: each for key, each in part.items() if each}}}
+    return whole
+
+
+def _is_empty(state: Any) -> bool:
+    return isinstance(state, Mapping) and not state
+
+
+def _first(names: Sequence[str]) -> str:
+    return names[0] if names else ""
 
 
 def of_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,8 +204,18 @@ def _is_torchs(saved: Any) -> bool:
 
 
 def as_torchs(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state by name as torch has it: a list of groups, with names where torch may have numbers."""
-    return {_STATE: saved[_STATE], _GROUPS: [*saved[_GROUPS].values()]}
+    """Return a state by name as torch has it: a list of groups, with names where torch may have numbers.
+
+    What is of no parameter is under its own keys, as torch has it, if one optimizer has it and no name is its key.
+    """
+    state, groups = {**saved[_STATE]}, [*saved[_GROUPS].values()]
+    parts = [*saved.get(_OPTIMIZERS, {}).values()]
+    if len(parts) != 1 or parts[0].get(_STATE, {}).keys() & {name for group in groups for name in group[_PARAMS]}:
+        return {_STATE: state, _GROUPS: groups, **({_OPTIMIZERS: saved[_OPTIMIZERS]} if parts else {})}
+    [part] = parts
+    for at, options in part.get(_EMPTY_GROUPS, {}).items():
+        groups.insert(int(at), {**options, _PARAMS: []})
+    return {**part.get(_BESIDE, {}), _STATE: state | dict(part.get(_STATE, {})), _GROUPS: groups}
 
 
 def groups_of(state: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
@@ -193,14 +235,20 @@ def joined(each: Sequence[Mapping[str, Any]]) -> Any:
     if not all(map(is_by_name, each)):
         raise CheckpointError("of several optimizers one has a state dict of its own kind; save it under its own name")
     whole: dict[str, Any] = {}
-    for key in (_STATE, _GROUPS, _ALIASES):
+    for key in (_STATE, _GROUPS, _ALIASES, _OPTIMIZERS):
         parts = [one[key] for one in each if key in one]
         found = {name: item for part in parts for name, item in part.items()}
         if key != _ALIASES and len(found) < sum(map(len, parts)):
             [(twice, _)] = Counter(name for part in parts for name in part).most_common(1)
-            raise CheckpointError(f"two of the optimizers have {twice!r}; save each under a name of its own")
-        if found or key != _ALIASES:
+            have = repr(twice) if twice else "no parameters"
+            raise CheckpointError(f"two of the optimizers have {have}; save each under a name of its own")
+        if found or key in (_STATE, _GROUPS):
             whole[key] = found
+    notes = [pair for one in each for pair in one.get(_TENSORS, {}).items()]
+    if notes:
+        whole[_TENSORS] = {
+            key: {path: x for of, own in notes if of == key for path, x in own.items()} for key, _ in notes
+        }
     return whole
 
 
@@ -213,28 +261,81 @@ def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
     An optimizer whose ``state_dict`` is not as torch's own is left as it is.
 
     Raises:
-        CheckpointError: it is a ``ZeroRedundancyOptimizer`` with ``overlap_with_ddp``, which has no state dict.
+        CheckpointError: it has no state dict, as a ``ZeroRedundancyOptimizer`` with ``overlap_with_ddp``; or something
+            that would not come back.
     """
     if names.flat is not None:
-        whole: Any = get_optimizer_state_dict(names.flat, optimizer)
-        return {_STATE: whole[_STATE], _GROUPS: {each[_PARAMS][0]: each for each in whole[_GROUPS] if each[_PARAMS]}}
+        return _flat_state(optimizer, names.flat)
     inner = _inner(optimizer)
-    found = inner.state_dict()
-    every = [*names.by_parameter.values()]
-    order = every if inner is optimizer else [names.by_parameter[param] for param in parameters_of(inner)]
-    if not _is_torchs(found) or not all(type(number) is int for number in found[_STATE]):
+    found = _state_dict(inner)
+    params = parameters_of(inner)
+    if not _is_numbered(found, len(params)):
         return found
-    groups: dict[str, Any] = {}
-    at = 0
+    groups = []
     for part, group in zip(found[_GROUPS], optimizer.param_groups, strict=True):
-        own = every[at : at + len(group[_PARAMS])]
-        at += len(own)
         # A scheduler writes into the outer groups of ZeRO, and the inner optimizer gets it at its next step only.
         outer = {} if inner is optimizer else _hyperparameters(group)
-        if own:
-            groups[own[0]] = {**_hyperparameters(part), **outer, _PARAMS: own}
-    by_name = {_STATE: {order[number]: each for number, each in found[_STATE].items() if each}, _GROUPS: groups}
+        own = [names.by_parameter[param] for param in group[_PARAMS]]
+        groups.append((own, {**_hyperparameters(part), **outer}))
+    by_name = _by_name(found, {number: names.by_parameter[param] for number, param in enumerate(params)}, groups)
+    by_parameter = {name: param for param, name in names.by_parameter.items()}
+    rest = {_OPTIMIZERS: by_name[_OPTIMIZERS]} if _OPTIMIZERS in by_name else {}
+    if notes := optimizer_tensors.notes_of(by_name[_STATE], by_parameter, rest):
+        by_name[_TENSORS] = notes
     return by_name | {_ALIASES: dict(names.aliases)} if names.aliases else by_name
+
+
+def _flat_state(optimizer: Optimizer, module: torch.nn.Module) -> dict[str, Any]:
+    """Return the state with FSDP1, which torch puts together: of parameters alone, and cast to their dtypes."""
+    beside = [repr(key) for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    states = [(str(i), param, optimizer.state.get(param, {})) for i, param in enumerate(parameters_of(optimizer))]
+    given = {name: state for name, _, state in states}
+    if optimizer_tensors.notes_of(given, {name: param for name, param, _ in states}, {}).get("dtypes"):
+        beside.append("state of another dtype than its parameter's")
+    beside += ["what register_state_dict_post_hook adds"] * bool(optimizer._optimizer_state_dict_post_hooks)
+    if beside:
+        raise CheckpointError(
+            f"torch's FSDP1 would not bring back {listed(beside)} of {type(optimizer).__name__}; shard the model with "
+            "fully_shard (FSDP2) instead"
+        )
+    whole: Any = get_optimizer_state_dict(module, optimizer)
+    names = {name: name for group in whole[_GROUPS] for name in group[_PARAMS]}
+    return _by_name(whole, names, [(group[_PARAMS], _hyperparameters(group)) for group in whole[_GROUPS]])
+
+
+def _state_dict(optimizer: Optimizer) -> Any:
+    """Return the state dict. Raises: ``CheckpointError`` if torch would not bring it back."""
+    params = parameters_of(optimizer)
+    numbers = range(len(params))
+    if taken := [key for key in optimizer.state if type(key) is int and key in numbers]:
+        raise CheckpointError(
+            f"it has state under the key {taken[0]}, which torch takes for the number of a parameter; make it a text"
+        )
+    try:
+        return optimizer.state_dict()
+    except KeyError as error:
+        known = set(params)
+        others = [key for key in optimizer.state if isinstance(key, torch.Tensor) and key not in known]
+        if not others:
+            raise
+        raise CheckpointError(
+            f"it has state of {len(others)} tensor{'s' * (len(others) > 1)} in none of its groups, the first of shape "
+            f"{[*others[0].shape]}. Where the program replaces a parameter, remove the state of the old one: "
+            "optimizer.state.pop(old)"
+        ) from error
+
+
+def is_of_own_kind(optimizer: Optimizer) -> bool:
+    """Whether its state dict is not as torch's own, and goes back into it as it is."""
+    inner = _inner(optimizer)
+    return not _is_numbered(inner.state_dict(), len(parameters_of(inner)))
+
+
+def _is_numbered(found: Any, count: int) -> bool:
+    """Whether it is what torch has as the state of an optimizer with so many parameters, by their numbers."""
+    if not _is_torchs(found):
+        return False
+    return [number for group in found[_GROUPS] for number in group[_PARAMS]] == [*range(count)]
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
@@ -245,6 +346,13 @@ def _inner(optimizer: Optimizer) -> Optimizer:
     if not isinstance(inner, Optimizer):
         raise CheckpointError(
             "a ZeroRedundancyOptimizer with overlap_with_ddp=True has no state that can be saved; leave that out"
+        )
+    own = [repr(key) for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    own += ["what register_state_dict_post_hook adds"] * bool(optimizer._optimizer_state_dict_post_hooks)
+    if own:
+        raise CheckpointError(
+            f"a ZeroRedundancyOptimizer has {listed(own)} itself, and the state of the optimizer inside alone is "
+            "saved; put that there, as optimizer.optim has it"
         )
     return inner
 
@@ -261,8 +369,11 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
 
     Raises:
         NothingSavedError: it is the state of another kind of optimizer, as far as its options tell.
-        CheckpointError: parameters are not in it; what is one group here was saved in groups that differ.
+        CheckpointError: parameters are not in it; what is one group here was saved in groups that differ; what is of no
+            parameter fits nothing here.
     """
+    notes = saved.get(_TENSORS, {})
+    optimizer_tensors.mark({key: saved[key] for key in (_STATE, _OPTIMIZERS) if key in saved}, notes)
     groups: Mapping[str, Any] = saved[_GROUPS]
     group_of = {name: group for group in groups.values() for name in group[_PARAMS]}
     here = _groups_here(optimizer, names)
@@ -291,7 +402,55 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
     state = {name: saved[_STATE][source[name]] for name in local if source[name] in saved[_STATE]}
     _keep_apart(state)
     _keep_apart(found)
-    return {_STATE: state, _GROUPS: found}, {*source.values(), *names.aliases}
+    taken = {_STATE: state, _GROUPS: found}
+    if part := _select_part(optimizer, names, saved, {source[name] for name in local}):
+        taken[_OPTIMIZERS] = {_first(local): {_PARAMS: local, **part}}
+    if kept := optimizer_tensors.kept_dtypes(notes, {name: source[name] for name in local}):
+        taken[_TENSORS] = kept
+    return taken, {*source.values(), *names.aliases}
+
+
+def _select_part(optimizer: Optimizer, names: Names, saved: Mapping[str, Any], own: set[str]) -> dict[str, Any]:
+    """Return what an optimizer takes of all that is of no parameter, from those that had some of its ``own`` ones."""
+    every = saved.get(_OPTIMIZERS, {})
+    parts = [each for each in every.values() if own & set(each[_PARAMS])] if own else [every.get("", {})]
+    found: dict[str, dict[Any, Any]] = {}
+    for section in (_STATE, _BESIDE):
+        for key, each in ((key, each) for part in parts for key, each in part.get(section, {}).items()):
+            known = found.setdefault(section, {})
+            if key in known and not (known[key] is each or (not any(marks(each)) and known[key] == each)):
+                raise CheckpointError(
+                    f"several optimizers or ranks had {key!r}, which is of no parameter, each for itself; restore as "
+                    "many as there were"
+                )
+            known[key] = each
+    count = len(names.by_parameter)
+    wrong = [repr(key) for key in found.get(_STATE, {}) if type(key) is int and 0 <= key < count]
+    wrong += [repr(key) for section in found.values() for key in section] if names.flat is not None else []
+    if wrong:
+        raise CheckpointError(f"this optimizer cannot take {listed(wrong)}, which is of no parameter")
+    if empty := _select_empty_groups(optimizer, [part[_EMPTY_GROUPS] for part in parts if _EMPTY_GROUPS in part]):
+        found[_EMPTY_GROUPS] = empty
+    return copy.deepcopy(found)
+
+
+def _select_empty_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the options of the groups here that have no parameters, by their positions."""
+    here = [str(at) for at, group in enumerate(optimizer.param_groups) if not group[_PARAMS]]
+    there = [*saved[0].values()] if saved else []
+    if any(not _alike(saved[0], other) for other in saved[1:]) or (there and here and len(there) != len(here)):
+        raise CheckpointError(
+            f"it has {sum(map(len, saved))} groups without parameters, and {len(here)} are here: which one is which "
+            "cannot be told; make the same groups"
+        )
+    if len(there) != len(here):
+        _log.warning(
+            "%d groups without parameters were saved, and %d are here: their options are %s.",
+            len(there),
+            len(here),
+            "as the program made them" if here else "left out",
+        )
+    return dict(zip(here, there, strict=True)) if len(there) == len(here) else {}
 
 
 def _refuse_another_kind(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> None:
@@ -368,21 +527,39 @@ def load(optimizer: Optimizer, names: Names, loaded: Mapping[str, Any]) -> None:
     if not is_by_name(loaded):
         inner.load_state_dict(dict(loaded))
         return
-    groups = loaded[_GROUPS]
+    groups, parts, notes = (loaded.get(key, {}) for key in (_GROUPS, _OPTIMIZERS, _TENSORS))
+    params = parameters_of(inner)
+    order = [names.by_parameter[param] for param in params] if names.flat is None else [*_params_of(groups)]
+    part = parts.get(_first(order), {})
+    empty = {int(at): options for at, options in part.get(_EMPTY_GROUPS, {}).items()}
     if names.flat is not None:
+        empty = {at: empty.get(at, {**x}) for at, x in enumerate(optimizer.param_groups) if not x[_PARAMS]}
         set_optimizer_state_dict(names.flat, optimizer, {_STATE: loaded[_STATE], _GROUPS: [*groups.values()]})
+        for at, options in empty.items():  # whose options torch drops
+            optimizer.param_groups[at].update(_hyperparameters(options))
         return
     current = inner.state_dict()
-    order = [names.by_parameter[param] for param in parameters_of(inner)]
     state = {number: _counting(loaded[_STATE][name]) for number, name in enumerate(order) if name in loaded[_STATE]}
-    parts = []
-    for part, group in zip(current[_GROUPS], optimizer.param_groups, strict=True):
-        own = names.by_parameter[group[_PARAMS][0]] if group[_PARAMS] else None
-        parts.append({**part, **_hyperparameters(groups.get(own, {}))})
-    inner.load_state_dict({**current, _STATE: state, _GROUPS: parts})
+    options = []
+    for at, (now, group) in enumerate(zip(current[_GROUPS], optimizer.param_groups, strict=True)):
+        found = groups.get(names.by_parameter[group[_PARAMS][0]], {}) if group[_PARAMS] else empty.get(at, {})
+        options.append({**now, **_hyperparameters(found)})
+    beside = part.get(_BESIDE, {})
+    if new := [repr(key) for key in current if key not in (_STATE, _GROUPS, *beside)]:
+        _log.warning("%s of the optimizer was not saved, and stays as the program made it.", listed(new))
+    given = {**state, **part.get(_STATE, {})}
+    inner.load_state_dict({**current, **beside, _STATE: given, _GROUPS: options})
+    for (number, saved), param in ((each, params[each[0]]) for each in state.items()):
+        if param in inner.state:
+            keeps = optimizer_tensors.keeps_dtypes(notes, order[number], param)
+            inner.state[param] = optimizer_tensors.given_back(saved, inner.state[param], keeps)
     if inner is not optimizer:
-        for group, part in zip(optimizer.param_groups, inner.param_groups, strict=True):
-            group.update(_hyperparameters(part))
+        for group, own in zip(optimizer.param_groups, inner.param_groups, strict=True):
+            group.update(_hyperparameters(own))
+
+
+def _params_of(groups: Mapping[str, Any]) -> Iterator[str]:
+    return (name for group in groups.values() for name in group[_PARAMS])
 
 
 def _counting(saved: Any) -> Any:
