@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import stagereg.checkpoint.state.module_state as module_state
+import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.manifest import MOST, Checkpoint, Manifest
@@ -101,7 +102,7 @@ def _collect(tree: Mapping[str, Any], prefix: str, leaves: dict[str, Leaf], opti
     for key, value in tree.items():
         if isinstance(value, Leaf):
             leaves[f"{prefix}{key}"] = value
-        elif (saved := optimizer_state.as_by_name(value)) is not None:
+        elif (saved := optimizer_forms.as_by_name(value)) is not None:
             optimizers[f"{prefix}{key}"] = saved
         elif isinstance(value, dict):
             _collect(value, f"{prefix}{key}.", leaves, optimizers)

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint.filesystem as filesystem
 import torch.distributed.checkpoint.metadata as torch_metadata
 from torch.distributed.checkpoint._traverse import set_element
 
-import stagereg.checkpoint.state.optimizer_state as optimizer_state
+import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 from stagereg.checkpoint.format.encoding import Leaf, walk
 from stagereg.checkpoint.format.index import INDEX, ArchiveResult, Index, tables
 from stagereg.checkpoint.format.manifest import MANIFEST
@@ -102,8 +102,8 @@ def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, 
             options = {key: leaf for key, leaf in dotted.items() if key.startswith("param_groups.")}
             files.read([*options.values()])
             plain = {key: leaf.value for key, leaf in options.items() if leaf.stored.dtype is None}
-            saved = optimizer_state.of_dotted({**dotted, **plain})
-            found[name] = optimizer_state.as_torchs(saved)
+            saved = optimizer_forms.of_dotted({**dotted, **plain})
+            found[name] = optimizer_forms.as_torchs(saved)
         else:
             found[name] = by_name(files, value)
     return found

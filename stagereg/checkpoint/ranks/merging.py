@@ -18,7 +18,7 @@ import stagereg.checkpoint.ranks.comparing as comparing
 import stagereg.checkpoint.ranks.shares as shares
 from stagereg.checkpoint.format.encoding import PER_RANK, Encoded, encode
 from stagereg.checkpoint.ranks.comparing import alike, digest
-from stagereg.checkpoint.state.optimizer_state import groups_of
+from stagereg.checkpoint.state.optimizer_forms import groups_of
 from stagereg.errors import CheckpointError, DisagreementError, name_ranks
 
 Structures: TypeAlias = dict[tuple[str, bytes], Encoded]

@@ -96,7 +96,7 @@ def _shown(dtype: torch.dtype) -> str:
 
 
 def mark(entry: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
-    """Have the leaves of an entry's structure come back as the notes say. Raises: ``CheckpointError`` for other notes."""
+    """Have the leaves of a structure come back as its notes say. Raises: ``CheckpointError`` for notes of others."""
     strides, placed = notes.get(_STRIDES, {}), notes.get(_PLACED, {})
     for path, leaf in walk(entry) if strides or placed else ():
         if isinstance(leaf, Leaf) and leaf.stored.dtype is not None:
