@@ -165,6 +165,8 @@ def _flat_state(optimizer: Optimizer, module: torch.nn.Module) -> dict[str, Any]
     if optimizer_tensors.notes_of(given, {name: param for name, param, _ in states}, {}).get("dtypes"):
         beside.append("state of another dtype than its parameter's")
     beside += ["what register_state_dict_post_hook adds"] * bool(optimizer._optimizer_state_dict_post_hooks)
+    if sum(not group[PARAMS] for group in optimizer.param_groups) > 1:
+        beside.append("several groups without parameters")
     if beside:
         raise CheckpointError(
             f"torch's FSDP1 would not bring back {listed(beside)} of {type(optimizer).__name__}; shard the model with "
@@ -394,10 +396,9 @@ def load(optimizer: Optimizer, names: Names, loaded: Mapping[str, Any]) -> None:
     part = parts.get(first_of(order), {})
     empty = {int(at): options for at, options in part.get(EMPTY_GROUPS, {}).items()}
     if names.flat is not None:
-        empty = {at: empty.get(at, {**x}) for at, x in enumerate(optimizer.param_groups) if not x[PARAMS]}
-        set_optimizer_state_dict(names.flat, optimizer, {STATE: loaded[STATE], GROUPS: [*groups.values()]})
-        for at, options in empty.items():  # whose options torch drops
-            optimizer.param_groups[at].update(hyperparameters(options))
+        every = [*groups.values()]
+        every += [{**x, **empty.get(at, {})} for at, x in enumerate(optimizer.param_groups) if not x[PARAMS]]
+        set_optimizer_state_dict(names.flat, optimizer, {STATE: loaded[STATE], GROUPS: every})
         return
     current = inner.state_dict()
     state = {number: _counting(loaded[STATE][name]) for number, name in enumerate(order) if name in loaded[STATE]}
