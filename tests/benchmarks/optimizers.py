@@ -15,6 +15,7 @@ import inspect
 import io
 import itertools
 import logging
+import operator
 import random
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Leave
@@ -35,7 +36,15 @@ from stagereg.testing import run_ranks
 LIBRARIES = {"torch": "torch.optim", "pytorch_optimizer": "pytorch_optimizer"}
 LIBRARIES |= {"torchao": "torchao.optim", "bitsandbytes": "bitsandbytes.optim"}
 HALF = 6
-OUTCOMES = ["SILENT", "refused at restore", "refused at save", "as load_state_dict", "not with torch either", "equal"]
+OUTCOMES = [
+    "SILENT",
+    "refused without a name",
+    "refused at restore",
+    "refused at save",
+    "as load_state_dict",
+    "not with torch either",
+    "equal",
+]
 """What may come of an optimizer; of several ranks the first in this order counts."""
 
 
@@ -78,8 +87,8 @@ class Run:
 
     def state(self) -> list[Any]:
         """All that it has, to be compared."""
-        leaves, tree = tree_flatten((self.module.state_dict(), self.optimizer.state_dict()))
-        return [str(tree), *map(shown, leaves)]
+        pairs, _ = tree_flatten_with_path((self.module.state_dict(), self.optimizer.state_dict()))
+        return sorted(((keystr(path), shown(x)) for path, x in pairs), key=operator.itemgetter(0))
 
 
 def seed(step: int) -> None:
@@ -98,15 +107,25 @@ def shown(x: Any) -> Any:
 
 
 def made(kind: Any, module: torch.nn.Module, matrices: bool) -> Any:
-    """Build an optimizer by the names of what it takes; of ``matrices`` alone, as Muon wants it."""
-    params = [x for x in module.parameters() if x.ndim > 1 or not matrices]
+    """Build an optimizer by the names of what it takes; of ``matrices`` alone, in such a group, as Muon wants it."""
+    params: Any = [*module.parameters()]
+    if matrices:
+        params = [{"params": [x for x in params if x.ndim > 1], "use_muon": True}]
+        params = params if "use_muon" in inspect.getsource(inspect.getmodule(kind)) else params[0]["params"]
     sgd = torch.optim.SGD
-    given = {"params": params, "model": module, "base_optimizer": sgd, "num_iterations": 100, "lr": 0.01}
+    given = {
+        "params": params,
+        "model": module,
+        "base_optimizer": sgd,
+        "num_iterations": 100,
+        "lr": 0.01,
+        "momentum": 0.9,
+    }
     given |= {"optimizer": torch.optim.AdamW(params, lr=0.01), "num_data": 8, "max_iter": 2}
     given |= {"tolerance_change": 0, "rho_scheduler": None}
     signature = inspect.signature(kind.__init__).parameters
     needed = [name for name, each in signature.items() if each.default is each.empty]
-    wanted = {*needed, "max_iter", "tolerance_change"} & signature.keys() & given.keys()
+    wanted = {*needed, "max_iter", "tolerance_change", "momentum"} & signature.keys() & given.keys()
     return kind(**{name: given[name] for name in wanted})
 
 
@@ -137,7 +156,7 @@ def outcome(kind: Any, ranks: int, rank: int, root: str) -> tuple[str, str]:
     first.train(HALF)
     failed = attempt(lambda: plain.load(stream)) or attempt(lambda: plain.train(HALF))
     if refused:
-        return "refused at save" if "optimizer" in refused else "SILENT", refused
+        return "refused at save" if "'optimizer" in refused else "refused without a name", refused
     if refused := attempt(lambda: restored(root, again)):
         return "not with torch either" if failed else "refused at restore", refused
     if broken := attempt(lambda: again.train(HALF)):

@@ -1,7 +1,7 @@
 """The forms of an optimizer's state: by the names of parameters, as torch has it, and flattened with dotted names.
 
-By name a group goes by that of its first parameter (docs/format.md), and what is of no parameter (state under keys of
-its own, keys beside ``state`` and ``param_groups``, groups without parameters) by the first one of the optimizer.
+By name a group goes by that of its first parameter (docs/format.md), and all that is of no parameter (state under
+keys of its own, keys beside ``state`` and ``param_groups``, groups without parameters) by the first one of the optimizer.
 """
 
 from __future__ import annotations

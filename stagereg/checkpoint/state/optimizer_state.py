@@ -120,7 +120,15 @@ def optimizers_of(value: Any) -> list[Optimizer]:
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return its parameters, in the order of its groups; of ``ZeroRedundancyOptimizer`` those of all ranks."""
+    """Return its parameters, in the order of its groups; of ``ZeroRedundancyOptimizer`` those of all ranks.
+
+    Raises:
+        CheckpointError: it has no groups, as a class that does not call the constructor of ``torch.optim.Optimizer``.
+    """
+    if not hasattr(optimizer, GROUPS):
+        raise CheckpointError(
+            f"{type(optimizer).__name__} has no param_groups; give the optimizer that it wraps, under a name of its own"
+        )
     return [param for group in optimizer.param_groups for param in group[PARAMS]]
 
 
