@@ -103,10 +103,20 @@ def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, 
             files.read([*options.values()])
             plain = {key: leaf.value for key, leaf in options.items() if leaf.stored.dtype is None}
             saved = optimizer_forms.of_dotted({**dotted, **plain})
-            found[name] = optimizer_forms.as_torchs(saved)
+            found[name] = _with_all(optimizer_forms.as_torchs(saved), value)
         else:
             found[name] = by_name(files, value)
     return found
+
+
+def _with_all(saved: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with all that is of no parameter in the state dict of an optimizer that is not flattened."""
+    state, groups = value.get("state"), value.get("param_groups")
+    if not isinstance(state, dict) or groups is None:
+        return {**saved}
+    known = {param for group in saved["param_groups"] for param in group["params"]}
+    own = {key: each for key, each in state.items() if key not in known}
+    return {**value, **saved, "state": {**saved["state"], **own}}
 
 
 class _Unpickler(pickle.Unpickler):

@@ -27,7 +27,7 @@ from stagereg.checkpoint.ranks.shares import ShareBook
 from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy, Target
 from stagereg.checkpoint.save.save_thread import SaveThread
-from stagereg.checkpoint.state.optimizer_state import ParameterNames
+from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.checkpoint.state.stale_numbers import StaleNumbers
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.crash_report import summarize_exception
@@ -113,7 +113,7 @@ class Saver:
             self._warned = True
             _log.warning(_A_COPY, copies[0])
         for name, value in state.items() if self._target.ranks.group is not None else ():
-            if isinstance(value, Optimizer) and before.get(name) is not value:
+            if isinstance(value, Optimizer) and optimizers_of(value) and before.get(name) is not value:
                 value.register_step_post_hook(lambda *_, taken=self._taken, name=name: taken.update([name]))
 
     def end_step(self, step: int) -> None:

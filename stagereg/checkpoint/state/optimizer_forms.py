@@ -1,7 +1,8 @@
 """The forms of an optimizer's state: by the names of parameters, as torch has it, and flattened with dotted names.
 
-By name a group goes by that of its first parameter (docs/format.md), and all that is of no parameter (state under
-keys of its own, keys beside ``state`` and ``param_groups``, groups without parameters) by the first one of the optimizer.
+By name a group goes by the name of its first parameter (docs/format.md). The parts that belong to no parameter (state
+under keys of its own, keys beside ``state`` and ``param_groups``, groups without parameters) go by the name of the
+first parameter of the optimizer.
 """
 
 from __future__ import annotations

@@ -112,23 +112,16 @@ def _names(optimizer: Optimizer, params: Sequence[torch.Tensor], state: Mapping[
 def optimizers_of(value: Any) -> list[Optimizer]:
     """Return the optimizer or optimizers that ``value`` is; none if it is something else.
 
-    An optimizer that has others to go through, such as torchtitan's ``OptimizersContainer``, is those.
+    An optimizer that has others to go through, such as torchtitan's ``OptimizersContainer``, is those. One without
+    groups, which has not called torch's constructor, is not an optimizer.
     """
     of_many = isinstance(value, Optimizer) and isinstance(value, Iterable)
     each = list(value) if of_many or isinstance(value, (list, tuple)) else [value]
-    return each if all(isinstance(one, Optimizer) for one in each) else []
+    return each if all(isinstance(one, Optimizer) and hasattr(one, GROUPS) for one in each) else []
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return its parameters, in the order of its groups; of ``ZeroRedundancyOptimizer`` those of all ranks.
-
-    Raises:
-        CheckpointError: it has no groups, as a class that does not call the constructor of ``torch.optim.Optimizer``.
-    """
-    if not hasattr(optimizer, GROUPS):
-        raise CheckpointError(
-            f"{type(optimizer).__name__} has no param_groups; give the optimizer that it wraps, under a name of its own"
-        )
+    """Return its parameters, in the order of its groups; of ``ZeroRedundancyOptimizer`` those of all ranks."""
     return [param for group in optimizer.param_groups for param in group[PARAMS]]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -253,10 +254,16 @@ def test_a_state_dict_as_torch_has_it_carries_as_much(tmp_path: Path) -> None:
     optimizer, fresh = Odd([{"params": [*model.parameters()]}, {"params": [], "lr": 0.5}]), None
     optimizer.state["global"], optimizer.beside = {"n": 3}, {"count": 4}
     optimizer.state[model.weight] = {"x": torch.ones(2)}
-    save(tmp_path, optimizer=optimizer.state_dict())
+    save(tmp_path / "dict", optimizer=optimizer.state_dict())
     fresh = Odd([{"params": [*other.parameters()]}, {"params": []}])
-    restore(tmp_path, optimizer=fresh)
+    restore(tmp_path / "dict", optimizer=fresh)
     assert state_of(fresh) == state_of(optimizer)
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / "torch", no_dist=True)
+    plain = Odd([{"params": [*other.parameters()]}, {"params": []}])
+    with Checkpointer(str(tmp_path / "none"), resume=str(tmp_path / "torch")) as keeper:
+        keeper.restore({"optimizer": plain})
+    assert dict(plain.state["global"]) == {"n": 3}
+    assert plain.beside == {"count": 4}
 
 
 def test_a_column_major_value_comes_back_so(tmp_path: Path) -> None:
