@@ -294,15 +294,17 @@ def _join_parameters(ones: dict[str, Any], others: dict[str, Any]) -> None:
         one["params"] = other["params"] = list(dict.fromkeys([*one["params"], *other["params"]]))
 
 
-def _may_differ(path: str) -> bool:
-    """Whether a rank may have a number for itself there in an optimizer: in its state, and no counter."""
+def _may_differ(path: str, is_real: bool) -> bool:
+    """Whether a rank may have a value for itself there in an optimizer: a note, or a number in the state, no counter."""
     section, _, rest = path.partition(".")
+    if section == "tensors" or not is_real:
+        return section == "tensors"
     in_state = section == "state" or (section == "optimizers" and ".empty_groups." not in rest)
     return in_state and not rest.endswith(".step")
 
 
 def _expect_one_optimizer(name: str, tree: Any, differing: _Differing) -> None:
-    wrong = [path for path, is_real in differing if not (is_real and _may_differ(path.removeprefix(f"{name}.")))]
+    wrong = [path for path, is_real in differing if not _may_differ(path.removeprefix(f"{name}."), is_real)]
     if wrong:
         raise DisagreementError(
             f"{wrong[0]!r} is not the same on all ranks, so they do not train one model: give all ranks the same "

@@ -203,7 +203,7 @@ def _state_dict(optimizer: Optimizer) -> Any:
 def is_of_own_kind(optimizer: Optimizer) -> bool:
     """Whether its state dict is not as torch's own, and goes back into it as it is."""
     inner = _inner(optimizer)
-    return not is_numbered(inner.state_dict(), len(parameters_of(inner)))
+    return not is_numbered(_state_dict(inner), len(parameters_of(inner)))
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
@@ -233,8 +233,8 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
 
     Raises:
         NothingSavedError: it is the state of another kind of optimizer, as far as its options tell.
-        CheckpointError: parameters are not in it; what is one group here was saved in groups that differ; what is of no
-            parameter fits nothing here.
+        CheckpointError: parameters are not in it; what is one group here was saved in groups that differ; some part
+            that belongs to no parameter fits nothing here.
     """
     notes = saved.get(TENSORS, {})
     optimizer_tensors.mark({key: saved[key] for key in (STATE, OPTIMIZERS) if key in saved}, notes)
@@ -275,7 +275,7 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
 
 
 def _select_part(optimizer: Optimizer, names: Names, saved: Mapping[str, Any], own: set[str]) -> dict[str, Any]:
-    """Return what an optimizer takes of all that is of no parameter, from those that had some of its ``own`` ones."""
+    """Return the parts that belong to no parameter, of the optimizers that had some of the ``own`` parameters."""
     every = saved.get(OPTIMIZERS, {})
     parts = [each for each in every.values() if own & set(each[PARAMS])] if own else [every.get("", {})]
     found: dict[str, dict[Any, Any]] = {}
@@ -284,15 +284,15 @@ def _select_part(optimizer: Optimizer, names: Names, saved: Mapping[str, Any], o
             known = found.setdefault(section, {})
             if key in known and not (known[key] is each or (not any(marks(each)) and known[key] == each)):
                 raise CheckpointError(
-                    f"several optimizers or ranks had {key!r}, which is of no parameter, each for itself; restore as "
-                    "many as there were"
+                    f"several optimizers or ranks had {key!r}, which belongs to no parameter, each for itself; "
+                    "restore as many as there were"
                 )
             known[key] = each
     count = len(names.by_parameter)
     wrong = [repr(key) for key in found.get(STATE, {}) if type(key) is int and 0 <= key < count]
     wrong += [repr(key) for section in found.values() for key in section] if names.flat is not None else []
     if wrong:
-        raise CheckpointError(f"this optimizer cannot take {listed(wrong)}, which is of no parameter")
+        raise CheckpointError(f"this optimizer cannot take {listed(wrong)}, which belongs to no parameter")
     if empty := _select_empty_groups(optimizer, [part[EMPTY_GROUPS] for part in parts if EMPTY_GROUPS in part]):
         found[EMPTY_GROUPS] = empty
     return copy.deepcopy(found)
@@ -304,8 +304,8 @@ def _select_empty_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]
     there = [*saved[0].values()] if saved else []
     if any(not _alike(saved[0], other) for other in saved[1:]) or (there and here and len(there) != len(here)):
         raise CheckpointError(
-            f"it has {sum(map(len, saved))} groups without parameters, and {len(here)} are here: which one is which "
-            "cannot be told; make the same groups"
+            f"it has {sum(map(len, saved))} groups without parameters, and {len(here)} are here, which do not match; "
+            "make the same groups"
         )
     if len(there) != len(here):
         _log.warning(

@@ -198,7 +198,9 @@ def test_several_optimizers_keep_what_is_of_no_parameter_apart(tmp_path: Path) -
     restore(tmp_path, **again)
     assert list(map(state_of, again["optimizer"])) == list(map(state_of, saved["optimizer"]))
     model = torch.nn.ModuleList(nets(5, 6))
-    with pytest.raises(CheckpointError, match="several optimizers or ranks had 'global', which is of no parameter"):
+    with pytest.raises(
+        CheckpointError, match="several optimizers or ranks had 'global', which belongs to no parameter"
+    ):
         restore(tmp_path, model=model, optimizer=Odd(model.parameters()))
     whole = Odd(model.parameters())
     whole.state["global"] = {"x": torch.ones(2)}
