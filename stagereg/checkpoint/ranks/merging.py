@@ -295,7 +295,7 @@ def _join_parameters(ones: dict[str, Any], others: dict[str, Any]) -> None:
 
 
 def _may_differ(path: str, is_real: bool) -> bool:
-    """Whether a rank may have a value for itself there in an optimizer: a note, or a number in the state, no counter."""
+    """Whether a rank may have a value for itself in an optimizer: a note, or a number in the state but no counter."""
     section, _, rest = path.partition(".")
     if section == "tensors" or not is_real:
         return section == "tensors"

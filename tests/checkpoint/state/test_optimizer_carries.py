@@ -295,7 +295,7 @@ def on_ranks(rank: int, size: int, root: str) -> dict[str, Any]:
         found[name] = before == after
 
     def floats(module: Any, optimizer: Any) -> None:
-        optimizer.state[module.weight] = {"prev_loss": 0.5 + rank, "al": [0.1, 0.2 * rank], "n": 4}
+        optimizer.state[module.weight] = {"prev_loss": 0.5 + rank, "al": [0.1, 0.2 * rank], "n": 4, "as": "text"}
         optimizer.state["global"] = {"loss": float(rank)}
         optimizer.beside = {"best": math.inf if rank else 1.0}
 
@@ -380,4 +380,4 @@ def test_ranks_get_their_own_numbers_and_kinds_of_tensors_or_a_refusal_by_name(t
     assert shown(state["exp_avg"]) == shown(torch.ones(2, 3) / 3)
     assert state["wide"].dtype is torch.float64
     restore(tmp_path / "floats", model=model, optimizer=(one := Odd(model.parameters())))
-    assert one.state[model.weight] == {"prev_loss": 0.5, "al": [0.1, 0.0], "n": 4}
+    assert one.state[model.weight] == {"prev_loss": 0.5, "al": [0.1, 0.0], "n": 4, "as": "text"}
