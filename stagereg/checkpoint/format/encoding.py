@@ -29,6 +29,8 @@ from stagereg.errors import CheckpointError
 
 PER_RANK = "per_rank"
 """The type of a value that ranks have each for itself (:mod:`.merging`)."""
+PLAIN, REPLICATED = "plain", "replicated"
+"""How a tensor of an optimizer's state comes back beside a ``DTensor``, where that cannot be told by its shape."""
 _DEEPEST = 200
 _LONGEST_INTEGER_BITS = 255 * 8 - 1  # what torch reads back
 _CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
@@ -54,6 +56,8 @@ class Leaf:
     live: torch.Tensor | None = None  # the tensor that the program has in its place, if that was looked up
     in_place: bool = False  # whether it is to be read into the memory of that
     dtype: torch.dtype | None = None  # that it is converted to while it is read, if any
+    strides: tuple[int, ...] | None = None  # that it gets, if they are not row-major
+    placed: str | None = None  # ``PLAIN``, ``REPLICATED``; ``None`` if that follows from ``live`` and the shape
     value: Any = None  # what was read
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import stagereg.checkpoint.state.module_state as module_state
+import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.manifest import MOST, Checkpoint, Manifest
@@ -101,7 +102,7 @@ def _collect(tree: Mapping[str, Any], prefix: str, leaves: dict[str, Leaf], opti
     for key, value in tree.items():
         if isinstance(value, Leaf):
             leaves[f"{prefix}{key}"] = value
-        elif (saved := optimizer_state.as_by_name(value)) is not None:
+        elif (saved := optimizer_forms.as_by_name(value)) is not None:
             optimizers[f"{prefix}{key}"] = saved
         elif isinstance(value, dict):
             _collect(value, f"{prefix}{key}.", leaves, optimizers)
@@ -143,11 +144,13 @@ def _optimizer(entry: str, optimizers: Mapping[str, Any], own: Collection[str]) 
         return optimizers.get(entry, next(iter(optimizers.values())) if len(optimizers) == 1 else None)
     path = next(path for path in optimizers if f"{prefix}.".startswith(f"{path}."))
     saved, inside = optimizers[path], prefix[len(path) + 1 :]
-    groups = ({**group, "params": [*_after(inside, dict.fromkeys(group["params"]))]} for group in _groups(saved))
-    return {
-        "state": _after(inside, saved["state"]),
-        "param_groups": {one["params"][0]: one for one in groups if one["params"]},
-    }
+
+    def inner(parts: Mapping[str, Any]) -> dict[str, Any]:
+        each = ({**one, "params": [*_after(inside, dict.fromkeys(one["params"]))]} for one in parts.values())
+        return {one["params"][0]: one for one in each if one["params"]}
+
+    sections = ("param_groups", "optimizers")
+    return {"state": _after(inside, saved["state"]), **{key: inner(saved[key]) for key in sections if key in saved}}
 
 
 def _groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:

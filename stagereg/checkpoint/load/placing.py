@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.module_state as module_state
+import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 from stagereg.checkpoint.format.encoding import Leaf, leaves, marks
 from stagereg.checkpoint.load.reading import CheckpointFiles
@@ -146,14 +147,18 @@ def _taken(
     value = state[name]
     if modules := module_state.modules_of(value):
         return _of_modules(modules, structure, cast)
-    saved = optimizer_state.as_by_name(structure)
+    saved = optimizer_forms.as_by_name(structure)
     optimizers = optimizer_state.optimizers_of(value)
-    if saved is None or not optimizers:
+    if (
+        saved is None
+        or not optimizers
+        or (saved is not structure and any(map(optimizer_state.is_of_own_kind, optimizers)))
+    ):
         return structure, {}
     each = [optimizer_state.select(one, names.for_optimizer(one, state), saved) for one in optimizers]
     known = set().union(*(names for _, names in each))
     rest = {of: None for group in saved["param_groups"].values() for of in group["params"] if of not in known}
-    return optimizer_state.joined([one for one, _ in each]), rest
+    return optimizer_forms.joined([one for one, _ in each]), rest
 
 
 def _of_modules(modules: Sequence[torch.nn.Module], structure: Any, cast: bool) -> tuple[Any, dict[str, Any]]:
@@ -207,7 +212,7 @@ def entry_structures(files: CheckpointFiles) -> dict[str, Any]:
 def entry_structure(files: CheckpointFiles, name: str, rank: int | None = None) -> Any:
     """Return one of them, with the values of ``rank`` where ranks had different ones, else of the lowest."""
     structure = files.structure(name, rank)
-    return optimizer_state.as_torchs(structure) if optimizer_state.is_by_name(structure) else structure
+    return optimizer_forms.as_torchs(structure) if optimizer_forms.is_by_name(structure) else structure
 
 
 def pair_live(structure: Any, name: str, state: Mapping[str, Any], names: ParameterNames, cast: bool) -> list[Leaf]:
@@ -224,7 +229,7 @@ def pair_live(structure: Any, name: str, state: Mapping[str, Any], names: Parame
     modules, optimizers = module_state.modules_of(value), optimizer_state.optimizers_of(value)
     each = [*modules, *optimizers] or [value]
     _pair(structure, entries.current_value(state, name, names), all(map(_is_torchs_own, each)), cast)
-    for optimizer in optimizers if optimizer_state.is_by_name(structure) else ():
+    for optimizer in optimizers if optimizer_forms.is_by_name(structure) else ():
         for param, of in names.for_optimizer(optimizer, state).by_parameter.items():
             for leaf in marks(structure["state"].get(of)) if isinstance(param, DTensor) else ():
                 leaf.live = param if leaf.live is None else leaf.live
@@ -242,6 +247,9 @@ def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
             fits = stored.dtype is not None and entries.TensorKind.of(stored).fits(wanted, cast)
             structure.dtype = live.dtype if fits else None
             in_place = in_place and fits and stored.chunks is not None and _is_plain(live)
+            in_place = (
+                in_place and structure.strides is None and (structure.placed is None or type(live) is not DTensor)
+            )
             structure.in_place = in_place or isinstance(live, ShardedTensor)
     elif isinstance(structure, Mapping) and isinstance(live, Mapping):
         for key, item in structure.items():

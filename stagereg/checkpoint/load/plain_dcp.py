@@ -21,7 +21,7 @@ import torch.distributed.checkpoint.filesystem as filesystem
 import torch.distributed.checkpoint.metadata as torch_metadata
 from torch.distributed.checkpoint._traverse import set_element
 
-import stagereg.checkpoint.state.optimizer_state as optimizer_state
+import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 from stagereg.checkpoint.format.encoding import Leaf, walk
 from stagereg.checkpoint.format.index import INDEX, ArchiveResult, Index, tables
 from stagereg.checkpoint.format.manifest import MANIFEST
@@ -102,11 +102,21 @@ def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, 
             options = {key: leaf for key, leaf in dotted.items() if key.startswith("param_groups.")}
             files.read([*options.values()])
             plain = {key: leaf.value for key, leaf in options.items() if leaf.stored.dtype is None}
-            saved = optimizer_state.of_dotted({**dotted, **plain})
-            found[name] = optimizer_state.as_torchs(saved)
+            saved = optimizer_forms.of_dotted({**dotted, **plain})
+            found[name] = _with_all(optimizer_forms.as_torchs(saved), value)
         else:
             found[name] = by_name(files, value)
     return found
+
+
+def _with_all(saved: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with all that is of no parameter in the state dict of an optimizer that is not flattened."""
+    state, groups = value.get("state"), value.get("param_groups")
+    if not isinstance(state, dict) or groups is None:
+        return {**saved}
+    known = {param for group in saved["param_groups"] for param in group["params"]}
+    own = {key: each for key, each in state.items() if key not in known}
+    return {**value, **saved, "state": {**saved["state"], **own}}
 
 
 class _Unpickler(pickle.Unpickler):

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import stagereg.checkpoint.format.encoding as encoding
 import stagereg.checkpoint.format.pickled as pickled
 from stagereg.checkpoint.format.checksum import crc32
-from stagereg.checkpoint.format.encoding import Leaf, without_gc
+from stagereg.checkpoint.format.encoding import PLAIN, REPLICATED, Leaf, without_gc
 from stagereg.checkpoint.format.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, Stored
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.storage.dcp import TorchDcpStorage
@@ -106,7 +106,8 @@ class CheckpointFiles(ExitStack):
         """Read leaves, each into its ``value``.
 
         A tensor is read into ``live`` where it is to be read ``in_place``; else into fresh host memory, or, where
-        ``live`` is a ``DTensor``, into one: of the same shape sharded alike, else, of as many dimensions, replicated.
+        ``live`` is a ``DTensor``, into one: of the same shape sharded alike, else, of as many dimensions, replicated;
+        unless the leaf says how it is ``placed``.
         What has another dtype there than in the file is converted as ``copy_`` does it.
 
         Raises:
@@ -270,12 +271,22 @@ def _memory_for(leaf: Leaf) -> torch.Tensor:
             torch.autograd.graph.increment_version(leaf.live)
         return leaf.live
     dtype = leaf.dtype or leaf.stored.dtype
-    if isinstance(leaf.live, DTensor) and leaf.live.shape == leaf.stored.shape:
-        return torch.empty_like(leaf.live, dtype=dtype)
-    if isinstance(leaf.live, DTensor) and len(leaf.stored.shape) == leaf.live.ndim > 1:  # Adafactor's rows and columns
-        whole, mesh = torch.empty(leaf.stored.shape, dtype=dtype), leaf.live.device_mesh
-        return DTensor.from_local(whole.to(leaf.live.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    live = leaf.live if isinstance(leaf.live, DTensor) and leaf.placed != PLAIN else None
+    if live is not None and leaf.placed is None and live.shape == leaf.stored.shape:
+        return torch.empty_like(live, dtype=dtype)
+    is_replicated = leaf.placed == REPLICATED  # otherwise Adafactor's rows and columns are
+    if live is not None and (is_replicated or len(leaf.stored.shape) == live.ndim > 1):
+        whole, mesh = torch.empty(leaf.stored.shape, dtype=dtype), live.device_mesh
+        return DTensor.from_local(whole.to(live.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    if strides := leaf.strides or _strides_of(leaf.stored):
+        return torch.empty_strided(leaf.stored.shape, strides, dtype=dtype, device="cpu")
     return torch.empty(leaf.stored.shape, dtype=dtype)
+
+
+def _strides_of(stored: Stored) -> tuple[int, ...] | None:
+    """Return the strides of a tensor that lies in a file as a whole, if they are not row-major."""
+    [chunk] = stored.chunks if stored.chunks is not None and len(stored.chunks) == 1 else [None]
+    return chunk.layout if chunk is not None and isinstance(chunk.layout, tuple) else None
 
 
 def _local_parts(x: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:

@@ -3,8 +3,9 @@
 Each rank sends digests of its structures (:mod:`.encoding`); of alike ones rank 0 asks for one, and for none that it
 has from the save before. One that it does not have is sent as a whole, or by its :class:`Changes` to one that it has: a
 learning rate that a schedule sets is a few bytes between the names of all parameters. Mappings are joined, key by key.
-A plain value that differs between ranks, such as a loss, is kept for each of them (``per_rank``); in the state of an
-optimizer that is refused: there it means that the ranks train different models.
+A plain value that differs between ranks, such as a loss, is kept for each of them (``per_rank``). In an optimizer that
+goes for numbers of floating point in its state alone, such as the last loss of LBFGS: what else differs (tensors,
+counters, options of groups) means that the ranks train different models, and is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import stagereg.checkpoint.ranks.comparing as comparing
 import stagereg.checkpoint.ranks.shares as shares
 from stagereg.checkpoint.format.encoding import PER_RANK, Encoded, encode
 from stagereg.checkpoint.ranks.comparing import alike, digest
-from stagereg.checkpoint.state.optimizer_state import groups_of
+from stagereg.checkpoint.state.optimizer_forms import groups_of
 from stagereg.errors import CheckpointError, DisagreementError, name_ranks
 
 Structures: TypeAlias = dict[tuple[str, bytes], Encoded]
@@ -60,6 +61,8 @@ class Changes(NamedTuple):
         return before._replace(text=_BETWEEN.join(parts))
 
 
+_Differing: TypeAlias = list[tuple[str, bool]]
+"""The paths of values that differ, each with whether they are numbers of floating point."""
 Sent: TypeAlias = dict[str, Encoded | Changes]
 """The structures that a rank was asked for."""
 
@@ -191,12 +194,13 @@ def merge(name: str, parts: Sequence[tuple[Encoded, Sequence[int]]]) -> Encoded:
     """
     if len(parts) == 1:
         return parts[0][0]
-    differing: list[str] = []
+    differing: _Differing = []
     (first, ranks), *others = ((json.loads(encoded.text), list(ranks)) for encoded, ranks in parts)
     tree = first
     for other, of_other in others:
         if _is_optimizer(tree) and _is_optimizer(other):
-            _join_parameters(_groups(tree), _groups(other))
+            for section in ("param_groups", "optimizers"):
+                _join_parameters(_groups(tree, section), _groups(other, section))
         tree = _merge(name, tree, ranks, other, of_other, differing)
         ranks = ranks + of_other
     if _is_optimizer(tree):
@@ -205,7 +209,9 @@ def merge(name: str, parts: Sequence[tuple[Encoded, Sequence[int]]]) -> Encoded:
     return Encoded(json.dumps(tree), [*objects])
 
 
-def _merge(path: str, one: Any, ranks: Sequence[int], other: Any, of_other: Sequence[int], differing: list[str]) -> Any:
+def _merge(
+    path: str, one: Any, ranks: Sequence[int], other: Any, of_other: Sequence[int], differing: _Differing
+) -> Any:
     if one == other:
         return one
     items, more = _items(one), _items(other)
@@ -228,9 +234,20 @@ def _merge(path: str, one: Any, ranks: Sequence[int], other: Any, of_other: Sequ
         )
     if not of_other:
         return one
-    differing.append(path)
+    differing.append((path, _is_real(one) and _is_real(other)))
     values = one["value"] if type(one) is dict and one["type"] == PER_RANK else {str(rank): one for rank in ranks}
     return {"type": PER_RANK, "value": {**values, **{str(rank): other for rank in of_other}}}
+
+
+def _is_real(tree: Any) -> bool:
+    """Whether it is a number of floating point, or several."""
+    if type(tree) is list:
+        return bool(tree) and all(map(_is_real, tree))
+    if type(tree) is not dict or not tree:
+        return type(tree) is float
+    if tree["type"] in (PER_RANK, "tuple"):
+        return all(map(_is_real, _children(tree)))
+    return str(tree["type"]).startswith(("float", "numpy.float"))
 
 
 def _items(tree: Any) -> dict[str, tuple[Any, Any]] | None:
@@ -260,8 +277,8 @@ def _is_optimizer(tree: Any) -> bool:
     return type(value) is dict and {"state", "param_groups"} <= value.keys()
 
 
-def _groups(tree: Any) -> dict[str, Any]:
-    groups = tree["value"]["param_groups"]
+def _groups(tree: Any, section: str = "param_groups") -> dict[str, Any]:
+    groups = tree["value"].get(section)
     items = groups.get("value") if type(groups) is dict else None  # none of a leaf
     is_by_name = type(items) is dict and all(
         type(group) is dict and type(group.get("value")) is dict and type(group["value"].get("params")) is list
@@ -277,10 +294,20 @@ def _join_parameters(ones: dict[str, Any], others: dict[str, Any]) -> None:
         one["params"] = other["params"] = list(dict.fromkeys([*one["params"], *other["params"]]))
 
 
-def _expect_one_optimizer(name: str, tree: Any, differing: Sequence[str]) -> None:
-    if differing:
+def _may_differ(path: str, is_real: bool) -> bool:
+    """Whether a rank may have a value for itself in an optimizer: a note, or a number in the state but no counter."""
+    section, _, rest = path.partition(".")
+    if section == "tensors" or not is_real:
+        return section == "tensors"
+    in_state = section == "state" or (section == "optimizers" and ".empty_groups." not in rest)
+    return in_state and not rest.endswith(".step")
+
+
+def _expect_one_optimizer(name: str, tree: Any, differing: _Differing) -> None:
+    wrong = [path for path, is_real in differing if not _may_differ(path.removeprefix(f"{name}."), is_real)]
+    if wrong:
         raise DisagreementError(
-            f"{differing[0]!r} is not the same on all ranks, so they do not train one model: give all ranks the same "
+            f"{wrong[0]!r} is not the same on all ranks, so they do not train one model: give all ranks the same "
             "groups of parameters and options; or, if each rank trains a model of its own, save them under different "
             "names."
         )

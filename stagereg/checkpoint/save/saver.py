@@ -28,7 +28,7 @@ from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy, Target
 from stagereg.checkpoint.save.retake import Retake
 from stagereg.checkpoint.save.save_thread import SaveThread
-from stagereg.checkpoint.state.optimizer_state import ParameterNames
+from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.checkpoint.state.stale_numbers import StaleNumbers
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.crash_report import summarize_exception
@@ -133,7 +133,7 @@ class Saver:
             self._warned = True
             _log.warning(_A_COPY, copies[0])
         for name, value in state.items():
-            if isinstance(value, Optimizer) and before.get(name) is not value:
+            if isinstance(value, Optimizer) and optimizers_of(value) and before.get(name) is not value:
                 value.register_step_post_hook(lambda *_, taken=self._taken, name=name: taken.update([name]))
 
     def end_step(self, step: int) -> None:

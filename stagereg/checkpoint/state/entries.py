@@ -16,6 +16,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 import stagereg.checkpoint.state.module_state as module_state
+import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.format.encoding import encode
@@ -104,8 +105,11 @@ def current_value(state: Mapping[str, Any], name: str, names: ParameterNames) ->
     if modules := module_state.modules_of(value):
         return module_state.state_of(modules)
     if optimizers := optimizer_state.optimizers_of(value):
-        each = [optimizer_state.state_of(one, names.for_optimizer(one, state)) for one in optimizers]
-        return optimizer_state.joined(each)
+        try:
+            each = [optimizer_state.state_of(one, names.for_optimizer(one, state)) for one in optimizers]
+            return optimizer_forms.joined(each)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name!r}: {error}") from error
     return value.state_dict() if is_stateful(value) else value
 
 

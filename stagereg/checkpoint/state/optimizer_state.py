@@ -17,8 +17,8 @@ import itertools
 import logging
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,14 +27,27 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 import stagereg.checkpoint.state.module_state as module_state
-from stagereg.checkpoint.format.encoding import Leaf, marks
+import stagereg.checkpoint.state.optimizer_tensors as optimizer_tensors
+from stagereg.checkpoint.format.encoding import marks
+from stagereg.checkpoint.state.optimizer_forms import (
+    ALIASES,
+    BESIDE,
+    EMPTY_GROUPS,
+    GROUPS,
+    OPTIMIZERS,
+    PARAMS,
+    STATE,
+    TENSORS,
+    by_name,
+    first_of,
+    hyperparameters,
+    is_by_name,
+    is_numbered,
+)
 from stagereg.errors import CheckpointError, NothingSavedError, listed
 
 _log = logging.getLogger(__name__)
 
-_STATE, _GROUPS, _PARAMS, _ALIASES = "state", "param_groups", "params", "aliases"
-_OF_THE_PARAMETERS = (_PARAMS, "param_names")
-"""What a group has one of for each parameter; all else goes for the group."""
 _DECOUPLED = "decoupled_weight_decay"  # by which AdamW is no Adam
 
 
@@ -72,7 +85,7 @@ def _names(optimizer: Optimizer, params: Sequence[torch.Tensor], state: Mapping[
     wanted, owners = set(params), {}
     names = {param: str(number) for number, param in enumerate(params)}
     for group in optimizer.param_groups:
-        names.update(zip(group[_PARAMS], group.get("param_names", ()), strict=False))
+        names.update(zip(group[PARAMS], group.get("param_names", ()), strict=False))
     names.update({value: name for name, value in state.items() if isinstance(value, torch.Tensor) and value in wanted})
     flat = None
     for name, value in state.items():
@@ -99,109 +112,17 @@ def _names(optimizer: Optimizer, params: Sequence[torch.Tensor], state: Mapping[
 def optimizers_of(value: Any) -> list[Optimizer]:
     """Return the optimizer or optimizers that ``value`` is; none if it is something else.
 
-    An optimizer that has others to go through, such as torchtitan's ``OptimizersContainer``, is those.
+    An optimizer that has others to go through, such as torchtitan's ``OptimizersContainer``, is those. One without
+    groups, which has not called torch's constructor, is not an optimizer.
     """
     of_many = isinstance(value, Optimizer) and isinstance(value, Iterable)
     each = list(value) if of_many or isinstance(value, (list, tuple)) else [value]
-    return each if all(isinstance(one, Optimizer) for one in each) else []
+    return each if all(isinstance(one, Optimizer) and hasattr(one, GROUPS) for one in each) else []
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return its parameters, in the order of its groups; of ``ZeroRedundancyOptimizer`` those of all ranks."""
-    return [param for group in optimizer.param_groups for param in group[_PARAMS]]
-
-
-def is_by_name(saved: Any) -> bool:
-    """Whether an entry, or its structure, is the state of an optimizer as :func:`state_of` returns it."""
-    return (
-        isinstance(saved, Mapping)
-        and isinstance(saved.get(_STATE), Mapping)
-        and isinstance(saved.get(_GROUPS), Mapping)
-        and all(isinstance(group, Mapping) and type(group.get(_PARAMS)) is list for group in saved[_GROUPS].values())
-    )
-
-
-def as_by_name(saved: Any) -> Mapping[str, Any] | None:
-    """Return the state of an optimizer, or its structure, by name, also where torch made it; ``None`` if it is none."""
-    if is_by_name(saved):
-        return cast("Mapping[str, Any]", saved)
-    if not _is_torchs(saved):
-        return None
-    groups = [{**group, _PARAMS: [*map(str, group[_PARAMS])]} for group in saved[_GROUPS] if group[_PARAMS]]
-    state = {str(key): part for key, part in saved[_STATE].items()}
-    return {_STATE: state, _GROUPS: {group[_PARAMS][0]: group for group in groups}}
-
-
-def of_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state by name of what others have saved with dotted names.
-
-    ``state.fc.weight.exp_avg`` is the same with all. torch's flattened state dicts and torchtitan have
-    ``param_groups.fc.weight.lr`` for each parameter, where groups are those with the same options; others have
-    ``param_groups.0.lr``, and ``param_groups.0.params``. The leaves of options that are tensors have been read.
-    """
-    options: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        section, _, rest = key.partition(".")
-        if section == _GROUPS:
-            of, _, option = rest.rpartition(".")
-            options.setdefault(of, {})[option] = value
-    alike: dict[str, dict[str, Any]] = {}
-    for of, own in options.items():
-        shared = {key: x.value.tolist() if isinstance(x, Leaf) else x for key, x in _hyperparameters(own).items()}
-        shown = of if _PARAMS in own else repr(shared)
-        group = alike.setdefault(shown, {**_hyperparameters(own), _PARAMS: []})
-        group[_PARAMS] += map(str, own.get(_PARAMS, [of]))
-    groups = {group[_PARAMS][0]: group for group in alike.values() if group[_PARAMS]}
-    state: dict[str, Any] = {name: {} for group in groups.values() for name in group[_PARAMS]}
-    for key, value in values.items():
-        section, *way = key.split(".")
-        ends = (end for end in range(len(way) - 1, 0, -1) if ".".join(way[:end]) in state)
-        if section == _STATE and (end := next(ends, 0)):
-            at = state[".".join(way[:end])]
-            for part in way[end:-1]:
-                at = at.setdefault(part, {})
-            at[way[-1]] = value
-    return {_STATE: {name: each for name, each in state.items() if each}, _GROUPS: groups}
-
-
-def _is_torchs(saved: Any) -> bool:
-    """Whether it is what torch has as the state of an optimizer, with numbers or names."""
-    if not (isinstance(saved, Mapping) and isinstance(saved.get(_STATE), Mapping) and type(saved.get(_GROUPS)) is list):
-        return False
-    return all(isinstance(group, Mapping) and type(group.get(_PARAMS)) is list for group in saved[_GROUPS])
-
-
-def as_torchs(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state by name as torch has it: a list of groups, with names where torch may have numbers."""
-    return {_STATE: saved[_STATE], _GROUPS: [*saved[_GROUPS].values()]}
-
-
-def groups_of(state: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
-    """Return the groups of each optimizer in a state: their parameters, by the first one's name."""
-    optimizers = {name: saved[_GROUPS] for name, saved in state.items() if is_by_name(saved)}
-    return {name: {of: each[_PARAMS] for of, each in groups.items()} for name, groups in optimizers.items()}
-
-
-def joined(each: Sequence[Mapping[str, Any]]) -> Any:
-    """Return the states of several optimizers as one.
-
-    Raises:
-        CheckpointError: two of them have a parameter in common, or one has a state dict of its own kind.
-    """
-    if len(each) == 1:
-        return each[0]
-    if not all(map(is_by_name, each)):
-        raise CheckpointError("of several optimizers one has a state dict of its own kind; save it under its own name")
-    whole: dict[str, Any] = {}
-    for key in (_STATE, _GROUPS, _ALIASES):
-        parts = [one[key] for one in each if key in one]
-        found = {name: item for part in parts for name, item in part.items()}
-        if key != _ALIASES and len(found) < sum(map(len, parts)):
-            [(twice, _)] = Counter(name for part in parts for name in part).most_common(1)
-            raise CheckpointError(f"two of the optimizers have {twice!r}; save each under a name of its own")
-        if found or key != _ALIASES:
-            whole[key] = found
-    return whole
+    return [param for group in optimizer.param_groups for param in group[PARAMS]]
 
 
 # -- saving
@@ -213,28 +134,76 @@ def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
     An optimizer whose ``state_dict`` is not as torch's own is left as it is.
 
     Raises:
-        CheckpointError: it is a ``ZeroRedundancyOptimizer`` with ``overlap_with_ddp``, which has no state dict.
+        CheckpointError: it has no state dict, as a ``ZeroRedundancyOptimizer`` with ``overlap_with_ddp``; or something
+            that would not come back.
     """
     if names.flat is not None:
-        whole: Any = get_optimizer_state_dict(names.flat, optimizer)
-        return {_STATE: whole[_STATE], _GROUPS: {each[_PARAMS][0]: each for each in whole[_GROUPS] if each[_PARAMS]}}
+        return _flat_state(optimizer, names.flat)
     inner = _inner(optimizer)
-    found = inner.state_dict()
-    every = [*names.by_parameter.values()]
-    order = every if inner is optimizer else [names.by_parameter[param] for param in parameters_of(inner)]
-    if not _is_torchs(found) or not all(type(number) is int for number in found[_STATE]):
+    found = _state_dict(inner)
+    params = parameters_of(inner)
+    if not is_numbered(found, len(params)):
         return found
-    groups: dict[str, Any] = {}
-    at = 0
-    for part, group in zip(found[_GROUPS], optimizer.param_groups, strict=True):
-        own = every[at : at + len(group[_PARAMS])]
-        at += len(own)
+    groups = []
+    for part, group in zip(found[GROUPS], optimizer.param_groups, strict=True):
         # A scheduler writes into the outer groups of ZeRO, and the inner optimizer gets it at its next step only.
-        outer = {} if inner is optimizer else _hyperparameters(group)
-        if own:
-            groups[own[0]] = {**_hyperparameters(part), **outer, _PARAMS: own}
-    by_name = {_STATE: {order[number]: each for number, each in found[_STATE].items() if each}, _GROUPS: groups}
-    return by_name | {_ALIASES: dict(names.aliases)} if names.aliases else by_name
+        outer = {} if inner is optimizer else hyperparameters(group)
+        own = [names.by_parameter[param] for param in group[PARAMS]]
+        groups.append((own, {**hyperparameters(part), **outer}))
+    entry = by_name(found, {number: names.by_parameter[param] for number, param in enumerate(params)}, groups)
+    by_parameter = {name: param for param, name in names.by_parameter.items()}
+    rest = {OPTIMIZERS: entry[OPTIMIZERS]} if OPTIMIZERS in entry else {}
+    if notes := optimizer_tensors.notes_of(entry[STATE], by_parameter, rest):
+        entry[TENSORS] = notes
+    return entry | {ALIASES: dict(names.aliases)} if names.aliases else entry
+
+
+def _flat_state(optimizer: Optimizer, module: torch.nn.Module) -> dict[str, Any]:
+    """Return the state with FSDP1, which torch puts together: of parameters alone, and cast to their dtypes."""
+    beside = [repr(key) for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    states = [(str(i), param, optimizer.state.get(param, {})) for i, param in enumerate(parameters_of(optimizer))]
+    given = {name: state for name, _, state in states}
+    if optimizer_tensors.notes_of(given, {name: param for name, param, _ in states}, {}).get("dtypes"):
+        beside.append("state of another dtype than its parameter's")
+    beside += ["what register_state_dict_post_hook adds"] * bool(optimizer._optimizer_state_dict_post_hooks)
+    if sum(not group[PARAMS] for group in optimizer.param_groups) > 1:
+        beside.append("several groups without parameters")
+    if beside:
+        raise CheckpointError(
+            f"torch's FSDP1 would not bring back {listed(beside)} of {type(optimizer).__name__}; shard the model with "
+            "fully_shard (FSDP2) instead"
+        )
+    whole: Any = get_optimizer_state_dict(module, optimizer)
+    names = {name: name for group in whole[GROUPS] for name in group[PARAMS]}
+    return by_name(whole, names, [(group[PARAMS], hyperparameters(group)) for group in whole[GROUPS]])
+
+
+def _state_dict(optimizer: Optimizer) -> Any:
+    """Return the state dict. Raises: ``CheckpointError`` if torch would not bring it back."""
+    params = parameters_of(optimizer)
+    keys: Iterable[Any] = optimizer.state
+    if taken := [key for key in keys if type(key) is int and 0 <= key < len(params)]:
+        raise CheckpointError(
+            f"it has state under the key {taken[0]}, which torch takes for the number of a parameter; make it a text"
+        )
+    try:
+        return optimizer.state_dict()
+    except KeyError as error:
+        known = set(params)
+        others = [key for key in optimizer.state if isinstance(key, torch.Tensor) and key not in known]
+        if not others:
+            raise
+        raise CheckpointError(
+            f"it has state of {len(others)} tensor{'s' * (len(others) > 1)} in none of its groups, the first of shape "
+            f"{[*others[0].shape]}. Where the program replaces a parameter, remove the state of the old one: "
+            "optimizer.state.pop(old)"
+        ) from error
+
+
+def is_of_own_kind(optimizer: Optimizer) -> bool:
+    """Whether its state dict is not as torch's own, and goes back into it as it is."""
+    inner = _inner(optimizer)
+    return not is_numbered(_state_dict(inner), len(parameters_of(inner)))
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
@@ -246,11 +215,14 @@ def _inner(optimizer: Optimizer) -> Optimizer:
         raise CheckpointError(
             "a ZeroRedundancyOptimizer with overlap_with_ddp=True has no state that can be saved; leave that out"
         )
+    own = [repr(key) for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    own += ["what register_state_dict_post_hook adds"] * bool(optimizer._optimizer_state_dict_post_hooks)
+    if own:
+        raise CheckpointError(
+            f"a ZeroRedundancyOptimizer has {listed(own)} itself, and the state of the optimizer inside alone is "
+            "saved; put that there, as optimizer.optim has it"
+        )
     return inner
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _OF_THE_PARAMETERS}
 
 
 # -- restoring
@@ -261,12 +233,15 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
 
     Raises:
         NothingSavedError: it is the state of another kind of optimizer, as far as its options tell.
-        CheckpointError: parameters are not in it; what is one group here was saved in groups that differ.
+        CheckpointError: parameters are not in it; what is one group here was saved in groups that differ; some part
+            that belongs to no parameter fits nothing here.
     """
-    groups: Mapping[str, Any] = saved[_GROUPS]
-    group_of = {name: group for group in groups.values() for name in group[_PARAMS]}
+    notes = saved.get(TENSORS, {})
+    optimizer_tensors.mark({key: saved[key] for key in (STATE, OPTIMIZERS) if key in saved}, notes)
+    groups: Mapping[str, Any] = saved[GROUPS]
+    group_of = {name: group for group in groups.values() for name in group[PARAMS]}
     here = _groups_here(optimizer, names)
-    source = _sources([name for own in here for name in own], group_of, saved.get(_ALIASES, {}))
+    source = _sources([name for own in here for name in own], group_of, saved.get(ALIASES, {}))
     missing = [name for name in source if source[name] not in group_of]
     if missing:
         raise CheckpointError(f"it has nothing of {len(missing)} parameters of the optimizer: {listed(missing)}")
@@ -275,7 +250,7 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
     found: dict[str, Any] = {}
     for own in here:
         each = {id(group_of[source[name]]): group_of[source[name]] for name in own}
-        first, *others = [_hyperparameters(one) for one in each.values()] or [{}]
+        first, *others = [hyperparameters(one) for one in each.values()] or [{}]
         for other in others:
             if not _alike(first, other):
                 differing = sorted(key for key in first if not _alike(first[key], other.get(key)))
@@ -284,14 +259,62 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
                     f"{', '.join(differing)}; make as many groups as there were"
                 )
         if own:
-            found[own[0]] = {**first, _PARAMS: own}
+            found[own[0]] = {**first, PARAMS: own}
     local = (
         [names.by_parameter[param] for param in parameters_of(_inner(optimizer))] if names.flat is None else [*source]
     )
-    state = {name: saved[_STATE][source[name]] for name in local if source[name] in saved[_STATE]}
+    state = {name: saved[STATE][source[name]] for name in local if source[name] in saved[STATE]}
     _keep_apart(state)
     _keep_apart(found)
-    return {_STATE: state, _GROUPS: found}, {*source.values(), *names.aliases}
+    taken = {STATE: state, GROUPS: found}
+    if part := _select_part(optimizer, names, saved, {source[name] for name in local}):
+        taken[OPTIMIZERS] = {first_of(local): {PARAMS: local, **part}}
+    if kept := optimizer_tensors.kept_dtypes(notes, {name: source[name] for name in local}):
+        taken[TENSORS] = kept
+    return taken, {*source.values(), *names.aliases}
+
+
+def _select_part(optimizer: Optimizer, names: Names, saved: Mapping[str, Any], own: set[str]) -> dict[str, Any]:
+    """Return the parts that belong to no parameter, of the optimizers that had some of the ``own`` parameters."""
+    every = saved.get(OPTIMIZERS, {})
+    parts = [each for each in every.values() if own & set(each[PARAMS])] if own else [every.get("", {})]
+    found: dict[str, dict[Any, Any]] = {}
+    for section in (STATE, BESIDE):
+        for key, each in ((key, each) for part in parts for key, each in part.get(section, {}).items()):
+            known = found.setdefault(section, {})
+            if key in known and not (known[key] is each or (not any(marks(each)) and known[key] == each)):
+                raise CheckpointError(
+                    f"several optimizers or ranks had {key!r}, which belongs to no parameter, each for itself; "
+                    "restore as many as there were"
+                )
+            known[key] = each
+    count = len(names.by_parameter)
+    wrong = [repr(key) for key in found.get(STATE, {}) if type(key) is int and 0 <= key < count]
+    wrong += [repr(key) for section in found.values() for key in section] if names.flat is not None else []
+    if wrong:
+        raise CheckpointError(f"this optimizer cannot take {listed(wrong)}, which belongs to no parameter")
+    if empty := _select_empty_groups(optimizer, [part[EMPTY_GROUPS] for part in parts if EMPTY_GROUPS in part]):
+        found[EMPTY_GROUPS] = empty
+    return copy.deepcopy(found)
+
+
+def _select_empty_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the options of the groups here that have no parameters, by their positions."""
+    here = [str(at) for at, group in enumerate(optimizer.param_groups) if not group[PARAMS]]
+    there = [*saved[0].values()] if saved else []
+    if any(not _alike(saved[0], other) for other in saved[1:]) or (there and here and len(there) != len(here)):
+        raise CheckpointError(
+            f"it has {sum(map(len, saved))} groups without parameters, and {len(here)} are here, which do not match; "
+            "make the same groups"
+        )
+    if len(there) != len(here):
+        _log.warning(
+            "%d groups without parameters were saved, and %d are here: their options are %s.",
+            len(there),
+            len(here),
+            "as the program made them" if here else "left out",
+        )
+    return dict(zip(here, there, strict=True)) if len(there) == len(here) else {}
 
 
 def _refuse_another_kind(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> None:
@@ -309,7 +332,7 @@ def _refuse_another_kind(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]
 
 def _options_of(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the options of all groups, without those that schedulers add."""
-    every = {key: value for group in groups for key, value in _hyperparameters(group).items()}
+    every = {key: value for group in groups for key, value in hyperparameters(group).items()}
     return {key: value for key, value in every.items() if not key.endswith(("_lr", "_momentum"))}
 
 
@@ -319,7 +342,7 @@ def _described(options: Mapping[str, Any], names: Iterable[str]) -> str:
 
 def _warn_of_one_group(optimizer: Optimizer, saved: Sequence[set[int]], here: Sequence[Sequence[str]]) -> None:
     """Warn where groups whose options differ were one when they were saved; ``saved`` are those that each was."""
-    groups = [_hyperparameters(group) for group in optimizer.param_groups]
+    groups = [hyperparameters(group) for group in optimizer.param_groups]
     for (i, one), (j, other) in itertools.combinations(enumerate(saved[: len(groups)]), 2):
         if one & other and not _alike(groups[i], groups[j]):
             differing = sorted(key for key in groups[i] if not _alike(groups[i][key], groups[j].get(key)))
@@ -334,8 +357,8 @@ def _warn_of_one_group(optimizer: Optimizer, saved: Sequence[set[int]], here: Se
 
 def _groups_here(optimizer: Optimizer, names: Names) -> list[list[str]]:
     if names.flat is not None:
-        return [group[_PARAMS] for group in state_of(optimizer, names)[_GROUPS].values()]
-    return [[names.by_parameter[param] for param in group[_PARAMS]] for group in optimizer.param_groups]
+        return [group[PARAMS] for group in state_of(optimizer, names)[GROUPS].values()]
+    return [[names.by_parameter[param] for param in group[PARAMS]] for group in optimizer.param_groups]
 
 
 def _keep_apart(structures: dict[str, Any]) -> None:
@@ -368,21 +391,38 @@ def load(optimizer: Optimizer, names: Names, loaded: Mapping[str, Any]) -> None:
     if not is_by_name(loaded):
         inner.load_state_dict(dict(loaded))
         return
-    groups = loaded[_GROUPS]
+    groups, parts, notes = (loaded.get(key, {}) for key in (GROUPS, OPTIMIZERS, TENSORS))
+    params = parameters_of(inner)
+    order = [names.by_parameter[param] for param in params] if names.flat is None else [*_params_of(groups)]
+    part = parts.get(first_of(order), {})
+    empty = {int(at): options for at, options in part.get(EMPTY_GROUPS, {}).items()}
     if names.flat is not None:
-        set_optimizer_state_dict(names.flat, optimizer, {_STATE: loaded[_STATE], _GROUPS: [*groups.values()]})
+        every = [*groups.values()]
+        every += [{**x, **empty.get(at, {})} for at, x in enumerate(optimizer.param_groups) if not x[PARAMS]]
+        set_optimizer_state_dict(names.flat, optimizer, {STATE: loaded[STATE], GROUPS: every})
         return
     current = inner.state_dict()
-    order = [names.by_parameter[param] for param in parameters_of(inner)]
-    state = {number: _counting(loaded[_STATE][name]) for number, name in enumerate(order) if name in loaded[_STATE]}
-    parts = []
-    for part, group in zip(current[_GROUPS], optimizer.param_groups, strict=True):
-        own = names.by_parameter[group[_PARAMS][0]] if group[_PARAMS] else None
-        parts.append({**part, **_hyperparameters(groups.get(own, {}))})
-    inner.load_state_dict({**current, _STATE: state, _GROUPS: parts})
+    state = {number: _counting(loaded[STATE][name]) for number, name in enumerate(order) if name in loaded[STATE]}
+    options = []
+    for at, (now, group) in enumerate(zip(current[GROUPS], optimizer.param_groups, strict=True)):
+        found = groups.get(names.by_parameter[group[PARAMS][0]], {}) if group[PARAMS] else empty.get(at, {})
+        options.append({**now, **hyperparameters(found)})
+    beside = part.get(BESIDE, {})
+    if new := [repr(key) for key in current if key not in (STATE, GROUPS, *beside)]:
+        _log.warning("%s of the optimizer was not saved, and stays as the program made it.", listed(new))
+    given = {**state, **part.get(STATE, {})}
+    inner.load_state_dict({**current, **beside, STATE: given, GROUPS: options})
+    for (number, saved), param in ((each, params[each[0]]) for each in state.items()):
+        if param in inner.state:
+            keeps = optimizer_tensors.keeps_dtypes(notes, order[number], param)
+            inner.state[param] = optimizer_tensors.given_back(saved, inner.state[param], keeps)
     if inner is not optimizer:
-        for group, part in zip(optimizer.param_groups, inner.param_groups, strict=True):
-            group.update(_hyperparameters(part))
+        for group, own in zip(optimizer.param_groups, inner.param_groups, strict=True):
+            group.update(hyperparameters(own))
+
+
+def _params_of(groups: Mapping[str, Any]) -> Iterator[str]:
+    return (name for group in groups.values() for name in group[PARAMS])
 
 
 def _counting(saved: Any) -> Any:

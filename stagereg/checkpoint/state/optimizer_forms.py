@@ -1,0 +1,173 @@
+"""The forms of an optimizer's state: by the names of parameters, as torch has it, and flattened with dotted names.
+
+By name a group goes by the name of its first parameter (docs/format.md). The parts that belong to no parameter (state
+under keys of its own, keys beside ``state`` and ``param_groups``, groups without parameters) go by the name of the
+first parameter of the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from stagereg.checkpoint.format.encoding import Leaf
+from stagereg.errors import CheckpointError
+
+STATE, GROUPS, PARAMS, ALIASES = "state", "param_groups", "params", "aliases"
+OPTIMIZERS, TENSORS = "optimizers", "tensors"
+BESIDE, EMPTY_GROUPS = "beside", "empty_groups"  # of an optimizer; its ``STATE`` there is that of no parameter
+_OF_THE_PARAMETERS = (PARAMS, "param_names")
+"""What a group has one of for each parameter; all else goes for the group."""
+
+
+def is_by_name(saved: Any) -> bool:
+    """Whether an entry, or its structure, is the state of an optimizer by the names of parameters."""
+    return (
+        isinstance(saved, Mapping)
+        and isinstance(saved.get(STATE), Mapping)
+        and isinstance(saved.get(GROUPS), Mapping)
+        and all(isinstance(saved.get(key, {}), Mapping) for key in (OPTIMIZERS, TENSORS))
+        and all(
+            isinstance(each, Mapping) and type(each.get(PARAMS)) is list
+            for each in (*saved[GROUPS].values(), *saved.get(OPTIMIZERS, {}).values())
+        )
+    )
+
+
+def as_by_name(saved: Any) -> Mapping[str, Any] | None:
+    """Return the state of an optimizer, or its structure, by name, also where torch made it; ``None`` if it is none."""
+    if is_by_name(saved):
+        return cast("Mapping[str, Any]", saved)
+    if not _is_torchs(saved):
+        return None
+    names = {param: str(param) for group in saved[GROUPS] for param in group[PARAMS]}
+    groups = [([names[param] for param in group[PARAMS]], hyperparameters(group)) for group in saved[GROUPS]]
+    return by_name(saved, names, groups)
+
+
+def by_name(
+    found: Mapping[str, Any], names: Mapping[Any, str], groups: Sequence[tuple[list[str], dict[str, Any]]]
+) -> dict[str, Any]:
+    """Return what torch has as the state of an optimizer by name, with the ``names`` of its parameters by number."""
+    state = {names[key]: each for key, each in found[STATE].items() if key in names and not _is_empty(each)}
+    whole = {STATE: state, GROUPS: {own[0]: {**options, PARAMS: own} for own, options in groups if own}}
+    part = {
+        STATE: {key: each for key, each in found[STATE].items() if key not in names},
+        BESIDE: {key: each for key, each in found.items() if key not in (STATE, GROUPS)},
+        EMPTY_GROUPS: {str(i): options for i, (own, options) in enumerate(groups) if not own},
+    }
+    if any(part.values()):
+        own = [*names.values()]
+        whole[OPTIMIZERS] = {first_of(own): {PARAMS: own, **{key: each for key, each in part.items() if each}}}
+    return whole
+
+
+def _is_empty(state: Any) -> bool:
+    return isinstance(state, Mapping) and not state
+
+
+def first_of(names: Sequence[str]) -> str:
+    return names[0] if names else ""
+
+
+def of_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state by name of what others have saved with dotted names.
+
+    ``state.fc.weight.exp_avg`` is the same with all. torch's flattened state dicts and torchtitan have
+    ``param_groups.fc.weight.lr`` for each parameter, where groups are those with the same options; others have
+    ``param_groups.0.lr``, and ``param_groups.0.params``. The leaves of options that are tensors have been read.
+    """
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, rest = key.partition(".")
+        if section == GROUPS:
+            of, _, option = rest.rpartition(".")
+            options.setdefault(of, {})[option] = value
+    alike: dict[str, dict[str, Any]] = {}
+    for of, own in options.items():
+        shared = {key: x.value.tolist() if isinstance(x, Leaf) else x for key, x in hyperparameters(own).items()}
+        shown = of if PARAMS in own else repr(shared)
+        group = alike.setdefault(shown, {**hyperparameters(own), PARAMS: []})
+        group[PARAMS] += map(str, own.get(PARAMS, [of]))
+    groups = {group[PARAMS][0]: group for group in alike.values() if group[PARAMS]}
+    state: dict[str, Any] = {name: {} for group in groups.values() for name in group[PARAMS]}
+    for key, value in values.items():
+        section, *way = key.split(".")
+        ends = (end for end in range(len(way) - 1, 0, -1) if ".".join(way[:end]) in state)
+        if section == STATE and (end := next(ends, 0)):
+            at = state[".".join(way[:end])]
+            for part in way[end:-1]:
+                at = at.setdefault(part, {})
+            at[way[-1]] = value
+    return {STATE: {name: each for name, each in state.items() if each}, GROUPS: groups}
+
+
+def _is_torchs(saved: Any) -> bool:
+    """Whether it is what torch has as the state of an optimizer, with numbers or names."""
+    if not (isinstance(saved, Mapping) and isinstance(saved.get(STATE), Mapping) and type(saved.get(GROUPS)) is list):
+        return False
+    groups = saved[GROUPS]
+    if not all(isinstance(group, Mapping) and type(group.get(PARAMS)) is list for group in groups):
+        return False
+    return all(isinstance(param, (int, str)) for group in groups for param in group[PARAMS])
+
+
+def as_torchs(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state by name as torch has it: a list of groups, with names where torch may have numbers.
+
+    What is of no parameter is under its own keys, as torch has it, if one optimizer has it and no name is its key.
+    """
+    state, groups = {**saved[STATE]}, [*saved[GROUPS].values()]
+    parts = [*saved.get(OPTIMIZERS, {}).values()]
+    if len(parts) != 1 or parts[0].get(STATE, {}).keys() & {name for group in groups for name in group[PARAMS]}:
+        return {STATE: state, GROUPS: groups, **({OPTIMIZERS: saved[OPTIMIZERS]} if parts else {})}
+    [part] = parts
+    for at, options in part.get(EMPTY_GROUPS, {}).items():
+        groups.insert(int(at), {**options, PARAMS: []})
+    return {**part.get(BESIDE, {}), STATE: state | dict(part.get(STATE, {})), GROUPS: groups}
+
+
+def groups_of(state: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
+    """Return the groups of each optimizer in a state: their parameters, by the first one's name."""
+    optimizers = {name: saved[GROUPS] for name, saved in state.items() if is_by_name(saved)}
+    return {name: {of: each[PARAMS] for of, each in groups.items()} for name, groups in optimizers.items()}
+
+
+def joined(each: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the states of several optimizers as one.
+
+    Raises:
+        CheckpointError: two of them have a parameter in common, or one has a state dict of its own kind.
+    """
+    if len(each) == 1:
+        return each[0]
+    if not all(map(is_by_name, each)):
+        raise CheckpointError("of several optimizers one has a state dict of its own kind; save it under its own name")
+    whole: dict[str, Any] = {}
+    for key in (STATE, GROUPS, ALIASES, OPTIMIZERS):
+        parts = [one[key] for one in each if key in one]
+        found = {name: item for part in parts for name, item in part.items()}
+        if key != ALIASES and len(found) < sum(map(len, parts)):
+            [(twice, _)] = Counter(name for part in parts for name in part).most_common(1)
+            have = repr(twice) if twice else "no parameters"
+            raise CheckpointError(f"two of the optimizers have {have}; save each under a name of its own")
+        if found or key in (STATE, GROUPS):
+            whole[key] = found
+    notes = [pair for one in each for pair in one.get(TENSORS, {}).items()]
+    if notes:
+        whole[TENSORS] = {
+            key: {path: x for of, own in notes if of == key for path, x in own.items()} for key, _ in notes
+        }
+    return whole
+
+
+def is_numbered(found: Any, count: int) -> bool:
+    """Whether it is what torch has as the state of an optimizer with so many parameters, by their numbers."""
+    if not _is_torchs(found):
+        return False
+    return [number for group in found[GROUPS] for number in group[PARAMS]] == [*range(count)]
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _OF_THE_PARAMETERS}

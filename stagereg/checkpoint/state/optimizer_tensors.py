@@ -1,0 +1,148 @@
+"""Notes on the tensors of an optimizer's state, for what neither their bytes nor ``load_state_dict`` bring back.
+
+torch casts the state of a parameter to the parameter's dtype when it loads it. A checkpoint has row-major bytes of what
+several ranks have written, and does not tell a plain tensor from a ``DTensor`` that is replicated. So a save notes each
+tensor that a restore would make otherwise (docs/format.md); most optimizers have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from stagereg.checkpoint.format.encoding import PLAIN, REPLICATED, Leaf, walk
+from stagereg.errors import CheckpointError
+
+_DTYPES, _STRIDES, _PLACED = "dtypes", "strides", "placed"
+_STEP = "step"  # which torch casts to float32 alone, if at all
+_NUMBERS = (int, float, bool, type(None))
+
+
+def notes_of(states: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], whole: Any) -> dict[str, Any]:
+    """Return the notes on the state of an optimizer, by dotted paths in its entry; empty if there is nothing to note.
+
+    Args:
+        states: of the parameters, by their names.
+        parameters: these, by name.
+        whole: the rest of the entry, of which strides alone are noted.
+    """
+    notes: dict[str, dict[str, Any]] = {_DTYPES: {}, _STRIDES: {}, _PLACED: {}}
+    for name, state in states.items():
+        param = parameters[name]
+        dtype, sharded = param.dtype, isinstance(param, DTensor)
+        for key, x in state.items() if isinstance(state, Mapping) else ((None, state),):
+            same_dtype = getattr(x, "dtype", None) is (torch.float32 if key == _STEP else dtype)
+            if type(x) in _NUMBERS or (type(x) is torch.Tensor and same_dtype and not sharded and x.is_contiguous()):
+                continue
+            if param.is_floating_point() and any(each is not dtype for each in _dtypes(x, key)):
+                notes[_DTYPES][name] = _shown(dtype)
+            way = (name,) if key is None else (name, key)
+            for path, leaf in walk(x, "state", *way):
+                if isinstance(leaf, torch.Tensor):
+                    _note(notes, ".".join(map(str, path)), leaf, param)
+    for path, leaf in walk(whole):
+        if isinstance(leaf, torch.Tensor):
+            _note(notes, ".".join(map(str, path)), leaf, leaf)
+    return {key: found for key, found in notes.items() if found}
+
+
+def _dtypes(value: Any, key: Any = None) -> Iterator[torch.dtype | None]:
+    """Yield the dtypes of tensors in a value as torch goes through it; ``None`` for a step that is not of float32."""
+    if isinstance(value, torch.Tensor):
+        if key != _STEP:
+            yield value.dtype
+        elif value.dtype is not torch.float32:
+            yield None
+    elif isinstance(value, Mapping):
+        for inner, item in value.items():
+            yield from _dtypes(item, inner)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _dtypes(item)
+
+
+def _note(notes: Mapping[str, dict[str, Any]], path: str, x: torch.Tensor, param: torch.Tensor) -> None:
+    if type(x) is torch.Tensor and x.layout is torch.strided and x.numel() and not x.is_contiguous():
+        strides = torch.empty_like(x, device="meta").stride()  # without holes and overlaps
+        if strides != torch.empty(x.shape, device="meta").stride():
+            notes[_STRIDES][path] = [*strides]
+    if isinstance(param, DTensor) and (placed := _placed(x, param)) != _guessed(x, param):
+        notes[_PLACED][path] = placed
+
+
+def _placed(x: torch.Tensor, param: DTensor) -> str | None:
+    """Return how a tensor has to come back beside a sharded parameter; ``None`` if as a shard like that."""
+    if not isinstance(x, DTensor):
+        return PLAIN
+    sharded_alike = x.shape == param.shape and any(not each.is_replicate() for each in x.placements)
+    return None if sharded_alike or (x.shape == param.shape and x.placements == param.placements) else REPLICATED
+
+
+def _guessed(x: torch.Tensor, param: DTensor) -> str | None:
+    """Return how it comes back without a note (:func:`~stagereg.checkpoint.load.reading`)."""
+    if x.shape == param.shape:
+        return None
+    return REPLICATED if x.ndim == param.ndim > 1 else PLAIN
+
+
+def _shown(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# -- restoring
+
+
+def mark(entry: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+    """Have the leaves of a structure come back as its notes say. Raises: ``CheckpointError`` for notes of others."""
+    strides, placed = notes.get(_STRIDES, {}), notes.get(_PLACED, {})
+    for path, leaf in walk(entry) if strides or placed else ():
+        if isinstance(leaf, Leaf) and leaf.stored.dtype is not None:
+            dotted = ".".join(map(str, path))
+            leaf.placed = placed.get(dotted)
+            if dotted in strides:
+                leaf.strides = _checked(dotted, leaf.stored.shape, strides[dotted])
+
+
+def _checked(path: str, shape: torch.Size, strides: Any) -> tuple[int, ...]:
+    expected = 1
+    if (
+        type(strides) is list
+        and len(strides) == len(shape)
+        and all(type(each) is int and each >= 0 for each in strides)
+    ):
+        for stride, size in sorted(pair for pair in zip(strides, shape, strict=True) if pair[1] > 1):
+            expected = expected * size if stride == expected else -1
+        if expected > 0:
+            return tuple(strides)
+    raise CheckpointError(f"{path!r:.100} has strides that do not fit its shape")
+
+
+def kept_dtypes(notes: Mapping[str, Any], source: Mapping[str, str]) -> dict[str, Any]:
+    """Return the notes on dtypes for the parameters here, each by its name with the name that it was saved under."""
+    dtypes = notes.get(_DTYPES, {})
+    return {_DTYPES: found} if (found := {name: dtypes[of] for name, of in source.items() if of in dtypes}) else {}
+
+
+def keeps_dtypes(notes: Mapping[str, Any], name: str, param: torch.Tensor) -> bool:
+    """Whether the state of a parameter keeps the dtypes that it had: the parameter has the dtype that it had, too."""
+    return bool(notes.get(_DTYPES, {}).get(name) == _shown(param.dtype))
+
+
+def given_back(given: Any, taken: Any, dtypes: bool) -> Any:
+    """Return what an optimizer has ``taken`` of a parameter's state, with what torch has made otherwise than ``given``.
+
+    With ``dtypes`` tensors get back theirs. torch's ``load_state_dict`` makes the text of an iterator of a text.
+    """
+    if isinstance(given, torch.Tensor) and isinstance(taken, torch.Tensor):
+        return given.to(taken.device) if dtypes and given.dtype != taken.dtype and given.shape == taken.shape else taken
+    if isinstance(given, str):
+        return given
+    if isinstance(given, Mapping) and isinstance(taken, dict):
+        for key in taken.keys() & given.keys():
+            taken[key] = given_back(given[key], taken[key], dtypes)
+    elif type(given) in (list, tuple) and type(taken) is type(given) and len(taken) == len(given):
+        return type(given)(given_back(one, other, dtypes) for one, other in zip(given, taken, strict=True))
+    return taken
