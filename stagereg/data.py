@@ -31,8 +31,9 @@ T = TypeVar("T")
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether a value has ``state_dict`` and ``load_state_dict``."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    """Whether a value has ``state_dict`` and ``load_state_dict``; a class has not, its objects do."""
+    has_both = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return has_both and not isinstance(value, type)
 
 
 def is_position(value: Any) -> bool:
