@@ -21,6 +21,7 @@ import stagereg.checkpoint.load.fits as fits
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
+from stagereg.checkpoint.format.configs import is_config, of_type
 from stagereg.checkpoint.format.encoding import Leaf, leaves, marks
 from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.state.nested import NOTHING, find_inside, outer_names
@@ -237,7 +238,7 @@ def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
             structure.dtype = live.dtype if fits else None
             in_place = in_place and fits and stored.chunks is not None and _is_plain(live)
             structure.in_place = in_place or isinstance(live, ShardedTensor)
-    elif isinstance(structure, Mapping) and isinstance(live, Mapping):
+    elif isinstance(structure, dict) and isinstance(live, dict):
         for key, item in structure.items():
             if key in live:
                 _pair(item, live[key], in_place, cast)
@@ -314,6 +315,8 @@ def _merged(value: Any, loaded: Any) -> Any:
     """Return ``loaded``, in the tensors and containers of ``value`` wherever they fit it."""
     if value is loaded:
         return value
+    if is_config(loaded):
+        return of_type(value, loaded)
     if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
         if value.shape == loaded.shape and value.dtype == loaded.dtype:
             with torch.no_grad():

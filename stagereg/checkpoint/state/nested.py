@@ -20,6 +20,7 @@ import torch
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
+from stagereg.checkpoint.format.configs import content_of, is_config
 from stagereg.checkpoint.format.encoding import encode
 from stagereg.checkpoint.format.pickled import NOT_REACHED, find_object, is_object
 from stagereg.errors import CheckpointError
@@ -170,6 +171,8 @@ def _find_unreached(value: Any, path: str, seen: set[int], depth: int = 0) -> tu
     if type(value) in _PLAIN or id(value) in seen or depth > _DEEPEST:  # the last is refused elsewhere
         return None
     seen.add(id(value))
+    if is_config(value):  # plain data, but for what OmegaConf allows by a flag
+        value = content_of(value)
     if isinstance(value, (*_SPREAD, *_OTHERS)) and not is_object(value):
         if _PLAIN.issuperset(map(type, _values(value))):
             return None

@@ -114,7 +114,7 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 def is_by_name(saved: Any) -> bool:
     """Whether an entry, or its structure, is the state of an optimizer as :func:`state_of` returns it."""
     return (
-        isinstance(saved, Mapping)
+        isinstance(saved, dict)
         and isinstance(saved.get(_STATE), Mapping)
         and isinstance(saved.get(_GROUPS), Mapping)
         and all(isinstance(group, Mapping) and type(group.get(_PARAMS)) is list for group in saved[_GROUPS].values())
@@ -166,7 +166,7 @@ def of_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_torchs(saved: Any) -> bool:
     """Whether it is what torch has as the state of an optimizer, with numbers or names."""
-    if not (isinstance(saved, Mapping) and isinstance(saved.get(_STATE), Mapping) and type(saved.get(_GROUPS)) is list):
+    if not (isinstance(saved, dict) and isinstance(saved.get(_STATE), Mapping) and type(saved.get(_GROUPS)) is list):
         return False
     return all(isinstance(group, Mapping) and type(group.get(_PARAMS)) is list for group in saved[_GROUPS])
 
