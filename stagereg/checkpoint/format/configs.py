@@ -62,8 +62,8 @@ def made(kind: str, content: Any, flags: list[bool | None]) -> Any:
 def of_type(live: Any, config: Any) -> Any:
     """Return a config with the structured type of ``live``, if it has one that takes the content; else unchanged."""
     omegaconf = sys.modules["omegaconf"].OmegaConf
-    kind = omegaconf.get_type(live) if is_config(live) else None
-    if kind is None or not hasattr(kind, "__dataclass_fields__") and not hasattr(kind, "__attrs_attrs__"):
+    kind: Any = omegaconf.get_type(live) if is_config(live) else None
+    if not (hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__attrs_attrs__")):
         return config
     try:
         typed = omegaconf.merge(omegaconf.structured(kind), content_of(config))

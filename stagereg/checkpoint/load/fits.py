@@ -16,16 +16,18 @@ import stagereg.checkpoint.state.module_state as module_state
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.state.generators import GeneratorState
 from stagereg.data import ResumableSampler, is_stateful
-from stagereg.errors import CheckpointError, listed
+from stagereg.errors import CheckpointError, NothingSavedError, listed
 
 _LISTS = ("_schedulers", "lr_lambdas")  # states of schedulers and functions that a scheduler passes on, one by one
 _WRAPPER = "module."  # what DataParallel puts before names, and others take out
 
 
 def select_of_modules(
-    modules: Sequence[torch.nn.Module], structure: Any, exact: bool, cast: bool
+    name: str, modules: Sequence[torch.nn.Module], structure: Any, exact: bool, cast: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """Return what modules take of an entry, and the rest of it; ``exact`` if they load as torch's own modules do.
+    """Return what modules take of the entry called ``name``, and the rest of it.
+
+    ``exact``: they load as torch's own modules do.
 
     Raises:
         CheckpointError: the entry has no state of a module; with ``exact``, something is missing, or does not fit.
@@ -39,7 +41,7 @@ def select_of_modules(
     own.__dict__.update(getattr(structure, "__dict__", {}))
     rest = {key: item for key, item in structure.items() if key not in taken}
     if exact or module_state.has_flat_parameters(modules):
-        _expect_all_fits(live, taken, own, [*rest], cast)
+        _expect_all_fits(name, live, taken, own, [*rest], cast)
     return own, rest
 
 
@@ -57,7 +59,12 @@ def without_prefix(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> Mappi
 
 
 def _expect_all_fits(
-    live: Mapping[str, Any], taken: Mapping[str, Any], saved: Mapping[str, Any], rest: Sequence[str], cast: bool
+    name: str,
+    live: Mapping[str, Any],
+    taken: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    rest: Sequence[str],
+    cast: bool,
 ) -> None:
     """Raise ``CheckpointError`` with all that is not saved, or otherwise than it is here."""
     missing = [key for key in taken if key not in saved]
@@ -76,7 +83,7 @@ def _expect_all_fits(
                 converts &= there.fits(wanted, True)
                 other.append(f"{key} ({there} in it, {wanted} here)")
         if why := module_state.unfilled(here):
-            unfilled.append(f"{key!r} of the program {why}")
+            unfilled.append(f"'{name}.{key}' {why}")
     wrong = [f"{len(missing)} missing in it: {listed(missing)}"] if missing else []
     wrong += [f"{len(rest)} in it that are not here: {listed(sorted(rest))}"] if missing and rest else []
     wrong += [f"{len(other)} of another shape or dtype: {listed(other)}"] if other else []
@@ -101,14 +108,16 @@ def parameters_without_prefix(saved: Mapping[str, Any], own: Mapping[str, Any]) 
 
 
 def expect_kind(value: Any, structure: Any, rank: int | None = None) -> None:
-    """Raise ``CheckpointError`` if an object is known to refuse a state; ``rank`` as :func:`.placing.assign` has it."""
+    """Raise ``CheckpointError`` if an object surely refuses a state; ``rank`` as :func:`.placing.assign` has it."""
     if isinstance(value, GeneratorState):
         value.expect_loadable(structure)
     elif isinstance(value, ResumableSampler) and isinstance(structure, list):
         copy.copy(value).load_state_dicts(structure, rank)  # which sets attributes alone
     elif is_stateful(value) and type(value).__module__.startswith("torch."):
         live = value.state_dict()
-        if isinstance(live, Mapping) and live and not (isinstance(structure, Mapping) and structure):
+        if live and structure == {}:
+            raise NothingSavedError("the state dict is empty, as of an object that was turned off")
+        if isinstance(live, Mapping) and not isinstance(structure, Mapping):
             raise CheckpointError(f"it is not the state of a {type(value).__name__}")
         for key in _LISTS if isinstance(value, LRScheduler) else ():
             there, here = structure.get(key, ()), live.get(key, ())

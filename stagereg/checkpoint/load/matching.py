@@ -56,8 +56,8 @@ class MatchedFiles(CheckpointFiles):
                 structure = _optimizer(name, optimizers, own)
             else:
                 inner = (find_inside(tree.get(outer), keys) for outer, keys in outer_names(name))
-                others = next((each for each in inner if each is not NOTHING), {} if _is_empty(value) else None)
-                structure = tree.get(name, others)
+                none: Any = {} if _is_empty(value) else None
+                structure = tree.get(name, next((each for each in inner if each is not NOTHING), none))
             if structure is None and name not in tree and not isinstance(value, PerRank):
                 if name in fresh:
                     continue

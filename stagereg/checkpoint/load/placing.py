@@ -8,7 +8,7 @@ anything is read.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,16 @@ _OTHERS = (
 def refusal(name: str, why: str) -> str:
     """Return the message about an entry that does not fit, and what to do."""
     return f"{name!r} does not take what was saved under its name: {why.rstrip('.')}. {_OTHERS}"
+
+
+def refused_late(name: str, why: str, changed: Sequence[str]) -> str:
+    """Return the message about an object that refused its state when ``changed`` had theirs."""
+    others = [each for each in changed if each != name]
+    more = f" Objects that were restored before it have changed: {listed(others)}." if others else ""
+    return (
+        f"{refusal(name, why)}. {name!r} may have changed in part.{more} Restore another checkpoint, or start again, "
+        "before you train with them"
+    )
 
 
 def from_scratch(name: str) -> str:
@@ -161,7 +171,7 @@ def _taken(
 ) -> tuple[Any, dict[str, Any]]:
     value = state[name]
     if modules := module_state.modules_of(value):
-        return fits.select_of_modules(modules, structure, all(map(_is_torchs_own, modules)), cast)
+        return fits.select_of_modules(name, modules, structure, all(map(_is_torchs_own, modules)), cast)
     saved = optimizer_state.as_by_name(structure)
     optimizers = optimizer_state.optimizers_of(value)
     if saved is None or not optimizers:
@@ -223,6 +233,10 @@ def pair_live(structure: Any, name: str, state: Mapping[str, Any], names: Parame
         for param, of in names.for_optimizer(optimizer, state).by_parameter.items():
             for leaf in marks(structure["state"].get(of)) if isinstance(param, DTensor) else ():
                 leaf.live = param if leaf.live is None else leaf.live
+    for leaf in found if not (modules or optimizers or is_stateful(value)) else ():
+        live = leaf.live if leaf.dtype is not None or (leaf.live is not None and leaf.live.is_meta) else None
+        if live is not None and (why := module_state.unfilled(live)):
+            raise CheckpointError(refusal(name, f"{leaf.name!r} {why}"))
     users = Counter(entries.memory_of(leaf.live) for leaf in found if leaf.in_place)
     for leaf in found:
         leaf.in_place = leaf.in_place and users[entries.memory_of(leaf.live)] == 1
@@ -231,7 +245,7 @@ def pair_live(structure: Any, name: str, state: Mapping[str, Any], names: Parame
 
 def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
     if isinstance(structure, Leaf):
-        if isinstance(live, torch.Tensor) and not is_lazy(live):  # a lazy one gets its shape and memory from what is read
+        if isinstance(live, torch.Tensor) and not is_lazy(live):  # a lazy one gets its memory from load_state_dict
             structure.live = live
             stored, wanted = structure.stored, entries.TensorKind.of(live)
             fits = stored.dtype is not None and entries.TensorKind.of(stored).fits(wanted, cast)

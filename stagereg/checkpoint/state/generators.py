@@ -1,6 +1,6 @@
 """Random number generators that a program made itself, as objects with ``state_dict`` and ``load_state_dict``.
 
-``torch.Generator``, ``random.Random``, and ``Generator`` and ``RandomState`` of NumPy have a state, and no such methods.
+``torch.Generator``, ``random.Random``, NumPy's ``Generator`` and ``RandomState`` have a state, and no such methods.
 The state is saved as bytes or text, so each rank has its own where ranks differ.
 """
 

@@ -1,9 +1,9 @@
 """Objects in containers: a state whose dicts, lists and tuples hold modules, optimizers, schedulers or others.
 
-``{"nets": {"g": G, "d": D}}`` is the same state as ``{"nets.g": G, "nets.d": D}``. :class:`Spreader` returns a view with
-an entry for each object, and for each plain value next to one; a restore writes through the view into the containers of
-the program. Several modules, or several optimizers, in one list stay one entry (:mod:`.module_state`). A container
-without objects is a plain value.
+``{"nets": {"g": G, "d": D}}`` is the same state as ``{"nets.g": G, "nets.d": D}``. :class:`Spreader` returns a view
+with an entry for each object, and for each plain value next to one; a restore writes through the view into the
+containers of the program. Several modules, or several optimizers, in one list stay one entry (:mod:`.module_state`). A
+container without objects is a plain value.
 """
 
 from __future__ import annotations
