@@ -2,9 +2,9 @@
 
 ``DistributedDataParallel``, ``DataParallel``, ``torch.compile``, activation checkpointing and FSDP1 put a module of
 their own around others, and its name into the names below; :func:`plain_name` takes it out, as
-``get_model_state_dict`` of ``torch.distributed.checkpoint.state_dict`` does. So what was saved with a wrapper is restored without
-one, and the other way round. Several modules under one name of the state, such as the pipeline stages of a rank, are one state dict:
-their names have to be different ones.
+``get_model_state_dict`` of ``torch.distributed.checkpoint.state_dict`` does. So what was saved with a wrapper is
+restored without one, and the other way round. Several modules under one name of the state, such as the pipeline stages
+of a rank, are one state dict: their names have to be different ones.
 """
 
 from __future__ import annotations
