@@ -31,8 +31,12 @@ T = TypeVar("T")
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether a value has ``state_dict`` and ``load_state_dict``."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    """Whether a value has ``state_dict`` and ``load_state_dict``; a class has not, its objects do."""
+    try:
+        has_both = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    except Exception:  # an object that makes attributes of its content, as a config does
+        return False
+    return has_both and not isinstance(value, type)
 
 
 def is_position(value: Any) -> bool:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 import stagereg.checkpoint.load.choosing as choosing
 import stagereg.checkpoint.load.restoring as restoring
 import stagereg.checkpoint.options as options
-import stagereg.checkpoint.state.entries as entries
 import stagereg.launch.phases as phases
 from stagereg.checkpoint.end_report import describe_end, expect_usable, log_end, warn_of_unclosed
 from stagereg.checkpoint.hold import Hold, warn_of_earlier_run
@@ -35,6 +34,7 @@ from stagereg.checkpoint.save.pending_save import SaveTarget
 from stagereg.checkpoint.save.save_thread import CheckpointStats
 from stagereg.checkpoint.save.saver import Saver, checked_state, checked_step
 from stagereg.checkpoint.save.schedule import schedule_of
+from stagereg.checkpoint.state.nested import expect_savable
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.checkpoint.store.open_store import open_parent_store, open_store, path_or_url
@@ -335,10 +335,9 @@ class Checkpointer:
         expect_usable(self._closed, self._pid)
         if not self._enabled:
             return None
-        checked_state(state)
+        state = self._saver.take(checked_state(state))
         self._background.finish_before_exchange("restored")
         self._together.post(RESTORE)
-        self.remember(state)
         store, resume = choosing.asked_for(self._store, self.resume, source, self._ranks)
         if resume == "never":
             self._ranks.run_on_all("Nothing was restored", self.wait)
@@ -355,7 +354,7 @@ class Checkpointer:
         if self._ranks.rank == 0:
             choosing.log_begin(restored, self.dir, source is None, near)
         if restored is None or step is None:  # now, and not at the first save
-            self._ranks.run_on_all("No save could succeed", partial(entries.expect_savable, state))
+            self._ranks.run_on_all("No save could succeed", partial(expect_savable, state))
             return None
         self.restored = path_or_url(restored.path)
         self._resumed = step if source is None else None

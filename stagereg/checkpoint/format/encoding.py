@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+import stagereg.checkpoint.format.configs as configs
 import stagereg.checkpoint.format.pickled as pickled
 from stagereg.errors import CheckpointError
 
@@ -37,6 +38,9 @@ _CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDic
 _NUMPY = "numpy."
 """Before the dtype, the type of a scalar of NumPy; without NumPy it is read as Python's number."""
 _NUMBERS = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)")
+_CONFIG = (
+    "Save plain data of it: OmegaConf.to_container(cfg, resolve=True, enum_to_str=True), and text for other objects"
+)
 _COLLECTIONS: dict[str, Any] = {kind.__name__: kind for kind in (tuple, set, frozenset)}
 
 
@@ -84,6 +88,11 @@ def _collect(value: Any, path: tuple[str | int, ...], found: list[tuple[tuple[st
     if type(value) is torch.Tensor:
         found.append((path, value))
     elif isinstance(value, (dict, Mapping)):
+        if configs.is_config(value):
+            value = configs.content_of(value)
+            if not isinstance(value, dict):  # all of it is missing, None or an interpolation
+                found.append((path, value))
+                return
         for key, item in value.items():
             _collect(item, (*path, str(key)), found)
     elif _is_walked(value):
@@ -128,11 +137,13 @@ def _encode(value: Any, name: str, objects: list[str], depth: int) -> Any:
     if isinstance(value, torch.Tensor):
         pickled.expect_loadable(name, value)
         return {}
-    is_mapping = isinstance(value, Mapping)
+    is_mapping = isinstance(value, Mapping) and not configs.is_config(value)
     if not is_mapping and not _is_walked(value):
         try:
             return _plain(value)
-        except TypeError:
+        except TypeError as error:
+            if configs.is_config(value):
+                raise CheckpointError(f"{name!r} would not load back: {error}. {_CONFIG}") from error
             objects.append(name)
             pickled.expect_loadable(name, value)
             return {}
@@ -163,6 +174,9 @@ def _plain(value: Any) -> Any:
         return {"type": kind.__name__, "value": [_plain(item) for item in value]}
     if isinstance(value, dict):
         return _mapping(value, lambda key, item: _plain(item))
+    if configs.is_config(value):
+        configs.expect_whole(value)
+        return {"type": kind.__name__, "value": [_plain(configs.content_of(value)), configs.flags_of(value)]}
     numpy = sys.modules.get("numpy")
     is_number = numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf"
     if is_number and value.dtype.itemsize <= 8:  # a wider one is none of Python's
@@ -171,7 +185,7 @@ def _plain(value: Any) -> Any:
 
 
 def _mapping(value: Mapping[Any, Any], encode: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    kind = type(value) if isinstance(value, dict) else dict
+    kind = type(value)
     if _CONTAINERS.get(kind.__name__) is not kind:
         raise TypeError(f"it is a {kind.__module__}.{kind.__qualname__}; save dict(x) of it")
     items: Any = {key: encode(key, item) for key, item in value.items()}
@@ -225,6 +239,8 @@ def _decode(tree: Any, name: str | None, rank: str) -> Any:
         return _decode(value[rank if rank in value else min(value, key=int)], None, rank)
     if kind in _COLLECTIONS:
         return _COLLECTIONS[kind](_decode(item, None, rank) for item in value)
+    if kind in configs.KINDS:
+        return configs.made(kind, *(_decode(item, None, rank) for item in value))
     if kind == "bytes":
         return base64.b64decode(value, validate=True)
     if kind == "float":
@@ -259,8 +275,8 @@ def fill(structure: Any) -> Any:
     """Return a structure, filled in place, with the values of its leaves."""
     if type(structure) is Leaf:
         return structure.value
-    if isinstance(structure, Mapping) or type(structure) is list:
-        items: Any = structure.items() if isinstance(structure, Mapping) else enumerate(structure)
+    if isinstance(structure, dict) or type(structure) is list:
+        items: Any = structure.items() if isinstance(structure, dict) else enumerate(structure)
         for key, item in list(items):
-            structure[key] = fill(item)  # type: ignore[index]
+            structure[key] = fill(item)
     return structure

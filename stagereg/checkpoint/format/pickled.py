@@ -9,6 +9,9 @@ content of its tensors, before it is saved.
 from __future__ import annotations
 
 import io
+import pickle
+import random
+import sys
 import zipfile
 from typing import Any
 
@@ -17,12 +20,18 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignor
 from torch.distributed.tensor import DTensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
+from stagereg.data import is_stateful
 from stagereg.errors import CheckpointError, reason
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 _MESH = b"ctorch.distributed.device_mesh\n"  # the instruction that names one; torch reads no other, nor compressed ones
 _SHOWN = 5
+NOT_REACHED = (
+    "which a restore does not reach there. Put each such object under a name of its own in the state, as in {'model': "
+    "model, 'scheduler': scheduler}; dicts, lists and tuples of objects are spread by themselves. A state_dict() that "
+    "returns the object returns its state_dict() instead"
+)
 
 
 def expect_loadable(name: str, value: Any) -> None:
@@ -41,6 +50,7 @@ def expect_loadable(name: str, value: Any) -> None:
         with torch.serialization.skip_data():
             torch.save(value.detach() if isinstance(value, torch.Tensor) else value, stream)
     except Exception as error:
+        _expect_no_object(name, value, error)
         kind = f"a {type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
         raise CheckpointError(
             f"{name!r} cannot be saved: it is {kind}, and pickling that fails ({reason(error)}). "
@@ -49,8 +59,51 @@ def expect_loadable(name: str, value: Any) -> None:
     try:
         _read(stream)
     except Exception as error:
+        _expect_no_object(name, value, error)
         text = "Save numbers, text or tensors instead (such as float(x), torch.as_tensor(x)), or allow"
         raise CheckpointError(f"{name!r} would not load back: {_refusal(stream, error, text)}") from error
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value has a state of its own, which is to be saved and restored in place of the value."""
+    return is_stateful(value) or is_generator(value)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether a value is a random number generator of the program's own."""
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)  # which has no state
+
+
+def find_object(value: Any) -> str | None:
+    """Return the name of the type of an object that pickling ``value`` would copy, if there is one."""
+    try:
+        _ObjectFinder(io.BytesIO(), protocol=5, buffer_callback=lambda _: None).dump(value)
+    except _FoundError as found:
+        return str(found)
+    except Exception:  # what cannot be pickled is refused for that
+        return None
+    return None
+
+
+class _FoundError(Exception):
+    pass
+
+
+class _ObjectFinder(pickle.Pickler):
+    """Raises ``_FoundError`` at the first object that has a state of its own; leaves out the content of tensors."""
+
+    def reducer_override(self, x: Any) -> Any:
+        if is_object(x):
+            raise _FoundError(f"{type(x).__module__}.{type(x).__qualname__}")
+        return (int, ()) if isinstance(x, torch.Tensor) else NotImplemented
+
+
+def _expect_no_object(name: str, value: Any, error: Exception) -> None:
+    if (kind := find_object(value)) is not None:
+        raise CheckpointError(f"{name!r} cannot be saved: it has a {kind}, {NOT_REACHED}.") from error
 
 
 def expect_dense(name: str, dtype: torch.dtype, layout: torch.layout | str, verb: str = "saved") -> None:

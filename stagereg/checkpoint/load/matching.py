@@ -25,6 +25,7 @@ from stagereg.checkpoint.load.placing import from_scratch
 from stagereg.checkpoint.load.plain_dcp import by_name, open_plain_dcp
 from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.state.entries import PerRank
+from stagereg.checkpoint.state.nested import NOTHING, find_inside, outer_names
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.errors import CheckpointError, NothingSavedError, listed, nearest
 
@@ -55,7 +56,9 @@ class MatchedFiles(CheckpointFiles):
                 own = {of for one in each for of in names.for_optimizer(one, state).by_parameter.values()}
                 structure = _optimizer(name, optimizers, own)
             else:
-                structure = tree.get(name, {} if _is_empty(value) else None)
+                inner = (find_inside(tree.get(outer), keys) for outer, keys in outer_names(name))
+                none: Any = {} if _is_empty(value) else None
+                structure = tree.get(name, next((each for each in inner if each is not NOTHING), none))
             if structure is None and name not in tree and not isinstance(value, PerRank):
                 if name in fresh:
                     continue

@@ -7,26 +7,31 @@ anything is read.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+import stagereg.checkpoint.load.fits as fits
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
+from stagereg.checkpoint.format.configs import is_config, of_type
 from stagereg.checkpoint.format.encoding import Leaf, leaves, marks
 from stagereg.checkpoint.load.reading import CheckpointFiles
+from stagereg.checkpoint.state.nested import NOTHING, find_inside, outer_names
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import LoadsEveryRank, is_position, is_stateful
-from stagereg.errors import CheckpointError, NothingSavedError, listed, nearest
+from stagereg.errors import CheckpointError, NothingSavedError, listed, nearest, reason
 
-_FSDP2 = "torch.distributed.fsdp._fully_shard."  # its hooks make sure that parameters are shards, and own their memory
+# Hooks that copy nothing: parameters are shards and own their memory; lazy ones get their shape.
+_HOOKS = ("torch.distributed.fsdp._fully_shard.", "torch.nn.modules.lazy")
 _OTHERS = (
     "If the checkpoint is another model's, give this one a directory of its own, checkpoint.dir=PATH, or start from "
     "scratch with checkpoint.resume=never"
@@ -36,6 +41,16 @@ _OTHERS = (
 def refusal(name: str, why: str) -> str:
     """Return the message about an entry that does not fit, and what to do."""
     return f"{name!r} does not take what was saved under its name: {why.rstrip('.')}. {_OTHERS}"
+
+
+def refused_late(name: str, why: str, changed: Sequence[str]) -> str:
+    """Return the message about an object that refused its state when ``changed`` had theirs."""
+    others = [each for each in changed if each != name]
+    more = f" Objects that were restored before it have changed: {listed(others)}." if others else ""
+    return (
+        f"{refusal(name, why)}. {name!r} may have changed in part.{more} Restore another checkpoint, or start again, "
+        "before you train with them"
+    )
 
 
 def from_scratch(name: str) -> str:
@@ -80,6 +95,7 @@ def find(
         try:
             if isinstance(value, entries.PerRank) or (saved_size and is_position(value)):
                 if (own := _own(files, state, name, saved_size, rank, size, lost)) is not None:
+                    _expect_kind(state, name, own, rank if saved_size == size else None)
                     found[name] = own
                 continue
             structure = _structure(files, name, rank if saved_size == size else None)
@@ -122,11 +138,21 @@ def _structure(files: CheckpointFiles, name: str, rank: int | None = None) -> An
     there = files.index.state
     if name in there:
         return files.structure(name, rank)
+    for outer, keys in outer_names(name):  # of a container that was a plain value when it was saved
+        if outer in there and (inner := find_inside(files.structure(outer, rank), keys)) is not NOTHING:
+            return inner
     if entries.rank_name(name, 0) in there:
         raise CheckpointError(f"{name!r} was saved by each rank for itself: restore it into per_rank({name}).")
     others = sorted(other for other in there if not other.startswith(f"{entries.RESERVED}."))
     only = f"only {listed(others)}.{nearest(name, others)} {from_scratch(name)}"
     raise NothingSavedError(f"There is no {name!r} in it, {only}.")
+
+
+def _expect_kind(state: Mapping[str, Any], name: str, structure: Any, rank: int | None) -> None:
+    try:
+        fits.expect_kind(entries.value_of(state, name), structure, rank)
+    except Exception as error:
+        raise CheckpointError(refusal(name, reason(error))) from error
 
 
 def _select(
@@ -146,48 +172,22 @@ def _taken(
 ) -> tuple[Any, dict[str, Any]]:
     value = state[name]
     if modules := module_state.modules_of(value):
-        return _of_modules(modules, structure, cast)
+        return fits.select_of_modules(name, modules, structure, all(map(_is_torchs_own, modules)), cast)
     saved = optimizer_forms.as_by_name(structure)
     optimizers = optimizer_state.optimizers_of(value)
-    if (
-        saved is None
-        or not optimizers
-        or (saved is not structure and any(map(optimizer_state.is_of_own_kind, optimizers)))
-    ):
+    if saved is None or not optimizers:
+        if optimizers and all(map(_is_torchs_own, optimizers)):
+            raise CheckpointError("it is not the state of an optimizer")
+        fits.expect_kind(entries.value_of(state, name), structure)
         return structure, {}
+    if saved is not structure and any(map(optimizer_state.is_of_own_kind, optimizers)):
+        return structure, {}
+    own = {of: None for one in optimizers for of in names.for_optimizer(one, state).by_parameter.values()}
+    saved = fits.parameters_without_prefix(saved, own)
     each = [optimizer_state.select(one, names.for_optimizer(one, state), saved) for one in optimizers]
     known = set().union(*(names for _, names in each))
     rest = {of: None for group in saved["param_groups"].values() for of in group["params"] if of not in known}
     return optimizer_forms.joined([one for one, _ in each]), rest
-
-
-def _of_modules(modules: Sequence[torch.nn.Module], structure: Any, cast: bool) -> tuple[Any, dict[str, Any]]:
-    if not isinstance(structure, Mapping):
-        raise CheckpointError("it is no state of a module")
-    live = module_state.state_of(modules)
-    own = OrderedDict((key, structure[key]) for key in live if key in structure)
-    own.__dict__.update(getattr(structure, "__dict__", {}))
-    if all(map(_is_torchs_own, modules)) or module_state.has_flat_parameters(modules):
-        _expect_all_fits(live, own, cast)
-    return own, {key: item for key, item in structure.items() if key not in live}
-
-
-def _expect_all_fits(live: Mapping[str, Any], saved: Mapping[str, Any], cast: bool) -> None:
-    """Raise ``CheckpointError`` with all that is not saved, or otherwise than it is here."""
-    missing = [key for key in live if key not in saved]
-    other, converts = [], True
-    for key, leaf in saved.items():
-        if not isinstance(leaf, Leaf) or leaf.stored.dtype is None or not isinstance(live[key], torch.Tensor):
-            continue
-        there, here = entries.TensorKind.of(leaf.stored), entries.TensorKind.of(live[key])
-        if not there.fits(here, cast):
-            converts &= there.fits(here, True)
-            other.append(f"{key} ({there} in it, {here} here)")
-    wrong = [f"{len(missing)} missing in it: {listed(missing)}"] if missing else []
-    wrong += [f"{len(other)} of another shape or dtype: {listed(other)}"] if other else []
-    if wrong:
-        more = "" if missing or not converts else ". If that was meant, checkpoint.restore.cast=true converts them"
-        raise CheckpointError("; ".join(wrong) + more)
 
 
 def take_rest(state: Mapping[str, Any], name: str, structure: Any, rest: Mapping[str, Any]) -> None:
@@ -228,11 +228,18 @@ def pair_live(structure: Any, name: str, state: Mapping[str, Any], names: Parame
     value = entries.value_of(state, name)
     modules, optimizers = module_state.modules_of(value), optimizer_state.optimizers_of(value)
     each = [*modules, *optimizers] or [value]
-    _pair(structure, entries.current_value(state, name, names), all(map(_is_torchs_own, each)), cast)
+    live = entries.current_value(state, name, names)
+    if modules:  # extra state is given to the module as it was saved
+        live = {key: each for key, each in live.items() if not module_state.is_extra_state(key)}
+    _pair(structure, live, all(map(_is_torchs_own, each)), cast)
     for optimizer in optimizers if optimizer_forms.is_by_name(structure) else ():
         for param, of in names.for_optimizer(optimizer, state).by_parameter.items():
             for leaf in marks(structure["state"].get(of)) if isinstance(param, DTensor) else ():
                 leaf.live = param if leaf.live is None else leaf.live
+    for leaf in found if not (modules or optimizers or is_stateful(value)) else ():
+        live = leaf.live if leaf.dtype is not None or (leaf.live is not None and leaf.live.is_meta) else None
+        if live is not None and (why := module_state.unfilled(live)):
+            raise CheckpointError(refusal(name, f"{leaf.name!r} {why}"))
     users = Counter(entries.memory_of(leaf.live) for leaf in found if leaf.in_place)
     for leaf in found:
         leaf.in_place = leaf.in_place and users[entries.memory_of(leaf.live)] == 1
@@ -241,7 +248,7 @@ def pair_live(structure: Any, name: str, state: Mapping[str, Any], names: Parame
 
 def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
     if isinstance(structure, Leaf):
-        if isinstance(live, torch.Tensor):
+        if isinstance(live, torch.Tensor) and not is_lazy(live):  # a lazy one gets its memory from load_state_dict
             structure.live = live
             stored, wanted = structure.stored, entries.TensorKind.of(live)
             fits = stored.dtype is not None and entries.TensorKind.of(stored).fits(wanted, cast)
@@ -251,7 +258,7 @@ def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
                 in_place and structure.strides is None and (structure.placed is None or type(live) is not DTensor)
             )
             structure.in_place = in_place or isinstance(live, ShardedTensor)
-    elif isinstance(structure, Mapping) and isinstance(live, Mapping):
+    elif isinstance(structure, dict) and isinstance(live, dict):
         for key, item in structure.items():
             if key in live:
                 _pair(item, live[key], in_place, cast)
@@ -283,7 +290,7 @@ def _loads_as_torch(module: torch.nn.Module) -> bool:
         and kind.state_dict is plain.state_dict
         and kind._load_from_state_dict.__module__.startswith("torch.nn.")
         and not module._state_dict_hooks
-        and all(getattr(hook, "hook", hook).__module__.startswith(_FSDP2) for hook in hooks)
+        and all(getattr(hook, "hook", hook).__module__.startswith(_HOOKS) for hook in hooks)
     )
 
 
@@ -328,6 +335,8 @@ def _merged(value: Any, loaded: Any) -> Any:
     """Return ``loaded``, in the tensors and containers of ``value`` wherever they fit it."""
     if value is loaded:
         return value
+    if is_config(loaded):
+        return of_type(value, loaded)
     if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
         if value.shape == loaded.shape and value.dtype == loaded.dtype:
             with torch.no_grad():

@@ -27,7 +27,7 @@ import stagereg.checkpoint.load.placing as placing
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.format.damage import Condition, Found, Unclear, differences, marks_of_shares, share_of_rank
-from stagereg.checkpoint.format.encoding import fill
+from stagereg.checkpoint.format.encoding import fill, marks
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.load.crashes import CrashCounter, RestoreNote, is_in_order
@@ -417,11 +417,13 @@ class _Loading:
                 self.transfer.run()
         except OSError as error:
             raise CheckpointError(f"the objects have changed in part: {error}") from error
+        changed = [name for name, each in self._found.items() if any(leaf.in_place for leaf in marks(each))]
         for name in (each for each in state if each in self._found):
             try:
                 placing.assign(state, name, fill(self._found[name]), self._asked.names, rank)
             except Exception as error:
-                raise CheckpointError(placing.refusal(name, reason(error))) from error
+                raise CheckpointError(placing.refused_late(name, reason(error), changed)) from error
+            changed += [name] if name not in changed else []
         if ranks.rank == 0:
             for each, missing in filter(operator.itemgetter(1), self._chosen.manifest.lost.items()):
                 text = "%s was saved when rank %s was lost, and lacks of it %s: these stay as the program began them."

@@ -28,6 +28,7 @@ from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy, Target
 from stagereg.checkpoint.save.retake import Retake
 from stagereg.checkpoint.save.save_thread import SaveThread
+from stagereg.checkpoint.state.nested import Spreader, expect_reachable
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.checkpoint.state.stale_numbers import StaleNumbers
 from stagereg.checkpoint.storage.protocol import Storage
@@ -61,7 +62,7 @@ class Saver:
     """For the training thread, but for :meth:`miss_save` and :meth:`look_for_hang`.
 
     Attributes:
-        state: as it was given last; ``None`` before.
+        state: as it was given last, with objects in containers as entries (:mod:`.nested`); ``None`` before.
         saved: the step that was saved last, well or not, wherever it went.
         stored: that which was not saved near alone, where there is a store.
         reached: as ``saved``; -1 before, and after a restore.
@@ -88,6 +89,8 @@ class Saver:
         self.leaving = False
         self.names = ParameterNames()
         self.whole: Callable[[int, Mapping[str, Any]], None] | None = None
+        self._given: MutableMapping[str, Any] | None = None  # the dict of the program
+        self._spreader = Spreader()
         self._given_at: int | None = None  # the step that ends with the state
         self._target, self._tier, self._stager = target, tier, stager
         self._background, self._replicas, self._stores = background, replicas, stores
@@ -122,9 +125,13 @@ class Saver:
         ``step`` is the one that ends with it, if one does.
         """
         self._given_at = step
-        if state is self.state:
-            return
-        self.state, before = state, self.state or {}
+        if state is not self.state:  # which is not the dict of the program if containers in that hold objects
+            self.take(state, again=False)
+
+    def take(self, given: MutableMapping[str, Any], again: bool = True) -> MutableMapping[str, Any]:
+        """Return the dict of the program as it is kept; ``again`` as of :meth:`.Spreader.spread`."""
+        state = self._spreader.spread(given, again)
+        self._given, self.state, before = given, state, self.state or {}
         self._continued = [name for name in entries.positions(state) if isinstance(state[name], LoadsEveryRank)]
         if self._confirms is not None:
             self._confirms.copy_at_once(entries.written_in_forward(state))
@@ -135,6 +142,7 @@ class Saver:
         for name, value in state.items():
             if isinstance(value, Optimizer) and optimizers_of(value) and before.get(name) is not value:
                 value.register_step_post_hook(lambda *_, taken=self._taken, name=name: taken.update([name]))
+        return state
 
     def end_step(self, step: int) -> None:
         """Note the positions in data of a step that may be saved later, when the loop has taken another batch."""
@@ -152,6 +160,8 @@ class Saver:
             near: whether it goes to the tier alone.
         """
         self.confirm()
+        if self._given is not None:
+            self.take(self._given)  # the program may have put objects into its containers since
         saves = self._begin(checked_step(step), near, follows=follows, taken=self._steps_taken())
         save = saves[-1]
         if save.again and self._confirms is not None:
@@ -159,8 +169,8 @@ class Saver:
         if step < self.reached and not self._went_back:
             self._went_back = True
             _log.warning(_BACKWARDS, step, self.reached)
-        if self.state is not None and self._target.ranks.rank == 0:
-            self._stale.look(self.state)
+        if self._given is not None and self._target.ranks.rank == 0:
+            self._stale.look(self._given)
         self.saved = self.reached = step
         self.stored = self.stored if near and self._stores else step
         if save.to is self._target:
@@ -188,8 +198,7 @@ class Saver:
 
     def _steps_taken(self) -> dict[str, int]:
         """Return how many steps each schedule and optimizer of the state has taken."""
-        schedules = {name: x.last_epoch for name, x in (self.state or {}).items() if isinstance(x, LRScheduler)}
-        return {**schedules, **self._taken}
+        return {**_schedules(self.state or {}), **self._taken}
 
     def to_retake(self) -> int | None:
         """Return the step whose save was discarded, if the optimizers have not stepped since; else ``None``."""
@@ -305,6 +314,7 @@ class Saver:
         try:
             ranks = self._target.ranks
             ranks.check_still_all()
+            expect_reachable(self.state)
             captured = entries.capture(self.state, save.step, ranks.rank, ranks.size, self.names)
             at, positions = self._positions
             for name, position in positions.items() if at == save.step else ():
@@ -358,6 +368,17 @@ class Saver:
             self._background.failures.raise_or_warn(failure)
         finally:
             save.copy.settled.set()
+
+
+def _schedules(state: Mapping[str, Any]) -> dict[str, int]:
+    """Return the steps of each scheduler that counts them; ChainedScheduler leaves that to those in it."""
+    found: dict[str, int] = {}
+    for name, value in state.items():
+        if isinstance(value, LRScheduler):
+            each = [value, *getattr(value, "_schedulers", ())]
+            counts = [steps for one in each if type(steps := getattr(one, "last_epoch", None)) is int]
+            found |= {name: counts[0]} if counts else {}
+    return found
 
 
 def checked_step(step: int) -> int:

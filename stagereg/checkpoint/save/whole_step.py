@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -24,6 +25,7 @@ import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.ranks.comparing import digest
 from stagereg.checkpoint.state.entries import local_part
+from stagereg.checkpoint.state.generators import generator_state
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.data import LoadsEveryRank, is_position
 from stagereg.errors import CheckpointError
@@ -224,7 +226,10 @@ def _known(objects: Mapping[str, Any]) -> list[object]:
 
 def _unfit(state: Mapping[str, Any]) -> str:
     values = [entries.value_of(state, name) for name in state]
-    if module_state.has_flat_parameters([each for value in values for each in module_state.modules_of(value)]):
+    modules = [each for value in values for each in module_state.modules_of(value)]
+    if any(is_lazy(param) for module in modules for param in (*module.parameters(), *module.buffers())):
+        return "a module has uninitialized parameters"
+    if module_state.has_flat_parameters(modules):
         return "FSDP1 puts its state together in a collective"
     groups = [group for value in values for each in optimizers_of(value) for group in each.param_groups]
     if any(group.get("capturable") for group in groups):
@@ -241,6 +246,8 @@ def _noted(value: Any) -> Any:
         return value
     if isinstance(value, LRScheduler):
         return value.state_dict()
+    if (generator := generator_state(value)) is not None:
+        return generator.state_dict()
     if type(value) in (dict, list):
         return copy.copy(value) if len(value) <= _ITEMS else value
     if type(value) is torch.Tensor:

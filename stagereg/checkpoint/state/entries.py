@@ -14,12 +14,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 import stagereg.checkpoint.state.rng as rng
-from stagereg.checkpoint.format.encoding import encode
+from stagereg.checkpoint.state.generators import generator_state
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import is_position, is_stateful
 from stagereg.errors import CheckpointError
@@ -76,7 +77,8 @@ def capture(
     ``generators`` is what :func:`.rng.note` has noted of them, in place of what they are now.
 
     Raises:
-        CheckpointError: a name that is no text, or one that belongs to the project; two parameters of one name.
+        CheckpointError: a name that is no text, or one that belongs to the project; two parameters of one name; an
+            uninitialized parameter.
     """
     entries: dict[str, Any] = {
         f"{RESERVED}.step": step,
@@ -89,14 +91,25 @@ def capture(
                 f"The state has an entry named {name!r}; use text that does not begin with {RESERVED!r}."
             )
         own = isinstance(value, PerRank) or is_position(value)
-        entries[rank_name(name, rank) if own else name] = current_value(state, name, names)
+        entries[rank_name(name, rank) if own else name] = found = current_value(state, name, names)
+        if module_state.modules_of(value_of(state, name)):
+            _expect_initialized(name, found)
     return entries
 
 
+def _expect_initialized(name: str, state: Mapping[str, Any]) -> None:
+    if (key := next((key for key, value in state.items() if is_lazy(value)), None)) is not None:
+        raise CheckpointError(
+            f"'{name}.{key}' cannot be saved: it is an uninitialized parameter of a lazy module, which gets its shape "
+            "from the first batch. Run the module once before the first save."
+        )
+
+
 def value_of(state: Mapping[str, Any], name: str) -> Any:
-    """Return what the caller gave under a name, without the mark of :class:`PerRank`."""
+    """Return what the caller gave under a name, without the mark of :class:`PerRank`; a generator as an object."""
     value = state[name]
-    return value.value if isinstance(value, PerRank) else value
+    value = value.value if isinstance(value, PerRank) else value
+    return generator_state(value) or value
 
 
 def current_value(state: Mapping[str, Any], name: str, names: ParameterNames) -> Any:
@@ -111,14 +124,6 @@ def current_value(state: Mapping[str, Any], name: str, names: ParameterNames) ->
         except CheckpointError as error:
             raise CheckpointError(f"{name!r}: {error}") from error
     return value.state_dict() if is_stateful(value) else value
-
-
-def expect_savable(state: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` if a plain value of ``state`` is one that no checkpoint takes."""
-    for name in state:
-        value = value_of(state, name)
-        if not (is_stateful(value) or module_state.modules_of(value) or optimizer_state.optimizers_of(value)):
-            encode(value, name)
 
 
 def buffers(state: Mapping[str, Any]) -> set[str]:

@@ -1,10 +1,10 @@
 """The state of modules under the names that their parameters have without wrappers.
 
-``DistributedDataParallel``, ``torch.compile``, activation checkpointing and FSDP1 put a module of their own around
-others, and its name into the names below; :func:`plain_name` takes it out, as ``get_model_state_dict`` of
-``torch.distributed.checkpoint.state_dict`` does. So what was saved with a wrapper is restored without one, and the
-other way round. Several modules under one name of the state, such as the pipeline stages of a rank, are one state dict:
-their names have to be different ones.
+``DistributedDataParallel``, ``DataParallel``, ``torch.compile``, activation checkpointing and FSDP1 put a module of
+their own around others, and its name into the names below; :func:`plain_name` takes it out, as
+``get_model_state_dict`` of ``torch.distributed.checkpoint.state_dict`` does. So what was saved with a wrapper is
+restored without one, and the other way round. Several modules under one name of the state, such as the pipeline stages
+of a rank, are one state dict: their names have to be different ones.
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from stagereg.errors import CheckpointError
 
+_PARALLEL = (DataParallel, DistributedDataParallel)
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _MAY_BE_WRAPPED = re.compile(rf"(^|\.)(module|{'|'.join(_WRAPPED)})(\.|$)")
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside of ``DistributedDataParallel`` and ``torch.compile``."""
+    """Return the module inside of ``DistributedDataParallel``, ``DataParallel`` and ``torch.compile``."""
     while True:
-        if isinstance(module, DistributedDataParallel):
+        if isinstance(module, _PARALLEL):
             module = module.module
         elif isinstance(module, torch._dynamo.OptimizedModule):
             module = module._orig_mod
@@ -48,8 +52,8 @@ def plain_name(module: torch.nn.Module, name: str) -> str:
         return name
     parts, at = [], module
     for part in name.split("."):
-        of_ddp = part == "module" and isinstance(at, DistributedDataParallel)
-        if not of_ddp and part not in _WRAPPED:
+        is_wrapper = part == "module" and isinstance(at, _PARALLEL)
+        if not is_wrapper and part not in _WRAPPED:
             parts.append(part)
         at = getattr(at, part, None)  # type: ignore[assignment]
     return ".".join(parts)
@@ -65,6 +69,40 @@ def names_of(modules: Iterable[torch.nn.Module]) -> tuple[dict[torch.Tensor, str
             if names.setdefault(param, plain) != plain:
                 others[plain] = names[param]
     return names, others
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a dotted name is one of what ``get_extra_state`` of a module returns, which has no fixed kind."""
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+
+
+def extra_states(modules: Iterable[torch.nn.Module]) -> set[str]:
+    """Return the dotted names of what is given to ``set_extra_state`` of modules that define it."""
+    return {plain_name(module, key) for module in modules for key in _extra_keys(module)}
+
+
+def _extra_keys(module: torch.nn.Module) -> list[str]:
+    return [
+        f"{path}.{_EXTRA_STATE_KEY_SUFFIX}".lstrip(".")
+        for path, inner in module.named_modules(remove_duplicate=False)
+        if type(inner).set_extra_state is not torch.nn.Module.set_extra_state
+    ]
+
+
+def unfilled(x: torch.Tensor) -> str:
+    """Return why ``copy_`` cannot fill a tensor; empty if it can."""
+    local = x.to_local() if isinstance(x, DTensor) else x
+    if is_lazy(local) or type(local) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return ""  # it takes its shape from the checkpoint, or has a copy_ of its own
+    if local.is_meta:
+        return "is on the meta device, which holds nothing; give it memory first, as by to_empty()"
+    if local.layout is not torch.strided:
+        return f"is {local.layout}, not dense"
+    if torch._debug_has_internal_overlap(local) == 1:
+        return "has several elements in one place, as after expand(); make a copy of it with clone()"
+    if local.is_inference() and not torch.is_inference_mode_enabled():
+        return "was made in torch.inference_mode(); make it outside of that, or restore inside"
+    return ""
 
 
 def has_flat_parameters(modules: Iterable[torch.nn.Module]) -> bool:
@@ -91,7 +129,8 @@ def state_of(modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
     for state in states:
         if twice := sorted(whole.keys() & state.keys()):
             raise CheckpointError(
-                f"Two of its modules have a parameter or buffer {twice[0]!r}; give them different names."
+                f"Two of its modules have a parameter or buffer {twice[0]!r}; put each module under a name of its own "
+                "in a dict, or give the parameters different names."
             )
         whole.update(state)
     _set_versions(whole, {path: each for state in states for path, each in _versions(state).items()})
@@ -121,7 +160,7 @@ def load(modules: Sequence[torch.nn.Module], loaded: Mapping[str, Any]) -> None:
             set_model_state_dict(module, dict(loaded))
             continue
         live = module.state_dict()
-        plain = ((key, plain_name(module, key)) for key in live)
+        plain = ((key, plain_name(module, key)) for key in dict.fromkeys([*live, *_extra_keys(module)]))
         own = OrderedDict((key, left.pop(name)) for key, name in plain if name in left)
         if module is modules[-1]:  # what no module has, for it to refuse or to understand
             own.update(left)

@@ -24,7 +24,7 @@ _OF_THE_PARAMETERS = (PARAMS, "param_names")
 def is_by_name(saved: Any) -> bool:
     """Whether an entry, or its structure, is the state of an optimizer by the names of parameters."""
     return (
-        isinstance(saved, Mapping)
+        isinstance(saved, dict)
         and isinstance(saved.get(STATE), Mapping)
         and isinstance(saved.get(GROUPS), Mapping)
         and all(isinstance(saved.get(key, {}), Mapping) for key in (OPTIMIZERS, TENSORS))

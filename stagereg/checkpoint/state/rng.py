@@ -77,7 +77,7 @@ def _set(state: dict[str, torch.Tensor]) -> None:
     if "accelerator" in state and (accelerator := _accelerator()):
         accelerator.set_rng_state(_tensor(_bytes(state["accelerator"])))
     if "numpy" in state and (numpy := sys.modules.get("numpy")):
-        numpy.random.set_state(_checked(json.loads(_bytes(state["numpy"]))))
+        numpy.random.set_state(checked(json.loads(_bytes(state["numpy"]))))
 
 
 def _tensor(data: bytes) -> torch.Tensor:
@@ -91,6 +91,11 @@ def _packed(state: Any) -> Any:
     if getattr(state, "ndim", 0):
         return {_ARRAY: state.dtype.str, "bytes": state.tobytes()}
     return state.item() if hasattr(state, "item") else state
+
+
+def as_lists(state: Any) -> Any:
+    """Return a state of NumPy or Python with lists in place of arrays."""
+    return _listed(_packed(state))
 
 
 def _listed(state: Any) -> Any:
@@ -108,7 +113,7 @@ def _bytes(x: torch.Tensor) -> bytes:
     return ctypes.string_at(x.data_ptr(), x.nbytes)
 
 
-def _checked(state: Any) -> Any:
+def checked(state: Any) -> Any:
     """Return NumPy's state if its positions lie in the block they draw from, which NumPy does not check."""
     for part in (state, state["state"]):
         for name, most in (("pos", 624), ("buffer_pos", 4)):

@@ -433,7 +433,6 @@ class Marked(torch.Tensor):
         (lambda: [1, {"f": datetime.timedelta(1)}], "would not load back.*datetime.timedelta.*add_safe_globals"),
         (lambda: (Colour.RED,), "would not load back.*test_untrusted.Colour"),
         (lambda: torch.ones(2).as_subclass(Marked), "would not load back.*test_untrusted.Marked"),
-        (lambda: random.Random(1), "would not load back.*random.Random"),
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 2, torch.qint8), "it is quantized"),
         (lambda: torch.eye(2).to_sparse(), "it is torch.sparse_coo, not dense"),
         (lambda: torch.eye(2).to_sparse_csr(), "it is torch.sparse_csr, not dense"),

@@ -259,7 +259,7 @@ def test_a_new_entry_begins_from_scratch_where_the_run_says_so(tmp_path: Path) -
 def test_a_scaler_that_was_off_when_it_was_saved_may_begin_from_scratch(tmp_path: Path) -> None:
     save(tmp_path, model=net(1, 3, 4), scaler=torch.amp.GradScaler("cpu", enabled=False))
     state = {"model": net(1, 3, 4), "scaler": torch.amp.GradScaler("cpu")}
-    assert "source state dict is empty" in refused(tmp_path, **state)
+    assert "state dict is empty" in refused(tmp_path, **state)
     with Checkpointer(str(tmp_path), restore=Restore(fresh=["scaler"])) as keeper:
         assert keeper.restore(state) == 1
 

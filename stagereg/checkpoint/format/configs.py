@@ -1,0 +1,75 @@
+"""Configs of OmegaConf as plain data: their content with interpolations as text, and their flags.
+
+Reading makes them of plain data with ``DictConfig`` and ``ListConfig``, and resolves nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+_FLAGS = ("struct", "readonly")
+KINDS = ("DictConfig", "ListConfig")
+"""The types of configs in a structure; without OmegaConf they are read as dicts and lists."""
+
+
+def is_config(value: Any) -> bool:
+    """Whether a value is a config."""
+    omegaconf = sys.modules.get("omegaconf")
+    return omegaconf is not None and isinstance(value, (omegaconf.DictConfig, omegaconf.ListConfig))
+
+
+def content_of(config: Any) -> Any:
+    """Return what a config consists of, as plain containers; interpolations and missing values are text."""
+    return sys.modules["omegaconf"].OmegaConf.to_container(config, resolve=False)
+
+
+def flags_of(config: Any) -> list[bool | None]:
+    """Return whether it refuses new keys, and whether it refuses changes; ``None`` where nothing was set."""
+    return [config._get_flag(flag) for flag in _FLAGS]
+
+
+def expect_whole(config: Any) -> None:
+    """Raise ``TypeError`` for a part of a config with interpolations that the part alone resolves otherwise."""
+    if config._get_parent() is None:
+        return
+    convert = sys.modules["omegaconf"].OmegaConf.to_container
+    try:
+        same = convert(made(type(config).__name__, content_of(config), [None, None]), resolve=True) == convert(
+            config, resolve=True
+        )
+    except Exception:
+        same = False
+    if not same:
+        raise TypeError("it is a part of a config, with interpolations of what is elsewhere in that")
+
+
+def made(kind: str, content: Any, flags: list[bool | None]) -> Any:
+    """Return the config of a kind in ``KINDS``; its content alone without OmegaConf."""
+    try:
+        import omegaconf
+    except ImportError:
+        return content
+    config = getattr(omegaconf, kind)(content)
+    for flag, value in zip(_FLAGS, flags, strict=True):
+        config._set_flag(flag, value)
+    return config
+
+
+def of_type(live: Any, config: Any) -> Any:
+    """Return a config with the structured type of ``live``, if it has one that takes the content; else unchanged."""
+    omegaconf = sys.modules["omegaconf"].OmegaConf
+    kind: Any = omegaconf.get_type(live) if is_config(live) else None
+    if not (hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__attrs_attrs__")):
+        return config
+    try:
+        typed = omegaconf.merge(omegaconf.structured(kind), content_of(config))
+    except Exception as error:
+        _log.warning("stagereg: a config of the checkpoint does not fit %s and stays untyped: %s", kind.__name__, error)
+        return config
+    for flag, value in zip(_FLAGS, flags_of(config), strict=True):
+        typed._set_flag(flag, value)
+    return typed

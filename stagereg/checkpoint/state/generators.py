@@ -1,0 +1,99 @@
+"""Random number generators that a program made itself, as objects with ``state_dict`` and ``load_state_dict``.
+
+``torch.Generator``, ``random.Random``, NumPy's ``Generator`` and ``RandomState`` have a state, and no such methods.
+The state is saved as bytes or text, so each rank has its own where ranks differ.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import stagereg.checkpoint.state.rng as rng
+from stagereg.checkpoint.format.pickled import is_generator
+from stagereg.errors import CheckpointError
+
+_KIND, _STATE = "generator", "state"
+
+
+class GeneratorState:
+    """A generator of the program with the methods of an object that has a state."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    @property
+    def _kind(self) -> str:
+        generator = self._generator
+        if isinstance(generator, torch.Generator):
+            return f"torch {generator.device.type}"
+        if isinstance(generator, random.Random):
+            return "random"
+        return f"numpy {type(getattr(generator, 'bit_generator', generator)).__name__}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the generator, drawing nothing from it."""
+        generator, state = self._generator, None
+        if isinstance(generator, torch.Generator):
+            return {_KIND: self._kind, _STATE: bytes(generator.get_state().tolist())}
+        if isinstance(generator, random.Random):
+            state = generator.getstate()
+        elif hasattr(generator, "bit_generator"):
+            state = generator.bit_generator.state
+        else:
+            state = generator.get_state(legacy=False)
+        return {_KIND: self._kind, _STATE: json.dumps(rng.as_lists(state))}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Set the generator to a state. Raises: ``CheckpointError`` if a generator of another kind had it."""
+        self.expect_loadable(saved)
+        _set(self._generator, saved[_STATE])
+
+    def expect_loadable(self, saved: Any) -> None:
+        """Raise ``CheckpointError`` if :meth:`load_state_dict` would; the generator is unchanged."""
+        kind = saved.get(_KIND) if isinstance(saved, Mapping) else None
+        if kind is None:
+            raise CheckpointError("it is not the state of a random number generator")
+        if kind != self._kind:
+            raise CheckpointError(
+                f"it is the state of another kind of generator: {kind!r:.100} in it, {self._kind!r} here. Make a "
+                "generator of that kind, or leave this one out of the state"
+            )
+        try:
+            _set(_fresh(self._generator), saved[_STATE])
+        except Exception as error:
+            raise CheckpointError(f"the generator refuses it: {error}") from error
+
+
+def generator_state(value: Any) -> GeneratorState | None:
+    """Return the state of a generator as an object; ``None`` if ``value`` is something else."""
+    return GeneratorState(value) if is_generator(value) else None
+
+
+def _fresh(generator: Any) -> Any:
+    """Return another generator of the same kind."""
+    if isinstance(generator, torch.Generator):
+        return torch.Generator(device=generator.device)
+    if isinstance(generator, random.Random):
+        return random.Random()
+    numpy = sys.modules["numpy"]
+    if hasattr(generator, "bit_generator"):
+        return numpy.random.Generator(type(generator.bit_generator)())
+    return numpy.random.RandomState(type(generator._bit_generator)())
+
+
+def _set(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.tensor([*state], dtype=torch.uint8, device="cpu"))
+    elif isinstance(generator, random.Random):
+        version, words, gauss = json.loads(state)
+        generator.setstate((version, tuple(words), gauss))
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = rng.checked(json.loads(state))
+    else:
+        generator.set_state(rng.checked(json.loads(state)))

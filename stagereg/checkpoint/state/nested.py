@@ -1,0 +1,193 @@
+"""Objects in containers: a state whose dicts, lists and tuples hold modules, optimizers, schedulers or others.
+
+``{"nets": {"g": G, "d": D}}`` is the same state as ``{"nets.g": G, "nets.d": D}``. :class:`Spreader` returns a view
+with an entry for each object, and for each plain value next to one; a restore writes through the view into the
+containers of the program. Several modules, or several optimizers, in one list stay one entry (:mod:`.module_state`). A
+container without objects is a plain value.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from functools import reduce
+from operator import getitem
+from types import NoneType
+from typing import Any
+
+import torch
+
+import stagereg.checkpoint.state.entries as entries
+import stagereg.checkpoint.state.module_state as module_state
+import stagereg.checkpoint.state.optimizer_state as optimizer_state
+from stagereg.checkpoint.format.configs import content_of, is_config
+from stagereg.checkpoint.format.encoding import encode
+from stagereg.checkpoint.format.pickled import NOT_REACHED, find_object, is_object
+from stagereg.errors import CheckpointError
+
+_PLAIN = frozenset({NoneType, bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter, torch.Size})
+_SPREAD = (dict, list, tuple)
+_OTHERS = (Mapping, set, frozenset, deque)  # containers that are not spread
+NOTHING = object()
+"""What :func:`find_inside` returns if there is nothing."""
+_DEEPEST = 200  # containers in each other; a checkpoint takes no more
+
+
+class NestedState(MutableMapping[str, Any]):
+    """A view of a state: its entries lie in containers, and ``ways`` has the keys that lead to each."""
+
+    def __init__(self, state: MutableMapping[str, Any], ways: dict[str, tuple[Any, ...]]) -> None:
+        self._state, self._ways = state, ways
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return reduce(getitem, self._ways[name], self._state)
+        except (LookupError, TypeError):  # the program has changed the container since
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _put(self._state, self._ways.setdefault(name, (name,)), value)
+
+    def __delitem__(self, name: str) -> None:
+        *before, key = self._ways.pop(name)
+        del reduce(getitem, before, self._state)[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ways)
+
+    def __len__(self) -> int:
+        return len(self._ways)
+
+
+class Spreader:
+    """Spreads the state of a program, step after step. It keeps references to the plain containers of the last one."""
+
+    def __init__(self) -> None:
+        self._plain: dict[int, Any] = {}
+
+    def spread(self, state: MutableMapping[str, Any], again: bool = True) -> MutableMapping[str, Any]:
+        """Return ``state`` with an entry for each object in it; ``state`` itself if no container holds one.
+
+        Unless ``again``, a container that had no object in the last call is not searched: a program may have a large
+        one in each of its steps.
+
+        Raises:
+            CheckpointError: two entries would have one name; containers are nested too deeply.
+        """
+        known, self._plain = ({} if again else self._plain), {}
+        ways: dict[str, tuple[Any, ...]] = {}
+        self._collect(state, (), "", ways, known)
+        return NestedState(state, ways) if any(len(way) > 1 for way in ways.values()) else state
+
+    def _collect(
+        self, holder: Any, way: tuple[Any, ...], before: str, ways: dict[str, tuple[Any, ...]], known: dict[int, Any]
+    ) -> None:
+        if len(way) > _DEEPEST:
+            raise CheckpointError(f"{before[:200]!r} is nested more than {_DEEPEST} deep; flatten it.")
+        for key, value in list(_items(holder)):
+            name = f"{before}{key}" if way else key
+            if isinstance(value, _SPREAD) and self._is_spread(value, known):
+                self._collect(value, (*way, key), f"{name}.", ways, known)
+            elif name in ways:
+                raise CheckpointError(
+                    f"The state has two entries {name!r}, one of them in a container; give one of them another name."
+                )
+            else:
+                ways[name] = *way, key
+
+    def _is_spread(self, value: Any, known: dict[int, Any]) -> bool:
+        if id(value) not in known and not _is_entry(value) and _holds_object(value, {id(value)}):
+            return True
+        self._plain[id(value)] = value
+        return False
+
+
+def expect_savable(state: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` if a plain value of ``state`` is one that no checkpoint takes."""
+    expect_reachable(state)
+    for name in state:
+        if not _is_entry(value := entries.value_of(state, name)):
+            encode(value, name)
+
+
+def expect_reachable(state: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` for an object inside of a plain value, which a restore would replace with a copy."""
+    for name in state:
+        value = entries.value_of(state, name)
+        if not _is_entry(value) and (found := _find_unreached(value, name, set())) is not None:
+            path, kind = found
+            raise CheckpointError(f"{path!r} has a {kind}, {NOT_REACHED}")
+
+
+def outer_names(name: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each name that a dotted name begins with, longest first, and the keys that follow."""
+    keys = name.split(".")
+    return ((".".join(keys[:end]), keys[end:]) for end in range(len(keys) - 1, 0, -1))
+
+
+def find_inside(value: Any, keys: Sequence[str]) -> Any:
+    """Return what lies under dotted keys in nested dicts, lists and tuples; ``NOTHING`` if nothing does."""
+    if not keys:
+        return value
+    if isinstance(value, _SPREAD):
+        for key, item in _items(value):
+            own = str(key).split(".")
+            if own == keys[: len(own)] and (found := find_inside(item, keys[len(own) :])) is not NOTHING:
+                return found
+    return NOTHING
+
+
+def _is_entry(value: Any) -> bool:
+    """Whether a value is saved by a method of its own, not by what it consists of."""
+    if type(value) in _PLAIN:
+        return False
+    is_one = isinstance(value, entries.PerRank) or is_object(value)
+    return is_one or bool(module_state.modules_of(value) or optimizer_state.optimizers_of(value))
+
+
+def _items(holder: Any) -> Any:
+    return holder.items() if isinstance(holder, Mapping) else enumerate(holder)
+
+
+def _values(holder: Any) -> Any:
+    return holder.values() if isinstance(holder, Mapping) else holder
+
+
+def _holds_object(holder: Any, seen: set[int], depth: int = 0) -> bool:
+    if depth > _DEEPEST or _PLAIN.issuperset(map(type, _values(holder))):  # of a million numbers in milliseconds
+        return False
+    for value in _values(holder):
+        if _is_entry(value):
+            return True
+        if isinstance(value, _SPREAD) and id(value) not in seen:
+            seen.add(id(value))
+            if _holds_object(value, seen, depth + 1):
+                return True
+    return False
+
+
+def _find_unreached(value: Any, path: str, seen: set[int], depth: int = 0) -> tuple[str, str] | None:
+    """Return the dotted name of an object in a value, and the name of its type."""
+    if type(value) in _PLAIN or id(value) in seen or depth > _DEEPEST:  # the last is refused elsewhere
+        return None
+    seen.add(id(value))
+    if is_config(value):  # plain data, but for what OmegaConf allows by a flag
+        value = content_of(value)
+    if isinstance(value, (*_SPREAD, *_OTHERS)) and not is_object(value):
+        if _PLAIN.issuperset(map(type, _values(value))):
+            return None
+        found = (_find_unreached(item, f"{path}.{key}", seen, depth + 1) for key, item in _items(value))
+        return next(filter(None, found), None)
+    kind = find_object(value)
+    return None if kind is None else (path, kind)
+
+
+def _put(state: Any, way: tuple[Any, ...], value: Any) -> None:
+    """Set a value in its container; a tuple is replaced in the container that holds the tuple."""
+    *before, key = way
+    holder = reduce(getitem, before, state)
+    if not isinstance(holder, tuple):
+        holder[key] = value
+    elif holder[key] is not value:
+        items = [*holder[:key], value, *holder[key + 1 :]]
+        _put(state, tuple(before), holder._make(items) if hasattr(holder, "_make") else type(holder)(items))
