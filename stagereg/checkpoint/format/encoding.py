@@ -26,6 +26,7 @@ import torch
 
 import stagereg.checkpoint.format.pickled as pickled
 from stagereg.errors import CheckpointError
+from stagereg.kernel.wrappers import wraps
 
 PER_RANK = "per_rank"
 """The type of a value that ranks have each for itself (:mod:`.merging`)."""
@@ -39,9 +40,10 @@ _COLLECTIONS: dict[str, Any] = {kind.__name__: kind for kind in (tuple, set, fro
 
 
 class Encoded(NamedTuple):
-    """The structure of one entry: JSON text, and the dotted names of the objects in it."""
+    """The structure of one entry."""
 
-    text: str
+    text: str  # JSON
+    # the dotted names of what is read as it was pickled: objects, and tensors that wrap others (:mod:`.wrappers`)
     objects: list[str]
 
 
@@ -123,6 +125,8 @@ def encode(value: Any, name: str) -> Encoded:
 def _encode(value: Any, name: str, objects: list[str], depth: int) -> Any:
     if isinstance(value, torch.Tensor):
         pickled.expect_loadable(name, value)
+        if wraps(value):
+            objects.append(name)
         return {}
     is_mapping = isinstance(value, Mapping)
     if not is_mapping and not _is_walked(value):

@@ -18,11 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from stagereg.errors import CheckpointError, reason
+from stagereg.kernel.wrappers import form_of, name_of, wraps
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 _MESH = b"ctorch.distributed.device_mesh\n"  # the instruction that names one; torch reads no other, nor compressed ones
 _SHOWN = 5
+_loadable: set[str] = set()  # forms of tensors that wrap others, each tried out once
 
 
 def expect_loadable(name: str, value: Any) -> None:
@@ -33,13 +35,24 @@ def expect_loadable(name: str, value: Any) -> None:
     """
     if type(value) is ShardedTensor:  # of dense shards
         return
+    if isinstance(value, torch.Tensor) and wraps(value):
+        value = value._local_tensor if isinstance(value, DTensor) else value
+        if (form := form_of(value)) not in _loadable:
+            _expect_read_back(name, value, form)
+            _loadable.add(form)
+        return
     if type(value) in _TENSORS or isinstance(value, NestedTensor):
         expect_dense(name, value.dtype, "nested" if value.is_nested else value.layout)
         return
+    _expect_read_back(name, value.detach() if isinstance(value, torch.Tensor) else value)
+
+
+def _expect_read_back(name: str, value: Any, form: str = "") -> None:
+    """Try out whether a value can be read back, and, if that is given, whether in the same ``form``."""
     stream = io.BytesIO()
     try:
         with torch.serialization.skip_data():
-            torch.save(value.detach() if isinstance(value, torch.Tensor) else value, stream)
+            torch.save(value, stream)
     except Exception as error:
         kind = f"a {type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
         raise CheckpointError(
@@ -47,10 +60,15 @@ def expect_loadable(name: str, value: Any) -> None:
             "Leave it out of the state, or give what it consists of."
         ) from error
     try:
-        _read(stream)
+        found = _read(stream)
     except Exception as error:
         text = "Save numbers, text or tensors instead (such as float(x), torch.as_tensor(x)), or allow"
         raise CheckpointError(f"{name!r} would not load back: {_refusal(stream, error, text)}") from error
+    if form and not (isinstance(found, torch.Tensor) and wraps(found) and form_of(found) == form):
+        raise CheckpointError(
+            f"{name!r} would not load back: torch.load makes something else of a {name_of(value)} than torch.save was "
+            "given. Save the tensors in it, or leave it out of the state."
+        )
 
 
 def expect_dense(name: str, dtype: torch.dtype, layout: torch.layout | str, verb: str = "saved") -> None:

@@ -24,6 +24,7 @@ from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import LoadsEveryRank, is_position, is_stateful
 from stagereg.errors import CheckpointError, NothingSavedError, listed, nearest
+from stagereg.kernel.wrappers import form_of, name_of, same_bits, wraps
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard."  # its hooks make sure that parameters are shards, and own their memory
 _OTHERS = (
@@ -175,7 +176,11 @@ def _expect_all_fits(live: Mapping[str, Any], saved: Mapping[str, Any], cast: bo
         if not isinstance(leaf, Leaf) or leaf.stored.dtype is None or not isinstance(live[key], torch.Tensor):
             continue
         there, here = entries.TensorKind.of(leaf.stored), entries.TensorKind.of(live[key])
-        if not there.fits(here, cast):
+        if leaf.stored.is_subclass != wraps(live[key]):
+            converts = False
+            own = name_of(live[key]) if wraps(live[key]) else here
+            other.append(f"{key} ({there}{' of a subclass' * leaf.stored.is_subclass} in it, {own} here)")
+        elif not there.fits(here, cast):
             converts &= there.fits(here, True)
             other.append(f"{key} ({there} in it, {here} here)")
     wrong = [f"{len(missing)} missing in it: {listed(missing)}"] if missing else []
@@ -241,7 +246,7 @@ def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
             stored, wanted = structure.stored, entries.TensorKind.of(live)
             fits = stored.dtype is not None and entries.TensorKind.of(stored).fits(wanted, cast)
             structure.dtype = live.dtype if fits else None
-            in_place = in_place and fits and stored.chunks is not None and _is_plain(live)
+            in_place = in_place and fits and stored.chunks is not None and not stored.is_subclass and _is_plain(live)
             structure.in_place = in_place or isinstance(live, ShardedTensor)
     elif isinstance(structure, Mapping) and isinstance(live, Mapping):
         for key, item in structure.items():
@@ -250,6 +255,15 @@ def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
     elif isinstance(structure, list) and isinstance(live, list):
         for item, other in zip(structure, live, strict=False):
             _pair(item, other, in_place, cast)
+
+
+def expect_forms(state: Mapping[str, Any], name: str, structure: Any) -> None:
+    """Raise ``CheckpointError`` if a module would round a tensor that was read, to keep its own form."""
+    modules = module_state.modules_of(entries.value_of(state, name))
+    for leaf in marks(structure) if modules and all(map(_is_torchs_own, modules)) else ():
+        if wraps(leaf.value) and wraps(leaf.live) and form_of(leaf.value) != form_of(leaf.live):
+            kinds = f"{form_of(leaf.value)} in it, and {form_of(leaf.live)} here"
+            raise CheckpointError(refusal(name, f"{leaf.name!r:.100} is {kinds}"))
 
 
 def _is_plain(live: torch.Tensor) -> bool:
@@ -287,10 +301,11 @@ def assign(
     ``rank`` is this one, if as many ranks saved it.
 
     Raises:
-        CheckpointError: a tensor of it is on the meta device still, where torch loads nothing and raises nothing. And
-            what the object raises.
+        CheckpointError: a tensor of it is on the meta device still, where torch loads nothing and raises nothing; or
+            the object has made something else of a tensor that wraps others. And what the object raises.
     """
     value = entries.value_of(state, name)
+    wrapped = {path: x for path, x in leaves(loaded, name) if wraps(x)}
     if is_position(value):  # whose state would start a loader's workers
         if isinstance(value, LoadsEveryRank) and isinstance(loaded, list):  # of plain torch there is one
             value.load_state_dicts(loaded, rank)
@@ -308,7 +323,11 @@ def assign(
         state[name].value = _merged(value, loaded)
     else:
         state[name] = _merged(value, loaded)
+    keeps = bool(optimizer_state.optimizers_of(value)) or all(map(_is_torchs_own, modules))
     for path, x in leaves(entries.current_value(state, name, names), name):
+        if keeps and path in wrapped and not same_bits(x, wrapped[path]):
+            kinds = f"{form_of(wrapped[path])}, and it has {form_of(x)} now"
+            raise CheckpointError(f"{path!r} was loaded with other bytes than were saved: it was {kinds}")
         shards = [each.tensor for each in x.local_shards()] if isinstance(x, ShardedTensor) else [x]
         if any(isinstance(each, torch.Tensor) and each.is_meta for each in shards):
             raise CheckpointError(
@@ -321,6 +340,8 @@ def _merged(value: Any, loaded: Any) -> Any:
     if value is loaded:
         return value
     if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        if wraps(value) or wraps(loaded):  # copy_ would round
+            return loaded if loaded.device == value.device else loaded.to(value.device)
         if value.shape == loaded.shape and value.dtype == loaded.dtype:
             with torch.no_grad():
                 return value.copy_(loaded)

@@ -33,10 +33,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import stagereg.checkpoint.format.encoding as encoding
 import stagereg.checkpoint.format.pickled as pickled
+import stagereg.checkpoint.load.subclasses as subclasses
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import Leaf, without_gc
 from stagereg.checkpoint.format.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, Stored
 from stagereg.checkpoint.format.manifest import Checkpoint
+from stagereg.checkpoint.load.subclasses import Whole
 from stagereg.checkpoint.storage.dcp import TorchDcpStorage
 from stagereg.checkpoint.storage.envelope import MAP_NORESERVE
 from stagereg.checkpoint.storage.files import FileStorage
@@ -44,6 +46,7 @@ from stagereg.checkpoint.storage.protocol import Storage, named
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import CheckpointError, reason
+from stagereg.kernel.wrappers import name_of, wraps
 
 _THREADS = min(4, os.cpu_count() or 1)
 _SMALL_BYTES = 1 << 16  # less is read together with what lies beside it
@@ -120,6 +123,9 @@ class CheckpointFiles(ExitStack):
         transfer = Transfer(self.file)
         elsewhere: dict[str, Any] = {}
         for leaf in leaves:
+            if (wholes := subclasses.wholes_of(leaf)) is not None:
+                transfer.wholes += wholes
+                continue
             if leaf.stored.dtype is not None:
                 leaf.value = _memory_for(leaf)
             if leaf.stored.chunks is None:
@@ -148,7 +154,8 @@ class CheckpointFiles(ExitStack):
         [chunk] = stored.chunks
         file = self.file(chunk.file)
         unaligned = chunk.offset % stored.dtype.itemsize != 0
-        if not isinstance(file, File) or not file.local or not chunk.length or chunk.layout == ARCHIVE or unaligned:
+        as_torch = isinstance(chunk.layout, str)
+        if not isinstance(file, File) or not file.local or not chunk.length or as_torch or unaligned:
             return None
         if chunk.offset + chunk.length > len(file.mapping):
             raise OSError(f"{chunk.file} ends at byte {len(file.mapping)}")
@@ -270,6 +277,8 @@ def _memory_for(leaf: Leaf) -> torch.Tensor:
             torch.autograd.graph.increment_version(leaf.live)
         return leaf.live
     dtype = leaf.dtype or leaf.stored.dtype
+    if isinstance(leaf.live, DTensor) and wraps(leaf.live) and leaf.live.shape == leaf.stored.shape:
+        return subclasses.dtensor_like(leaf.live, torch.empty(leaf.live._local_tensor.shape, dtype=dtype))
     if isinstance(leaf.live, DTensor) and leaf.live.shape == leaf.stored.shape:
         return torch.empty_like(leaf.live, dtype=dtype)
     if isinstance(leaf.live, DTensor) and len(leaf.stored.shape) == leaf.live.ndim > 1:  # Adafactor's rows and columns
@@ -300,15 +309,6 @@ class _Move(NamedTuple):
     offset: int
     length: int
     address: int
-
-
-class Whole(NamedTuple):
-    """Bytes of a file that are needed together, and what takes them."""
-
-    file: str
-    offset: int
-    length: int
-    take: Callable[[bytearray], None]
 
 
 class Transfer:
@@ -387,6 +387,8 @@ def _copy(
         stored = pickled.load(name, data)
         if not isinstance(stored, torch.Tensor) or stored.shape != chunk.shape or stored.dtype != dtype:
             raise CheckpointError(f"{name!r:.100} has another shape or dtype in its file than was said.")
+        if wraps(stored):
+            raise CheckpointError(f"{name!r:.100} is a {name_of(stored)}, which torch.distributed.checkpoint.load reads.")
     else:
         stored = _elements_of(torch.frombuffer(data, dtype=torch.uint8), chunk, dtype)
     with torch.no_grad():

@@ -42,10 +42,11 @@ from stagereg.checkpoint.ranks.shares import DOUBLES, SAMPLES, ShareBook, Shares
 from stagereg.checkpoint.save.backward import short_turns, wait_for_backward
 from stagereg.checkpoint.save.pending_save import PendingSave
 from stagereg.checkpoint.save.state_planner import from_numbers, join_plans, name_for_each, numbered, split_plan
-from stagereg.checkpoint.state.entries import local_part, rng_name
+from stagereg.checkpoint.state.entries import rng_name
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.retry import within
 from stagereg.errors import CheckpointError, DisagreementError, NotSavedInTimeError, name_ranks
+from stagereg.kernel.wrappers import inner_tensors
 
 WAITING_FOR_OTHERS = "waiting for the others"
 """What a rank that has done its part is doing."""
@@ -423,4 +424,4 @@ def _parts(x: Any) -> list[torch.Tensor]:
     """Return what this rank has of a tensor."""
     if isinstance(x, ShardedTensor):
         return [shard.tensor for shard in x.local_shards()]
-    return [local_part(x)] if isinstance(x, torch.Tensor) else []
+    return [*inner_tensors(x)] if isinstance(x, torch.Tensor) else []

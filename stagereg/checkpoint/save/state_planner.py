@@ -34,7 +34,9 @@ from torch.distributed.tensor import DTensor
 from stagereg.checkpoint.format.encoding import walk, without_gc
 from stagereg.checkpoint.format.index import overlap
 from stagereg.checkpoint.ranks.comparing import Part
+from stagereg.checkpoint.state.entries import local_part
 from stagereg.errors import CheckpointError, DisagreementError
+from stagereg.kernel.wrappers import wraps
 
 
 class StatePlanner(DefaultSavePlanner):
@@ -87,7 +89,7 @@ class StatePlanner(DefaultSavePlanner):
                     items.append(_shard(name, x, part))
                 continue
             data = alike.get(kind) or alike.setdefault(kind, _write_data(x))
-            item_type = WriteItemType.TENSOR if type(x) is torch.Tensor else WriteItemType.SHARD
+            item_type = WriteItemType.SHARD if isinstance(x, DTensor) else WriteItemType.TENSOR
             items.append(WriteItem(MetadataIndex(name, data.chunk.offsets), item_type, tensor_data=data))
         items += create_default_local_save_plan(others, self.is_coordinator).items
         plan = SavePlan(items, planner_data=self.mappings)
@@ -144,6 +146,8 @@ class StatePlanner(DefaultSavePlanner):
         value = self.state_dict.get(name)
         if type(value) is torch.Tensor:
             return value
+        if isinstance(value, torch.Tensor) and wraps(value):
+            return local_part(value)
         try:
             shown = marshal.dumps(value, 2)  # equal for exactly the same plain data
         except ValueError:
@@ -166,21 +170,29 @@ def _expect_whole(name: str, tensor: TensorStorageMetadata) -> None:
 
 
 def _kind(x: Any) -> object:
-    """Return what is planned alike: a tuple for a tensor or this rank's dense part of a ``DTensor``, else one that
-    equals no other, or ``None`` for what is no tensor."""
+    """Return what is planned alike: a tuple for a tensor, dense or one that wraps others, and for this rank's part of a
+    ``DTensor`` of these, else one that equals no other, or ``None`` for what is no tensor."""
     if type(x) is torch.Tensor:
         return x.dtype, x.shape, x.requires_grad, x.layout
-    if type(x) is DTensor and type(x._local_tensor) is torch.Tensor and x.device_mesh.get_coordinate() is not None:
-        return x.dtype, x.shape, x.requires_grad, x.layout, x.device_mesh, x.placements
+    wrapper = wraps(x)
+    if type(x) is DTensor and (wrapper or type(x._local_tensor) is torch.Tensor):
+        if x.device_mesh.get_coordinate() is not None:
+            return x.dtype, x.shape, x.requires_grad, x.layout, x.device_mesh, x.placements, wrapper
+    elif wrapper:
+        return x.dtype, x.shape, x.requires_grad, x.layout, wrapper
     return object() if isinstance(x, (torch.Tensor, ShardedTensor)) or hasattr(x, "__create_write_items__") else None
 
 
 def _write_data(x: torch.Tensor) -> TensorWriteData:
-    if not isinstance(x, DTensor):
-        chunk = ChunkStorageMetadata(torch.Size([0] * x.dim()), x.shape)
-        return TensorWriteData(chunk, TensorProperties.create_from_tensor(x), x.shape)
-    [chunk] = x.__create_chunk_list__()
-    return TensorWriteData(chunk, TensorProperties.create_from_tensor(x.to_local()), x.shape)
+    if isinstance(x, DTensor):
+        [chunk], local = x.__create_chunk_list__(), local_part(x)
+    else:
+        chunk, local = ChunkStorageMetadata(torch.Size([0] * x.dim()), x.shape), x
+    if wraps(local):  # not every subclass answers what torch asks
+        properties = TensorProperties(dtype=local.dtype, requires_grad=local.requires_grad)
+    else:
+        properties = TensorProperties.create_from_tensor(local)
+    return TensorWriteData(chunk, properties, x.shape)
 
 
 def _shard(name: str, x: torch.Tensor, part: Part) -> WriteItem:

@@ -23,10 +23,10 @@ import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.ranks.comparing import digest
-from stagereg.checkpoint.state.entries import local_part
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.data import LoadsEveryRank, is_position
 from stagereg.errors import CheckpointError
+from stagereg.kernel.wrappers import inner_tensors
 from stagereg.launch.returning import await_leave
 from stagereg.stagers.guard import WriteGuard
 
@@ -193,8 +193,8 @@ class _Seen:
         if not all(isinstance(x, torch.Tensor) and not x.is_inference() for _, x in walk(self.modules)):
             self.unfit = "a module has something else than plain tensors in its state"
             return
-        buffers, nbytes = {local_part(x).data_ptr() for x in self._buffers()}, 0
-        for x in (local_part(x) for _, x in found):
+        buffers, nbytes = {each.data_ptr() for x in self._buffers() for each in inner_tensors(x)}, 0
+        for x in (each for _, x in found for each in inner_tensors(x)):
             is_small = x.data_ptr() in buffers and x.nbytes <= _SMALL_BYTES and nbytes + x.nbytes <= _COPIED_BYTES
             nbytes += is_small * x.nbytes
             (self.small if is_small else self.watched).append(x)
@@ -209,7 +209,7 @@ class _Seen:
 
     def _find_addresses(self) -> list[int]:
         params = [x for group in self.groups for x in group["params"]]
-        return [local_part(x).data_ptr() for x in (*params, *self._buffers())]
+        return [each.data_ptr() for x in (*params, *self._buffers()) for each in inner_tensors(x)]
 
 
 def _optimizers(objects: Mapping[str, Any]) -> list[Optimizer]:

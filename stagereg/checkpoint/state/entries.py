@@ -9,7 +9,7 @@ Entries under ``stagereg.`` hold the step, the number of ranks and each rank's r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -22,6 +22,7 @@ from stagereg.checkpoint.format.encoding import encode
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import is_position, is_stateful
 from stagereg.errors import CheckpointError
+from stagereg.kernel.wrappers import inner_tensors, wraps
 
 RESERVED = "stagereg"
 """What the names of entries of the project begin with, up to a dot."""
@@ -166,9 +167,13 @@ def memory_of(x: Any) -> object:
     if isinstance(x, ShardedTensor):  # of FSDP1, which copies
         return id(x)
     x = local_part(x)
+    if wraps(x):
+        return next(map(memory_of, inner_tensors(x)), id(x))
     return x.untyped_storage().data_ptr() if x.layout is torch.strided and not x.is_nested else id(x)
 
 
 def local_part(x: Any) -> torch.Tensor:
     """Return this rank's part of a tensor."""
-    return x.to_local() if isinstance(x, DTensor) else x
+    if not isinstance(x, DTensor):
+        return cast("torch.Tensor", x)
+    return x._local_tensor if wraps(x) else x.to_local()  # which asks a subclass for a view

@@ -31,6 +31,7 @@ from stagereg.checkpoint.storage.in_place import Image, InPlace
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import at_least, one_of
 from stagereg.kernel.memory import view_of
+from stagereg.kernel.wrappers import owning, wraps
 from stagereg.registry import register
 
 
@@ -110,6 +111,8 @@ def _write_item(file: AlignedFile, name: str, item: WriteItem, data: Any) -> Wri
     """Write an item that does not lie in memory as it will in the file."""
     if not isinstance(data, torch.Tensor):
         return write_archive(file, name, item, data)
+    if wraps(data):
+        return write_archive(file, name, item, owning(data))
     x = data.detach().resolve_conj().resolve_neg()
     around = envelope(x)
     if around is not None:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from stagereg.checkpoint.storage.dcp import DcpStorage, result_of, write_tensor
 from stagereg.checkpoint.storage.envelope import Envelope, envelope
+from stagereg.kernel.wrappers import wraps
 
 
 def doubled_name(rank: int) -> str:
@@ -73,4 +74,6 @@ class DoubledStorage(DcpStorage):
 
 
 def _around(x: object) -> Envelope | None:
-    return envelope(x.detach().resolve_conj().resolve_neg()) if isinstance(x, torch.Tensor) else None
+    if not isinstance(x, torch.Tensor) or wraps(x):
+        return None
+    return envelope(x.detach().resolve_conj().resolve_neg())
