@@ -119,7 +119,10 @@ def encode(value: Any, name: str) -> Encoded:
             do.
     """
     found: list[str] = []
-    return Encoded(json.dumps(_encode(value, name, found, 0)), found)
+    try:
+        return Encoded(json.dumps(_encode(value, name, found, 0)), found)
+    except RecursionError:
+        raise CheckpointError(f"{name[:200]!r} is nested more than {_DEEPEST} deep; flatten it.") from None
 
 
 def _encode(value: Any, name: str, objects: list[str], depth: int) -> Any:
@@ -205,39 +208,42 @@ def decode(tree: Any, name: str, rank: int | None = None) -> Any:
         CheckpointError: it is none; nothing of it was run.
     """
     try:
-        return _decode(tree, name, str(rank))
+        return _decode(tree, name, str(rank), 0)
     except RecursionError:
         raise CheckpointError(f"the structure of {name!r:.100} is nested too deeply to be one.") from None
     except Exception as error:
         raise CheckpointError(f"the structure of {name!r:.100} is not what one is: {str(error)[:200]}.") from error
 
 
-def _decode(tree: Any, name: str | None, rank: str) -> Any:
+def _decode(tree: Any, name: str | None, rank: str, depth: int) -> Any:
     """``name`` is ``None`` inside of a value that has no leaves."""
-    if type(tree) is list:
-        return [_decode(item, None if name is None else f"{name}.{i}", rank) for i, item in enumerate(tree)]
-    if type(tree) is not dict:
+    if type(tree) not in (list, dict):
         return tree
-    if not tree and name is not None:
+    if not tree and type(tree) is dict and name is not None:
         return Leaf(name)
+    if depth == _DEEPEST:
+        raise RecursionError
+    depth += 1
+    if type(tree) is list:
+        return [_decode(item, None if name is None else f"{name}.{i}", rank, depth) for i, item in enumerate(tree)]
     kind, value = tree["type"], tree["value"]
     if kind == PER_RANK:
-        return _decode(value[rank if rank in value else min(value, key=int)], None, rank)
+        return _decode(value[rank if rank in value else min(value, key=int)], None, rank, depth)
     if kind in _COLLECTIONS:
-        return _COLLECTIONS[kind](_decode(item, None, rank) for item in value)
+        return _COLLECTIONS[kind](_decode(item, None, rank, depth) for item in value)
     if kind == "bytes":
         return base64.b64decode(value, validate=True)
     if kind == "float":
         return float(value)
     if kind.startswith(_NUMPY):
-        return _of_numpy(kind.removeprefix(_NUMPY), _decode(value, None, rank))
+        return _of_numpy(kind.removeprefix(_NUMPY), _decode(value, None, rank, depth))
     if kind not in _CONTAINERS:
         raise ValueError(f"it has a {kind:.100}, which is not read")
     made = _CONTAINERS[kind]()
-    pairs = value.items() if type(value) is dict else ((_decode(key, None, rank), item) for key, item in value)
+    pairs = value.items() if type(value) is dict else ((_decode(key, None, rank, depth), item) for key, item in value)
     for key, item in pairs:
-        made[key] = _decode(item, None if name is None else f"{name}.{key}", rank)
-    attributes = _decode(tree["attributes"], None, rank) if "attributes" in tree else {}
+        made[key] = _decode(item, None if name is None else f"{name}.{key}", rank, depth)
+    attributes = _decode(tree["attributes"], None, rank, depth) if "attributes" in tree else {}
     for attribute, item in attributes.items():
         if hasattr(type(made), attribute):
             raise ValueError(f"it gives a container a {attribute:.50} of its own")

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from stagereg.checkpoint.format.encoding import Encoded, without_gc
+from stagereg.checkpoint.format.encoding import Encoded, decode, marks, without_gc
 from stagereg.checkpoint.format.manifest import MOST
 from stagereg.errors import CheckpointError
 
@@ -35,6 +35,7 @@ SUBCLASS = "subclass"
 """Likewise, if the part is of a subclass that wraps other tensors: its size follows from these alone."""
 _FORMAT = 1
 _MOST_DIMENSIONS = 64
+_SHORT = 1 << 20  # characters of a structure
 _Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its shape
 
 
@@ -123,6 +124,10 @@ class Index:
         except Exception as error:
             raise CheckpointError(f"{INDEX} is not what an index is: {str(error)[:300]}.") from error
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor or object of that name."""
+        return name in self._tensors or name in self._objects
+
     def find(self, name: str) -> Stored | None:
         """Return the tensor or object of that name; ``None`` if there is none."""
         if name in self._tensors:
@@ -164,6 +169,36 @@ def make_index(tensors: str, state: Mapping[str, Encoded]) -> bytes:
             f"entry in it is {largest!r:.100}, with {len(state[largest].text):,} bytes. Save large values as tensors."
         )
     return data
+
+
+class Readable(NamedTuple):
+    """The parts of an index that the reader has accepted: the tables, and the structure of each entry, as text."""
+
+    tables: str = ""
+    state: Mapping[str, str] = {}
+
+
+@without_gc()
+def expect_readable(
+    index: bytes, tables: str, state: Mapping[str, Encoded], sizes: Mapping[str, int], before: Readable
+) -> Readable:
+    """Read an index that is about to be committed as the reader will, and return what it is made of.
+
+    With the tables of ``before`` nothing is read but the structures that have changed and are short: of 100,000 tensors
+    the whole takes a second or two of the background thread.
+
+    Raises:
+        CheckpointError: the reader would refuse it.
+    """
+    found = Index.loads(index, sizes) if tables != before.tables else None
+    for name, encoded in state.items():
+        known = before.state.get(name) if found is None else None
+        if known == encoded.text or (known is not None and len(encoded.text) > _SHORT):
+            continue
+        for leaf in marks(decode(json.loads(encoded.text), name)):
+            if found is not None and leaf.name not in found:
+                raise CheckpointError(f"{INDEX} does not say where {leaf.name!r:.100} lies.")
+    return Readable(tables, {name: encoded.text for name, encoded in state.items()})
 
 
 @without_gc()

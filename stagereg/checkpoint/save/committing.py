@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 import stagereg.checkpoint.state.rng as rng
 import stagereg.record as record
 from stagereg.checkpoint.format.encoding import walk
-from stagereg.checkpoint.format.index import make_index, tables
+from stagereg.checkpoint.format.index import expect_readable, make_index, tables
 from stagereg.checkpoint.format.manifest import FileMark
 from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, compare, content_digests, double, expect_alike
 from stagereg.checkpoint.ranks.merging import Asked, EntryDigests, Merging, RankEntries, Sent, groups_in
@@ -362,7 +362,10 @@ class _Work:
             to.finish(metadata, results)
         own = to.marks(self._path, self._results)
         files = {name: mark for marks, _ in written for name, mark in marks.items()} | own
-        to.commit(save.step, self._path, files, make_index(to.last.described, state))
+        index = make_index(to.last.described, state)
+        sizes = {name: mark.bytes for name, mark in files.items()}
+        to.last.readable = expect_readable(index, to.last.described, state, sizes, to.last.readable)
+        to.commit(save.step, self._path, files, index)
         to.last.entries = self._merging.entries
         return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each for each, _ in written[1:])]]
 
