@@ -209,7 +209,10 @@ def now() -> int:
 def _lost(data: Any) -> dict[str, list[str]]:
     if not isinstance(data, dict) or not all(isinstance(each, list) for each in data.values()):
         raise ValueError("its lost ranks are no mapping of lists")
-    if not all(rank.isdecimal() and len(rank) <= _MOST_DIGITS and all(isinstance(x, str) and is_name(x) for x in data[rank]) for rank in data):
+    if not all(
+        rank.isdecimal() and len(rank) <= _MOST_DIGITS and all(isinstance(x, str) and is_name(x) for x in data[rank])
+        for rank in data
+    ):
         raise ValueError("its lost ranks are no numbers with names")
     return data
 

@@ -261,8 +261,11 @@ def expect_forms(state: Mapping[str, Any], name: str, structure: Any) -> None:
     """Raise ``CheckpointError`` if a module would round a tensor that was read, to keep its own form."""
     modules = module_state.modules_of(entries.value_of(state, name))
     for leaf in marks(structure) if modules and all(map(_is_torchs_own, modules)) else ():
-        if wraps(leaf.value) and wraps(leaf.live) and form_of(leaf.value) != form_of(leaf.live):
-            kinds = f"{form_of(leaf.value)} in it, and {form_of(leaf.live)} here"
+        if leaf.live is None or not (wraps(leaf.value) and wraps(leaf.live)):
+            continue
+        there, here = form_of(leaf.value), form_of(leaf.live)
+        if there != here:
+            kinds = f"{there} in it, and {here} here"
             raise CheckpointError(refusal(name, f"{leaf.name!r:.100} is {kinds}"))
 
 

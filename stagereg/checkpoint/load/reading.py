@@ -388,7 +388,7 @@ def _copy(
         if not isinstance(stored, torch.Tensor) or stored.shape != chunk.shape or stored.dtype != dtype:
             raise CheckpointError(f"{name!r:.100} has another shape or dtype in its file than was said.")
         if wraps(stored):
-            raise CheckpointError(f"{name!r:.100} is a {name_of(stored)}, which torch.distributed.checkpoint.load reads.")
+            raise CheckpointError(f"{name!r:.100} is a {name_of(stored)}, which is no dense tensor.")
     else:
         stored = _elements_of(torch.frombuffer(data, dtype=torch.uint8), chunk, dtype)
     with torch.no_grad():

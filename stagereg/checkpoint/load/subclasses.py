@@ -44,14 +44,15 @@ def wholes_of(leaf: Leaf) -> list[Whole] | None:
     if not parts or (own and own[0].layout != SUBCLASS):
         return None
     if own:
-        return [Whole(*own[0][:3], partial(_take, leaf, own[0]))]
+        file, offset, length, *_ = own[0]
+        return [Whole(file, offset, length, partial(_take, leaf, own[0]))]
     return _wholes_of_parts(leaf, start, parts)
 
 
 def dtensor_like(live: DTensor, local: torch.Tensor) -> DTensor:
     """Return a ``DTensor`` that is split as another one is, over this rank's part."""
-    layout = {"shape": live.shape, "stride": live.stride()}
-    return DTensor.from_local(local, live.device_mesh, live.placements, run_check=False, **layout)
+    mesh, places, shape, stride = live.device_mesh, live.placements, live.shape, live.stride()
+    return DTensor.from_local(local, mesh, places, run_check=False, shape=shape, stride=stride)
 
 
 def _wanted(leaf: Leaf) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -110,7 +111,8 @@ def _wholes_of_parts(leaf: Leaf, start: Sequence[int], parts: Sequence[Chunk]) -
         if not same:
             raise CheckpointError(f"{refusal}: a copy of its parts has other bytes.")
 
-    return [Whole(*chunk[:3], partial(take, chunk, to)) for chunk, to in zip(parts, targets, strict=True)]
+    each = zip(parts, targets, strict=True)
+    return [Whole(chunk.file, chunk.offset, chunk.length, partial(take, chunk, to)) for chunk, to in each]
 
 
 def _common(x: torch.Tensor, start: Sequence[int], other: Sequence[int], shape: Sequence[int]) -> torch.Tensor:

@@ -193,8 +193,8 @@ class _Seen:
         if not all(isinstance(x, torch.Tensor) and not x.is_inference() for _, x in walk(self.modules)):
             self.unfit = "a module has something else than plain tensors in its state"
             return
-        buffers, nbytes = {each.data_ptr() for x in self._buffers() for each in inner_tensors(x)}, 0
-        for x in (each for _, x in found for each in inner_tensors(x)):
+        buffers, nbytes = {inner.data_ptr() for each in self._buffers() for inner in inner_tensors(each)}, 0
+        for x in (inner for _, each in found for inner in inner_tensors(each)):
             is_small = x.data_ptr() in buffers and x.nbytes <= _SMALL_BYTES and nbytes + x.nbytes <= _COPIED_BYTES
             nbytes += is_small * x.nbytes
             (self.small if is_small else self.watched).append(x)
