@@ -17,6 +17,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignor
 from torch.distributed.tensor import DTensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
+import stagereg.checkpoint.format.split_tensors as split_tensors
 from stagereg.errors import CheckpointError, reason
 from stagereg.kernel.wrappers import form_of, name_of, wraps
 
@@ -43,6 +44,8 @@ def expect_loadable(name: str, value: Any) -> None:
         return
     if type(value) in _TENSORS or isinstance(value, NestedTensor):
         expect_dense(name, value.dtype, "nested" if value.is_nested else value.layout)
+        if split_tensors.is_split(value):
+            split_tensors.expect_valid(name, value)
         return
     _expect_read_back(name, value.detach() if isinstance(value, torch.Tensor) else value)
 

@@ -20,6 +20,7 @@ import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 from stagereg.checkpoint.format.encoding import Leaf, leaves, marks
+from stagereg.checkpoint.format.split_tensors import is_split
 from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import LoadsEveryRank, is_position, is_stateful
@@ -231,7 +232,7 @@ def pair_live(structure: Any, name: str, state: Mapping[str, Any], names: Parame
     _pair(structure, entries.current_value(state, name, names), all(map(_is_torchs_own, each)), cast)
     for optimizer in optimizers if optimizer_state.is_by_name(structure) else ():
         for param, of in names.for_optimizer(optimizer, state).by_parameter.items():
-            for leaf in marks(structure["state"].get(of)) if isinstance(param, DTensor) else ():
+            for leaf in marks(structure["state"].get(of)) if isinstance(param, DTensor) or is_split(param) else ():
                 leaf.live = param if leaf.live is None else leaf.live
     users = Counter(entries.memory_of(leaf.live) for leaf in found if leaf.in_place)
     for leaf in found:

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import stagereg.checkpoint.format.encoding as encoding
 import stagereg.checkpoint.format.pickled as pickled
+import stagereg.checkpoint.format.split_tensors as split_tensors
 import stagereg.checkpoint.load.subclasses as subclasses
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import Leaf, without_gc
@@ -277,6 +278,9 @@ def _memory_for(leaf: Leaf) -> torch.Tensor:
             torch.autograd.graph.increment_version(leaf.live)
         return leaf.live
     dtype = leaf.dtype or leaf.stored.dtype
+    if split_tensors.is_split(leaf.live) and leaf.stored.shape == split_tensors.shape_of(leaf.live):
+        live = cast("torch.Tensor", leaf.live)
+        return split_tensors.carry(live, live.detach().to(dtype, copy=True))  # with the padding
     if isinstance(leaf.live, DTensor) and wraps(leaf.live) and leaf.live.shape == leaf.stored.shape:
         return subclasses.dtensor_like(leaf.live, torch.empty(leaf.live._local_tensor.shape, dtype=dtype))
     if isinstance(leaf.live, DTensor) and leaf.live.shape == leaf.stored.shape:
@@ -292,6 +296,9 @@ def _local_parts(x: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tenso
     if isinstance(x, ShardedTensor):
         for shard in x.local_shards():
             yield tuple(shard.metadata.shard_offsets), shard.tensor.detach()
+        return
+    if split_tensors.is_split(x):
+        yield from ((tuple(start), data) for start, data in split_tensors.parts_of(x) if data.numel())
         return
     if not isinstance(x, DTensor):
         if x.numel():

@@ -20,6 +20,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+import stagereg.checkpoint.format.split_tensors as split_tensors
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.state.entries import TensorKind, local_part
@@ -94,7 +95,7 @@ def contents(
 
     A tensor whose name ends like a buffer's, as in a moving average of the module's state, counts as a buffer. What is
     never shared out is compared under a name of its own, as pieces without bytes: ``objects`` that JSON cannot carry,
-    and tensors of subclasses.
+    tensors of subclasses, and parts of tensors that declare themselves to be such (:mod:`.split_tensors`).
     """
     found: dict[Kind, EntryContents] = {}
     first: dict[tuple[Kind, int, torch.Size], int] = {}
@@ -109,8 +110,16 @@ def contents(
                     others.pieces.append(piece)
                     others.checksums.append(_checksum_of_object(x))
                 continue
-            part = _part(x)
-            if part is None or _ends_like_one(dotted, buffers):
+            if _ends_like_one(dotted, buffers):
+                continue
+            if split_tensors.is_split(x):
+                others = found.setdefault((_OBJECTS, True), EntryContents([], []))
+                for start, data in split_tensors.parts_of(x):
+                    place = Part(start, split_tensors.shape_of(x))
+                    others.pieces.append(HeldTensor(path, place, data.shape, x.dtype, 0, len(others.pieces)))
+                    others.checksums.append(_checksum(data))
+                continue
+            if (part := _part(x)) is None:
                 continue
             local = local_part(x).detach()
             is_shared = type(local) in (torch.Tensor, torch.nn.Parameter)

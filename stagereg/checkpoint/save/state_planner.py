@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+import stagereg.checkpoint.format.split_tensors as split_tensors
 from stagereg.checkpoint.format.encoding import walk, without_gc
 from stagereg.checkpoint.format.index import overlap
 from stagereg.checkpoint.ranks.comparing import Part
@@ -88,6 +89,10 @@ class StatePlanner(DefaultSavePlanner):
                 if (part := self.parts[name]) is not None:
                     items.append(_shard(name, x, part))
                 continue
+            if split_tensors.is_split(x):
+                whole, parts = split_tensors.shape_of(x), split_tensors.parts_of(x)
+                items += [_shard(name, data, Part(start, whole)) for start, data in parts]
+                continue
             data = alike.get(kind) or alike.setdefault(kind, _write_data(x))
             item_type = WriteItemType.SHARD if isinstance(x, DTensor) else WriteItemType.TENSOR
             items.append(WriteItem(MetadataIndex(name, data.chunk.offsets), item_type, tensor_data=data))
@@ -144,6 +149,8 @@ class StatePlanner(DefaultSavePlanner):
         """Return what an item stands for. Plain values that are as before are not pickled anew."""
         name = write_item.index.fqn
         value = self.state_dict.get(name)
+        if split_tensors.is_split(value):
+            return next(data for start, data in split_tensors.parts_of(value) if start == write_item.index.offset)
         if type(value) is torch.Tensor:
             return value
         if isinstance(value, torch.Tensor) and wraps(value):
@@ -172,6 +179,8 @@ def _expect_whole(name: str, tensor: TensorStorageMetadata) -> None:
 def _kind(x: Any) -> object:
     """Return what is planned alike: a tuple for a tensor, dense or one that wraps others, and for this rank's part of a
     ``DTensor`` of these, else one that equals no other, or ``None`` for what is no tensor."""
+    if split_tensors.is_split(x):
+        return x.dtype, x.shape, split_tensors.layout_of(x)
     if type(x) is torch.Tensor:
         return x.dtype, x.shape, x.requires_grad, x.layout
     wrapper = wraps(x)

@@ -22,6 +22,7 @@ import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.format.encoding import walk
+from stagereg.checkpoint.format.split_tensors import carry
 from stagereg.checkpoint.ranks.comparing import digest
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.data import LoadsEveryRank, is_position
@@ -244,7 +245,7 @@ def _noted(value: Any) -> Any:
     if type(value) in (dict, list):
         return copy.copy(value) if len(value) <= _ITEMS else value
     if type(value) is torch.Tensor:
-        return value.detach().clone() if value.nbytes <= _SMALL_BYTES else value
+        return carry(value, value.detach().clone()) if value.nbytes <= _SMALL_BYTES else value
     if isinstance(value, entries.PerRank):
         noted = _noted(value.value)
         return noted if isinstance(noted, entries.PerRank) else entries.PerRank(noted)

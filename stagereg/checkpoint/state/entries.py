@@ -19,6 +19,7 @@ import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.format.encoding import encode
+from stagereg.checkpoint.format.split_tensors import shape_of
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import is_position, is_stateful
 from stagereg.errors import CheckpointError
@@ -151,7 +152,7 @@ class TensorKind(NamedTuple):
     @classmethod
     def of(cls, x: Any) -> TensorKind:
         """Return that of a tensor, or of one that is stored."""
-        return cls(x.dtype, x.shape)
+        return cls(x.dtype, shape_of(x))
 
     def fits(self, other: TensorKind, cast: bool) -> bool:
         """Whether they are the same, or with ``cast`` of one shape and both of floating point."""
