@@ -69,9 +69,12 @@ def _overlap(chunk: Chunk, start: Sequence[int], shape: Sequence[int]) -> bool:
 
 
 def _take(leaf: Leaf, chunk: Chunk, data: bytearray) -> None:
-    part = _load(leaf, chunk, data)
-    is_split = isinstance(leaf.live, DTensor) and leaf.live.shape == leaf.stored.shape
-    leaf.value = dtensor_like(leaf.live, part) if is_split else part  # type: ignore[arg-type]
+    leaf.value = _load(leaf, chunk, data)
+    if isinstance(leaf.live, DTensor) and leaf.live.shape == leaf.stored.shape:
+        try:
+            leaf.value = dtensor_like(leaf.live, leaf.value)
+        except Exception as error:  # of the subclass, which torch asks for a view
+            raise CheckpointError(f"{leaf.name!r:.100} cannot be in a DTensor: {reason(error)}") from error
 
 
 def _load(leaf: Leaf, chunk: Chunk, data: bytearray) -> torch.Tensor:

@@ -93,7 +93,7 @@ class StatePlanner(DefaultSavePlanner):
                 whole, parts = split_tensors.shape_of(x), split_tensors.parts_of(x)
                 items += [_shard(name, data, Part(start, whole)) for start, data in parts]
                 continue
-            data = alike.get(kind) or alike.setdefault(kind, _write_data(x))
+            data = alike.get(kind) or alike.setdefault(kind, _write_data(name, x))
             item_type = WriteItemType.SHARD if isinstance(x, DTensor) else WriteItemType.TENSOR
             items.append(WriteItem(MetadataIndex(name, data.chunk.offsets), item_type, tensor_data=data))
         items += create_default_local_save_plan(others, self.is_coordinator).items
@@ -192,11 +192,14 @@ def _kind(x: Any) -> object:
     return object() if isinstance(x, (torch.Tensor, ShardedTensor)) or hasattr(x, "__create_write_items__") else None
 
 
-def _write_data(x: torch.Tensor) -> TensorWriteData:
+def _write_data(name: str, x: torch.Tensor) -> TensorWriteData:
     if isinstance(x, DTensor):
         [chunk], local = x.__create_chunk_list__(), local_part(x)
     else:
         chunk, local = ChunkStorageMetadata(torch.Size([0] * x.dim()), x.shape), x
+    if local.shape != chunk.sizes:
+        have, wanted = [*local.shape], [*chunk.sizes]
+        raise CheckpointError(f"{name!r} has {have} on this rank, and {wanted} would be its part of {[*x.shape]}.")
     if wraps(local):  # not every subclass answers what torch asks
         properties = TensorProperties(dtype=local.dtype, requires_grad=local.requires_grad)
     else:
