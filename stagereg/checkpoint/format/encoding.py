@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 import stagereg.checkpoint.format.pickled as pickled
+from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.errors import CheckpointError
-from stagereg.kernel.wrappers import wraps
 
 PER_RANK = "per_rank"
 """The type of a value that ranks have each for itself (:mod:`.merging`)."""

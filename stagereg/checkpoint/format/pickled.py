@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
 import stagereg.checkpoint.format.split_tensors as split_tensors
+from stagereg.checkpoint.format.wrappers import form_of, name_of, wraps
 from stagereg.errors import CheckpointError, reason
-from stagereg.kernel.wrappers import form_of, name_of, wraps
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})

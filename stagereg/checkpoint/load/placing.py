@@ -21,11 +21,11 @@ import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 from stagereg.checkpoint.format.encoding import Leaf, leaves, marks
 from stagereg.checkpoint.format.split_tensors import is_split
+from stagereg.checkpoint.format.wrappers import form_of, name_of, same_bits, wraps
 from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import LoadsEveryRank, is_position, is_stateful
 from stagereg.errors import CheckpointError, NothingSavedError, listed, nearest
-from stagereg.kernel.wrappers import form_of, name_of, same_bits, wraps
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard."  # its hooks make sure that parameters are shards, and own their memory
 _OTHERS = (

@@ -1,4 +1,4 @@
-"""Reads tensors that wrap others (:mod:`stagereg.kernel.wrappers`) back as what they were, bit for bit.
+"""Reads tensors that wrap others (:mod:`stagereg.checkpoint.format.wrappers`) back as what they were, bit for bit.
 
 A rank's part of such a tensor is one archive, so as many ranks, split as before, take theirs as it is. Split otherwise,
 parts are copied into a copy of the tensor that the program has there, as torch does it, where the subclass has rows
@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 import stagereg.checkpoint.format.pickled as pickled
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.index import SUBCLASS, Chunk
+from stagereg.checkpoint.format.wrappers import cloned, same_bits, wraps
 from stagereg.errors import CheckpointError, reason
-from stagereg.kernel.wrappers import cloned, same_bits, wraps
 
 
 class Whole(NamedTuple):

@@ -23,10 +23,10 @@ from torch.utils import _pytree as pytree
 import stagereg.checkpoint.format.split_tensors as split_tensors
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import walk
+from stagereg.checkpoint.format.wrappers import form_of, inner_tensors, wraps
 from stagereg.checkpoint.state.entries import TensorKind, local_part
 from stagereg.errors import DisagreementError, name_ranks
 from stagereg.kernel.memory import view_of
-from stagereg.kernel.wrappers import form_of, inner_tensors, wraps
 
 T = TypeVar("T", bound=Hashable)
 

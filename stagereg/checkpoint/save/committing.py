@@ -36,6 +36,7 @@ import stagereg.record as record
 from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.format.index import expect_readable, make_index, tables
 from stagereg.checkpoint.format.manifest import FileMark
+from stagereg.checkpoint.format.wrappers import inner_tensors
 from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, compare, content_digests, double, expect_alike
 from stagereg.checkpoint.ranks.merging import Asked, EntryDigests, Merging, RankEntries, Sent, groups_in
 from stagereg.checkpoint.ranks.shares import DOUBLES, SAMPLES, ShareBook, Shares, cut, shares
@@ -46,7 +47,6 @@ from stagereg.checkpoint.state.entries import rng_name
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.retry import within
 from stagereg.errors import CheckpointError, DisagreementError, NotSavedInTimeError, name_ranks
-from stagereg.kernel.wrappers import inner_tensors
 
 WAITING_FOR_OTHERS = "waiting for the others"
 """What a rank that has done its part is doing."""

@@ -34,10 +34,10 @@ from torch.distributed.tensor import DTensor
 import stagereg.checkpoint.format.split_tensors as split_tensors
 from stagereg.checkpoint.format.encoding import walk, without_gc
 from stagereg.checkpoint.format.index import overlap
+from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.checkpoint.ranks.comparing import Part
 from stagereg.checkpoint.state.entries import local_part
 from stagereg.errors import CheckpointError, DisagreementError
-from stagereg.kernel.wrappers import wraps
 
 
 class StatePlanner(DefaultSavePlanner):

@@ -23,11 +23,11 @@ import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.format.split_tensors import carry
+from stagereg.checkpoint.format.wrappers import inner_tensors
 from stagereg.checkpoint.ranks.comparing import digest
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.data import LoadsEveryRank, is_position
 from stagereg.errors import CheckpointError
-from stagereg.kernel.wrappers import inner_tensors
 from stagereg.launch.returning import await_leave
 from stagereg.stagers.guard import WriteGuard
 

@@ -20,10 +20,10 @@ import stagereg.checkpoint.state.optimizer_state as optimizer_state
 import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.format.encoding import encode
 from stagereg.checkpoint.format.split_tensors import shape_of
+from stagereg.checkpoint.format.wrappers import inner_tensors, wraps
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import is_position, is_stateful
 from stagereg.errors import CheckpointError
-from stagereg.kernel.wrappers import inner_tensors, wraps
 
 RESERVED = "stagereg"
 """What the names of entries of the project begin with, up to a dot."""

@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from stagereg.checkpoint.format.encoding import without_gc
 from stagereg.checkpoint.format.index import ArchiveResult, TensorResult
+from stagereg.checkpoint.format.wrappers import owning, wraps
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.envelope import Envelope, envelope
 from stagereg.checkpoint.storage.files import FileStorage, StrPath, write_archive
@@ -31,7 +32,6 @@ from stagereg.checkpoint.storage.in_place import Image, InPlace
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import at_least, one_of
 from stagereg.kernel.memory import view_of
-from stagereg.kernel.wrappers import owning, wraps
 from stagereg.registry import register
 
 

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.checkpoint.storage.dcp import DcpStorage, result_of, write_tensor
 from stagereg.checkpoint.storage.envelope import Envelope, envelope
-from stagereg.kernel.wrappers import wraps
 
 
 def doubled_name(rank: int) -> str:

@@ -14,10 +14,10 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
 from stagereg.checkpoint.format.encoding import without_gc
+from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.checkpoint.storage.envelope import Envelope, envelope
 from stagereg.kernel.memory import Padding, padding_around
 from stagereg.kernel.transfer import Batch
-from stagereg.kernel.wrappers import wraps
 
 _GAP_BYTES = 2048  # more than what the padding leaves free between two tensors
 

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from stagereg.checkpoint.format.index import TensorResult
+from stagereg.checkpoint.format.wrappers import name_of, wraps
 from stagereg.checkpoint.storage.files import FileStorage, StrPath, write_archive
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.kernel.memory import view_of
-from stagereg.kernel.wrappers import name_of, wraps
 from stagereg.registry import register
 
 METADATA = "__metadata__"

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import stagereg
+from stagereg.checkpoint.format.wrappers import form_of, same_bits, wraps
 from stagereg.errors import CheckpointError, StageregError
-from stagereg.kernel.wrappers import form_of, same_bits, wraps
 from stagereg.testing import run_ranks
 from tests.support.states import OPTIONS, build
 from tests.support.subclasses import Codes, Dense, Nested, Opaque, Whole, codes, nested
