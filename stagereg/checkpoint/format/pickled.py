@@ -25,7 +25,7 @@ _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 _MESH = b"ctorch.distributed.device_mesh\n"  # the instruction that names one; torch reads no other, nor compressed ones
 _SHOWN = 5
-_loadable: set[str] = set()  # forms of tensors that wrap others, each tried out once
+_loadable: set[object] = set()  # kinds of tensors that wrap others, each tried out once
 
 
 def expect_loadable(name: str, value: Any) -> None:
@@ -38,9 +38,10 @@ def expect_loadable(name: str, value: Any) -> None:
         return
     if isinstance(value, torch.Tensor) and wraps(value):
         value = value._local_tensor if isinstance(value, DTensor) else value
-        if (form := form_of(value)) not in _loadable:
+        form = form_of(value)
+        if (kind := (form, *map(_types_in, vars(value).items()))) not in _loadable:
             _expect_read_back(name, value, form)
-            _loadable.add(form)
+            _loadable.add(kind)
         return
     if type(value) in _TENSORS or isinstance(value, NestedTensor):
         expect_dense(name, value.dtype, "nested" if value.is_nested else value.layout)
@@ -48,6 +49,13 @@ def expect_loadable(name: str, value: Any) -> None:
             split_tensors.expect_valid(name, value)
         return
     _expect_read_back(name, value.detach() if isinstance(value, torch.Tensor) else value)
+
+
+def _types_in(attribute: tuple[str, Any]) -> tuple[object, ...]:
+    """Return the name of an attribute, its type, and those of its items."""
+    name, value = attribute
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    return name, type(value), *(map(type, items) if isinstance(value, (dict, list, tuple, set, frozenset)) else ())
 
 
 def _expect_read_back(name: str, value: Any, form: str = "") -> None:

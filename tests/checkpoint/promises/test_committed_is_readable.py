@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -63,13 +64,13 @@ def test_a_tier_gets_no_such_index_either(
         return found
 
     monkeypatch.setattr(committing, "tables", shifted)
-    tier = stagereg.build("tier", "disk", dir=str(tmp_path / "tier"), every=1)
-    with (
-        pytest.raises(CheckpointError, match="lie outside of their file"),  # the last step, which goes to the store
-        stagereg.Checkpointer(str(tmp_path / "store"), every=10, tier=tier, stager=build("blocking")) as checkpointer,
-    ):
-        checkpointer.maybe_save(1, {"x": torch.ones(3)})
-        checkpointer.wait()
+    def run() -> None:
+        tier = stagereg.build("tier", "disk", dir=str(tmp_path / "tier"), every=1)
+        with stagereg.Checkpointer(str(tmp_path / "store"), every=10, tier=tier, stager=build("blocking")) as each:
+            each.maybe_save(1, {"x": torch.ones(3)})
+
+    with pytest.raises(CheckpointError, match="lie outside of their file"):  # the last step, which goes to the store
+        run()
     assert "lie outside of their file" in caplog.text
     assert not [*(tmp_path / "tier").rglob("index.json")]
 
@@ -83,11 +84,11 @@ def test_deep_nesting_comes_back_or_is_refused_by_name(
     value: Any = torch.ones(1) if kind == "tensor" else 7
     for _ in range(depth):
         value = {"a": value} if kind == "dict" else (value,) if kind == "tuple" else [value]
-    try:
+    with contextlib.ExitStack() as stack:
+        if depth > 200:  # of a tensor that is the way to it, else the value itself
+            stack.enter_context(pytest.raises(CheckpointError, match="deep"))
         save(root, 1, state={"deep": value})
-    except CheckpointError as error:
-        assert "deep" in str(error)
-        assert depth >= 200
+    if depth > 200:
         assert not [*root.glob("step-*")]
         return
     with stagereg.open_checkpoint(root) as checkpoint:
@@ -140,7 +141,7 @@ def test_an_index_is_read_again_only_where_it_has_changed(monkeypatch: pytest.Mo
     monkeypatch.setattr(Index, "loads", lambda *args: loads.append(args))
     known = check(tables("m.a"), state | {"n": encode(2, "n")}, known)
     assert not loads
-    with pytest.raises(CheckpointError, match="'n'.*too deeply"):
+    with pytest.raises(CheckpointError, match=r"'n'.*too deeply"):
         check(tables("m.a"), state | {"n": Encoded("[" * 300 + "]" * 300, [])}, known)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match=r"'m\.a' lies"):

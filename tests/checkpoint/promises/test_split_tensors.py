@@ -1,7 +1,8 @@
-"""Plain tensors that declare themselves parts of a larger one are saved as parts, and take theirs on any other split."""
+"""Plain tensors that declare themselves parts of a larger one are saved as parts, and take theirs on any split."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def test_any_split_goes_into_any_other(
 ) -> None:
     def split(cuts: list[int]) -> list[range]:
         ends = [0, *cuts, ROWS]
-        return [range(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+        return [range(a, b) for a, b in itertools.pairwise(ends)]
 
     root = tmp_path_factory.mktemp("split")
     parts = data.draw(st.permutations(split(cuts)))
