@@ -64,6 +64,7 @@ def test_a_tier_gets_no_such_index_either(
         return found
 
     monkeypatch.setattr(committing, "tables", shifted)
+
     def run() -> None:
         tier = stagereg.build("tier", "disk", dir=str(tmp_path / "tier"), every=1)
         with stagereg.Checkpointer(str(tmp_path / "store"), every=10, tier=tier, stager=build("blocking")) as each:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import stagereg
 from stagereg.checkpoint.format.wrappers import form_of, same_bits, wraps
+from stagereg.checkpoint.load.export import TensorOptions, export
 from stagereg.errors import CheckpointError, StageregError
 from stagereg.testing import run_ranks
 from tests.support.states import OPTIONS, build
@@ -112,6 +113,15 @@ def test_safetensors_refuses_them_by_name(tmp_path: Path) -> None:
         stagereg.Checkpointer(str(tmp_path), every=1, storage=stagereg.build("storage", "safetensors")) as checkpointer,
     ):
         checkpointer.save(1, {"x": {"w": codes(4)}})
+
+
+def test_a_file_of_their_own_keeps_them_or_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "a", x={"w": codes(4)})
+    with stagereg.open_checkpoint(tmp_path / "a") as checkpoint:
+        with pytest.raises(CheckpointError, match=r"cannot hold 'x\.w', a tensor that wraps others; write a \.pt"):
+            export(checkpoint, None, tmp_path / "all.safetensors", False, TensorOptions())
+        export(checkpoint, None, tmp_path / "all.pt", False, TensorOptions())
+    assert same_bits(torch.load(tmp_path / "all.pt", weights_only=True)["x"]["w"], codes(4))
 
 
 @pytest.mark.parametrize("stager", STAGERS)
