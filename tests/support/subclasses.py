@@ -67,6 +67,15 @@ class Whole(Codes):
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
+class Copied(Codes):
+    """Likewise, but its slices are copies, so what is written into them is lost."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_dispatch__(function, types, args, kwargs)
+        return found.clone() if function is aten.slice.Tensor else found
+
+
 class Nested(Codes):
     """One whose scale is of a subclass itself, as of doubly quantized weights."""
 
@@ -105,4 +114,4 @@ def nested(rows: int, columns: int = 3, first: int = 0) -> Codes:
     return Nested(plain.codes, codes(rows, 1, first))
 
 
-torch.serialization.add_safe_globals([Codes, Whole, Nested, Dense])
+torch.serialization.add_safe_globals([Codes, Copied, Whole, Nested, Dense])

@@ -145,6 +145,19 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path, odd: torch.Tens
     assert not [*tmp_path.glob("step-*")]
 
 
+def test_one_that_names_no_inner_tensors_is_told_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(StageregError, match=r"x\.w.*Opaque has no storage.*__tensor_flatten__"):
+        save(tmp_path, x={"w": Opaque(torch.ones(3))})
+
+
+@pytest.mark.parametrize(
+    ("saved", "here"), [(codes(2), torch.zeros(2, 3)), (torch.ones(2, 3), codes(2, first=5)), (nested(2), codes(2))]
+)
+def test_a_plain_value_becomes_what_was_saved(tmp_path: Path, saved: torch.Tensor, here: torch.Tensor) -> None:
+    save(tmp_path, x={"w": saved})
+    assert same_bits(restore(tmp_path, x={"w": here})["x"]["w"], saved)
+
+
 def test_one_that_torch_may_not_load_is_refused_when_it_is_saved(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"x\.w.*Strange.*add_safe_globals"):
         save(tmp_path, x={"w": codes(2, kind=Strange)})
