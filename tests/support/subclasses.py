@@ -76,6 +76,17 @@ class Copied(Codes):
         return found.clone() if function is aten.slice.Tensor else found
 
 
+class OneScale(Codes):
+    """Likewise, but it has one scale, which its slices share."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        it = args[0]
+        if function is aten.slice.Tensor:
+            return cls(it.codes[args[2] : args[3]], it.scale, it.signed)
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
 class Nested(Codes):
     """One whose scale is of a subclass itself, as of doubly quantized weights."""
 
@@ -114,4 +125,4 @@ def nested(rows: int, columns: int = 3, first: int = 0) -> Codes:
     return Nested(plain.codes, codes(rows, 1, first))
 
 
-torch.serialization.add_safe_globals([Codes, Copied, Whole, Nested, Dense])
+torch.serialization.add_safe_globals([Codes, Copied, OneScale, Whole, Nested, Dense])

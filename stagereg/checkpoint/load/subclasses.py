@@ -102,13 +102,18 @@ def _wholes_of_parts(leaf: Leaf, start: Sequence[int], parts: Sequence[Chunk]) -
     except Exception as error:
         raise CheckpointError(f"{refusal}: parts of it cannot be written ({reason(error)}).") from error
     leaf.value = dtensor_like(live, copy) if isinstance(live, DTensor) else copy
+    copied: list[tuple[Chunk, torch.Tensor]] = []
 
     def take(chunk: Chunk, target: torch.Tensor, data: bytearray) -> None:
         try:
             with torch.no_grad():
                 source = _common(_load(leaf, chunk, data), chunk.start, start, local.shape)
                 target.copy_(source)
-                same = same_bits(_common(copy, start, chunk.start, chunk.shape), source)  # where slices are copies
+                copied.append((chunk, source))
+                # Slices may be copies, and parts may share an inner tensor, such as one scale for all of it.
+                same = len(copied) < len(parts) or all(
+                    same_bits(_common(copy, start, each.start, each.shape), part) for each, part in copied
+                )
         except Exception as error:
             raise CheckpointError(f"{refusal}: parts of it cannot be copied ({reason(error)}).") from error
         if not same:

@@ -12,7 +12,7 @@ from stagereg.checkpoint.format.index import SUBCLASS, Chunk, Stored
 from stagereg.checkpoint.format.wrappers import same_bits
 from stagereg.checkpoint.load.subclasses import wholes_of
 from stagereg.errors import CheckpointError
-from tests.support.subclasses import Codes, Copied, Whole, codes
+from tests.support.subclasses import Codes, Copied, OneScale, Whole, codes
 
 
 def put_together(live: torch.Tensor | None, kind: type[Codes] = Codes) -> torch.Tensor:
@@ -23,7 +23,8 @@ def put_together(live: torch.Tensor | None, kind: type[Codes] = Codes) -> torch.
     assert wholes is not None
     for whole, row in zip(wholes, (0, 2), strict=True):
         stream = io.BytesIO()
-        torch.save(codes(2, first=row, kind=kind), stream)
+        part = codes(2, first=row, kind=kind)
+        torch.save(part if kind is not OneScale else OneScale(part.codes, torch.tensor(row + 0.5)), stream)
         whole.take(bytearray(stream.getvalue()))
     return leaf.value
 
@@ -41,9 +42,10 @@ def test_parts_go_into_a_copy_of_what_the_program_has() -> None:
         (torch.zeros(4, 3), Codes, "on as many ranks"),
         (codes(4, kind=Whole), Whole, "cannot be written"),
         (codes(4, first=9, kind=Copied), Copied, "other bytes"),
+        (OneScale(codes(4).codes, torch.tensor(9.0)), OneScale, "other bytes"),
         (codes(4, first=9), Whole, "cannot be copied|other bytes"),
     ],
-    ids=["nothing there", "plain", "no slices", "slices are copies", "another class"],
+    ids=["nothing there", "plain", "no slices", "slices are copies", "one scale", "another class"],
 )
 def test_what_cannot_be_put_together_is_refused_by_name(live: torch.Tensor | None, kind: type[Codes], why: str) -> None:
     with pytest.raises(CheckpointError, match=rf"'x\.w'.*in 2 parts.*({why})"):
