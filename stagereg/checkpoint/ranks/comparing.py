@@ -171,7 +171,9 @@ def _part(x: torch.Tensor) -> Part | None:
     if isinstance(x, DTensor):
         chunks = x.__create_chunk_list__()
         return Part(chunks[0].offsets, x.shape) if len(chunks) == 1 else None
-    plain = x.layout is torch.strided and not (x.is_quantized or x.is_nested or isinstance(x, ShardedTensor))
+    if isinstance(x, ShardedTensor):  # which answers nothing else
+        return None
+    plain = x.layout is torch.strided and not x.is_quantized and not x.is_nested
     return Part(torch.Size([0] * x.ndim), x.shape) if plain else None
 
 
