@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from stagereg.checkpoint.format.damage import WHOLE, Condition, Found, differences, marks_of_shares, share_of_rank
-from stagereg.checkpoint.format.manifest import Manifest, step_within
+from stagereg.checkpoint.format.manifest import Manifest, now, step_within
 from stagereg.checkpoint.format.pickled import expect_dense
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.files import StrPath
@@ -180,7 +180,8 @@ class DcpWriter(StorageWriter, AsyncStager):
             metadata, [[each for each in part if not isinstance(each, _FileResult)] for part in results]
         )
         files = {**{each.index.fqn: each.storage_data for each in marks}, **self._save.storage.marks}
-        manifest = Manifest(step_within(path.name) or 0, len(results), 0, files, time=int(time.time()))
+        manifest = Manifest(step_within(path.name) or 0, len(results), 0, files, time=now())
+        manifest.expect_readable(os.fspath(path))
         sizes: dict[str, Found] = {each.name: each.stat().st_size for each in os.scandir(beside)}
         if lost := differences(manifest, sizes):
             raise CheckpointError(f"{beside} was not written as it should be: {Condition(path.name, manifest, lost)}")

@@ -230,6 +230,10 @@ class _StructurePickler(pickle.Pickler):
             return self._wrapper(x)
         if why := why_without_data(x):
             raise StagingError([], why)
+        if x.layout is torch.strided and not has_storage(x):
+            name = f"{type(x).__module__}.{type(x).__qualname__}"
+            text = f"a {name} has no storage, and does not name the tensors in it; give it __tensor_flatten__"
+            raise UnstageableTypeError([], f"{text}, or put these into the state dict themselves")
         return self._plain(x)
 
     def _plain(self, x: torch.Tensor) -> _Reduced:
@@ -308,6 +312,15 @@ def why_without_data(x: torch.Tensor) -> str | None:
     if x.device.type != "meta" and not isinstance(x, (UninitializedParameter, UninitializedBuffer, FakeTensor)):
         return None
     return f"a {type(x).__name__} on {x.device} has no data to stage; materialize it first, as by a forward pass"
+
+
+def has_storage(x: torch.Tensor) -> bool:
+    """Whether a strided tensor has memory of its own; a subclass that wraps other tensors has none."""
+    try:
+        x.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # of a storage that is there in name only
+        return False
+    return True
 
 
 def span_of(x: torch.Tensor) -> int:

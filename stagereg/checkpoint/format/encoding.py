@@ -26,6 +26,7 @@ import torch
 
 import stagereg.checkpoint.format.configs as configs
 import stagereg.checkpoint.format.pickled as pickled
+from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.errors import CheckpointError
 
 PER_RANK = "per_rank"
@@ -45,9 +46,10 @@ _COLLECTIONS: dict[str, Any] = {kind.__name__: kind for kind in (tuple, set, fro
 
 
 class Encoded(NamedTuple):
-    """The structure of one entry: JSON text, and the dotted names of the objects in it."""
+    """The structure of one entry."""
 
-    text: str
+    text: str  # JSON
+    # the dotted names of what is read as it was pickled: objects, and tensors that wrap others (:mod:`.wrappers`)
     objects: list[str]
 
 
@@ -130,12 +132,17 @@ def encode(value: Any, name: str) -> Encoded:
             do.
     """
     found: list[str] = []
-    return Encoded(json.dumps(_encode(value, name, found, 0)), found)
+    try:
+        return Encoded(json.dumps(_encode(value, name, found, 0)), found)
+    except RecursionError:
+        raise CheckpointError(f"{name[:200]!r} is nested more than {_DEEPEST} deep; flatten it.") from None
 
 
 def _encode(value: Any, name: str, objects: list[str], depth: int) -> Any:
     if isinstance(value, torch.Tensor):
         pickled.expect_loadable(name, value)
+        if wraps(value):
+            objects.append(name)
         return {}
     is_mapping = isinstance(value, Mapping) and not configs.is_config(value)
     if not is_mapping and not _is_walked(value):
@@ -219,41 +226,44 @@ def decode(tree: Any, name: str, rank: int | None = None) -> Any:
         CheckpointError: it is none; nothing of it was run.
     """
     try:
-        return _decode(tree, name, str(rank))
+        return _decode(tree, name, str(rank), 0)
     except RecursionError:
         raise CheckpointError(f"the structure of {name!r:.100} is nested too deeply to be one.") from None
     except Exception as error:
         raise CheckpointError(f"the structure of {name!r:.100} is not what one is: {str(error)[:200]}.") from error
 
 
-def _decode(tree: Any, name: str | None, rank: str) -> Any:
+def _decode(tree: Any, name: str | None, rank: str, depth: int) -> Any:
     """``name`` is ``None`` inside of a value that has no leaves."""
-    if type(tree) is list:
-        return [_decode(item, None if name is None else f"{name}.{i}", rank) for i, item in enumerate(tree)]
-    if type(tree) is not dict:
+    if type(tree) not in (list, dict):
         return tree
-    if not tree and name is not None:
+    if not tree and type(tree) is dict and name is not None:
         return Leaf(name)
+    if depth == _DEEPEST:
+        raise RecursionError
+    depth += 1
+    if type(tree) is list:
+        return [_decode(item, None if name is None else f"{name}.{i}", rank, depth) for i, item in enumerate(tree)]
     kind, value = tree["type"], tree["value"]
     if kind == PER_RANK:
-        return _decode(value[rank if rank in value else min(value, key=int)], None, rank)
+        return _decode(value[rank if rank in value else min(value, key=int)], None, rank, depth)
     if kind in _COLLECTIONS:
-        return _COLLECTIONS[kind](_decode(item, None, rank) for item in value)
+        return _COLLECTIONS[kind](_decode(item, None, rank, depth) for item in value)
     if kind in configs.KINDS:
-        return configs.made(kind, *(_decode(item, None, rank) for item in value))
+        return configs.made(kind, *(_decode(item, None, rank, depth) for item in value))
     if kind == "bytes":
         return base64.b64decode(value, validate=True)
     if kind == "float":
         return float(value)
     if kind.startswith(_NUMPY):
-        return _of_numpy(kind.removeprefix(_NUMPY), _decode(value, None, rank))
+        return _of_numpy(kind.removeprefix(_NUMPY), _decode(value, None, rank, depth))
     if kind not in _CONTAINERS:
         raise ValueError(f"it has a {kind:.100}, which is not read")
     made = _CONTAINERS[kind]()
-    pairs = value.items() if type(value) is dict else ((_decode(key, None, rank), item) for key, item in value)
+    pairs = value.items() if type(value) is dict else ((_decode(key, None, rank, depth), item) for key, item in value)
     for key, item in pairs:
-        made[key] = _decode(item, None if name is None else f"{name}.{key}", rank)
-    attributes = _decode(tree["attributes"], None, rank) if "attributes" in tree else {}
+        made[key] = _decode(item, None if name is None else f"{name}.{key}", rank, depth)
+    attributes = _decode(tree["attributes"], None, rank, depth) if "attributes" in tree else {}
     for attribute, item in attributes.items():
         if hasattr(type(made), attribute):
             raise ValueError(f"it gives a container a {attribute:.50} of its own")

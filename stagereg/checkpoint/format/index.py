@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from stagereg.checkpoint.format.encoding import Encoded, without_gc
+from stagereg.checkpoint.format.encoding import Encoded, decode, marks, without_gc
 from stagereg.checkpoint.format.manifest import MOST
 from stagereg.errors import CheckpointError
 
@@ -31,8 +31,11 @@ DTYPES = {name: value for value, name in _NAMES.items() if not name.startswith("
 """torch's dtypes by the names that the index has for them."""
 ARCHIVE = "archive"
 """What a chunk says that lies in its file as ``torch.save`` has made it."""
+SUBCLASS = "subclass"
+"""Likewise, if the part is of a subclass that wraps other tensors: its size follows from these alone."""
 _FORMAT = 1
 _MOST_DIMENSIONS = 64
+_SHORT = 1 << 20  # characters of a structure
 _Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its shape
 
 
@@ -67,7 +70,7 @@ class Chunk(NamedTuple):
     start: tuple[int, ...]  # where the part begins in the whole tensor, in each dimension
     shape: tuple[int, ...]  # of the part
     # ``None`` if the bytes are the elements in row-major order; the strides, in elements, if they lie in another order,
-    # without holes; ``"archive"`` if they are what ``torch.save`` has made of the part
+    # without holes; ``"archive"`` or ``"subclass"`` if they are what ``torch.save`` has made of the part
     layout: tuple[int, ...] | str | None
 
 
@@ -78,6 +81,11 @@ class Stored(NamedTuple):
     shape: torch.Size  # of the whole tensor
     # its parts, which cover it once, an object's single one; ``None`` if only the storage that wrote it can read it
     chunks: tuple[Chunk, ...] | None
+
+    @property
+    def is_subclass(self) -> bool:
+        """Whether a part of it is a tensor that wraps others, which is read as the tensor that it was."""
+        return any(chunk.layout == SUBCLASS for chunk in self.chunks or ())
 
 
 class Index:
@@ -115,6 +123,10 @@ class Index:
             raise CheckpointError(f"{INDEX} is nested too deeply to be one.") from None
         except Exception as error:
             raise CheckpointError(f"{INDEX} is not what an index is: {str(error)[:300]}.") from error
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor or object of that name."""
+        return name in self._tensors or name in self._objects
 
     def find(self, name: str) -> Stored | None:
         """Return the tensor or object of that name; ``None`` if there is none."""
@@ -159,6 +171,36 @@ def make_index(tensors: str, state: Mapping[str, Encoded]) -> bytes:
     return data
 
 
+class Readable(NamedTuple):
+    """The parts of an index that the reader has accepted: the tables, and the structure of each entry, as text."""
+
+    tables: str = ""
+    state: Mapping[str, str] = {}
+
+
+@without_gc()
+def expect_readable(
+    index: bytes, tables: str, state: Mapping[str, Encoded], sizes: Mapping[str, int], before: Readable
+) -> Readable:
+    """Read an index that is about to be committed as the reader will, and return what it is made of.
+
+    With the tables of ``before`` nothing is read but the structures that have changed and are short: of 100,000 tensors
+    the whole takes a second or two of the background thread.
+
+    Raises:
+        CheckpointError: the reader would refuse it.
+    """
+    found = Index.loads(index, sizes) if tables != before.tables else None
+    for name, encoded in state.items():
+        known = before.state.get(name) if found is None else None
+        if known == encoded.text or (known is not None and len(encoded.text) > _SHORT):
+            continue
+        for leaf in marks(decode(json.loads(encoded.text), name)):
+            if found is not None and leaf.name not in found:
+                raise CheckpointError(f"{INDEX} does not say where {leaf.name!r:.100} lies.")
+    return Readable(tables, {name: encoded.text for name, encoded in state.items()})
+
+
 @without_gc()
 def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects: Container[str]) -> dict[str, Any]:
     """Return the content of ``index.json`` without the structures.
@@ -166,7 +208,11 @@ def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects
     Args:
         metadata: of the checkpoint, as torch has planned it.
         results: of each rank's ``write_data``.
-        objects: their names; all else that is no tensor stands in the structure, and torch alone reads it.
+        objects: their names, and those of tensors that wrap others; all else that is no tensor stands in the
+            structure, and torch alone reads it.
+
+    Raises:
+        CheckpointError: the storage has not said where it has put a tensor that wraps others.
     """
     files: dict[str, int] = {}
 
@@ -177,11 +223,14 @@ def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects
         info = result.storage_data
         return place(result, info.offset, info.length) if isinstance(result, ArchiveResult) else None
 
-    def chunk(entry: TensorStorageMetadata, part: ChunkStorageMetadata, result: WriteResult) -> list[Any] | None:
-        box = [[*part.offsets], [*part.sizes]]
+    def chunk(name: str, entry: TensorStorageMetadata, part: ChunkStorageMetadata) -> list[Any] | None:
+        box, result = [[*part.offsets], [*part.sizes]], written[name, part.offsets]
         if not isinstance(result, TensorResult):
-            found = archive(result)
-            return None if found is None else [*found, *box, ARCHIVE]
+            if (found := archive(result)) is None and name in objects:
+                raise CheckpointError(
+                    f"{name!r} wraps other tensors, which this storage does not save as what they are; use storage=dcp."
+                )
+            return None if found is None else [*found, *box, SUBCLASS if name in objects else ARCHIVE]
         found = place(result, result.content, part.sizes.numel() * entry.properties.dtype.itemsize)
         if result.stride is not None:
             return [*found, *box, [*result.stride]]
@@ -192,7 +241,7 @@ def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects
     found: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            chunks = [chunk(entry, part, written[name, part.offsets]) for part in entry.chunks if part.sizes.numel()]
+            chunks = [chunk(name, entry, part) for part in entry.chunks if part.sizes.numel()]
             tensors[name] = [_NAMES[entry.properties.dtype], [*entry.size], None if None in chunks else chunks]
         elif name in objects:
             found[name] = archive(written[name, None])
@@ -232,10 +281,10 @@ def _elements(shape: Any) -> int:
         raise ValueError("there is no shape where one belongs")
     elements = 1
     for size in shape:
-        if type(size) is not int or size < 0:
+        if type(size) is not int or not 0 <= size <= MOST:
             raise ValueError(f"{size!r:.50} is no size")
         elements *= size
-    if elements > MOST:
+    if math.prod(size or 1 for size in shape) > MOST:
         raise ValueError("a tensor has more elements than memory has addresses")
     return elements
 
@@ -246,12 +295,12 @@ def _check_chunks(name: str, whole: list[int], elements: int, chunks: list[Any],
     for _, _, length, *part in chunks:
         start, shape, layout = _part(whole, part)
         nbytes = _elements([*shape]) * itemsize
-        if nbytes != length and not (layout == ARCHIVE and 0 < nbytes < length):
+        if nbytes != length and not (layout == ARCHIVE and 0 < nbytes < length) and layout != SUBCLASS:
             raise ValueError(f"a chunk of {name!r:.100} has another size than what is stored of it")
         for begin, size, limit in zip(start, shape, whole, strict=True):
             if type(begin) is not int or not 0 <= begin <= limit - size:
                 raise ValueError(f"a chunk of {name!r:.100} lies outside of the tensor")
-        if layout not in (None, ARCHIVE):
+        if layout not in (None, ARCHIVE, SUBCLASS):
             _check_strides(shape, layout)
         boxes.append((start, shape))
     if sum(math.prod(shape) for _, shape in boxes) != elements or (len(boxes) > 1 and overlap(boxes)):
@@ -260,7 +309,7 @@ def _check_chunks(name: str, whole: list[int], elements: int, chunks: list[Any],
 
 def _check_strides(shape: Sequence[int], strides: Any) -> None:
     expected = 1
-    if any(type(stride) is not int for stride in strides):
+    if any(type(stride) is not int or not 0 <= stride <= MOST for stride in strides):
         raise ValueError("there are no strides where some belong")
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
         if stride != expected:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
 from stagereg.checkpoint.format.checksum import crc32
+from stagereg.errors import CheckpointError
 
 RESTORED = ".restored.json"
 SWEEP_JOB = ".sweep-job.json"
@@ -30,6 +32,7 @@ _LONGEST_NAME = 255  # bytes, as file systems have it
 MOST = (1 << 63) - 1
 """The greatest number that a manifest may have, of a step as of bytes."""
 _LATEST_TIME = 1 << 37  # in the year 6325; a date can be made of it everywhere
+_MOST_DIGITS = 19  # of the number of a rank
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,13 @@ class Manifest:
                 del data[name]
         checked = json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
         return json.dumps({**data, "crc32": crc32(checked)}, indent=1) + "\n"
+
+    def expect_readable(self, path: str) -> None:
+        """Raise ``CheckpointError`` if :meth:`loads` would refuse what would be written to ``path``."""
+        try:
+            self.loads(self.dumps())
+        except ValueError as error:
+            raise CheckpointError(f"{path} was not committed, since its manifest would be refused: {error}.") from error
 
     @classmethod
     def loads(cls, text: str | bytes) -> Manifest:
@@ -191,10 +201,18 @@ def metrics_from_json(data: Any) -> dict[str, float]:
     return {name: float(value) for name, value in data.items()}
 
 
+def now() -> int:
+    """Return the time for a manifest; of a clock that is before 1970 or far ahead, the nearest one it may have."""
+    return min(max(0, int(time.time())), _LATEST_TIME)
+
+
 def _lost(data: Any) -> dict[str, list[str]]:
     if not isinstance(data, dict) or not all(isinstance(each, list) for each in data.values()):
         raise ValueError("its lost ranks are no mapping of lists")
-    if not all(rank.isdecimal() and all(isinstance(x, str) and is_name(x) for x in data[rank]) for rank in data):
+    if not all(
+        rank.isdecimal() and len(rank) <= _MOST_DIGITS and all(isinstance(x, str) and is_name(x) for x in data[rank])
+        for rank in data
+    ):
         raise ValueError("its lost ranks are no numbers with names")
     return data
 

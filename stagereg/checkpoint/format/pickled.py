@@ -20,6 +20,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignor
 from torch.distributed.tensor import DTensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
+import stagereg.checkpoint.format.split_tensors as split_tensors
+from stagereg.checkpoint.format.wrappers import form_of, name_of, wraps
 from stagereg.data import is_stateful
 from stagereg.errors import CheckpointError, reason
 
@@ -32,6 +34,7 @@ NOT_REACHED = (
     "model, 'scheduler': scheduler}; dicts, lists and tuples of objects are spread by themselves. A state_dict() that "
     "returns the object returns its state_dict() instead"
 )
+_loadable: set[object] = set()  # kinds of tensors that wrap others, each tried out once
 
 
 def expect_loadable(name: str, value: Any) -> None:
@@ -42,13 +45,34 @@ def expect_loadable(name: str, value: Any) -> None:
     """
     if type(value) is ShardedTensor:  # of dense shards
         return
+    if isinstance(value, torch.Tensor) and wraps(value):
+        value = value._local_tensor if isinstance(value, DTensor) else value
+        form = form_of(value)
+        if (kind := (form, *map(_types_in, vars(value).items()))) not in _loadable:
+            _expect_read_back(name, value, form)
+            _loadable.add(kind)
+        return
     if type(value) in _TENSORS or isinstance(value, NestedTensor):
         expect_dense(name, value.dtype, "nested" if value.is_nested else value.layout)
+        if split_tensors.is_split(value):
+            split_tensors.expect_valid(name, value)
         return
+    _expect_read_back(name, value.detach() if isinstance(value, torch.Tensor) else value)
+
+
+def _types_in(attribute: tuple[str, Any]) -> tuple[object, ...]:
+    """Return the name of an attribute, its type, and those of its items."""
+    name, value = attribute
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    return name, type(value), *(map(type, items) if isinstance(value, (dict, list, tuple, set, frozenset)) else ())
+
+
+def _expect_read_back(name: str, value: Any, form: str = "") -> None:
+    """Try out whether a value can be read back, and, if that is given, whether in the same ``form``."""
     stream = io.BytesIO()
     try:
         with torch.serialization.skip_data():
-            torch.save(value.detach() if isinstance(value, torch.Tensor) else value, stream)
+            torch.save(value, stream)
     except Exception as error:
         _expect_no_object(name, value, error)
         kind = f"a {type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
@@ -57,11 +81,16 @@ def expect_loadable(name: str, value: Any) -> None:
             "Leave it out of the state, or give what it consists of."
         ) from error
     try:
-        _read(stream)
+        found = _read(stream)
     except Exception as error:
         _expect_no_object(name, value, error)
         text = "Save numbers, text or tensors instead (such as float(x), torch.as_tensor(x)), or allow"
         raise CheckpointError(f"{name!r} would not load back: {_refusal(stream, error, text)}") from error
+    if form and not (isinstance(found, torch.Tensor) and wraps(found) and form_of(found) == form):
+        raise CheckpointError(
+            f"{name!r} would not load back: torch.load makes something else of a {name_of(value)} than torch.save was "
+            "given. Save the tensors in it, or leave it out of the state."
+        )
 
 
 def is_object(value: Any) -> bool:

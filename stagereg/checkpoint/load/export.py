@@ -145,6 +145,8 @@ def _tensor_files(
     for name, (dtype, _) in kinds.items():
         if dtype not in DTYPES or name == METADATA:
             raise CheckpointError(f"safetensors cannot hold {name!r}, which is {dtype}; write a .pt")
+        if leaves[name].stored.is_subclass:
+            raise CheckpointError(f"safetensors cannot hold {name!r}, a tensor that wraps others; write a .pt")
     about = {"format": "pt"} if checkpoint.step is None else {"format": "pt", "step": str(checkpoint.step)}
     divided = _divided(kinds, options.file_bytes)
     paths = [out] if len(divided) == 1 else [_numbered(out, i, len(divided)) for i in range(1, len(divided) + 1)]

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.module_state as module_state
 from stagereg.checkpoint.format.encoding import Leaf
+from stagereg.checkpoint.format.wrappers import name_of, wraps
 from stagereg.checkpoint.state.generators import GeneratorState
 from stagereg.data import ResumableSampler, is_stateful
 from stagereg.errors import CheckpointError, NothingSavedError, listed
@@ -68,7 +69,8 @@ def _expect_all_fits(
 ) -> None:
     """Raise ``CheckpointError`` with all that is not saved, or otherwise than it is here."""
     missing = [key for key in taken if key not in saved]
-    other, unfilled, converts = [], [], True
+    other: list[str] = []
+    unfilled, converts = [], True
     for key, leaf in saved.items():
         here = live.get(key)
         if not isinstance(here, torch.Tensor) or module_state.is_extra_state(key):
@@ -78,8 +80,12 @@ def _expect_all_fits(
             converts = False
         elif leaf.stored.dtype is not None:
             there = entries.TensorKind.of(leaf.stored)
-            wanted = entries.TensorKind(here.dtype, there.shape if is_lazy(here) else here.shape)
-            if not there.fits(wanted, cast):
+            wanted = entries.TensorKind(here.dtype, there.shape) if is_lazy(here) else entries.TensorKind.of(here)
+            if leaf.stored.is_subclass != wraps(here):
+                converts = False
+                own = name_of(here) if wraps(here) else wanted
+                other.append(f"{key} ({there}{' of a subclass' * leaf.stored.is_subclass} in it, {own} here)")
+            elif not there.fits(wanted, cast):
                 converts &= there.fits(wanted, True)
                 other.append(f"{key} ({there} in it, {wanted} here)")
         if why := module_state.unfilled(here):

@@ -24,6 +24,8 @@ import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 from stagereg.checkpoint.format.configs import is_config, of_type
 from stagereg.checkpoint.format.encoding import Leaf, leaves, marks
+from stagereg.checkpoint.format.split_tensors import is_split
+from stagereg.checkpoint.format.wrappers import form_of, same_bits, wraps
 from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.state.nested import NOTHING, find_inside, outer_names
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
@@ -234,7 +236,7 @@ def pair_live(structure: Any, name: str, state: Mapping[str, Any], names: Parame
     _pair(structure, live, all(map(_is_torchs_own, each)), cast)
     for optimizer in optimizers if optimizer_forms.is_by_name(structure) else ():
         for param, of in names.for_optimizer(optimizer, state).by_parameter.items():
-            for leaf in marks(structure["state"].get(of)) if isinstance(param, DTensor) else ():
+            for leaf in marks(structure["state"].get(of)) if isinstance(param, DTensor) or is_split(param) else ():
                 leaf.live = param if leaf.live is None else leaf.live
     for leaf in found if not (modules or optimizers or is_stateful(value)) else ():
         live = leaf.live if leaf.dtype is not None or (leaf.live is not None and leaf.live.is_meta) else None
@@ -253,7 +255,7 @@ def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
             stored, wanted = structure.stored, entries.TensorKind.of(live)
             fits = stored.dtype is not None and entries.TensorKind.of(stored).fits(wanted, cast)
             structure.dtype = live.dtype if fits else None
-            in_place = in_place and fits and stored.chunks is not None and _is_plain(live)
+            in_place = in_place and fits and stored.chunks is not None and not stored.is_subclass and _is_plain(live)
             in_place = (
                 in_place and structure.strides is None and (structure.placed is None or type(live) is not DTensor)
             )
@@ -265,6 +267,18 @@ def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
     elif isinstance(structure, list) and isinstance(live, list):
         for item, other in zip(structure, live, strict=False):
             _pair(item, other, in_place, cast)
+
+
+def expect_forms(state: Mapping[str, Any], name: str, structure: Any) -> None:
+    """Raise ``CheckpointError`` if a module would round a tensor that was read, to keep its own form."""
+    modules = module_state.modules_of(entries.value_of(state, name))
+    for leaf in marks(structure) if modules and all(map(_is_torchs_own, modules)) else ():
+        if leaf.live is None or not (wraps(leaf.value) and wraps(leaf.live)):
+            continue
+        there, here = form_of(leaf.value), form_of(leaf.live)
+        if there != here:
+            kinds = f"{there} in it, and {here} here"
+            raise CheckpointError(refusal(name, f"{leaf.name!r:.100} is {kinds}"))
 
 
 def _is_plain(live: torch.Tensor) -> bool:
@@ -302,10 +316,11 @@ def assign(
     ``rank`` is this one, if as many ranks saved it.
 
     Raises:
-        CheckpointError: a tensor of it is on the meta device still, where torch loads nothing and raises nothing. And
-            what the object raises.
+        CheckpointError: a tensor of it is on the meta device still, where torch loads nothing and raises nothing; or
+            the object has made something else of a tensor that wraps others. And what the object raises.
     """
     value = entries.value_of(state, name)
+    wrapped = {path: x for path, x in leaves(loaded, name) if wraps(x)}
     if is_position(value):  # whose state would start a loader's workers
         if isinstance(value, LoadsEveryRank) and isinstance(loaded, list):  # of plain torch there is one
             value.load_state_dicts(loaded, rank)
@@ -323,7 +338,11 @@ def assign(
         state[name].value = _merged(value, loaded)
     else:
         state[name] = _merged(value, loaded)
+    keeps = bool(optimizer_state.optimizers_of(value)) or all(map(_is_torchs_own, modules))
     for path, x in leaves(entries.current_value(state, name, names), name):
+        if keeps and path in wrapped and not same_bits(x, wrapped[path]):
+            kinds = f"{form_of(wrapped[path])}, and it has {form_of(x)} now"
+            raise CheckpointError(f"{path!r} was loaded with other bytes than were saved: it was {kinds}")
         shards = [each.tensor for each in x.local_shards()] if isinstance(x, ShardedTensor) else [x]
         if any(isinstance(each, torch.Tensor) and each.is_meta for each in shards):
             raise CheckpointError(
@@ -338,6 +357,8 @@ def _merged(value: Any, loaded: Any) -> Any:
     if is_config(loaded):
         return of_type(value, loaded)
     if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        if wraps(value) or wraps(loaded):  # copy_ would round
+            return loaded if loaded.device == value.device else loaded.to(value.device)
         if value.shape == loaded.shape and value.dtype == loaded.dtype:
             with torch.no_grad():
                 return value.copy_(loaded)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -72,7 +73,7 @@ def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
             metadata: torch_metadata.Metadata = _Unpickler(file).load()
         places = metadata.storage_data.items()
         results = [ArchiveResult(each, info.length, _located(folder, info)) for each, info in places]
-        content = tables(metadata, [results], metadata.state_dict_metadata)
+        content = tables(metadata, [results], _pickled(metadata))
         sizes = {name: os.stat(name).st_size for name in content["files"]}
         files = CheckpointFiles(path, Index({**content, "state": {}}, sizes))
         state: dict[str, Any] = {}
@@ -117,6 +118,19 @@ def _with_all(saved: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, A
     known = {param for group in saved["param_groups"] for param in group["params"]}
     own = {key: each for key, each in state.items() if key not in known}
     return {**value, **saved, "state": {**saved["state"], **own}}
+
+
+def _pickled(metadata: torch_metadata.Metadata) -> set[str]:
+    """Return the names of objects, and of tensors whose archives are too short for the elements: these wrap others."""
+    lengths: Counter[str] = Counter()
+    for index, info in metadata.storage_data.items():
+        lengths[index.fqn] += info.length
+    return {
+        name
+        for name, entry in metadata.state_dict_metadata.items()
+        if not isinstance(entry, torch_metadata.TensorStorageMetadata)
+        or lengths[name] <= entry.size.numel() * entry.properties.dtype.itemsize
+    }
 
 
 class _Unpickler(pickle.Unpickler):

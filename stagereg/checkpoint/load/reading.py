@@ -33,10 +33,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import stagereg.checkpoint.format.encoding as encoding
 import stagereg.checkpoint.format.pickled as pickled
+import stagereg.checkpoint.format.split_tensors as split_tensors
+import stagereg.checkpoint.load.subclasses as subclasses
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import PLAIN, REPLICATED, Leaf, without_gc
 from stagereg.checkpoint.format.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, Stored
 from stagereg.checkpoint.format.manifest import Checkpoint
+from stagereg.checkpoint.format.wrappers import name_of, wraps
+from stagereg.checkpoint.load.subclasses import Whole
 from stagereg.checkpoint.storage.dcp import TorchDcpStorage
 from stagereg.checkpoint.storage.envelope import MAP_NORESERVE
 from stagereg.checkpoint.storage.files import FileStorage
@@ -121,6 +125,9 @@ class CheckpointFiles(ExitStack):
         transfer = Transfer(self.file)
         elsewhere: dict[str, Any] = {}
         for leaf in leaves:
+            if (wholes := subclasses.wholes_of(leaf)) is not None:
+                transfer.wholes += wholes
+                continue
             if leaf.stored.dtype is not None:
                 leaf.value = _memory_for(leaf)
             if leaf.stored.chunks is None:
@@ -149,7 +156,8 @@ class CheckpointFiles(ExitStack):
         [chunk] = stored.chunks
         file = self.file(chunk.file)
         unaligned = chunk.offset % stored.dtype.itemsize != 0
-        if not isinstance(file, File) or not file.local or not chunk.length or chunk.layout == ARCHIVE or unaligned:
+        as_torch = isinstance(chunk.layout, str)
+        if not isinstance(file, File) or not file.local or not chunk.length or as_torch or unaligned:
             return None
         if chunk.offset + chunk.length > len(file.mapping):
             raise OSError(f"{chunk.file} ends at byte {len(file.mapping)}")
@@ -271,13 +279,20 @@ def _memory_for(leaf: Leaf) -> torch.Tensor:
             torch.autograd.graph.increment_version(leaf.live)
         return leaf.live
     dtype = leaf.dtype or leaf.stored.dtype
-    live = leaf.live if isinstance(leaf.live, DTensor) and leaf.placed != PLAIN else None
-    if live is not None and leaf.placed is None and live.shape == leaf.stored.shape:
-        return torch.empty_like(live, dtype=dtype)
+    live = leaf.live
+    if split_tensors.is_split(live) and leaf.stored.shape == split_tensors.shape_of(live):
+        split = cast("torch.Tensor", live)
+        return split_tensors.carry(split, split.detach().to(dtype, copy=True))  # with the padding
+    sharded = live if isinstance(live, DTensor) and leaf.placed != PLAIN else None
+    if sharded is not None and leaf.placed is None and sharded.shape == leaf.stored.shape:
+        if wraps(sharded):
+            local = torch.empty(sharded._local_tensor.shape, dtype=dtype, device="cpu")
+            return subclasses.dtensor_like(sharded, local)
+        return torch.empty_like(sharded, dtype=dtype)
     is_replicated = leaf.placed == REPLICATED  # otherwise Adafactor's rows and columns are
-    if live is not None and (is_replicated or len(leaf.stored.shape) == live.ndim > 1):
-        whole, mesh = torch.empty(leaf.stored.shape, dtype=dtype), live.device_mesh
-        return DTensor.from_local(whole.to(live.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    if sharded is not None and (is_replicated or len(leaf.stored.shape) == sharded.ndim > 1):
+        whole, mesh = torch.empty(leaf.stored.shape, dtype=dtype, device="cpu"), sharded.device_mesh
+        return DTensor.from_local(whole.to(sharded.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
     if strides := leaf.strides or _strides_of(leaf.stored):
         return torch.empty_strided(leaf.stored.shape, strides, dtype=dtype, device="cpu")
     return torch.empty(leaf.stored.shape, dtype=dtype)
@@ -295,6 +310,9 @@ def _local_parts(x: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tenso
         for shard in x.local_shards():
             yield tuple(shard.metadata.shard_offsets), shard.tensor.detach()
         return
+    if split_tensors.is_split(x):
+        yield from ((tuple(start), data) for start, data in split_tensors.parts_of(x) if data.numel())
+        return
     if not isinstance(x, DTensor):
         if x.numel():
             yield (0,) * x.ndim, x.detach()
@@ -311,15 +329,6 @@ class _Move(NamedTuple):
     offset: int
     length: int
     address: int
-
-
-class Whole(NamedTuple):
-    """Bytes of a file that are needed together, and what takes them."""
-
-    file: str
-    offset: int
-    length: int
-    take: Callable[[bytearray], None]
 
 
 class Transfer:
@@ -398,6 +407,8 @@ def _copy(
         stored = pickled.load(name, data)
         if not isinstance(stored, torch.Tensor) or stored.shape != chunk.shape or stored.dtype != dtype:
             raise CheckpointError(f"{name!r:.100} has another shape or dtype in its file than was said.")
+        if wraps(stored):
+            raise CheckpointError(f"{name!r:.100} is a {name_of(stored)}, which is no dense tensor.")
     else:
         stored = _elements_of(torch.frombuffer(data, dtype=torch.uint8), chunk, dtype)
     with torch.no_grad():

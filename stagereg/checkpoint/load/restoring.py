@@ -412,6 +412,8 @@ class _Loading:
         own = [name for name in state if name not in self._found]
         if (fresh := [name for name in own if name in self._asked.fresh]) and ranks.rank == 0:
             _log.warning("%s has nothing for %s: begun from scratch.", self._chosen.path, ", ".join(fresh))
+        for name in (each for each in state if each in self._found):
+            placing.expect_forms(state, name, self._found[name])
         try:
             if not self._once:
                 self.transfer.run()

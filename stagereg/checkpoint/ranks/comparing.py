@@ -16,11 +16,14 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+import stagereg.checkpoint.format.split_tensors as split_tensors
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import walk
+from stagereg.checkpoint.format.wrappers import form_of, inner_tensors, wraps
 from stagereg.checkpoint.state.entries import TensorKind, local_part
 from stagereg.errors import DisagreementError, name_ranks
 from stagereg.kernel.memory import view_of
@@ -90,31 +93,43 @@ def contents(
 ) -> dict[Kind, EntryContents]:
     """Return what this rank has of the entries of a staged copy, without ``buffers`` and what is no dense tensor.
 
-    A tensor whose name ends like a buffer's, as in a moving average of the module's state, counts as a buffer.
-    ``objects`` that JSON cannot carry are compared under a name of their own, as empty tensors with a checksum.
+    A tensor whose name ends like a buffer's, as in a moving average of the module's state, counts as a buffer. What is
+    never shared out is compared under a name of its own, as pieces without bytes: ``objects`` that JSON cannot carry,
+    tensors of subclasses, and parts of tensors that declare themselves to be such (:mod:`.split_tensors`).
     """
     found: dict[Kind, EntryContents] = {}
     first: dict[tuple[Kind, int, torch.Size], int] = {}
     for name, value in copied.items():
         for path, x in walk(value, name):
             dotted = ".".join(map(str, path))
-            if dotted in objects:
-                others = found.setdefault((_OBJECTS, True), EntryContents([], []))
-                nothing = torch.Size([0])
-                piece = HeldTensor(path, Part(nothing, nothing), nothing, torch.uint8, 0, len(others.pieces))
-                others.pieces.append(piece)
-                others.checksums.append(_checksum_of_object(x))
+            if not isinstance(x, torch.Tensor):
+                if dotted in objects:
+                    others = found.setdefault((_OBJECTS, True), EntryContents([], []))
+                    nothing = torch.Size([0])
+                    piece = HeldTensor(path, Part(nothing, nothing), nothing, torch.uint8, 0, len(others.pieces))
+                    others.pieces.append(piece)
+                    others.checksums.append(_checksum_of_object(x))
                 continue
-            part = _part(x) if isinstance(x, torch.Tensor) else None
-            if part is None or _ends_like_one(dotted, buffers):
+            if _ends_like_one(dotted, buffers):
+                continue
+            if split_tensors.is_split(x):
+                others = found.setdefault((_OBJECTS, True), EntryContents([], []))
+                for start, data in split_tensors.parts_of(x):
+                    place = Part(start, split_tensors.shape_of(x))
+                    others.pieces.append(HeldTensor(path, place, data.shape, x.dtype, 0, len(others.pieces)))
+                    others.checksums.append(_checksum(data))
+                continue
+            if (part := _part(x)) is None:
                 continue
             local = local_part(x).detach()
-            parts = _parts_of(x)
-            kind = name, parts == 1
+            is_shared = type(local) in (torch.Tensor, torch.nn.Parameter)
+            parts = _parts_of(x) if is_shared else 1
+            kind = (name if is_shared else _OBJECTS), parts == 1
             pieces, checksums = found.setdefault(kind, EntryContents([], []))
-            at = len(pieces)
-            tied = first.setdefault((kind, local.data_ptr(), local.shape), at) if local.numel() else at
-            nbytes = part.whole.numel() * local.dtype.itemsize // parts
+            at = tied = len(pieces)
+            if local.numel() and is_shared:
+                tied = first.setdefault((kind, local.data_ptr(), local.shape), at)
+            nbytes = part.whole.numel() * local.dtype.itemsize // parts if is_shared else 0
             pieces.append(HeldTensor(path, part, local.shape, local.dtype, nbytes, tied))
             checksums.append(_checksum(x))
     return found
@@ -139,8 +154,11 @@ def _text(x: Any) -> str:
 
 
 def _checksum(x: torch.Tensor) -> int:
-    local = local_part(x).detach()
-    return crc32(view_of(local.cpu().contiguous())) if local.numel() else 0
+    crc = crc32(form_of(x).encode()) if wraps(x) else 0
+    for each in inner_tensors(x):
+        plain = each.detach().as_subclass(torch.Tensor)
+        crc = crc32(view_of(plain.cpu().contiguous()), crc) if plain.numel() else crc
+    return crc
 
 
 def digest(what: object) -> bytes:
@@ -149,11 +167,13 @@ def digest(what: object) -> bytes:
 
 
 def _part(x: torch.Tensor) -> Part | None:
-    """Return where in the whole this rank's part of a tensor lies; ``None`` if it is not one dense part."""
+    """Return where in the whole this rank's part of a tensor lies; ``None`` if it is not one part with bytes."""
     if isinstance(x, DTensor):
         chunks = x.__create_chunk_list__()
         return Part(chunks[0].offsets, x.shape) if len(chunks) == 1 else None
-    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided and not x.is_quantized
+    if isinstance(x, ShardedTensor):  # which answers nothing else
+        return None
+    plain = x.layout is torch.strided and not x.is_quantized and not x.is_nested
     return Part(torch.Size([0] * x.ndim), x.shape) if plain else None
 
 

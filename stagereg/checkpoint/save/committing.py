@@ -34,15 +34,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 import stagereg.checkpoint.state.rng as rng
 import stagereg.record as record
 from stagereg.checkpoint.format.encoding import walk
-from stagereg.checkpoint.format.index import make_index, tables
+from stagereg.checkpoint.format.index import expect_readable, make_index, tables
 from stagereg.checkpoint.format.manifest import FileMark
+from stagereg.checkpoint.format.wrappers import inner_tensors
 from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, compare, content_digests, double, expect_alike
 from stagereg.checkpoint.ranks.merging import Asked, EntryDigests, Merging, RankEntries, Sent, groups_in
 from stagereg.checkpoint.ranks.shares import DOUBLES, SAMPLES, ShareBook, Shares, cut, shares
 from stagereg.checkpoint.save.backward import short_turns, wait_for_backward
 from stagereg.checkpoint.save.pending_save import PendingSave
 from stagereg.checkpoint.save.state_planner import from_numbers, join_plans, name_for_each, numbered, split_plan
-from stagereg.checkpoint.state.entries import local_part, rng_name
+from stagereg.checkpoint.state.entries import rng_name
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.retry import within
 from stagereg.errors import CheckpointError, DisagreementError, NotSavedInTimeError, name_ranks
@@ -363,7 +364,10 @@ class _Work:
             to.finish(metadata, results)
         own = to.marks(self._path, self._results)
         files = {name: mark for marks, _ in written for name, mark in marks.items()} | own
-        to.commit(save.step, self._path, files, make_index(to.last.described, state))
+        index = make_index(to.last.described, state)
+        sizes = {name: mark.bytes for name, mark in files.items()}
+        to.last.readable = expect_readable(index, to.last.described, state, sizes, to.last.readable)
+        to.commit(save.step, self._path, files, index)
         to.last.entries = self._merging.entries
         return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each for each, _ in written[1:])]]
 
@@ -425,4 +429,4 @@ def _parts(x: Any) -> list[torch.Tensor]:
     """Return what this rank has of a tensor."""
     if isinstance(x, ShardedTensor):
         return [shard.tensor for shard in x.local_shards()]
-    return [local_part(x)] if isinstance(x, torch.Tensor) else []
+    return [*inner_tensors(x)] if isinstance(x, torch.Tensor) else []

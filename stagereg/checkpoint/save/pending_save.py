@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 import stagereg.record as record
 from stagereg.checkpoint.format.encoding import Encoded
-from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult
+from stagereg.checkpoint.format.index import INDEX, ArchiveResult, Readable, TensorResult
 from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
 from stagereg.checkpoint.ranks.merging import Structures
 from stagereg.checkpoint.ranks.rank_group import RankGroup
@@ -53,6 +53,7 @@ class LastSave:
         self.entries: Structures = {}  # on rank 0: those that ranks had
         self.finished = b""  # on rank 0: what the storage's ``finish_again`` needs
         self.described = ""  # on rank 0: the tensors in the index
+        self.readable = Readable()  # on rank 0: the index, as far as it is known that the reader accepts it
 
     def forget_sent(self) -> None:
         """Send everything in the next save: this one has failed."""

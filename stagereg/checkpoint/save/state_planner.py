@@ -31,9 +31,12 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+import stagereg.checkpoint.format.split_tensors as split_tensors
 from stagereg.checkpoint.format.encoding import walk, without_gc
 from stagereg.checkpoint.format.index import overlap
+from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.checkpoint.ranks.comparing import Part
+from stagereg.checkpoint.state.entries import local_part
 from stagereg.errors import CheckpointError, DisagreementError
 
 
@@ -86,8 +89,12 @@ class StatePlanner(DefaultSavePlanner):
                 if (part := self.parts[name]) is not None:
                     items.append(_shard(name, x, part))
                 continue
-            data = alike.get(kind) or alike.setdefault(kind, _write_data(x))
-            item_type = WriteItemType.TENSOR if type(x) is torch.Tensor else WriteItemType.SHARD
+            if split_tensors.is_split(x):
+                whole, parts = split_tensors.shape_of(x), split_tensors.parts_of(x)
+                items += [_shard(name, data, Part(start, whole)) for start, data in parts]
+                continue
+            data = alike.get(kind) or alike.setdefault(kind, _write_data(name, x))
+            item_type = WriteItemType.SHARD if isinstance(x, DTensor) else WriteItemType.TENSOR
             items.append(WriteItem(MetadataIndex(name, data.chunk.offsets), item_type, tensor_data=data))
         items += create_default_local_save_plan(others, self.is_coordinator).items
         plan = SavePlan(items, planner_data=self.mappings)
@@ -142,8 +149,12 @@ class StatePlanner(DefaultSavePlanner):
         """Return what an item stands for. Plain values that are as before are not pickled anew."""
         name = write_item.index.fqn
         value = self.state_dict.get(name)
+        if split_tensors.is_split(value):
+            return next(data for start, data in split_tensors.parts_of(value) if start == write_item.index.offset)
         if type(value) is torch.Tensor:
             return value
+        if isinstance(value, torch.Tensor) and wraps(value):
+            return local_part(value)
         try:
             shown = marshal.dumps(value, 2)  # equal for exactly the same plain data
         except ValueError:
@@ -166,21 +177,34 @@ def _expect_whole(name: str, tensor: TensorStorageMetadata) -> None:
 
 
 def _kind(x: Any) -> object:
-    """Return what is planned alike: a tuple for a tensor or this rank's dense part of a ``DTensor``, else one that
-    equals no other, or ``None`` for what is no tensor."""
+    """Return what is planned alike: a tuple for a tensor, dense or one that wraps others, and for this rank's part of a
+    ``DTensor`` of these, else one that equals no other, or ``None`` for what is no tensor."""
+    if split_tensors.is_split(x):
+        return x.dtype, x.shape, split_tensors.layout_of(x)
     if type(x) is torch.Tensor:
         return x.dtype, x.shape, x.requires_grad, x.layout
-    if type(x) is DTensor and type(x._local_tensor) is torch.Tensor and x.device_mesh.get_coordinate() is not None:
-        return x.dtype, x.shape, x.requires_grad, x.layout, x.device_mesh, x.placements
+    wrapper = wraps(x)
+    if type(x) is DTensor and (wrapper or type(x._local_tensor) is torch.Tensor):
+        if x.device_mesh.get_coordinate() is not None:
+            return x.dtype, x.shape, x.requires_grad, x.layout, x.device_mesh, x.placements, wrapper
+    elif wrapper:
+        return x.dtype, x.shape, x.requires_grad, x.layout, wrapper
     return object() if isinstance(x, (torch.Tensor, ShardedTensor)) or hasattr(x, "__create_write_items__") else None
 
 
-def _write_data(x: torch.Tensor) -> TensorWriteData:
-    if not isinstance(x, DTensor):
-        chunk = ChunkStorageMetadata(torch.Size([0] * x.dim()), x.shape)
-        return TensorWriteData(chunk, TensorProperties.create_from_tensor(x), x.shape)
-    [chunk] = x.__create_chunk_list__()
-    return TensorWriteData(chunk, TensorProperties.create_from_tensor(x.to_local()), x.shape)
+def _write_data(name: str, x: torch.Tensor) -> TensorWriteData:
+    if isinstance(x, DTensor):
+        [chunk], local = x.__create_chunk_list__(), local_part(x)
+    else:
+        chunk, local = ChunkStorageMetadata(torch.Size([0] * x.dim()), x.shape), x
+    if local.shape != chunk.sizes:
+        have, wanted = [*local.shape], [*chunk.sizes]
+        raise CheckpointError(f"{name!r} has {have} on this rank, and {wanted} would be its part of {[*x.shape]}.")
+    if wraps(local):  # not every subclass answers what torch asks
+        properties = TensorProperties(dtype=local.dtype, requires_grad=local.requires_grad)
+    else:
+        properties = TensorProperties.create_from_tensor(local)
+    return TensorWriteData(chunk, properties, x.shape)
 
 
 def _shard(name: str, x: torch.Tensor, part: Part) -> WriteItem:

@@ -23,8 +23,9 @@ import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.format.encoding import walk
+from stagereg.checkpoint.format.split_tensors import carry
+from stagereg.checkpoint.format.wrappers import inner_tensors
 from stagereg.checkpoint.ranks.comparing import digest
-from stagereg.checkpoint.state.entries import local_part
 from stagereg.checkpoint.state.generators import generator_state
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.data import LoadsEveryRank, is_position
@@ -195,8 +196,8 @@ class _Seen:
         if not all(isinstance(x, torch.Tensor) and not x.is_inference() for _, x in walk(self.modules)):
             self.unfit = "a module has something else than plain tensors in its state"
             return
-        buffers, nbytes = {local_part(x).data_ptr() for x in self._buffers()}, 0
-        for x in (local_part(x) for _, x in found):
+        buffers, nbytes = {inner.data_ptr() for each in self._buffers() for inner in inner_tensors(each)}, 0
+        for x in (inner for _, each in found for inner in inner_tensors(each)):
             is_small = x.data_ptr() in buffers and x.nbytes <= _SMALL_BYTES and nbytes + x.nbytes <= _COPIED_BYTES
             nbytes += is_small * x.nbytes
             (self.small if is_small else self.watched).append(x)
@@ -211,7 +212,7 @@ class _Seen:
 
     def _find_addresses(self) -> list[int]:
         params = [x for group in self.groups for x in group["params"]]
-        return [local_part(x).data_ptr() for x in (*params, *self._buffers())]
+        return [each.data_ptr() for x in (*params, *self._buffers()) for each in inner_tensors(x)]
 
 
 def _optimizers(objects: Mapping[str, Any]) -> list[Optimizer]:
@@ -251,7 +252,7 @@ def _noted(value: Any) -> Any:
     if type(value) in (dict, list):
         return copy.copy(value) if len(value) <= _ITEMS else value
     if type(value) is torch.Tensor:
-        return value.detach().clone() if value.nbytes <= _SMALL_BYTES else value
+        return carry(value, value.detach().clone()) if value.nbytes <= _SMALL_BYTES else value
     if isinstance(value, entries.PerRank):
         noted = _noted(value.value)
         return noted if isinstance(noted, entries.PerRank) else entries.PerRank(noted)

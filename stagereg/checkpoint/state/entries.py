@@ -9,7 +9,7 @@ Entries under ``stagereg.`` hold the step, the number of ranks and each rank's r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -20,6 +20,8 @@ import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 import stagereg.checkpoint.state.rng as rng
+from stagereg.checkpoint.format.split_tensors import shape_of
+from stagereg.checkpoint.format.wrappers import inner_tensors, wraps
 from stagereg.checkpoint.state.generators import generator_state
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import is_position, is_stateful
@@ -165,7 +167,7 @@ class TensorKind(NamedTuple):
     @classmethod
     def of(cls, x: Any) -> TensorKind:
         """Return that of a tensor, or of one that is stored."""
-        return cls(x.dtype, x.shape)
+        return cls(x.dtype, shape_of(x))
 
     def fits(self, other: TensorKind, cast: bool) -> bool:
         """Whether they are the same, or with ``cast`` of one shape and both of floating point."""
@@ -181,9 +183,13 @@ def memory_of(x: Any) -> object:
     if isinstance(x, ShardedTensor):  # of FSDP1, which copies
         return id(x)
     x = local_part(x)
+    if wraps(x):
+        return next(map(memory_of, inner_tensors(x)), id(x))
     return x.untyped_storage().data_ptr() if x.layout is torch.strided and not x.is_nested else id(x)
 
 
 def local_part(x: Any) -> torch.Tensor:
     """Return this rank's part of a tensor."""
-    return x.to_local() if isinstance(x, DTensor) else x
+    if not isinstance(x, DTensor):
+        return cast("torch.Tensor", x)
+    return x._local_tensor if wraps(x) else x.to_local()  # which asks a subclass for a view

@@ -22,6 +22,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from stagereg.checkpoint.format.split_tensors import carry, is_split
 from stagereg.errors import CheckpointError
 
 _PARALLEL = (DataParallel, DistributedDataParallel)
@@ -141,6 +142,10 @@ def _state(module: torch.nn.Module) -> dict[str, Any]:
     if has_flat_parameters([module]):
         return get_model_state_dict(module)
     state: dict[str, Any] = module.state_dict()
+    if _has_split_parameters(module):
+        for name, param in module.named_parameters(remove_duplicate=False):
+            if isinstance(state.get(name), torch.Tensor):  # which torch 2.13 leaves without the attributes
+                carry(param, state[name])
     if not any(map(_MAY_BE_WRAPPED.search, state)):
         return state
     names = [plain_name(module, key) for key in state]
@@ -150,6 +155,16 @@ def _state(module: torch.nn.Module) -> dict[str, Any]:
         raise CheckpointError(f"Two values of the module are called {twice!r} once wrappers are left out.")
     _set_versions(plain, {plain_name(module, path): each for path, each in _versions(state).items()})
     return plain
+
+
+def _has_split_parameters(module: torch.nn.Module) -> bool:
+    left = [module]  # not modules(), which makes names
+    while left:
+        each = left.pop()
+        if any(map(is_split, each._parameters.values())):
+            return True
+        left += [inner for inner in each._modules.values() if inner is not None]
+    return False
 
 
 def load(modules: Sequence[torch.nn.Module], loaded: Mapping[str, Any]) -> None:

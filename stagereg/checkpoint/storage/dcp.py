@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from stagereg.checkpoint.format.encoding import without_gc
 from stagereg.checkpoint.format.index import ArchiveResult, TensorResult
+from stagereg.checkpoint.format.wrappers import owning, wraps
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.envelope import Envelope, envelope
 from stagereg.checkpoint.storage.files import FileStorage, StrPath, write_archive
@@ -110,6 +111,8 @@ def _write_item(file: AlignedFile, name: str, item: WriteItem, data: Any) -> Wri
     """Write an item that does not lie in memory as it will in the file."""
     if not isinstance(data, torch.Tensor):
         return write_archive(file, name, item, data)
+    if wraps(data):
+        return write_archive(file, name, item, owning(data))
     x = data.detach().resolve_conj().resolve_neg()
     around = envelope(x)
     if around is not None:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.checkpoint.storage.dcp import DcpStorage, result_of, write_tensor
 from stagereg.checkpoint.storage.envelope import Envelope, envelope
 
@@ -73,4 +74,6 @@ class DoubledStorage(DcpStorage):
 
 
 def _around(x: object) -> Envelope | None:
-    return envelope(x.detach().resolve_conj().resolve_neg()) if isinstance(x, torch.Tensor) else None
+    if not isinstance(x, torch.Tensor) or wraps(x):
+        return None
+    return envelope(x.detach().resolve_conj().resolve_neg())

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
 from stagereg.checkpoint.format.encoding import without_gc
+from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.checkpoint.storage.envelope import Envelope, envelope
 from stagereg.kernel.memory import Padding, padding_around
 from stagereg.kernel.transfer import Batch
@@ -96,7 +97,9 @@ class Image:
         written: dict[int, Envelope] = {}
         for item in items:
             data = planner.resolve_data(item) if item.type is not WriteItemType.BYTE_IO else None
-            x = data.detach().resolve_conj().resolve_neg() if isinstance(data, torch.Tensor) else None
+            x = None
+            if isinstance(data, torch.Tensor) and not wraps(data):
+                x = data.detach().resolve_conj().resolve_neg()
             around = None if x is None else envelope(x)
             padding = None if x is None else padding_around(x)
             if x is None or around is None or padding is None or not _fits(padding, around):

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from stagereg.checkpoint.format.index import TensorResult
+from stagereg.checkpoint.format.wrappers import name_of, wraps
 from stagereg.checkpoint.storage.files import FileStorage, StrPath, write_archive
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.kernel.memory import view_of
@@ -152,6 +153,9 @@ class SafetensorsReader(FileSystemReader):
 def _dense(name: str, x: object) -> torch.Tensor:
     """Return a tensor as the format has it: in host memory, row-major."""
     assert isinstance(x, torch.Tensor)
+    if wraps(x):
+        why = f"it is a {name_of(x)}, which wraps other tensors; use storage=dcp."
+        raise CheckpointError(f"safetensors cannot hold {name!r}: {why}")
     if x.layout is not torch.strided:
         raise CheckpointError(f"safetensors cannot hold {name!r}: it is {x.layout}, not dense.")
     return x.detach().cpu().resolve_conj().resolve_neg().contiguous()

@@ -13,14 +13,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import stagereg.checkpoint.store.conditions as conditions
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import WHOLE, Condition, Found, damage_of, differences
-from stagereg.checkpoint.format.manifest import LATEST, Checkpoint, FileMark, Manifest, step_name
+from stagereg.checkpoint.format.manifest import LATEST, Checkpoint, FileMark, Manifest, now, step_name
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.keep import Keep, KeepRule
@@ -203,7 +202,8 @@ class CheckpointStore:
                 f"{self.root} has a checkpoint that another run has committed while this run had it. Two runs must not "
                 "write there; end one of them."
             )
-        manifest = dataclasses.replace(manifest, serial=1 + last, time=int(time.time()))
+        manifest = dataclasses.replace(manifest, serial=1 + last, time=now())
+        manifest.expect_readable(written)
         there = conditions.sizes(self.backend, written, manifest.files)
         lost = Condition(written, manifest, differences(manifest, there))
         if lost.damages:

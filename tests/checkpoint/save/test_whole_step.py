@@ -14,6 +14,8 @@ from stagereg.checkpoint.save.whole_step import WholeStep
 from stagereg.checkpoint.state.entries import per_rank
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import ResumableSampler
+from stagereg.errors import CheckpointError
+from tests.support.subclasses import codes
 
 
 class Trained:
@@ -38,6 +40,19 @@ class Trained:
 
     def taken(self) -> dict[str, Any]:
         return self.whole.take(0, 1)
+
+
+def test_a_write_into_what_a_tensor_wraps_is_found() -> None:
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight]["moment"] = moment = codes(3, 2)
+    state = {"model": model, "optimizer": optimizer}
+    whole = WholeStep(ParameterNames())
+    whole.note(1, state)
+    assert whole.hold() == ""
+    moment.scale.add_(1)
+    with pytest.raises(CheckpointError):
+        whole.expect_unchanged()
 
 
 def test_what_is_taken_is_what_it_was_as_the_step_ended() -> None:

@@ -1,0 +1,84 @@
+"""Plain tensors that declare themselves to be parts of a larger one, torch 2.14's ``CheckpointableTensor``.
+
+Four attributes are the whole protocol: ``global_shape`` of the larger tensor, and of each part where it begins there
+(``global_offsets``) and in the tensor that has the attributes (``local_offsets``), and its shape (``local_sizes``).
+Elements of that tensor that are in no part are padding. The protocol is read from the attributes, with any torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from stagereg.errors import CheckpointError
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NAMES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+class LocalPart(NamedTuple):
+    """A part that a tensor has of a larger one."""
+
+    start: torch.Size  # where it begins there
+    data: torch.Tensor  # a view of the tensor
+
+
+def is_split(x: Any) -> bool:
+    """Whether it is a tensor with the attributes."""
+    if type(x) in _PLAIN:
+        attributes = x.__dict__
+        return bool(attributes) and all(name in attributes for name in _NAMES)
+    return isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and all(hasattr(x, name) for name in _NAMES)
+
+
+def shape_of(x: Any) -> torch.Size:
+    """Return the shape of a tensor, of a part that of the larger one."""
+    return torch.Size(x.global_shape) if is_split(x) else x.shape
+
+
+def layout_of(x: Any) -> tuple[Any, ...]:
+    """Return the attributes as values to compare."""
+    lists = (x.global_offsets, x.local_offsets, x.local_sizes)
+    return (tuple(x.global_shape), *(tuple(map(tuple, each)) for each in lists))
+
+
+def parts_of(x: Any) -> Iterator[LocalPart]:
+    """Yield the parts of a tensor with the attributes, but for empty ones of what is not empty as a whole."""
+    empty = not torch.Size(x.global_shape).numel()
+    for start, at, shape in zip(x.global_offsets, x.local_offsets, x.local_sizes, strict=True):
+        data = x.detach()
+        for dim, (begin, size) in enumerate(zip(at, shape, strict=True)):
+            data = data if size == data.shape[dim] else data.narrow(dim, begin, size)
+        if data.numel() or empty:
+            yield LocalPart(torch.Size(start), data)
+
+
+def carry(source: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """Give a copy of a tensor its attributes, if it has them, and return the copy."""
+    if is_split(source):
+        for name in _NAMES:
+            setattr(copy, name, getattr(source, name))
+    return copy
+
+
+def expect_valid(name: str, x: Any) -> None:
+    """Raise ``CheckpointError`` if the attributes of the tensor called ``name`` do not fit it, or each other."""
+    try:
+        whole, starts, places, shapes = layout_of(x)
+        boxes = [(starts, whole), (places, tuple(x.shape))]
+        fits = len(starts) == len(places) == len(shapes) and all(
+            len(begin) == len(shape) == len(limit)
+            and all(b >= 0 and n >= 0 and b + n <= m for b, n, m in zip(begin, shape, limit, strict=True))
+            for begins, limit in boxes
+            for begin, shape in zip(begins, shapes, strict=True)
+        )
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise CheckpointError(
+            f"{name!r} cannot be saved: its attributes {', '.join(_NAMES)} do not fit its shape, or each other. Each "
+            "part needs an offset in both tensors and a shape, and lies within them."
+        )

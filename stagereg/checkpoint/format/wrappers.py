@@ -1,0 +1,87 @@
+"""Tensor subclasses that wrap other tensors and have no storage of their own, such as quantized weights of torchao.
+
+Such a tensor has a dtype and a shape that it stands for, and the bytes are in its inner tensors, which
+``__tensor_flatten__`` names; these may wrap others again. To read elements of it, or to copy it into a tensor of that
+dtype, would round: whoever saves or compares it takes the inner tensors. A ``DTensor`` is what its local tensor is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from stagereg.kernel.state_dict import flatten, has_storage
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def wraps(x: Any) -> bool:
+    """Whether it is a tensor of a subclass that has no storage of its own."""
+    if type(x) in _PLAIN or not isinstance(x, torch.Tensor):
+        return False
+    if isinstance(x, DTensor):
+        return wraps(x._local_tensor)
+    if isinstance(x, ShardedTensor) or is_lazy(x):
+        return False
+    return x.layout is torch.strided and (is_traceable_wrapper_subclass(x) or not has_storage(x))
+
+
+def inner_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors with storage that a tensor is made of; itself if it wraps none.
+
+    Of one that does not name its inner tensors, and cannot be staged either, yield nothing.
+    """
+    x = x._local_tensor if isinstance(x, DTensor) else x
+    if not wraps(x):
+        yield x
+    elif is_traceable_wrapper_subclass(x):
+        for name in x.__tensor_flatten__()[0]:
+            yield from inner_tensors(getattr(x, name))
+
+
+def form_of(x: torch.Tensor) -> str:
+    """Return all but the bytes of a tensor as text: its class, and dtypes and shapes of it and its inner tensors."""
+    x = x._local_tensor if isinstance(x, DTensor) else x
+    kind = f"{x.dtype} {[*x.shape]}"
+    if not is_traceable_wrapper_subclass(x):
+        return kind if x.layout is torch.strided and not x.is_quantized else f"{kind} {x.layout}"
+    names, context = x.__tensor_flatten__()
+    inner = ", ".join(f"{name}: {form_of(getattr(x, name))}" for name in names)
+    return f"{name_of(x)} {kind} {_ADDRESS.sub('', repr(context))} ({inner})"
+
+
+def name_of(x: torch.Tensor) -> str:
+    """Return the dotted name of the class of a tensor, or of the local tensor of a ``DTensor``."""
+    kind = type(x._local_tensor if isinstance(x, DTensor) else x)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are of one form, and their inner tensors have the same bytes."""
+    return form_of(one) == form_of(other) and all(map(_same, inner_tensors(one), inner_tensors(other)))
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    mine, theirs = (x.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for x in (one, other))
+    return torch.equal(mine, theirs)
+
+
+def cloned(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose inner tensors are copies in host memory, each with a storage of just its elements."""
+    spec = flatten(x)
+    copy: torch.Tensor = spec.unflatten([each.detach().cpu().clone() for each in spec.tensors])
+    return copy
+
+
+def owning(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose inner tensors lie in host memory, in storages without anything else; itself if they do."""
+    own = all(each.is_cpu and each.untyped_storage().nbytes() == each.nbytes for each in inner_tensors(x))
+    return x if own else cloned(x)

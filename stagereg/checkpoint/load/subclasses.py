@@ -1,0 +1,132 @@
+"""Reads tensors that wrap others (:mod:`stagereg.checkpoint.format.wrappers`) back as what they were, bit for bit.
+
+A rank's part of such a tensor is one archive, so as many ranks, split as before, take theirs as it is. Split otherwise,
+parts are copied into a copy of the tensor that the program has there, as torch does it, where the subclass has rows
+that can be written; nothing else can tell how to put its inner tensors together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+import stagereg.checkpoint.format.pickled as pickled
+from stagereg.checkpoint.format.encoding import Leaf
+from stagereg.checkpoint.format.index import SUBCLASS, Chunk
+from stagereg.checkpoint.format.wrappers import cloned, same_bits, wraps
+from stagereg.errors import CheckpointError, reason
+
+
+class Whole(NamedTuple):
+    """Bytes of a file that are needed together, and the function that takes them."""
+
+    file: str
+    offset: int
+    length: int
+    take: Callable[[bytearray], None]
+
+
+def wholes_of(leaf: Leaf) -> list[Whole] | None:
+    """Return what has to be read for a leaf; ``None`` if this rank wants nothing of a subclass.
+
+    Raises:
+        CheckpointError: the tensor was split otherwise, and parts of it cannot be put together.
+    """
+    if not leaf.stored.is_subclass:
+        return None
+    start, shape = _wanted(leaf)
+    parts = [chunk for chunk in leaf.stored.chunks if _overlap(chunk, start, shape)]
+    own = [chunk for chunk in parts if (chunk.start, chunk.shape) == (start, shape)]
+    if not parts or (own and own[0].layout != SUBCLASS):
+        return None
+    if own:
+        file, offset, length, *_ = own[0]
+        return [Whole(file, offset, length, partial(_take, leaf, own[0]))]
+    return _wholes_of_parts(leaf, start, parts)
+
+
+def dtensor_like(live: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a ``DTensor`` that is split as another one is, over this rank's part."""
+    mesh, places, shape, stride = live.device_mesh, live.placements, live.shape, live.stride()
+    return DTensor.from_local(local, mesh, places, run_check=False, shape=shape, stride=stride)
+
+
+def _wanted(leaf: Leaf) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where in the whole this rank's part begins, and its shape."""
+    if isinstance(leaf.live, DTensor) and leaf.live.shape == leaf.stored.shape:
+        [chunk] = leaf.live.__create_chunk_list__()
+        return tuple(chunk.offsets), tuple(chunk.sizes)
+    return (0,) * len(leaf.stored.shape), tuple(leaf.stored.shape)
+
+
+def _overlap(chunk: Chunk, start: Sequence[int], shape: Sequence[int]) -> bool:
+    each = zip(chunk.start, chunk.shape, start, shape, strict=True)
+    return all(a < b + m and b < a + n for a, n, b, m in each)
+
+
+def _take(leaf: Leaf, chunk: Chunk, data: bytearray) -> None:
+    leaf.value = _load(leaf, chunk, data)
+    if isinstance(leaf.live, DTensor) and leaf.live.shape == leaf.stored.shape:
+        try:
+            leaf.value = dtensor_like(leaf.live, leaf.value)
+        except Exception as error:  # of the subclass, which torch asks for a view
+            raise CheckpointError(f"{leaf.name!r:.100} cannot be in a DTensor: {reason(error)}") from error
+
+
+def _load(leaf: Leaf, chunk: Chunk, data: bytearray) -> torch.Tensor:
+    part = pickled.load(leaf.name, data)
+    if not isinstance(part, torch.Tensor) or part.shape != chunk.shape or part.dtype != leaf.stored.dtype:
+        raise CheckpointError(f"{leaf.name!r:.100} has another shape or dtype in its file than was said.")
+    return part
+
+
+def _wholes_of_parts(leaf: Leaf, start: Sequence[int], parts: Sequence[Chunk]) -> list[Whole]:
+    live = leaf.live
+    local = live._local_tensor if isinstance(live, DTensor) else live
+    refusal = (
+        f"{leaf.name!r:.100} is a tensor of a subclass, saved in {len(leaf.stored.chunks)} parts, and split otherwise "
+        "here. Restore it on as many ranks, split in the same way"
+    )
+    if local is None or not wraps(local) or any(chunk.layout != SUBCLASS for chunk in parts):
+        raise CheckpointError(f"{refusal}.")
+    try:
+        copy = cloned(local)
+        with torch.no_grad():
+            targets = [_common(copy, start, chunk.start, chunk.shape) for chunk in parts]
+            for target in targets:
+                target.copy_(target)
+    except Exception as error:
+        raise CheckpointError(f"{refusal}: parts of it cannot be written ({reason(error)}).") from error
+    leaf.value = dtensor_like(live, copy) if isinstance(live, DTensor) else copy
+    copied: list[tuple[Chunk, torch.Tensor]] = []
+
+    def take(chunk: Chunk, target: torch.Tensor, data: bytearray) -> None:
+        try:
+            with torch.no_grad():
+                source = _common(_load(leaf, chunk, data), chunk.start, start, local.shape)
+                target.copy_(source)
+                copied.append((chunk, source))
+                # Slices may be copies, and parts may share an inner tensor, such as one scale for all of it.
+                same = len(copied) < len(parts) or all(
+                    same_bits(_common(copy, start, each.start, each.shape), part) for each, part in copied
+                )
+        except Exception as error:
+            raise CheckpointError(f"{refusal}: parts of it cannot be copied ({reason(error)}).") from error
+        if not same:
+            raise CheckpointError(f"{refusal}: a copy of its parts has other bytes.")
+
+    each = zip(parts, targets, strict=True)
+    return [Whole(chunk.file, chunk.offset, chunk.length, partial(take, chunk, to)) for chunk, to in each]
+
+
+def _common(x: torch.Tensor, start: Sequence[int], other: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """Return what a part that begins at ``start`` has in common with one of a ``shape`` at ``other``, as a view."""
+    for dim, (a, b, m) in enumerate(zip(start, other, shape, strict=True)):
+        low, high = max(a, b), min(a + x.shape[dim], b + m)
+        if high - low < x.shape[dim]:
+            x = x.narrow(dim, low - a, high - low)
+    return x

@@ -1,0 +1,151 @@
+"""Nothing is committed that the reader would refuse: the save fails instead, and the checkpoint before it stays."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stagereg
+import stagereg.checkpoint.format.manifest as manifest
+import stagereg.checkpoint.save.committing as committing
+from stagereg.checkpoint.format.encoding import Encoded, encode
+from stagereg.checkpoint.format.index import Index, Readable, expect_readable
+from stagereg.checkpoint.format.manifest import FileMark, Manifest
+from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.errors import CheckpointError
+from tests.support.states import build
+
+
+def save(root: Path, step: int, **more: Any) -> None:
+    state = more.pop("state", {"x": torch.full((3,), float(step))})
+    with stagereg.Checkpointer(str(root), every=1, stager=build("blocking"), resume="auto", **more) as checkpointer:
+        checkpointer.restore({})
+        checkpointer.save(step, state)
+
+
+def restored(root: Path) -> float:
+    state = {"x": torch.zeros(3)}
+    with stagereg.Checkpointer(str(root), every=1, resume="auto") as checkpointer:
+        checkpointer.restore(state)
+    return float(state["x"][0])
+
+
+class Shifted(DcpStorage):
+    """Reports that all tensors lie behind the end of their file."""
+
+    def write_files(self, rank: int, items: Any, planner: Any) -> list[Any]:
+        results = super().write_files(rank, items, planner)
+        return [dataclasses.replace(x, content=x.content + (1 << 30)) if hasattr(x, "content") else x for x in results]
+
+
+def test_an_index_that_does_not_fit_the_files_is_not_committed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="lie outside of their file"):
+        save(tmp_path, 2, storage=Shifted())
+    assert restored(tmp_path) == 1
+
+
+def test_a_tier_gets_no_such_index_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tables = committing.tables
+
+    def shifted(*args: Any) -> dict[str, Any]:
+        found = tables(*args)
+        found["tensors"]["x"][2][0][1] += 1 << 30
+        return found
+
+    monkeypatch.setattr(committing, "tables", shifted)
+
+    def run() -> None:
+        tier = stagereg.build("tier", "disk", dir=str(tmp_path / "tier"), every=1)
+        with stagereg.Checkpointer(str(tmp_path / "store"), every=10, tier=tier, stager=build("blocking")) as each:
+            each.maybe_save(1, {"x": torch.ones(3)})
+
+    with pytest.raises(CheckpointError, match="lie outside of their file"):  # the last step, which goes to the store
+        run()
+    assert "lie outside of their file" in caplog.text
+    assert not [*(tmp_path / "tier").rglob("index.json")]
+
+
+@given(st.integers(190, 210), st.sampled_from(["list", "dict", "tensor", "tuple"]))
+@settings(max_examples=12, deadline=None)
+def test_deep_nesting_comes_back_or_is_refused_by_name(
+    tmp_path_factory: pytest.TempPathFactory, depth: int, kind: str
+) -> None:
+    root = tmp_path_factory.mktemp("deep")
+    value: Any = torch.ones(1) if kind == "tensor" else 7
+    for _ in range(depth):
+        value = {"a": value} if kind == "dict" else (value,) if kind == "tuple" else [value]
+    with contextlib.ExitStack() as stack:
+        if depth > 200:  # of a tensor that is the way to it, else the value itself
+            stack.enter_context(pytest.raises(CheckpointError, match="deep"))
+        save(root, 1, state={"deep": value})
+    if depth > 200:
+        assert not [*root.glob("step-*")]
+        return
+    with stagereg.open_checkpoint(root) as checkpoint:
+        assert repr(checkpoint.entry("deep")) == repr(value)
+
+
+@pytest.mark.parametrize("time", [-1_900_000_000.0, float(1 << 40)])
+def test_a_clock_far_from_now_makes_no_checkpoint_unreadable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, time: float
+) -> None:
+    save(tmp_path, 1)
+    monkeypatch.setattr(manifest.time, "time", lambda: time)
+    save(tmp_path, 2, keep=1)
+    assert restored(tmp_path) == 2
+    assert [each.name for each in tmp_path.glob("step-*")] == ["step-00000002"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"files": {"x" * 256: FileMark(1, 1)}},
+        {"files": {"a\nb": FileMark(1, 1)}},
+        {"step": 1 << 63},
+        {"time": -1},
+        {"metrics": {"m" * 300: 1.0}},
+        {"lost": {"1": ["n" * 300]}},
+        {"lost": {"9" * 5000: []}},
+    ],
+    ids=lambda wrong: str(wrong)[:30],
+)
+def test_a_manifest_that_would_be_refused_is_found_before_it_is_written(wrong: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="its manifest would be refused"):
+        Manifest(**{"step": 1, "world_size": 1, "serial": 1, "files": {}, **wrong}).expect_readable("there")
+
+
+def tables(*names: str) -> str:
+    found = {name: ["float32", [2], [[0, 8 * i, 8]]] for i, name in enumerate(names)}
+    return json.dumps({"format": 1, "files": ["f"], "tensors": found, "objects": {}})
+
+
+def check(own: str, state: dict[str, Encoded], before: Readable) -> Readable:
+    texts = ", ".join(f"{json.dumps(name)}: {encoded.text}" for name, encoded in state.items())
+    return expect_readable(f'{own[:-1]}, "state": {{{texts}}}}}'.encode(), own, state, {"f": 16}, before)
+
+
+def test_an_index_is_read_again_only_where_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"m": encode({"a": torch.ones(2)}, "m"), "n": encode(1, "n")}
+    known = check(tables("m.a"), state, Readable())
+    loads: list[object] = []
+    monkeypatch.setattr(Index, "loads", lambda *args: loads.append(args))
+    known = check(tables("m.a"), state | {"n": encode(2, "n")}, known)
+    assert not loads
+    with pytest.raises(CheckpointError, match=r"'n'.*too deeply"):
+        check(tables("m.a"), state | {"n": Encoded("[" * 300 + "]" * 300, [])}, known)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"'m\.a' lies"):
+        check(tables("b"), state, known)
+    with pytest.raises(CheckpointError, match="lie outside"):
+        check(tables("m.a", "b", "c"), state, known)
