@@ -23,6 +23,7 @@ import torch
 
 from stagereg.errors import StagingError
 from stagereg.kernel.copier import HostCopier, PendingCopy, naming, no_collection
+from stagereg.kernel.forks import RenewedInChild
 from stagereg.kernel.layout import ALIGNMENT, Layout, Signature, plan_layout, signature, tensors_over
 from stagereg.kernel.memory import BlockRef, Lease, Pool, register_padding
 from stagereg.kernel.state_dict import span_of
@@ -97,6 +98,7 @@ class DeltaCopier(HostCopier):
         self._signature: Signature = []
         self._treatments: list[Treatment] = []
         self._groups: list[_Group] = []
+        _copiers.add(self)
 
     def copy(self, state: Any) -> Any:
         """As :meth:`.HostCopier.copy`.
@@ -200,6 +202,9 @@ class DeltaCopier(HostCopier):
                 found[id(group)] = ref, base
                 base += group.nbytes
         return found
+
+
+_copiers = RenewedInChild(DeltaCopier.forget)  # a forked child does not share the copies of its parent
 
 
 # -- groups

@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from stagereg.errors import StagingError
 from stagereg.kernel.copier import HostCopier, PendingCopy
+from stagereg.kernel.forks import RenewedInChild
 from stagereg.kernel.layout import Layout, Region
 from stagereg.kernel.memory import Pool
 from stagereg.kernel.state_dict import path_to
@@ -74,7 +75,8 @@ class OverlappedStager(HostStager):
         self._verify = verify
         self._copies = _Copies()
         self._guard = WriteGuard(self._copies.finish_before_write)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{COPY_THREADS}-deferred")
+        self._renew()
+        _stagers.add(self)
         self._split: CopySplit | None = None
         self._split_of: tuple[Layout, dict[tuple[int, int], int], set[int]] | None = None
 
@@ -126,6 +128,11 @@ class OverlappedStager(HostStager):
         super().close()
         self._copies.raise_unseen()
 
+    def _renew(self) -> None:
+        """Give up the copies that are not complete, and the thread, which a forked child does not have."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{COPY_THREADS}-deferred")
+        self._copies.give_up()
+
     def _begin(self, pending: PendingCopy) -> DeferredCopy:
         """Copy what cannot wait, and return the rest as work to be done."""
         split, engine = self._split_for(pending), self._copier.engine
@@ -150,6 +157,9 @@ class OverlappedStager(HostStager):
             self._split = CopySplit(pending.layout, may_defer, self._worth_deferring)
             self._split_of = (pending.layout, owned, inference)
         return self._split
+
+
+_stagers = RenewedInChild(OverlappedStager._renew)
 
 
 def _lies_in(x: torch.Tensor, owned: Mapping[tuple[int, int], int], starts: Sequence[tuple[int, int]]) -> bool:
@@ -233,6 +243,13 @@ class _Copies:
             self._failed.append(future)
             future.set_exception(error)
         self.drop(copy)
+
+    def give_up(self) -> None:
+        """Fail the futures of a parent's copies in a forked child, where no thread completes them."""
+        for future in self._running.values():
+            _CopyFuture.__init__(future)  # a thread of the parent may have had its locks
+            future.set_exception(StagingError([], "the copy was not complete when this process was forked"))
+        self._running, self._failed = {}, deque()
 
     def finish_before_write(self) -> None:
         """Return when no copy needs the sources any more."""
