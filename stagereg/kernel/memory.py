@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from stagereg.errors import StagerClosedError, StagingError
-from stagereg.kernel.forks import PrivateMemory, RenewedInChild, private_memory
+from stagereg.forks import PrivateMemory, RenewedInChild, private_memory
 
 log = logging.getLogger("stagereg")
 

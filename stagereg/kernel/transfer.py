@@ -23,7 +23,7 @@ import torch
 
 import stagereg.kernel.compiled as compiled
 from stagereg.errors import StagingError
-from stagereg.kernel.forks import RenewedInChild
+from stagereg.forks import RenewedInChild
 
 COPY_THREADS = "stagereg-copy"  # how the names of copying threads begin
 

@@ -22,8 +22,8 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from stagereg.errors import StagingError
+from stagereg.forks import RenewedInChild
 from stagereg.kernel.copier import HostCopier, PendingCopy, naming, no_collection
-from stagereg.kernel.forks import RenewedInChild
 from stagereg.kernel.layout import ALIGNMENT, Layout, Signature, plan_layout, signature, tensors_over
 from stagereg.kernel.memory import BlockRef, Lease, Pool, register_padding
 from stagereg.kernel.state_dict import span_of

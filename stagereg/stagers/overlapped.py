@@ -14,8 +14,8 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stagereg.errors import StagingError
+from stagereg.forks import RenewedInChild
 from stagereg.kernel.copier import HostCopier, PendingCopy
-from stagereg.kernel.forks import RenewedInChild
 from stagereg.kernel.layout import Layout, Region
 from stagereg.kernel.memory import Pool
 from stagereg.kernel.state_dict import path_to
