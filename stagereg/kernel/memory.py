@@ -92,7 +92,7 @@ class Block:
                 return
             if code := int(torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, _FOR_ALL_DEVICES)):
                 with contextlib.suppress(RuntimeError):  # clears the error; otherwise torch raises it at a later kernel
-                    torch.zeros(1, device="cuda")
+                    torch.zeros(1, dtype=torch.uint8, device="cuda")
                 raise RuntimeError(f"CUDA error {code}")
             owner = os.getpid(), torch.cuda.current_device()
             weakref.finalize(self._memory, _unlock, *owner, self.address).atexit = False

@@ -318,6 +318,6 @@ def _same_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def _bytes_of(x: torch.Tensor) -> torch.Tensor:
     # Not contiguous(): a single element may be contiguous whatever its strides, and then keeps them.
-    flat = torch.empty(x.numel(), dtype=x.dtype)
+    flat = torch.empty(x.numel(), dtype=x.dtype, device="cpu")
     flat.view(x.shape).copy_(x)
     return flat.view(torch.uint8)

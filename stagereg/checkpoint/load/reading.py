@@ -273,9 +273,9 @@ def _memory_for(leaf: Leaf) -> torch.Tensor:
     if isinstance(leaf.live, DTensor) and leaf.live.shape == leaf.stored.shape:
         return torch.empty_like(leaf.live, dtype=dtype)
     if isinstance(leaf.live, DTensor) and len(leaf.stored.shape) == leaf.live.ndim > 1:  # Adafactor's rows and columns
-        whole, mesh = torch.empty(leaf.stored.shape, dtype=dtype), leaf.live.device_mesh
+        whole, mesh = torch.empty(leaf.stored.shape, dtype=dtype, device="cpu"), leaf.live.device_mesh
         return DTensor.from_local(whole.to(leaf.live.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return torch.empty(leaf.stored.shape, dtype=dtype)
+    return torch.empty(leaf.stored.shape, dtype=dtype, device="cpu")
 
 
 def _local_parts(x: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
