@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import walk
-from stagereg.checkpoint.state.entries import TensorKind, local_part
+from stagereg.checkpoint.state.entries import TensorKind, chunks_of, local_part
 from stagereg.errors import DisagreementError, name_ranks
 from stagereg.kernel.memory import view_of
 
@@ -105,7 +105,7 @@ def contents(
                 others.pieces.append(piece)
                 others.checksums.append(_checksum_of_object(x))
                 continue
-            part = _part(x) if isinstance(x, torch.Tensor) else None
+            part = _part(x, dotted) if isinstance(x, torch.Tensor) else None
             if part is None or _ends_like_one(dotted, buffers):
                 continue
             local = local_part(x).detach()
@@ -134,7 +134,7 @@ def _checksum_of_object(value: Any) -> int:
 
 def _text(x: Any) -> str:
     if isinstance(x, torch.Tensor):
-        return f"{x.dtype} {x.shape} {_checksum(x) if _part(x) else 0}"
+        return f"{x.dtype} {x.shape} {_checksum(x) if _part(x, 'a tensor of an object') else 0}"
     return repr(sorted(map(repr, x))) if isinstance(x, (set, frozenset)) else repr(x)  # each process has its own order
 
 
@@ -148,10 +148,10 @@ def digest(what: object) -> bytes:
     return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
 
 
-def _part(x: torch.Tensor) -> Part | None:
+def _part(x: torch.Tensor, name: str) -> Part | None:
     """Return where in the whole this rank's part of a tensor lies; ``None`` if it is not one dense part."""
     if isinstance(x, DTensor):
-        chunks = x.__create_chunk_list__()
+        chunks = chunks_of(x, name)
         return Part(chunks[0].offsets, x.shape) if len(chunks) == 1 else None
     plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided and not x.is_quantized
     return Part(torch.Size([0] * x.ndim), x.shape) if plain else None

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from stagereg.checkpoint.format.encoding import walk, without_gc
 from stagereg.checkpoint.format.index import overlap
 from stagereg.checkpoint.ranks.comparing import Part
+from stagereg.checkpoint.state.entries import chunks_of
 from stagereg.errors import CheckpointError, DisagreementError
 
 
@@ -86,7 +87,7 @@ class StatePlanner(DefaultSavePlanner):
                 if (part := self.parts[name]) is not None:
                     items.append(_shard(name, x, part))
                 continue
-            data = alike.get(kind) or alike.setdefault(kind, _write_data(x))
+            data = alike.get(kind) or alike.setdefault(kind, _write_data(x, name))
             item_type = WriteItemType.TENSOR if type(x) is torch.Tensor else WriteItemType.SHARD
             items.append(WriteItem(MetadataIndex(name, data.chunk.offsets), item_type, tensor_data=data))
         items += create_default_local_save_plan(others, self.is_coordinator).items
@@ -175,11 +176,11 @@ def _kind(x: Any) -> object:
     return object() if isinstance(x, (torch.Tensor, ShardedTensor)) or hasattr(x, "__create_write_items__") else None
 
 
-def _write_data(x: torch.Tensor) -> TensorWriteData:
+def _write_data(x: torch.Tensor, name: str) -> TensorWriteData:
     if not isinstance(x, DTensor):
         chunk = ChunkStorageMetadata(torch.Size([0] * x.dim()), x.shape)
         return TensorWriteData(chunk, TensorProperties.create_from_tensor(x), x.shape)
-    [chunk] = x.__create_chunk_list__()
+    [chunk] = chunks_of(x, name)
     return TensorWriteData(chunk, TensorProperties.create_from_tensor(x.to_local()), x.shape)
 
 

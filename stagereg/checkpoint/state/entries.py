@@ -8,11 +8,13 @@ Entries under ``stagereg.`` hold the step, the number of ranks and each rank's r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 
 import stagereg.checkpoint.state.module_state as module_state
@@ -21,7 +23,7 @@ import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.format.encoding import encode
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import is_position, is_stateful
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, StageregError, reason
 
 RESERVED = "stagereg"
 """What the names of entries of the project begin with, up to a dot."""
@@ -88,8 +90,27 @@ def capture(
                 f"The state has an entry named {name!r}; use text that does not begin with {RESERVED!r}."
             )
         own = isinstance(value, PerRank) or is_position(value)
-        entries[rank_name(name, rank) if own else name] = current_value(state, name, names)
+        with _explaining(state, name):
+            entries[rank_name(name, rank) if own else name] = current_value(state, name, names)
     return entries
+
+
+@contextlib.contextmanager
+def _explaining(state: Mapping[str, Any], name: str) -> Iterator[None]:
+    """Give an error about an entry the name of the entry, and say what is wrong with an optimizer."""
+    try:
+        yield
+    except StageregError:
+        raise
+    except Exception as error:
+        optimizers = optimizer_state.optimizers_of(value_of(state, name))
+        if stale := sum(map(optimizer_state.count_stale, optimizers)):
+            raise CheckpointError(
+                f"'{name}.state' has the state of {stale} parameter{'s' * (stale > 1)} in none of its param_groups, so "
+                f"its state_dict() fails: {reason(error)}. When parameters are replaced or removed, remove their state "
+                "as well: optimizer.state.pop(parameter)."
+            ) from error
+        raise CheckpointError(f"{name!r} cannot be saved: its state_dict() fails: {reason(error)}") from error
 
 
 def value_of(state: Mapping[str, Any], name: str) -> Any:
@@ -167,6 +188,20 @@ def memory_of(x: Any) -> object:
         return id(x)
     x = local_part(x)
     return x.untyped_storage().data_ptr() if x.layout is torch.strided and not x.is_nested else id(x)
+
+
+def chunks_of(x: DTensor, name: str) -> list[ChunkStorageMetadata]:
+    """Return this rank's parts of a tensor.
+
+    Raises:
+        CheckpointError: its placement is partial: each rank has a summand, and none has values to be saved.
+    """
+    if any(placement.is_partial() for placement in x.placements):
+        raise CheckpointError(
+            f"{name!r} cannot be saved: it is a DTensor of placements {x.placements}, so each rank has a summand of it "
+            "alone. Save its sum: x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)."
+        )
+    return x.__create_chunk_list__()
 
 
 def local_part(x: Any) -> torch.Tensor:

@@ -111,6 +111,12 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group[_PARAMS]]
 
 
+def count_stale(optimizer: Optimizer) -> int:
+    """Return how many tensors in none of its groups an optimizer has state for."""
+    known = {id(param) for param in parameters_of(optimizer)}
+    return sum(isinstance(key, torch.Tensor) and id(key) not in known for key in optimizer.state)
+
+
 def is_by_name(saved: Any) -> bool:
     """Whether an entry, or its structure, is the state of an optimizer as :func:`state_of` returns it."""
     return (
