@@ -1,4 +1,4 @@
-"""Saves and restores of programs that set torch's defaults for devices and dtypes; ``meta`` stands for an accelerator."""
+"""Saves and restores under torch's defaults for devices and dtypes; ``meta`` stands for an accelerator."""
 
 from __future__ import annotations
 
