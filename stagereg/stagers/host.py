@@ -15,7 +15,7 @@ class HostStager(AsyncStager):
 
     Not for use from several threads at once.
 
-    A forked child, such as a worker of a ``DataLoader``, may call ``stage``, which then takes memory of the child's own.
+    A forked child, such as a worker of a ``DataLoader``, may call ``stage``, which takes memory of its own.
     The child may read the copies that are held at the fork. It may not if their reader has promised to release them,
     as a ``Checkpointer`` does: reading such a copy ends the child with SIGSEGV.
 
