@@ -45,9 +45,10 @@ STATES = {
 def test_the_first_save_and_the_next_name_the_entry(kind: str, tmp_path: Path) -> None:
     make, text = STATES[kind]
     state = make()
+    checkpointer = Checkpointer(tmp_path, every=1)
     for step in (1, 2):
         with pytest.raises(CheckpointError, match=f"(?s)Step {step} was not saved: .*{text}"):
-            Checkpointer(tmp_path, every=1).save(step, state)
+            checkpointer.save(step, state)
 
 
 def test_the_way_out_of_stale_state_works(tmp_path: Path) -> None:
