@@ -267,10 +267,13 @@ class ResumableSampler(Sampler[int]):
 
     def _order(self, epoch: int) -> torch.Tensor:
         """Return what no earlier number of ranks has consumed of an epoch, in its order."""
-        generator = torch.Generator().manual_seed(self.seed + epoch)
-        order = torch.randperm(self.length, generator=generator) if self.shuffle else torch.arange(self.length)
+        generator = torch.Generator("cpu").manual_seed(self.seed + epoch)
+        if self.shuffle:
+            order = torch.randperm(self.length, generator=generator, dtype=torch.int64, device="cpu")
+        else:
+            order = torch.arange(self.length, dtype=torch.int64, device="cpu")
         for counts in (counts for of, counts in self._dealt if of == epoch):
-            left = torch.ones(len(order), dtype=torch.bool)
+            left = torch.ones(len(order), dtype=torch.bool, device="cpu")
             for rank, consumed in enumerate(counts):
                 left[rank :: len(counts)][:consumed] = False
             order = order[left]

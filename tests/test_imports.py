@@ -26,6 +26,7 @@ LAYERS = [
         "spec",
         "registry",
         "sockets",
+        "forks",
         "data",
     },
     {"kernel"},

@@ -63,7 +63,9 @@ def _close_connections(backend: Any) -> None:
         # A receive from a rank that has aborted earlier fails at once, and leaves the other connections open.
         try:
             source = (backend.rank() + distance) % backend.size()
-            backend.recv([torch.zeros(1)], source, _TAG).wait(timedelta(milliseconds=5))
+            backend.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], source, _TAG).wait(
+                timedelta(milliseconds=5)
+            )
         except Exception as error:
             if is_timeout(error):
                 return

@@ -118,7 +118,7 @@ class Peers:
     def count_active(self) -> int:
         """Without data, on torch's wire: how many ranks begin another step; waits for them, and follows them."""
         self.progress = self.progress._replace(waits=True)
-        total = torch.zeros(1, device=self.wire.device)
+        total = torch.zeros(1, dtype=torch.get_default_dtype(), device=self.wire.device)
         work = dist.all_reduce(total, group=self.group, async_op=True)
         # A wait with a time-out is a look for gloo; backends of accelerators may abort the group after it.
         ready = PendingSum(array("d"), work).ready if total.is_cpu else functools.partial(_wait_for_work, work)

@@ -8,6 +8,10 @@ holds both, and is held by every tensor over it, so a block that a tensor lies i
 If ``max_in_flight`` copies are out, :meth:`Pool.lease` waits for one: at most ``wait_s`` seconds if the reader has
 promised to release its copies (``Pool.readers_release``), at most one second otherwise. After that it goes on with
 fresh memory, and logs so once. From then on, a reader without the promise is not waited for.
+
+A forked child, such as a worker of a ``DataLoader``, does not get the blocks: a write to a page that a child has as
+well would cost a page fault. The exception are copies that are out at the fork and whose reader has not promised to
+release them: the child may read these. A pool that a child has inherited takes blocks of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ import ctypes
 import gc
 import logging
 import math
-import mmap
 import os
 import time
 import weakref
@@ -29,6 +32,7 @@ from typing import Any
 import torch
 
 from stagereg.errors import StagerClosedError, StagingError
+from stagereg.forks import PrivateMemory, RenewedInChild, private_memory
 
 log = logging.getLogger("stagereg")
 
@@ -45,7 +49,9 @@ _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
 
 class Block:
-    """One block of host memory, whole pages; ``threads`` touch the new ones."""
+    """One block of host memory, whole pages; ``threads`` touch the new ones. A forked child does not get it."""
+
+    _private: PrivateMemory | None = None  # the memory, if it can be withheld from a forked child
 
     def __init__(self, nbytes: int, pin: bool, threads: int = 1) -> None:
         self.nbytes = _whole_pages(nbytes)
@@ -69,6 +75,11 @@ class Block:
         """A new view of the whole block. The block lives while any view does."""
         return view_of(self._memory)
 
+    def inherit(self, inherited: bool) -> None:
+        """Choose whether a child that is forked from now on gets the block."""
+        if self._private is not None:
+            self._private.inherit(inherited)
+
     def _lock(self) -> None:
         """Page-lock the memory until it is unmapped.
 
@@ -76,23 +87,25 @@ class Block:
         """
         try:
             if not torch.cuda.is_available():
-                self._memory = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+                self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+                self._private = None
                 return
             if code := int(torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, _FOR_ALL_DEVICES)):
                 with contextlib.suppress(RuntimeError):  # clears the error; otherwise torch raises it at a later kernel
-                    torch.zeros(1, device="cuda")
+                    torch.zeros(1, dtype=torch.uint8, device="cuda")
                 raise RuntimeError(f"CUDA error {code}")
-            weakref.finalize(self._memory, _unlock, torch.cuda.current_device(), self.address).atexit = False
+            owner = os.getpid(), torch.cuda.current_device()
+            weakref.finalize(self._memory, _unlock, *owner, self.address).atexit = False
         except RuntimeError as error:
             log.warning("stagereg: %d bytes could not be page-locked (%s); using pageable memory", self.nbytes, error)
 
     def _map(self) -> torch.Tensor:
         # Private pages: the shared ones that mmap makes by default are slower to get and cannot be huge.
         try:
-            memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._private = private_memory(self.nbytes)
         except (OSError, MemoryError, ValueError, OverflowError) as error:
             raise StagingError([], f"no {self.nbytes / 2**30:.2f} GiB of host memory to be had ({error})") from error
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return torch.frombuffer(self._private, dtype=torch.uint8)
 
     def _touch(self, threads: int) -> None:
         """Have the kernel back the pages now, on several threads, instead of one fault at a time during the copy.
@@ -112,7 +125,9 @@ class Block:
             advise(*first)  # here: a thread cannot be started while another has the kernel back pages
 
 
-def _unlock(device: int, address: int) -> None:
+def _unlock(process: int, device: int, address: int) -> None:
+    if process != os.getpid():  # a forked child, which CUDA does not serve
+        return
     with torch.cuda.device(device):  # the thread may have another one, which this would set up, at a cost in memory
         torch.cuda.cudart().cudaHostUnregister(address)
 
@@ -205,6 +220,8 @@ class Pool:
         self._copies: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
         self._overdrawn = False
         self._closed = False
+        self._in_use: weakref.WeakSet[BlockRef] = weakref.WeakSet()
+        _pools.add(self)
         self._reserve = reserve
         self._reserved: Future[Block] | None = None
         if reserve:
@@ -246,7 +263,8 @@ class Pool:
         else:
             block = self._make(nbytes)
         ref = BlockRef(block)
-        weakref.finalize(ref, _give_back, weakref.ref(self), block).atexit = False
+        self._in_use.add(ref)
+        weakref.finalize(ref, _give_back, weakref.ref(self), block, os.getpid()).atexit = False
         return ref
 
     def release(self, copy: object) -> None:
@@ -270,6 +288,17 @@ class Pool:
         self._closed = True
         self._reserved = None
         self._free.clear()
+
+    def inherit_copies(self, inherited: bool) -> None:
+        """Choose whether a child that is forked now gets the copies that a reader without the promise holds."""
+        if not self.readers_release:
+            for ref in list(self._in_use):
+                ref.block.inherit(inherited)
+
+    def renew(self) -> None:
+        """Forget all blocks and copies: this is a forked child, and they belong to its parent."""
+        self._out, self._copies, self._in_use = weakref.WeakSet(), weakref.WeakValueDictionary(), weakref.WeakSet()
+        self._free, self._reserved = [], None
 
     def _wait(self) -> None:
         gc.collect()  # a copy in a dead reference cycle is held by no reader
@@ -297,11 +326,20 @@ def _whole_pages(nbytes: int) -> int:
     return -(-max(nbytes, 1) // _PAGE) * _PAGE
 
 
-def _give_back(pool: weakref.ref[Pool], block: Block) -> None:
+def _give_back(pool: weakref.ref[Pool], block: Block, process: int) -> None:
     """End the use of a block. Runs wherever the last reference died, in a finalizer: takes no lock."""
     owner = pool()
-    if owner is not None and owner._keep and not owner._closed:
+    if owner is not None and owner._keep and not owner._closed and process == os.getpid():
         owner._free.append(block)
+
+
+def _inherit_copies(inherited: bool) -> None:
+    for pool in _pools:
+        pool.inherit_copies(inherited)
+
+
+_pools = RenewedInChild(Pool.renew)
+os.register_at_fork(before=lambda: _inherit_copies(True), after_in_parent=lambda: _inherit_copies(False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class TorchWire:
 
         When the returned work is done, its tensor holds the number of active ranks.
         """
-        mine = torch.full((1,), float(present), device=self.device)
+        mine = torch.full((1,), float(present), dtype=torch.get_default_dtype(), device=self.device)
         work = dist.all_reduce(mine, group=self.group, async_op=True)
         assert work is not None
         return work
@@ -44,6 +44,6 @@ class TorchWire:
             raise UnevenInputsError(PEER_EXHAUSTED if rank is None else f"Rank {rank} exhausted all inputs.", rank)
 
     def _sum(self, mine: float) -> float:
-        total = torch.full((1,), mine, device=self.device)
+        total = torch.full((1,), mine, dtype=torch.get_default_dtype(), device=self.device)
         dist.all_reduce(total, group=self.group)
         return total.item()

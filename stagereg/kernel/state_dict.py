@@ -391,7 +391,7 @@ class _PlainSpec(TreeSpec):
         self._root = self._copy(state)
 
     def release_sources(self) -> None:
-        self.unflatten([torch.Tensor()] * len(self.tensors))  # in their places
+        self.unflatten([torch.empty(0, dtype=torch.uint8, device="cpu")] * len(self.tensors))  # in their places
         super().release_sources()
 
     def unflatten(self, staged: Sequence[torch.Tensor]) -> Any:

@@ -23,6 +23,7 @@ import torch
 
 import stagereg.kernel.compiled as compiled
 from stagereg.errors import StagingError
+from stagereg.forks import RenewedInChild
 
 COPY_THREADS = "stagereg-copy"  # how the names of copying threads begin
 
@@ -45,7 +46,12 @@ class CopyEngine:
         if threads < 1:
             raise StagingError([], f"stager.threads must be at least 1, not {threads}")
         self.threads = threads
-        self._workers = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix=COPY_THREADS)  # started when needed
+        self.renew()
+        _engines.add(self)
+
+    def renew(self) -> None:
+        """Forget all threads and streams, which a forked child does not have."""
+        self._workers = ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix=COPY_THREADS)
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def run(self, base: int, pieces: Sequence[_Piece], held: object = None) -> CopyTask:
@@ -81,6 +87,9 @@ class CopyEngine:
         """End the threads. Closing twice is harmless."""
         self._streams.clear()
         self._workers.shutdown(wait=True)
+
+
+_engines = RenewedInChild(CopyEngine.renew)
 
 
 class CopyTask:

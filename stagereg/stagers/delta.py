@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from stagereg.errors import StagingError
+from stagereg.forks import RenewedInChild
 from stagereg.kernel.copier import HostCopier, PendingCopy, naming, no_collection
 from stagereg.kernel.layout import ALIGNMENT, Layout, Signature, plan_layout, signature, tensors_over
 from stagereg.kernel.memory import BlockRef, Lease, Pool, register_padding
@@ -97,6 +98,7 @@ class DeltaCopier(HostCopier):
         self._signature: Signature = []
         self._treatments: list[Treatment] = []
         self._groups: list[_Group] = []
+        _copiers.add(self)
 
     def copy(self, state: Any) -> Any:
         """As :meth:`.HostCopier.copy`.
@@ -200,6 +202,9 @@ class DeltaCopier(HostCopier):
                 found[id(group)] = ref, base
                 base += group.nbytes
         return found
+
+
+_copiers = RenewedInChild(DeltaCopier.forget)  # a forked child does not share the copies of its parent
 
 
 # -- groups
@@ -313,6 +318,6 @@ def _same_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def _bytes_of(x: torch.Tensor) -> torch.Tensor:
     # Not contiguous(): a single element may be contiguous whatever its strides, and then keeps them.
-    flat = torch.empty(x.numel(), dtype=x.dtype)
+    flat = torch.empty(x.numel(), dtype=x.dtype, device="cpu")
     flat.view(x.shape).copy_(x)
     return flat.view(torch.uint8)

@@ -15,6 +15,10 @@ class HostStager(AsyncStager):
 
     Not for use from several threads at once.
 
+    A forked child, such as a worker of a ``DataLoader``, may call ``stage``, which takes memory of its own.
+    The child may read the copies that are held at the fork. It may not if their reader has promised to release them,
+    as a ``Checkpointer`` does: reading such a copy ends the child with SIGSEGV.
+
     Args:
         copier: what copies. The others are options that subclasses have in common, explained here for all of them.
         max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim.optimizer import Optimizer
 
+from stagereg.forks import RenewedInChild
 from stagereg.kernel.copier import HostCopier, PendingCopy
 from stagereg.kernel.layout import Layout, Region
 from stagereg.kernel.memory import Pool
@@ -91,7 +92,8 @@ class OverlappedStager(HostStager):
         self._guard = WriteGuard(self._copies.finish_before_write)
         self._storages = StorageGuard(self._copies.finish_before_free)
         self._observer = StepObserver()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{COPY_THREADS}-deferred")
+        self._renew()
+        _stagers.add(self)
         self._split: tuple[_SplitFor, CopySplit] | None = None
         self._all_at_once = False  # in the next ``stage``
 
@@ -166,6 +168,11 @@ class OverlappedStager(HostStager):
         super().close()
         self._copies.raise_unseen()
 
+    def _renew(self) -> None:
+        """Give up the copies that are not complete, and the thread, which a forked child does not have."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{COPY_THREADS}-deferred")
+        self._copies.give_up()
+
     def _begin(self, pending: PendingCopy) -> DeferredCopy:
         """Copy what cannot wait, and return the rest as work to be done."""
         split, engine = self._split_for(pending), self._copier.engine
@@ -201,6 +208,9 @@ class OverlappedStager(HostStager):
 
         self._split = given, CopySplit(pending.layout, may_defer, self._worth_deferring)
         return self._split[1]
+
+
+_stagers = RenewedInChild(OverlappedStager._renew)
 
 
 @dataclass

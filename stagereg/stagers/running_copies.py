@@ -152,6 +152,13 @@ class RunningCopies:
         taken = [self._touched.popleft() for _ in range(len(self._touched))]
         return [place for places, _ in taken for place in places], any(failed for _, failed in taken)
 
+    def give_up(self) -> None:
+        """Fail the futures of a parent's copies in a forked child, where no thread completes them."""
+        for copy, future in self._running.items():
+            CopyFuture.__init__(future, copy)  # a thread of the parent may have had its locks
+            future.fail(StagingError([], "the copy was not complete when this process was forked"))
+        self._running, self._failed = {}, deque()
+
     def finish_before_write(self) -> None:
         """Return when no copy needs the sources any more, and confirm those copies."""
         for copy in list(self._running):

@@ -104,7 +104,7 @@ def _detach(fd: int) -> None:
 
 def _map(path: str, nbytes: int) -> torch.Tensor:
     # Not Python's mmap, which keeps a second descriptor open, and with it the lock of a reader.
-    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
 
 
 class SharedBlock(Block):

@@ -220,7 +220,8 @@ class _Play:
             with join:
                 self._in_join = True
                 if self._what.iterates:
-                    for x in join.iterate([torch.tensor([value], dtype=torch.float64) for value in values]):
+                    batches = [torch.tensor([value], dtype=torch.float64, device="cpu") for value in values]
+                    for x in join.iterate(batches):
                         if len(x):
                             self._contract.step(subject, x.item())
                 else:

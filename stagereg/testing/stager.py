@@ -99,7 +99,7 @@ class StagerContract(StagerFidelity):
 
         def train() -> None:
             optimizer.zero_grad()
-            model(torch.randn(4, 8, device=self.device)).sum().backward()
+            model(torch.randn(4, 8, dtype=torch.get_default_dtype(), device=self.device)).sum().backward()
             optimizer.step()
 
         for step in range(3):
@@ -169,7 +169,7 @@ class StagerContract(StagerFidelity):
         self.close()
         gc.collect(1)
         # Would land in memory that was freed too early.
-        fresh = [torch.full((2**16,), 9.0) for _ in range(4)]
+        fresh = [torch.full((2**16,), 9.0, dtype=torch.float32, device="cpu") for _ in range(4)]
         self.agree(copied, noted, "after another stager was used, and both were closed")
         del fresh
 
@@ -253,7 +253,7 @@ class StagerContract(StagerFidelity):
 
     def test_what_cannot_be_staged_is_named(self) -> None:
         """A value that cannot be staged is a StageregError with its path; nothing is left out in silence."""
-        bad: dict[str, Any] = {"lock": threading.Lock(), "meta": torch.empty(3, device="meta")}
+        bad: dict[str, Any] = {"lock": threading.Lock(), "meta": torch.empty(3, dtype=torch.float32, device="meta")}
         for name, value in bad.items():
             state = {"model": {"layers": [self.ones(2), {name: value}]}, "ok": self.ones(3)}
             error = self._error_of(self.opened(), state)

@@ -154,6 +154,8 @@ def _odd_values(name: str) -> Tensor:
     """Eight values of a dtype, two of bool: with zeros of both signs, and NaN where it has more than eight bits."""
     dtype: torch.dtype = getattr(torch, name)
     if dtype.is_floating_point or dtype.is_complex:
-        values = torch.tensor([0.0, -0.0, 1.5, -3.0, float("nan"), 0.1, 100.0, -7.0])
+        odd = [0.0, -0.0, 1.5, -3.0, float("nan"), 0.1, 100.0, -7.0]
+        values = torch.tensor(odd, dtype=torch.float32, device="cpu")
         return values.to(dtype) if dtype.itemsize > 1 else values.nan_to_num().to(dtype)
-    return torch.arange(2 if dtype is torch.bool else 8 * dtype.itemsize, dtype=torch.uint8).view(dtype)
+    count = 2 if dtype is torch.bool else 8 * dtype.itemsize
+    return torch.arange(count, dtype=torch.uint8, device="cpu").view(dtype)

@@ -288,7 +288,7 @@ class FakeCuda:
         del self.locked[address]
         self.unlocked_on.append(self.current_device())
 
-    def zeros(self, size: int, device: str) -> None:
+    def zeros(self, size: int, dtype: torch.dtype, device: str) -> None:
         if self.pending:
             self.pending = 0
             raise RuntimeError("CUDA error")

@@ -295,7 +295,7 @@ def _memory_for(leaf: Leaf) -> torch.Tensor:
         return DTensor.from_local(whole.to(sharded.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
     if strides := leaf.strides or _strides_of(leaf.stored):
         return torch.empty_strided(leaf.stored.shape, strides, dtype=dtype, device="cpu")
-    return torch.empty(leaf.stored.shape, dtype=dtype)
+    return torch.empty(leaf.stored.shape, dtype=dtype, device="cpu")
 
 
 def _strides_of(stored: Stored) -> tuple[int, ...] | None:

@@ -112,8 +112,9 @@ class SharedRead:
             self._agree_on_pieces()
         self._failure: Exception | None = None
         self._parts: list[_MarkedBytes] = []
-        self._read = torch.empty(min(self._size, total), dtype=torch.uint8)
-        self._received = torch.empty(0 if ranks.size == 1 else len(self._read), dtype=torch.uint8)
+        self._read = torch.empty(min(self._size, total), dtype=torch.uint8, device="cpu")
+        received = 0 if ranks.size == 1 else len(self._read)
+        self._received = torch.empty(received, dtype=torch.uint8, device="cpu")
         self._threads = files.enter_context(ThreadPoolExecutor(_FETCHES, thread_name_prefix="stagereg-read"))
         mine = range(ranks.rank, len(self._pieces), ranks.size)
         self._own = iter([number for number in mine if self._is_read(number)])
@@ -155,7 +156,7 @@ class SharedRead:
         """Find out how each piece is passed on, and what the other ranks want of those that this one reads."""
         size, rank = self._ranks.size, self._ranks.rank
         ranges = {number: self._ranges(number) for number in self._wants}
-        wanted = torch.zeros(len(self._pieces), dtype=torch.int64)
+        wanted = torch.zeros(len(self._pieces), dtype=torch.int64, device="cpu")
         for number, each in ranges.items():
             wanted[number] = sum(high - low for low, high in each)
         if size > 1:

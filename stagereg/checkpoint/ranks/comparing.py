@@ -24,7 +24,7 @@ import stagereg.checkpoint.format.split_tensors as split_tensors
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.format.wrappers import form_of, inner_tensors, wraps
-from stagereg.checkpoint.state.entries import TensorKind, local_part
+from stagereg.checkpoint.state.entries import TensorKind, chunks_of, local_part
 from stagereg.errors import DisagreementError, name_ranks
 from stagereg.kernel.memory import view_of
 
@@ -119,7 +119,7 @@ def contents(
                     others.pieces.append(HeldTensor(path, place, data.shape, x.dtype, 0, len(others.pieces)))
                     others.checksums.append(_checksum(data))
                 continue
-            if (part := _part(x)) is None:
+            if (part := _part(x, dotted)) is None:
                 continue
             local = local_part(x).detach()
             is_shared = type(local) in (torch.Tensor, torch.nn.Parameter)
@@ -149,7 +149,7 @@ def _checksum_of_object(value: Any) -> int:
 
 def _text(x: Any) -> str:
     if isinstance(x, torch.Tensor):
-        return f"{x.dtype} {x.shape} {_checksum(x) if _part(x) else 0}"
+        return f"{x.dtype} {x.shape} {_checksum(x) if _part(x, 'a tensor of an object') else 0}"
     return repr(sorted(map(repr, x))) if isinstance(x, (set, frozenset)) else repr(x)  # each process has its own order
 
 
@@ -166,10 +166,10 @@ def digest(what: object) -> bytes:
     return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
 
 
-def _part(x: torch.Tensor) -> Part | None:
+def _part(x: torch.Tensor, name: str) -> Part | None:
     """Return where in the whole this rank's part of a tensor lies; ``None`` if it is not one part with bytes."""
     if isinstance(x, DTensor):
-        chunks = x.__create_chunk_list__()
+        chunks = chunks_of(x, name)
         return Part(chunks[0].offsets, x.shape) if len(chunks) == 1 else None
     if isinstance(x, ShardedTensor):  # which answers nothing else
         return None

@@ -198,7 +198,7 @@ class RankGroup:
         Returns a function that waits for them, and raises ``CheckpointError`` if they do not come in the seconds that
         it is given.
         """
-        greatest = torch.tensor(values, dtype=torch.float64)
+        greatest = torch.tensor(values, dtype=torch.float64, device="cpu")
         work = None if self.size == 1 else dist.all_reduce(greatest, dist.ReduceOp.MAX, self.group, async_op=True)
 
         def wait(seconds: float | None = None) -> list[float]:
@@ -269,7 +269,8 @@ class RankGroup:
         for rank in range(self.size):
             try:
                 if rank != self.rank:
-                    dist.isend(torch.empty(1), group=self.group, group_dst=rank, tag=_TAG)
+                    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+                    dist.isend(nothing, group=self.group, group_dst=rank, tag=_TAG)
             except RuntimeError:
                 gone.append(rank)
         if not gone:
@@ -390,7 +391,7 @@ class RankGroup:
     def _receive(self, heads: Sequence[tuple[int, torch.Tensor]]) -> list[bytes]:
         """Return messages, each from its rank, of which the heads have come."""
         begun = [(rank, *_read_head(head)) for rank, head in heads]
-        rests = [torch.empty(length - len(begin), dtype=torch.uint8) for _, begin, length in begun]
+        rests = [torch.empty(length - len(begin), dtype=torch.uint8, device="cpu") for _, begin, length in begun]
         coming = [(rank, x) for (rank, *_), x in zip(begun, rests, strict=True) if len(x)]
         for work in [dist.irecv(x, group=self.group, group_src=rank) for rank, x in coming]:
             cast("dist.Work", work).wait(self.limit)
@@ -400,10 +401,12 @@ class RankGroup:
         """Give each rank the triples that this one has for it, and return those that each has for this. Collective."""
         if self.size == 1:
             return [[*each] for each in numbers]
-        counts = torch.tensor([3 * len(each) for each in numbers])
+        counts = torch.tensor([3 * len(each) for each in numbers], dtype=torch.int64, device="cpu")
         coming = torch.empty_like(counts)
         self.wait(dist.all_to_all_single(coming, counts, group=self.group, async_op=True), self.limit)
-        sent = torch.tensor([triple for each in numbers for triple in each], dtype=torch.int64).flatten()
-        got, sizes = torch.empty(int(coming.sum()), dtype=torch.int64), (coming.tolist(), counts.tolist())
+        triples = [triple for each in numbers for triple in each]
+        sent = torch.tensor(triples, dtype=torch.int64, device="cpu").flatten()
+        got = torch.empty(int(coming.sum()), dtype=torch.int64, device="cpu")
+        sizes = coming.tolist(), counts.tolist()
         self.wait(dist.all_to_all_single(got, sent, *sizes, group=self.group, async_op=True), self.limit)
         return [[(a, b, c) for a, b, c in part.view(-1, 3).tolist()] for part in got.split(coming.tolist())]

@@ -26,7 +26,7 @@ from stagereg.kernel.memory import view_of
 
 _LEAST_BYTES = 1 << 16  # a tensor of fewer is not cut
 _SAMPLED = 16  # tensors, and elements of each
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 SAMPLES = "stagereg.samples"
 """The entry of a staged copy that goes into no checkpoint: elements of what ranks share, to be compared each time."""
 DOUBLES = "stagereg.doubles"

@@ -28,6 +28,7 @@ from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy, Target
 from stagereg.checkpoint.save.retake import Retake
 from stagereg.checkpoint.save.save_thread import SaveThread
+from stagereg.checkpoint.state.looking import only_looks
 from stagereg.checkpoint.state.nested import Spreader, expect_reachable
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.checkpoint.state.stale_numbers import StaleNumbers
@@ -135,14 +136,18 @@ class Saver:
         self._continued = [name for name in entries.positions(state) if isinstance(state[name], LoadsEveryRank)]
         if self._confirms is not None:
             self._confirms.copy_at_once(entries.written_in_forward(state))
-        copies = [name for name, value in state.items() if isinstance(value, Mapping) and value.keys() >= _OPTIMIZER]
-        if copies and not self._warned:
-            self._warned = True
-            _log.warning(_A_COPY, copies[0])
+        self._warn_of_copies(state)
         for name, value in state.items():
             if isinstance(value, Optimizer) and optimizers_of(value) and before.get(name) is not value:
                 value.register_step_post_hook(lambda *_, taken=self._taken, name=name: taken.update([name]))
         return state
+
+    @only_looks
+    def _warn_of_copies(self, state: Mapping[str, Any]) -> None:
+        copies = [name for name, value in state.items() if isinstance(value, Mapping) and value.keys() >= _OPTIMIZER]
+        if copies and not self._warned:
+            self._warned = True
+            _log.warning(_A_COPY, copies[0])
 
     def end_step(self, step: int) -> None:
         """Note the positions in data of a step that may be saved later, when the loop has taken another batch."""
@@ -322,7 +327,7 @@ class Saver:
             if not self._looked:
                 self._looked = True
                 first_save.warn_of_foreign_parameters(self.state, captured)
-                kinds = first_save.kinds_of(self.state, captured, self._cast)
+                kinds = first_save.kinds_of(self.state, captured, self._cast) or {}
                 save.copy.inspect = partial(first_save.warn_of_other_kinds, kinds, self._stager_name)
             if ranks.size > 1:
                 captured = self._share(save, captured)

@@ -36,7 +36,7 @@ from stagereg.checkpoint.format.encoding import walk, without_gc
 from stagereg.checkpoint.format.index import overlap
 from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.checkpoint.ranks.comparing import Part
-from stagereg.checkpoint.state.entries import local_part
+from stagereg.checkpoint.state.entries import chunks_of, local_part
 from stagereg.errors import CheckpointError, DisagreementError
 
 
@@ -194,7 +194,7 @@ def _kind(x: Any) -> object:
 
 def _write_data(name: str, x: torch.Tensor) -> TensorWriteData:
     if isinstance(x, DTensor):
-        [chunk], local = x.__create_chunk_list__(), local_part(x)
+        [chunk], local = chunks_of(x, name), local_part(x)
     else:
         chunk, local = ChunkStorageMetadata(torch.Size([0] * x.dim()), x.shape), x
     if local.shape != chunk.sizes:

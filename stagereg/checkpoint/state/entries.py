@@ -8,11 +8,13 @@ Entries under ``stagereg.`` hold the step, the number of ranks and each rank's r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -25,7 +27,7 @@ from stagereg.checkpoint.format.wrappers import inner_tensors, wraps
 from stagereg.checkpoint.state.generators import generator_state
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import is_position, is_stateful
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, StageregError, reason
 
 RESERVED = "stagereg"
 """What the names of entries of the project begin with, up to a dot."""
@@ -93,10 +95,22 @@ def capture(
                 f"The state has an entry named {name!r}; use text that does not begin with {RESERVED!r}."
             )
         own = isinstance(value, PerRank) or is_position(value)
-        entries[rank_name(name, rank) if own else name] = found = current_value(state, name, names)
+        with _naming(name):
+            entries[rank_name(name, rank) if own else name] = found = current_value(state, name, names)
         if module_state.modules_of(value_of(state, name)):
             _expect_initialized(name, found)
     return entries
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Give an error of an object the name of its entry."""
+    try:
+        yield
+    except StageregError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{name!r} cannot be saved: its state_dict() fails: {reason(error)}") from error
 
 
 def _expect_initialized(name: str, state: Mapping[str, Any]) -> None:
@@ -186,6 +200,20 @@ def memory_of(x: Any) -> object:
     if wraps(x):
         return next(map(memory_of, inner_tensors(x)), id(x))
     return x.untyped_storage().data_ptr() if x.layout is torch.strided and not x.is_nested else id(x)
+
+
+def chunks_of(x: DTensor, name: str) -> list[ChunkStorageMetadata]:
+    """Return this rank's parts of a tensor.
+
+    Raises:
+        CheckpointError: its placement is partial: each rank has a summand, and none has values to be saved.
+    """
+    if any(placement.is_partial() for placement in x.placements):
+        raise CheckpointError(
+            f"{name!r} cannot be saved: it is a DTensor of placements {x.placements}, so each rank has a summand of it "
+            "alone. Save its sum: x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)."
+        )
+    return x.__create_chunk_list__()
 
 
 def local_part(x: Any) -> torch.Tensor:

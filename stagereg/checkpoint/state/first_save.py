@@ -1,7 +1,8 @@
 """What is looked at in the first save of a run, and logged where a resume would not bring the run back.
 
 A stager that changes dtypes or shapes makes checkpoints that the objects refuse, and an optimizer of other parameters
-than those in the state trains what is not saved. Both would be found by the next run only.
+than those in the state trains what is not saved. Both would be found by the next run only. A check that fails is
+skipped.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 from stagereg.checkpoint.format.encoding import leaves
 from stagereg.checkpoint.state.entries import TensorKind, memory_of
+from stagereg.checkpoint.state.looking import only_looks
 from stagereg.data import is_stateful
 from stagereg.errors import listed
 
 _log = logging.getLogger(__name__)
 
 
+@only_looks
 def kinds_of(state: Mapping[str, Any], captured: Mapping[str, Any], cast: bool) -> dict[str, tuple[TensorKind, bool]]:
     """Return of each tensor of an object, by its dotted name, what its copy has to be, and whether dtypes may differ.
 
@@ -36,6 +39,7 @@ def kinds_of(state: Mapping[str, Any], captured: Mapping[str, Any], cast: bool) 
     return found
 
 
+@only_looks
 def warn_of_other_kinds(kinds: Mapping[str, tuple[TensorKind, bool]], stager: str, copy: Mapping[str, Any]) -> None:
     """Log what has another dtype or shape in a copy. Any thread."""
     every = (pair for name, value in copy.items() for pair in leaves(value, name))
@@ -58,6 +62,7 @@ def warn_of_other_kinds(kinds: Mapping[str, tuple[TensorKind, bool]], stager: st
     )
 
 
+@only_looks
 def warn_of_foreign_parameters(state: Mapping[str, Any], captured: Mapping[str, Any]) -> None:
     """Log which optimizers train parameters that are nowhere in the state."""
     optimizers = {name: each for name, value in state.items() if (each := optimizer_state.optimizers_of(value))}

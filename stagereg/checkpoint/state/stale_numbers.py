@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from stagereg.checkpoint.state.looking import only_looks
+
 _log = logging.getLogger(__name__)
 
 _LOOKS = 10  # saves; a counter has changed by then
@@ -27,6 +29,7 @@ class StaleNumbers:
         self._seen: dict[str, tuple[float, set[float]]] = {}
         self._left = _LOOKS
 
+    @only_looks
     def look(self, state: Mapping[str, Any]) -> None:
         """Log those that do not follow their variables, once. On the thread of the program, below its call of save."""
         if not self._left:

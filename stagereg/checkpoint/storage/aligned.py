@@ -17,7 +17,7 @@ import os
 import queue
 import threading
 from collections.abc import Sequence
-from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from mmap import MADV_HUGEPAGE
 from typing import Any
 
 from stagereg.checkpoint.format.checksum import crc32
@@ -25,6 +25,7 @@ from stagereg.checkpoint.format.damage import joined
 from stagereg.checkpoint.format.manifest import FileMark
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.object_store import ObjectStore
+from stagereg.forks import private_memory
 
 PAGE = 4096
 """Bytes: a multiple of the logical block of nearly every disk."""
@@ -280,7 +281,7 @@ def make_buffers(nbytes: int) -> list[memoryview]:
 
 def _buffer(nbytes: int) -> memoryview:
     """Return new memory, in huge pages if the system gives them: a disk takes a quarter less time for these."""
-    memory = mmap(-1, nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    memory = private_memory(nbytes)
     with contextlib.suppress(OSError):
         memory.madvise(MADV_HUGEPAGE)
     return memoryview(memory)

@@ -127,7 +127,7 @@ def write_tensor(file: AlignedFile, x: torch.Tensor, around: Envelope, aligned: 
     ``aligned``: behind as many zeros as large memory needs to go past buffers.
     """
     if not x.is_cpu or x.stride() != around.stride:
-        x = torch.empty_strided(x.shape, around.stride, dtype=x.dtype).copy_(x)
+        x = torch.empty_strided(x.shape, around.stride, dtype=x.dtype, device="cpu").copy_(x)
     if aligned:
         file.align(x.data_ptr() - len(around.head), x.nbytes)
     begin = file.tell()

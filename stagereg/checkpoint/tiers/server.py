@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from mmap import mmap
 from typing import Any
 
 import stagereg.checkpoint.tiers.wire as wire
@@ -27,6 +27,7 @@ from stagereg.checkpoint.tiers.incoming import IncomingPart
 from stagereg.checkpoint.tiers.part import Part, SaveId
 from stagereg.checkpoint.tiers.small_copies import SmallCopies
 from stagereg.errors import CheckpointError, reason
+from stagereg.forks import private_memory
 
 _log = logging.getLogger(__name__)
 
@@ -268,7 +269,7 @@ class _Session:
         file = incoming.part.files.get(name)
         if file is None or type(number) is not int or not 0 <= number < len(file.blocks):
             raise CheckpointError("the part has no such block")
-        self._block = self._block or mmap(-1, BLOCK_BYTES, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+        self._block = self._block or private_memory(BLOCK_BYTES)
         block = memoryview(self._block)[: len(file.block(number))]
 
         def touch() -> None:

@@ -156,6 +156,6 @@ def _thawed(data: bytes) -> Any:
     if len(found) == 1:
         return found[0]
     dtype, shape, content = found
-    x = torch.empty(shape, dtype=DTYPES[dtype])
+    x = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
     view_of(x)[:] = content
     return x

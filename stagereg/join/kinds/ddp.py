@@ -266,7 +266,7 @@ class DdpJoinable(ReducingJoinable):
         if self.session is not None and self.session.all_took_every_step:  # all are candidates
             return 0
         size = self.module.process_group.size()
-        lowest = torch.tensor([rank if is_candidate else size], device=self.module.device)
+        lowest = torch.tensor([rank if is_candidate else size], dtype=torch.int64, device=self.module.device)
         dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=self.module.process_group)
         return int(lowest.item())
 
@@ -281,5 +281,5 @@ class DdpJoinable(ReducingJoinable):
 def _done_work(value: float) -> Any:
     """A work that has ended with a value; DDP takes it for the divisor of the step that is under way."""
     done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-    done.set_result([torch.full((1,), value)])
+    done.set_result([torch.full((1,), value, dtype=torch.float32, device="cpu")])
     return _create_work_from_future(done)

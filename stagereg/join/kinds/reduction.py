@@ -118,7 +118,9 @@ class ZeroGradPolicy:
         if self.store.check(["policy"]) or self.store.add("active", 0):
             self.wait("policy", session, "the backward")
             policy = self.store.get("policy").decode()
-            self._nonzero = None if policy == "drops" else torch.tensor(policy == "carries")
+            self._nonzero = (
+                None if policy == "drops" else torch.tensor(policy == "carries", dtype=torch.bool, device="cpu")
+            )
 
     def wait(self, key: str, session: JoinSession | None, what: str) -> None:
         """Wait until a rank has published ``key``. In torch's ``Join``, without a session, reading it does."""

@@ -1,0 +1,90 @@
+"""Memory and objects of a process that forks, as a ``DataLoader`` does for its workers.
+
+After a fork, the first write to each private page that the child has as well costs a page fault and a new page.
+:func:`private_memory` returns pages that a child does not get. In the child their addresses stay taken, so that no
+other memory can be there, and reading them ends the child.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+_MAP_FIXED_NOREPLACE = 0x100000  # Linux 4.17
+_MAP_NORESERVE = 0x4000
+_MADV_DONTFORK, _MADV_DOFORK = 10, 11
+
+_libc: Any = ctypes.CDLL(None)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class RenewedInChild(Generic[T]):
+    """Objects that ``renew`` sets up again in a forked child; the child does not have the threads of its parent.
+
+    The objects are held weakly. The sets renew their objects in the order in which the sets were made.
+    """
+
+    def __init__(self, renew: Callable[[T], object]) -> None:
+        self._objects: weakref.WeakSet[T] = weakref.WeakSet()
+        self._renew = renew
+        os.register_at_fork(after_in_child=self._renew_all)
+
+    def add(self, x: T) -> None:
+        """Renew an object in each child from now on."""
+        self._objects.add(x)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(list(self._objects))
+
+    def _renew_all(self) -> None:
+        for x in self:
+            self._renew(x)
+
+
+class PrivateMemory(mmap.mmap):
+    """Private pages that a forked child does not get, see :func:`private_memory`."""
+
+    address = 0  # of the first byte
+    inherited = False  # whether a child that is forked now gets the pages
+
+    def inherit(self, inherited: bool) -> None:
+        """Choose whether a child that is forked from now on gets the pages."""
+        self.inherited = inherited
+        self.madvise(_MADV_DOFORK if inherited else _MADV_DONTFORK)
+
+
+def private_memory(nbytes: int) -> PrivateMemory:
+    """Return new private pages that a forked child does not get.
+
+    Raises:
+        OSError: the system does not give that much memory.
+    """
+    memory = PrivateMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    memory.inherit(False)
+    _memories.add(memory)
+    return memory
+
+
+def _seal(memory: PrivateMemory) -> None:
+    """Take the addresses of memory that this child did not get, and keep the object, which would unmap them."""
+    if memory.inherited:
+        return
+    memory.inherited = True  # by the children of this child: no access is allowed
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
+    no_access = 0
+    at = _libc.mmap(memory.address, len(memory), no_access, flags, -1, 0)
+    if at not in (memory.address, ctypes.c_void_p(-1).value):  # an older kernel takes the address for a hint
+        _libc.munmap(at, len(memory))
+
+
+_memories = RenewedInChild(_seal)  # the first: what other sets free must find the addresses taken
