@@ -68,7 +68,7 @@ _REMEDIES = {
     "UnknownNameError": "The message lists the names there are, and the nearest one.",
     "UnstageableTypeError": "Take the value out of the state, or make it a number, text or tensor. The message says "
     "where it is.",
-    "WrittenWhileSavedError": "Save again after the next step, or choose `stager=pinned_cached`, which copies everything "
+    "WrittenWhileSavedError": "Save again after the next step, or choose `stager=pinned_cached`, which copies all "
     "inside `save()`. [Programs that write their state](checkpoints.md#programs-that-write-their-state-between-steps)",
     "WrittenWhileStagedError": "Call `stage()` again, which then copies everything before it returns.",
 }
