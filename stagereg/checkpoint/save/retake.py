@@ -12,7 +12,7 @@ import threading
 from typing import NamedTuple
 
 from stagereg.checkpoint.save.pending_save import PendingSave
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, WrittenWhileSavedError
 
 _log = logging.getLogger(__name__)
 
@@ -75,11 +75,21 @@ class Retake:
             self._saves += 1
             return self._saves, again
 
-    def agree(self, save: PendingSave, failure: CheckpointError) -> _Answer:
-        """Agree on the step at which ``save`` is made again, which all ranks have discarded.
+    def save_again(self, save: PendingSave, why: str, failure: WrittenWhileSavedError) -> WrittenWhileSavedError | None:
+        """Have ``save``, which all ranks have discarded, made again; return ``failure`` if that cannot be.
 
-        Collective, on the saving thread. Does not raise.
+        Collective, on the saving thread. Does not raise. ``why`` is logged.
         """
+        answer = self._agree(save, failure)
+        if answer.fails:
+            return failure
+        when = "with the next call of save()" if answer.at is None else f"at the end of step {answer.at}"
+        again = "A newer save is under way." if answer.superseded else f"The state is saved {when}, copied at once."
+        log = _log.warning if save.to.ranks.rank == 0 else _log.info
+        log("stagereg: %s. %s", why.rstrip("."), again)
+        return None
+
+    def _agree(self, save: PendingSave, failure: CheckpointError) -> _Answer:
         ranks, answer = save.to.ranks, _Answer(fails=True)
         try:
             answer = ranks.round_trip(

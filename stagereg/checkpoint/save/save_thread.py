@@ -252,7 +252,7 @@ class SaveThread(ABC):
         except BaseException as error:
             failure = self._fail(save, error)
             if isinstance(failure, WrittenWhileSavedError) and self.retake is not None:
-                failure = self._save_again(save, reason(error), failure, self.retake)
+                failure = self.retake.save_again(save, reason(error), failure)
             _log.debug("A save failed.", exc_info=error)
             for connected in causes(error):
                 connected.__traceback__ = None
@@ -276,19 +276,6 @@ class SaveThread(ABC):
         except Exception:
             _log.debug("Deleting old checkpoints failed.", exc_info=True)
         self._clearing = False
-
-    def _save_again(
-        self, save: PendingSave, why: str, failure: WrittenWhileSavedError, retake: Retake
-    ) -> WrittenWhileSavedError | None:
-        """Have a discarded save made again; return its failure if that cannot be."""
-        answer = retake.agree(save, failure)
-        if answer.fails:
-            return failure
-        when = "with the next call of save()" if answer.at is None else f"at the end of step {answer.at}"
-        again = "A newer save is under way." if answer.superseded else f"The state is saved {when}, copied at once."
-        log = _log.warning if self._target.ranks.rank == 0 else _log.info
-        log("stagereg: %s. %s", why.rstrip("."), again)
-        return None
 
     @abstractmethod
     def _completed(self, save: PendingSave, began: float, ended: float, nbytes: int) -> None:

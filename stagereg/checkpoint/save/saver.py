@@ -205,6 +205,11 @@ class Saver:
         """Return how many steps each schedule and optimizer of the state has taken."""
         return {**_schedules(self.state or {}), **self._taken}
 
+    def retakes_at(self, step: int) -> bool:
+        """Return whether a discarded save is made again after ``step``. Called once a step; not collective."""
+        self.confirm()
+        return self.retake.due(step)
+
     def to_retake(self) -> int | None:
         """Return the step whose save was discarded, if the optimizers have not stepped since; else ``None``."""
         discarded = self.retake.pending

@@ -105,7 +105,7 @@ def of_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_torchs(saved: Any) -> bool:
     """Whether it is what torch has as the state of an optimizer, with numbers or names."""
-    if not (isinstance(saved, Mapping) and isinstance(saved.get(STATE), Mapping) and type(saved.get(GROUPS)) is list):
+    if not (isinstance(saved, dict) and isinstance(saved.get(STATE), Mapping) and type(saved.get(GROUPS)) is list):
         return False
     groups = saved[GROUPS]
     if not all(isinstance(group, Mapping) and type(group.get(PARAMS)) is list for group in groups):

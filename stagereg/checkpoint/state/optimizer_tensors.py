@@ -67,7 +67,7 @@ def _dtypes(value: Any, key: Any = None) -> Iterator[torch.dtype | None]:
 def _note(notes: Mapping[str, dict[str, Any]], path: str, x: torch.Tensor, param: torch.Tensor) -> None:
     if type(x) is torch.Tensor and x.layout is torch.strided and x.numel() and not x.is_contiguous():
         strides = torch.empty_like(x, device="meta").stride()  # without holes and overlaps
-        if strides != torch.empty(x.shape, device="meta").stride():
+        if strides != torch.empty(x.shape, dtype=x.dtype, device="meta").stride():
             notes[_STRIDES][path] = [*strides]
     if isinstance(param, DTensor) and (placed := _placed(x, param)) != _guessed(x, param):
         notes[_PLACED][path] = placed

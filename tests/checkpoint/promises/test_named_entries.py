@@ -34,8 +34,8 @@ class Failing:
 
 
 STATES = {
-    "stale": (replaced, r"'optimizer\.state' has the state of 1 parameter in none.*optimizer\.state\.pop\(parameter\)"),
-    "lazy": (lambda: {"model": torch.nn.LazyLinear(2)}, r"'model\.weight'.*materialize it first"),
+    "stale": (replaced, r"'optimizer': it has state of 1 tensor in none.*optimizer\.state\.pop\(old\)"),
+    "lazy": (lambda: {"model": torch.nn.LazyLinear(2)}, r"'model\.weight'.*Run the module once"),
     "storage": (lambda: {"a": {"b": torch._to_functional_tensor(torch.ones(2))}}, r"'a\.b'.*cannot be reached"),
     "own": (lambda: {"mine": Failing()}, "'mine' cannot be saved: .*ValueError: no state yet"),
 }
