@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 from stagereg.checkpoint.save.pending_save import PendingSave
@@ -41,11 +42,13 @@ class Retake:
     Attributes:
         pending: a discarded save that is to be made again; ``None`` without one.
         failure: why it was discarded.
+        confirm: confirms the copies that are complete. Called on the training thread, which runs no operation of torch.
     """
 
     def __init__(self, limit_s: float) -> None:
         self.pending: PendingSave | None = None
         self.failure: CheckpointError | None = None
+        self.confirm: Callable[[], None] = lambda: None
         self._limit_s = limit_s
         self._at: int | None = None
         self._ended, self._saves = _NO_STEP, 0

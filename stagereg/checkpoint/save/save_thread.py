@@ -77,8 +77,7 @@ class SaveThread(ABC):
     Attributes:
         newest: the step of the newest checkpoint there that this run knows to be good.
         failures: of its saves.
-        confirm: is called on the training thread before it waits, to confirm copies that are complete.
-        retake: decides when a save is made again whose copy was written meanwhile; ``None`` if that is an error.
+        retake: confirms copies, and decides when a save is made again whose copy was written meanwhile.
         listeners: are called on the thread with the step of each complete checkpoint, before its save has ended.
         stats: of its saves.
         timeout_s: as ``timeout``, in seconds.
@@ -101,8 +100,7 @@ class SaveThread(ABC):
         self._process = os.getpid()
         self._clearing = False  # whether it deletes what is no longer kept
         self._closed = False
-        self.confirm: Callable[[], None] = lambda: None
-        self.retake: Retake | None = None
+        self.retake = Retake(self.timeout_s)
         self._lock = threading.Lock()
         self._under_way: deque[PendingSave] = deque()
         weakref.finalize(self, self._queue.put, None)  # or the thread of one that was never closed would stay
@@ -155,7 +153,7 @@ class SaveThread(ABC):
 
     def _wait(self, most: int) -> bool:
         """Wait until fewer than ``most`` saves of this thread have not ended; False if one of them takes too long."""
-        self.confirm()
+        self.retake.confirm()
         while (first := self._first()) is not None and not first.late and len(self._under_way) >= most:
             for save in list(self._under_way):
                 save.hurried.set()
@@ -251,7 +249,7 @@ class SaveThread(ABC):
             done = write_and_commit(save)
         except BaseException as error:
             failure = self._fail(save, error)
-            if isinstance(failure, WrittenWhileSavedError) and self.retake is not None:
+            if isinstance(failure, WrittenWhileSavedError) and not save.to.optional:
                 failure = self.retake.save_again(save, reason(error), failure)
             _log.debug("A save failed.", exc_info=error)
             for connected in causes(error):

@@ -26,7 +26,6 @@ from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.ranks.shares import ShareBook
 from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy, Target
-from stagereg.checkpoint.save.retake import Retake
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.state.looking import only_looks
 from stagereg.checkpoint.state.nested import Spreader, expect_reachable
@@ -110,15 +109,10 @@ class Saver:
         if isinstance(stager, ReleasesCopies):
             stager.expect_release()
         self._confirms = stager if isinstance(stager, ConfirmsCopies) else None
-        self.retake = background.retake = Retake(background.timeout_s)
+        self.retake = background.retake
         for thread in (background, background.ahead):
             if thread is not None and self._confirms is not None:
-                thread.confirm = self._confirms.confirm  # not this object's method: a cycle would keep the state alive
-
-    def confirm(self) -> None:
-        """Confirm the copies that are complete: the training thread is here, and runs no operation of torch."""
-        if self._confirms is not None:
-            self._confirms.confirm()
+                thread.retake.confirm = self._confirms.confirm  # not this object's method: a cycle would keep the state
 
     def remember(self, state: MutableMapping[str, Any], step: int | None = None) -> None:
         """Keep what is to be saved, also after this rank has left a loop, and count the steps of its optimizers.
@@ -164,7 +158,7 @@ class Saver:
             follows: whether this rank has left its loop, and saves since others do.
             near: whether it goes to the tier alone.
         """
-        self.confirm()
+        self.retake.confirm()
         if self._given is not None:
             self.take(self._given)  # the program may have put objects into its containers since
         saves = self._begin(checked_step(step), near, follows=follows, taken=self._steps_taken())
@@ -207,7 +201,7 @@ class Saver:
 
     def retakes_at(self, step: int) -> bool:
         """Return whether a discarded save is made again after ``step``. Called once a step; not collective."""
-        self.confirm()
+        self.retake.confirm()
         return self.retake.due(step)
 
     def to_retake(self) -> int | None:
