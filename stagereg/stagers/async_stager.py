@@ -125,4 +125,4 @@ class UnconfirmedCopy(Protocol):
         """Return the copy when its bytes are complete. Thread-safe."""
 
     def when_copied(self, call: Callable[[], object]) -> None:
-        """Call ``call()`` then, or when the copy has failed; on any thread."""
+        """Call ``call()`` then, or when the copy has failed; on any thread. The caller then asks for the outcome."""

@@ -78,7 +78,11 @@ class CopyFuture(Future[Any]):
         return super().result() if found is None else found  # which raises: it has failed meanwhile
 
     def when_copied(self, call: Any) -> None:
-        """Call ``call()`` when the bytes are complete, or the copy has failed; on any thread."""
+        """Call ``call()`` when the bytes are complete, or the copy has failed; on any thread.
+
+        The caller takes over the report of a failure: the stager does not raise it in its next call.
+        """
+        self.seen = True
         self._complete.add_done_callback(lambda _: call())
 
     def result(self, timeout: float | None = None) -> Any:

@@ -269,3 +269,18 @@ def test_a_copy_that_is_done_keeps_no_memory_of_its_source(gate: threading.Event
     stager._thread.submit(int).result(WAIT_S)  # the background thread has dropped its last arguments
     assert future._copy is None
     assert not stager._copies._running
+
+
+def test_a_reader_that_waits_for_the_bytes_alone_reports_the_failure(
+    gate: threading.Event, stager: OverlappedStager
+) -> None:
+    weight = Weight(stager)
+    future = stager.stage(weight.state())
+    copied = threading.Event()
+    future.when_copied(copied.set)
+    torch.autograd.graph.increment_version(weight.parameter)
+    gate.set()
+    stager.stage({}).result(WAIT_S)  # raises nothing, although the copy before has failed
+    assert copied.wait(WAIT_S)
+    with pytest.raises(WrittenWhileStagedError, match="'weight'"):
+        future.result(WAIT_S)
