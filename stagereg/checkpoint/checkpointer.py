@@ -270,7 +270,7 @@ class Checkpointer:
         expect_usable(self._closed, self._pid)
         if self._enabled:
             self._background.wait()
-            if (step := self._saver.to_retake()) is not None:
+            if (step := self._saver.retake.step_to_repeat()) is not None:
                 self._save(self._together.begin_save(step), step)
             self._background.wait()
             self._saver.drop_retake()

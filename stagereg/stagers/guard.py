@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo  # as torch's optimizers use it: it imports the compiler when it is called
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -44,6 +45,7 @@ class WriteGuard:
             if method is not None:
                 method()
 
+        @_disable_dynamo
         def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 captured.add(optimizer)  # nothing is written now, and later by each replay, without a call

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo  # as torch's optimizers use it: it imports the compiler when it is called
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -49,10 +50,16 @@ class StepObserver:
         self._intervals = 0
         self._before: _Moment | None = None
         call = functools.partial(_call, weakref.ref(self))
-        hooks = (
-            register_optimizer_step_pre_hook(lambda optimizer, *_: call(StepObserver._before_step, optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, *_: call(StepObserver._after_step, optimizer)),
-        )
+
+        @_disable_dynamo
+        def before_step(optimizer: Optimizer, *_: Any) -> None:
+            call(StepObserver._before_step, optimizer)
+
+        @_disable_dynamo
+        def after_step(optimizer: Optimizer, *_: Any) -> None:
+            call(StepObserver._after_step, optimizer)
+
+        hooks = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)
         add_load_hook(id(self), lambda: call(StepObserver._before_load))
         self._remove = weakref.finalize(self, _remove, hooks, id(self))
         self._remove.atexit = False

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
+
+from torch._compile import _disable_dynamo
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stagereg.checkpoint.save.pending_save import PendingSave
 from stagereg.errors import CheckpointError, WrittenWhileSavedError
@@ -49,12 +53,29 @@ class Retake:
         self.pending: PendingSave | None = None
         self.failure: CheckpointError | None = None
         self.confirm: Callable[[], None] = lambda: None
+        self._steps = self._steps_at_save = 0  # of all optimizers of the process
         self._limit_s = limit_s
         self._at: int | None = None
         self._ended, self._saves = _NO_STEP, 0
         self._closed_from: int | None = None  # the first step that waits for the answer
         self._answered = threading.Event()
         self._lock = threading.Lock()
+
+    def confirm_with(self, confirm: Callable[[], None]) -> None:
+        """Use ``confirm`` of a stager, and count the steps of optimizers from now on."""
+        self.confirm, reference = confirm, weakref.ref(self)
+
+        @_disable_dynamo
+        def count(*_: object) -> None:
+            if (retake := reference()) is not None:
+                retake._steps += 1
+
+        weakref.finalize(self, register_optimizer_step_post_hook(count).remove).atexit = False
+
+    def step_to_repeat(self) -> int | None:
+        """Return the step whose save was discarded, if no optimizer of the process has stepped since."""
+        unchanged = self.pending is not None and self._steps == self._steps_at_save
+        return self.pending.step if unchanged and self.pending is not None else None
 
     def due(self, step: int) -> bool:
         """Return whether to save again after ``step``. Called on the training thread once a step. Not collective.
@@ -76,6 +97,7 @@ class Retake:
             again = self.pending is not None
             self.pending = self.failure = self._at = None
             self._saves += 1
+            self._steps_at_save = self._steps
             return self._saves, again
 
     def save_again(self, save: PendingSave, why: str, failure: WrittenWhileSavedError) -> WrittenWhileSavedError | None:

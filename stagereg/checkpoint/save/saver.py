@@ -6,6 +6,7 @@ the steps of the optimizers in it, so that a rank whose values are stale is foun
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections import Counter
@@ -112,7 +113,7 @@ class Saver:
         self.retake = background.retake
         for thread in (background, background.ahead):
             if thread is not None and self._confirms is not None:
-                thread.retake.confirm = self._confirms.confirm  # not this object's method: a cycle would keep the state
+                thread.retake.confirm_with(self._confirms.confirm)  # a method of this object would keep the state alive
 
     def remember(self, state: MutableMapping[str, Any], step: int | None = None) -> None:
         """Keep what is to be saved, also after this rank has left a loop, and count the steps of its optimizers.
@@ -131,9 +132,10 @@ class Saver:
         if self._confirms is not None:
             self._confirms.copy_at_once(entries.written_in_forward(state))
         self._warn_of_copies(state)
-        for name, value in state.items():
+        for name, value in state.items() if self._target.ranks.group is not None else ():
             if isinstance(value, Optimizer) and optimizers_of(value) and before.get(name) is not value:
-                value.register_step_post_hook(lambda *_, taken=self._taken, name=name: taken.update([name]))
+                with contextlib.suppress(AttributeError):  # of a wrapper without super().__init__(), which has no hooks
+                    value.register_step_post_hook(lambda *_, taken=self._taken, name=name: taken.update([name]))
         return state
 
     @only_looks
@@ -204,11 +206,6 @@ class Saver:
         self.retake.confirm()
         return self.retake.due(step)
 
-    def to_retake(self) -> int | None:
-        """Return the step whose save was discarded, if the optimizers have not stepped since; else ``None``."""
-        discarded = self.retake.pending
-        return discarded.step if discarded is not None and discarded.taken == self._steps_taken() else None
-
     def drop_retake(self) -> None:
         """Report a discarded save as failed: it cannot be made again any more."""
         discarded, failure = self.retake.pending, self.retake.failure
@@ -225,7 +222,8 @@ class Saver:
         if not self._background.wait():
             return
         discarded = self.retake.pending is not None
-        seen, stored = self.to_retake() if seen is None else seen, None if discarded else self.stored
+        seen = self.retake.step_to_repeat() if seen is None else seen
+        stored = None if discarded else self.stored
         own = [-1 if step is None else step for step in (seen, stored)]
         own_too = [*own, self.state is None, self._background.failing]
         last, done, unknown, failed = self._target.ranks.max_async(own_too)()

@@ -184,8 +184,13 @@ def test_a_program_that_calls_save_by_itself_saves_again_with_its_next_call(tmp_
 
 
 @pytest.mark.parametrize("ends", ["wait", "close"])
-def test_a_discarded_save_that_cannot_be_made_again_is_an_error(ends: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_a_discarded_save_of_a_state_that_trained_on_is_an_error(
+    ends: str, has_optimizer: bool, tmp_path: Path
+) -> None:
     run = Run(writes_from=4)
+    if not has_optimizer:
+        del run.state["optimizer"]
     checkpointer = Checkpointer(str(tmp_path), every=10)
     for step in range(1, 6):
         run.step(step)
@@ -207,3 +212,42 @@ def test_a_save_that_fails_again_is_an_error(tmp_path: Path, monkeypatch: pytest
     ):
         run.train(checkpointer, range(1, 200))
     assert run.checked(tmp_path) == []
+
+
+def test_a_compiled_step_of_an_optimizer_is_announced_without_being_compiled_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(writes_from=1000)
+    step = torch.compile(lambda: run.optimizer.step(), backend="eager")
+    with Checkpointer(str(tmp_path), every=1, keep=20) as checkpointer:
+        for number in range(1, 13):
+            run.model(torch.randint(ROWS, (50,))).sum().backward()
+            step()
+            run.weights[number] = run.model.weight.detach().clone()
+            checkpointer.maybe_save(number, run.state)
+    assert run.checked(tmp_path) == list(range(1, 13))
+    assert "recompile_limit" not in caplog.text
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper as it is often written, without the constructor of its base."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+
+
+def wrapped(rank: int, size: int, folder: str) -> list[str]:
+    run = Run(writes_from=1000)
+    run.state["optimizer"] = Lookahead(run.optimizer)
+    with Checkpointer(folder, every=1) as checkpointer:
+        run.step(1)
+        checkpointer.maybe_save(1, run.state)
+    return sorted(os.listdir(folder))
+
+
+def test_an_optimizer_without_hooks_is_saved_on_several_ranks(tmp_path: Path) -> None:
+    for names in run_ranks(wrapped, 2, args=(str(tmp_path),), timeout_s=2 * WAIT_S):
+        assert "step-00000001" in names
