@@ -238,6 +238,12 @@ class Lookahead(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         self.optimizer.step()
 
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
 
 def wrapped(rank: int, size: int, folder: str) -> list[str]:
     run = Run(writes_from=1000)
