@@ -232,13 +232,15 @@ def test_a_save_that_fails_again_is_an_error(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(OverlappedStager, "copy_at_once", lambda stager, tensors: None)
     monkeypatch.setattr(OverlappedStager, "_learn", lambda stager: None)
     run = Run(writes_from=51)
-    with (
-        pytest.raises(WrittenWhileSavedError, match="was not saved"),
-        Checkpointer(str(tmp_path), every=50) as checkpointer,
-    ):
-        for step in range(1, 200):
-            run.step(step)
-            checkpointer.maybe_save(step, run.state)
+
+    def train() -> None:
+        with Checkpointer(str(tmp_path), every=50) as checkpointer:
+            for step in range(1, 200):
+                run.step(step)
+                checkpointer.maybe_save(step, run.state)
+
+    with pytest.raises(WrittenWhileSavedError, match="was not saved"):
+        train()
     assert run.checked(tmp_path) == []
 
 
