@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_tensors as optimizer_tensors
 from stagereg.checkpoint.format.encoding import marks
+from stagereg.checkpoint.format.split_tensors import is_split
 from stagereg.checkpoint.state.optimizer_forms import (
     ALIASES,
     BESIDE,
@@ -152,6 +153,9 @@ def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
         groups.append((own, {**hyperparameters(part), **outer}))
     entry = by_name(found, {number: names.by_parameter[param] for number, param in enumerate(params)}, groups)
     by_parameter = {name: param for param, name in names.by_parameter.items()}
+    for name, own in entry[STATE].items():
+        if is_split(by_parameter[name]):
+            entry[STATE][name] = optimizer_tensors.split_as(by_parameter[name], own, f"state.{name}")
     rest = {OPTIMIZERS: entry[OPTIMIZERS]} if OPTIMIZERS in entry else {}
     if notes := optimizer_tensors.notes_of(entry[STATE], by_parameter, rest):
         entry[TENSORS] = notes

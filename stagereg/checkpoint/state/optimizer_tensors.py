@@ -14,6 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from stagereg.checkpoint.format.encoding import PLAIN, REPLICATED, Leaf, walk
+from stagereg.checkpoint.format.split_tensors import carry, is_split
+from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.errors import CheckpointError
 
 _DTYPES, _STRIDES, _PLACED = "dtypes", "strides", "placed"
@@ -49,6 +51,29 @@ def notes_of(states: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], 
     return {key: found for key, found in notes.items() if found}
 
 
+def split_as(param: torch.Tensor, value: Any, path: str) -> Any:
+    """Return the state of a parameter that is a part of a larger tensor, with its tensors as such parts too.
+
+    A tensor of the parameter's shape is taken for a part of the same layout, unless the tensor declares its own
+    (:mod:`~stagereg.checkpoint.format.split_tensors`). The tensors of the optimizer stay as they are.
+
+    Raises:
+        CheckpointError: such a tensor wraps others, which cannot be cut into parts.
+    """
+    if isinstance(value, dict):
+        return {key: split_as(param, item, f"{path}.{key}") for key, item in value.items()}
+    if isinstance(value, list):
+        return [split_as(param, item, f"{path}.{i}") for i, item in enumerate(value)]
+    if not isinstance(value, torch.Tensor) or value.shape != param.shape or is_split(value):
+        return value
+    if wraps(value):
+        raise CheckpointError(
+            f"{path!r} is a {type(value).__name__}, which cannot be saved as a part of a larger tensor, as its "
+            "parameter is. Use an optimizer with plain tensors as its state"
+        )
+    return carry(param, value.detach())
+
+
 def _dtypes(value: Any, key: Any = None) -> Iterator[torch.dtype | None]:
     """Yield the dtypes of tensors in a value as torch goes through it; ``None`` for a step that is not of float32."""
     if isinstance(value, torch.Tensor):
@@ -65,7 +90,8 @@ def _dtypes(value: Any, key: Any = None) -> Iterator[torch.dtype | None]:
 
 
 def _note(notes: Mapping[str, dict[str, Any]], path: str, x: torch.Tensor, param: torch.Tensor) -> None:
-    if type(x) is torch.Tensor and x.layout is torch.strided and x.numel() and not x.is_contiguous():
+    strided = type(x) is torch.Tensor and x.layout is torch.strided and not is_split(x)
+    if strided and x.numel() and not x.is_contiguous():
         strides = torch.empty_like(x, device="meta").stride()  # without holes and overlaps
         if strides != torch.empty(x.shape, dtype=x.dtype, device="meta").stride():
             notes[_STRIDES][path] = [*strides]
