@@ -7,7 +7,7 @@ tensor that a restore would make otherwise (docs/format.md); most optimizers hav
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -160,11 +160,13 @@ def keeps_dtypes(notes: Mapping[str, Any], name: str, param: torch.Tensor) -> bo
 def given_back(given: Any, taken: Any, dtypes: bool) -> Any:
     """Return what an optimizer has ``taken`` of a parameter's state, with what torch has made otherwise than ``given``.
 
-    With ``dtypes`` tensors get back theirs. torch's ``load_state_dict`` makes the text of an iterator of a text.
+    With ``dtypes`` tensors get back theirs. torch's ``load_state_dict`` replaces each text, also in a set, by the text
+    that describes a generator.
     """
     if isinstance(given, torch.Tensor) and isinstance(taken, torch.Tensor):
         return given.to(taken.device) if dtypes and given.dtype != taken.dtype and given.shape == taken.shape else taken
-    if isinstance(given, str):
+    is_walked = isinstance(given, (Mapping, list, tuple, torch.Tensor))
+    if isinstance(given, Iterable) and not is_walked and not any(isinstance(item, torch.Tensor) for item in given):
         return given
     if isinstance(given, Mapping) and isinstance(taken, dict):
         for key in taken.keys() & given.keys():
