@@ -186,9 +186,9 @@ def _state_dict(optimizer: Optimizer) -> Any:
     """Return the state dict. Raises: ``CheckpointError`` if torch would not bring it back."""
     params = parameters_of(optimizer)
     keys: Iterable[Any] = optimizer.state
-    if taken := [key for key in keys if type(key) is int and 0 <= key < len(params)]:
+    if taken := [key for key in keys if not isinstance(key, torch.Tensor) and key in range(len(params))]:
         raise CheckpointError(
-            f"it has state under the key {taken[0]}, which torch takes for the number of a parameter; make it a text"
+            f"it has state under the key {taken[0]!r}, which torch takes for the number of a parameter; make it a text"
         )
     try:
         return optimizer.state_dict()
@@ -257,7 +257,7 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
         first, *others = [hyperparameters(one) for one in each.values()] or [{}]
         for other in others:
             if not _alike(first, other):
-                differing = sorted(key for key in first if not _alike(first[key], other.get(key)))
+                differing = sorted(str(key) for key in first if not _alike(first[key], other.get(key)))
                 raise CheckpointError(
                     f"{own[0]!r} and others are one group of parameters here, and were several with different "
                     f"{', '.join(differing)}; make as many groups as there were"
@@ -293,7 +293,7 @@ def _select_part(optimizer: Optimizer, names: Names, saved: Mapping[str, Any], o
                 )
             known[key] = each
     count = len(names.by_parameter)
-    wrong = [repr(key) for key in found.get(STATE, {}) if type(key) is int and 0 <= key < count]
+    wrong = [repr(key) for key in found.get(STATE, {}) if key in range(count)]
     wrong += [repr(key) for section in found.values() for key in section] if names.flat is not None else []
     if wrong:
         raise CheckpointError(f"this optimizer cannot take {listed(wrong)}, which belongs to no parameter")
@@ -334,14 +334,14 @@ def _refuse_another_kind(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]
         )
 
 
-def _options_of(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _options_of(groups: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
     """Return the options of all groups, without those that schedulers add."""
     every = {key: value for group in groups for key, value in hyperparameters(group).items()}
-    return {key: value for key, value in every.items() if not key.endswith(("_lr", "_momentum"))}
+    return {key: value for key, value in every.items() if not str(key).endswith(("_lr", "_momentum"))}
 
 
-def _described(options: Mapping[str, Any], names: Iterable[str]) -> str:
-    return listed([f"{key}={options[key]}" if type(options[key]) is bool else key for key in sorted(names)])
+def _described(options: Mapping[Any, Any], names: Iterable[Any]) -> str:
+    return listed(sorted(f"{key}={options[key]}" if type(options[key]) is bool else str(key) for key in names))
 
 
 def _warn_of_one_group(optimizer: Optimizer, saved: Sequence[set[int]], here: Sequence[Sequence[str]]) -> None:
@@ -349,7 +349,7 @@ def _warn_of_one_group(optimizer: Optimizer, saved: Sequence[set[int]], here: Se
     groups = [hyperparameters(group) for group in optimizer.param_groups]
     for (i, one), (j, other) in itertools.combinations(enumerate(saved[: len(groups)]), 2):
         if one & other and not _alike(groups[i], groups[j]):
-            differing = sorted(key for key in groups[i] if not _alike(groups[i][key], groups[j].get(key)))
+            differing = sorted(str(key) for key in groups[i] if not _alike(groups[i][key], groups[j].get(key)))
             _log.warning(
                 "%r and %r are in different groups of parameters here, and were in one: both get its %s.",
                 here[i][0],
