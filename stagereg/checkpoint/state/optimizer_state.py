@@ -144,6 +144,11 @@ def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
     found = _state_dict(inner)
     params = parameters_of(inner)
     if not is_numbered(found, len(params)):
+        if is_by_name(found):
+            raise CheckpointError(
+                f"its state_dict() has dicts as {STATE!r} and {GROUPS!r}, as checkpoints have them by the names of "
+                f"parameters, and would not come back; make {GROUPS!r} a list, or give the keys other names"
+            )
         return found
     groups = []
     for part, group in zip(found[GROUPS], optimizer.param_groups, strict=True):
@@ -389,11 +394,11 @@ def _alike(one: Any, other: Any) -> bool:
     return type(one) is type(other) and (not isinstance(one, (str, bool, int, float, tuple, list)) or one == other)
 
 
-def load(optimizer: Optimizer, names: Names, loaded: Mapping[str, Any]) -> None:
+def load(optimizer: Optimizer, names: Names, loaded: Any) -> None:
     """Load what :func:`select` has returned, and its tensors. Raises: what the optimizer raises."""
     inner = _inner(optimizer)
     if not is_by_name(loaded):
-        inner.load_state_dict(dict(loaded))
+        inner.load_state_dict(dict(loaded) if isinstance(loaded, Mapping) else loaded)
         return
     groups, parts, notes = (loaded.get(key, {}) for key in (GROUPS, OPTIMIZERS, TENSORS))
     params = parameters_of(inner)

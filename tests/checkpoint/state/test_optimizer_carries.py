@@ -272,6 +272,45 @@ def test_a_state_dict_as_torch_has_it_carries_as_much(tmp_path: Path) -> None:
     assert plain.beside == {"count": 4}
 
 
+class Own(torch.optim.SGD):
+    """Has a state dict of its own kind."""
+
+    kind: Any = None
+
+    def state_dict(self) -> Any:
+        return copy.deepcopy(self.kind)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.kind = state_dict
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [None, (1, torch.ones(2)), [{"state": {}, "param_groups": []}], [torch.ones(2)], torch.ones(3), {"n": 3}, "text"],
+    ids=str,
+)
+def test_a_state_dict_of_any_kind_goes_back_into_its_optimizer(tmp_path: Path, kind: Any) -> None:
+    [saved], [restored] = nets(1), nets(2)
+    before, after = Own(saved.parameters(), lr=0.1), Own(restored.parameters(), lr=0.1)
+    before.kind = kind
+    save(tmp_path, model=saved, optimizer=before)
+    restore(tmp_path, model=restored, optimizer=after)
+    assert shown(after.kind) == shown(kind)
+
+
+def test_a_state_dict_that_would_be_taken_for_one_by_name_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    [model] = nets(1)
+    optimizer = Own(model.parameters(), lr=0.1)
+    optimizer.kind = {"state": {}, "param_groups": {"weight": {"params": ["weight"]}}}
+    with pytest.raises(CheckpointError, match=r"'optimizer': its state_dict\(\) has dicts .* 'param_groups' a list"):
+        save(tmp_path, model=model, optimizer=optimizer)
+    optimizer.kind["param_groups"] = [*optimizer.kind["param_groups"].values()]  # as the message says
+    save(tmp_path, model=model, optimizer=optimizer)
+    expected, optimizer.kind = optimizer.kind, None
+    restore(tmp_path, model=model, optimizer=optimizer)
+    assert optimizer.kind == expected
+
+
 def test_options_whose_names_are_no_text_come_back(tmp_path: Path) -> None:
     [saved], [restored] = nets(1), nets(2)
     before, after = Odd([{"params": saved.parameters(), 1: "one"}]), Odd([{"params": restored.parameters(), 1: "two"}])
