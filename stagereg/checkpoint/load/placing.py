@@ -39,6 +39,11 @@ _OTHERS = (
     "scratch with checkpoint.resume=never"
 )
 
+_MORE_GROUPS = (
+    ". No group of the optimizer here has these parameters. If the run that saved them added a group, call "
+    "optimizer.add_param_group(...) as that run did, before restore()"
+)
+
 
 def refusal(name: str, why: str) -> str:
     """Return the message about an entry that does not fit, and what to do."""
@@ -202,7 +207,8 @@ def take_rest(state: Mapping[str, Any], name: str, structure: Any, rest: Mapping
     if modules and not all(map(_is_torchs_own, modules)):
         structure.update(rest)
     elif rest:
-        raise CheckpointError(refusal(name, f"{len(rest)} in it that nothing here takes: {listed(sorted(rest))}"))
+        more = "" if modules else _MORE_GROUPS
+        raise CheckpointError(refusal(name, f"{len(rest)} in it that nothing here takes: {listed(sorted(rest))}{more}"))
 
 
 def entry_structures(files: CheckpointFiles) -> dict[str, Any]:
