@@ -24,7 +24,7 @@ import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 from stagereg.checkpoint.format.configs import is_config, of_type
 from stagereg.checkpoint.format.encoding import Leaf, leaves, marks
-from stagereg.checkpoint.format.split_tensors import is_split
+from stagereg.checkpoint.format.split_tensors import carry, is_split
 from stagereg.checkpoint.format.wrappers import form_of, same_bits, wraps
 from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.state.nested import NOTHING, find_inside, outer_names
@@ -37,6 +37,11 @@ _HOOKS = ("torch.distributed.fsdp._fully_shard.", "torch.nn.modules.lazy")
 _OTHERS = (
     "If the checkpoint is another model's, give this one a directory of its own, checkpoint.dir=PATH, or start from "
     "scratch with checkpoint.resume=never"
+)
+
+_MORE_GROUPS = (
+    ". No group of the optimizer here has these parameters. If the run that saved them added a group, call "
+    "optimizer.add_param_group(...) as that run did, before restore()"
 )
 
 
@@ -202,7 +207,8 @@ def take_rest(state: Mapping[str, Any], name: str, structure: Any, rest: Mapping
     if modules and not all(map(_is_torchs_own, modules)):
         structure.update(rest)
     elif rest:
-        raise CheckpointError(refusal(name, f"{len(rest)} in it that nothing here takes: {listed(sorted(rest))}"))
+        more = "" if modules else _MORE_GROUPS
+        raise CheckpointError(refusal(name, f"{len(rest)} in it that nothing here takes: {listed(sorted(rest))}{more}"))
 
 
 def entry_structures(files: CheckpointFiles) -> dict[str, Any]:
@@ -236,8 +242,9 @@ def pair_live(structure: Any, name: str, state: Mapping[str, Any], names: Parame
     _pair(structure, live, all(map(_is_torchs_own, each)), cast)
     for optimizer in optimizers if optimizer_forms.is_by_name(structure) else ():
         for param, of in names.for_optimizer(optimizer, state).by_parameter.items():
+            form = carry(param, param.detach().new_zeros(()).expand(param.shape)) if is_split(param) else param
             for leaf in marks(structure["state"].get(of)) if isinstance(param, DTensor) or is_split(param) else ():
-                leaf.live = param if leaf.live is None else leaf.live
+                leaf.live = form if leaf.live is None else leaf.live
     for leaf in found if not (modules or optimizers or is_stateful(value)) else ():
         live = leaf.live if leaf.dtype is not None or (leaf.live is not None and leaf.live.is_meta) else None
         if live is not None and (why := module_state.unfilled(live)):

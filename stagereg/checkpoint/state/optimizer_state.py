@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_tensors as optimizer_tensors
 from stagereg.checkpoint.format.encoding import marks
+from stagereg.checkpoint.format.split_tensors import is_split
 from stagereg.checkpoint.state.optimizer_forms import (
     ALIASES,
     BESIDE,
@@ -143,6 +144,11 @@ def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
     found = _state_dict(inner)
     params = parameters_of(inner)
     if not is_numbered(found, len(params)):
+        if is_by_name(found):
+            raise CheckpointError(
+                f"its state_dict() has dicts as {STATE!r} and {GROUPS!r}, as checkpoints have them by the names of "
+                f"parameters, and would not come back; make {GROUPS!r} a list, or give the keys other names"
+            )
         return found
     groups = []
     for part, group in zip(found[GROUPS], optimizer.param_groups, strict=True):
@@ -152,6 +158,9 @@ def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
         groups.append((own, {**hyperparameters(part), **outer}))
     entry = by_name(found, {number: names.by_parameter[param] for number, param in enumerate(params)}, groups)
     by_parameter = {name: param for param, name in names.by_parameter.items()}
+    for name, own in entry[STATE].items():
+        if is_split(by_parameter[name]):
+            entry[STATE][name] = optimizer_tensors.split_as(by_parameter[name], own, f"state.{name}")
     rest = {OPTIMIZERS: entry[OPTIMIZERS]} if OPTIMIZERS in entry else {}
     if notes := optimizer_tensors.notes_of(entry[STATE], by_parameter, rest):
         entry[TENSORS] = notes
@@ -182,9 +191,9 @@ def _state_dict(optimizer: Optimizer) -> Any:
     """Return the state dict. Raises: ``CheckpointError`` if torch would not bring it back."""
     params = parameters_of(optimizer)
     keys: Iterable[Any] = optimizer.state
-    if taken := [key for key in keys if type(key) is int and 0 <= key < len(params)]:
+    if taken := [key for key in keys if not isinstance(key, torch.Tensor) and key in range(len(params))]:
         raise CheckpointError(
-            f"it has state under the key {taken[0]}, which torch takes for the number of a parameter; make it a text"
+            f"it has state under the key {taken[0]!r}, which torch takes for the number of a parameter; make it a text"
         )
     try:
         return optimizer.state_dict()
@@ -253,7 +262,7 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
         first, *others = [hyperparameters(one) for one in each.values()] or [{}]
         for other in others:
             if not _alike(first, other):
-                differing = sorted(key for key in first if not _alike(first[key], other.get(key)))
+                differing = sorted(str(key) for key in first if not _alike(first[key], other.get(key)))
                 raise CheckpointError(
                     f"{own[0]!r} and others are one group of parameters here, and were several with different "
                     f"{', '.join(differing)}; make as many groups as there were"
@@ -289,7 +298,7 @@ def _select_part(optimizer: Optimizer, names: Names, saved: Mapping[str, Any], o
                 )
             known[key] = each
     count = len(names.by_parameter)
-    wrong = [repr(key) for key in found.get(STATE, {}) if type(key) is int and 0 <= key < count]
+    wrong = [repr(key) for key in found.get(STATE, {}) if key in range(count)]
     wrong += [repr(key) for section in found.values() for key in section] if names.flat is not None else []
     if wrong:
         raise CheckpointError(f"this optimizer cannot take {listed(wrong)}, which belongs to no parameter")
@@ -330,14 +339,14 @@ def _refuse_another_kind(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]
         )
 
 
-def _options_of(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _options_of(groups: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
     """Return the options of all groups, without those that schedulers add."""
     every = {key: value for group in groups for key, value in hyperparameters(group).items()}
-    return {key: value for key, value in every.items() if not key.endswith(("_lr", "_momentum"))}
+    return {key: value for key, value in every.items() if not str(key).endswith(("_lr", "_momentum"))}
 
 
-def _described(options: Mapping[str, Any], names: Iterable[str]) -> str:
-    return listed([f"{key}={options[key]}" if type(options[key]) is bool else key for key in sorted(names)])
+def _described(options: Mapping[Any, Any], names: Iterable[Any]) -> str:
+    return listed(sorted(f"{key}={options[key]}" if type(options[key]) is bool else str(key) for key in names))
 
 
 def _warn_of_one_group(optimizer: Optimizer, saved: Sequence[set[int]], here: Sequence[Sequence[str]]) -> None:
@@ -345,7 +354,7 @@ def _warn_of_one_group(optimizer: Optimizer, saved: Sequence[set[int]], here: Se
     groups = [hyperparameters(group) for group in optimizer.param_groups]
     for (i, one), (j, other) in itertools.combinations(enumerate(saved[: len(groups)]), 2):
         if one & other and not _alike(groups[i], groups[j]):
-            differing = sorted(key for key in groups[i] if not _alike(groups[i][key], groups[j].get(key)))
+            differing = sorted(str(key) for key in groups[i] if not _alike(groups[i][key], groups[j].get(key)))
             _log.warning(
                 "%r and %r are in different groups of parameters here, and were in one: both get its %s.",
                 here[i][0],
@@ -385,11 +394,11 @@ def _alike(one: Any, other: Any) -> bool:
     return type(one) is type(other) and (not isinstance(one, (str, bool, int, float, tuple, list)) or one == other)
 
 
-def load(optimizer: Optimizer, names: Names, loaded: Mapping[str, Any]) -> None:
+def load(optimizer: Optimizer, names: Names, loaded: Any) -> None:
     """Load what :func:`select` has returned, and its tensors. Raises: what the optimizer raises."""
     inner = _inner(optimizer)
     if not is_by_name(loaded):
-        inner.load_state_dict(dict(loaded))
+        inner.load_state_dict(dict(loaded) if isinstance(loaded, Mapping) else loaded)
         return
     groups, parts, notes = (loaded.get(key, {}) for key in (GROUPS, OPTIMIZERS, TENSORS))
     params = parameters_of(inner)

@@ -7,13 +7,15 @@ tensor that a restore would make otherwise (docs/format.md); most optimizers hav
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from stagereg.checkpoint.format.encoding import PLAIN, REPLICATED, Leaf, walk
+from stagereg.checkpoint.format.split_tensors import carry, is_split
+from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.errors import CheckpointError
 
 _DTYPES, _STRIDES, _PLACED = "dtypes", "strides", "placed"
@@ -49,6 +51,29 @@ def notes_of(states: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], 
     return {key: found for key, found in notes.items() if found}
 
 
+def split_as(param: torch.Tensor, value: Any, path: str) -> Any:
+    """Return the state of a parameter that is a part of a larger tensor, with its tensors as such parts too.
+
+    A tensor of the parameter's shape is taken for a part of the same layout, unless the tensor declares its own
+    (:mod:`~stagereg.checkpoint.format.split_tensors`). The tensors of the optimizer stay as they are.
+
+    Raises:
+        CheckpointError: such a tensor wraps others, which cannot be cut into parts.
+    """
+    if isinstance(value, dict):
+        return {key: split_as(param, item, f"{path}.{key}") for key, item in value.items()}
+    if isinstance(value, list):
+        return [split_as(param, item, f"{path}.{i}") for i, item in enumerate(value)]
+    if not isinstance(value, torch.Tensor) or value.shape != param.shape or is_split(value):
+        return value
+    if wraps(value):
+        raise CheckpointError(
+            f"{path!r} is a {type(value).__name__}, which cannot be saved as a part of a larger tensor, as its "
+            "parameter is. Use an optimizer with plain tensors as its state"
+        )
+    return carry(param, value.detach())
+
+
 def _dtypes(value: Any, key: Any = None) -> Iterator[torch.dtype | None]:
     """Yield the dtypes of tensors in a value as torch goes through it; ``None`` for a step that is not of float32."""
     if isinstance(value, torch.Tensor):
@@ -65,7 +90,8 @@ def _dtypes(value: Any, key: Any = None) -> Iterator[torch.dtype | None]:
 
 
 def _note(notes: Mapping[str, dict[str, Any]], path: str, x: torch.Tensor, param: torch.Tensor) -> None:
-    if type(x) is torch.Tensor and x.layout is torch.strided and x.numel() and not x.is_contiguous():
+    strided = type(x) is torch.Tensor and x.layout is torch.strided and not is_split(x)
+    if strided and x.numel() and not x.is_contiguous():
         strides = torch.empty_like(x, device="meta").stride()  # without holes and overlaps
         if strides != torch.empty(x.shape, dtype=x.dtype, device="meta").stride():
             notes[_STRIDES][path] = [*strides]
@@ -134,11 +160,13 @@ def keeps_dtypes(notes: Mapping[str, Any], name: str, param: torch.Tensor) -> bo
 def given_back(given: Any, taken: Any, dtypes: bool) -> Any:
     """Return what an optimizer has ``taken`` of a parameter's state, with what torch has made otherwise than ``given``.
 
-    With ``dtypes`` tensors get back theirs. torch's ``load_state_dict`` makes the text of an iterator of a text.
+    With ``dtypes`` tensors get back theirs. torch's ``load_state_dict`` replaces each text, also in a set, by the text
+    that describes a generator.
     """
     if isinstance(given, torch.Tensor) and isinstance(taken, torch.Tensor):
         return given.to(taken.device) if dtypes and given.dtype != taken.dtype and given.shape == taken.shape else taken
-    if isinstance(given, str):
+    is_walked = isinstance(given, (Mapping, list, tuple, torch.Tensor))
+    if isinstance(given, Iterable) and not is_walked and not any(isinstance(item, torch.Tensor) for item in given):
         return given
     if isinstance(given, Mapping) and isinstance(taken, dict):
         for key in taken.keys() & given.keys():

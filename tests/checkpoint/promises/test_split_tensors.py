@@ -17,6 +17,7 @@ from stagereg.checkpoint.save.whole_step import _noted
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 from tests.support.states import OPTIONS, build
+from tests.support.subclasses import Codes
 
 ROWS, COLUMNS = 8, 3
 WHOLE = torch.arange(float(ROWS * COLUMNS)).view(ROWS, COLUMNS)
@@ -98,6 +99,86 @@ def test_parts_are_taken_on_any_number_of_ranks(tmp_path: Path, saved: int) -> N
     assert not full["zeros"].any()
     for world_size in (1, 2):
         assert run_ranks(restore, world_size, args=(str(tmp_path),)) == [[True] * 4] * world_size
+
+
+def adam(part: torch.Tensor, rows: torch.Tensor | None = None) -> tuple[Layer, torch.optim.Optimizer]:
+    """Return a layer and an Adam, whose moments declare nothing; after a step with ``rows`` as the gradient."""
+    layer = Layer(part)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
+    if rows is not None:
+        layer.weight.grad = rows.clone()
+        optimizer.step()
+    return layer, optimizer
+
+
+def of_ranks(whole: torch.Tensor, rank: int, world_size: int, order: int = 1) -> torch.Tensor:
+    """Each rank has neighbouring rows of it, without padding: in two parts, which ``order`` -1 turns around."""
+    count = ROWS // world_size
+    begin, middle, end = rank * count, rank * count + count // 2, (rank + 1) * count
+    return part_of(whole, [range(begin, middle), range(middle, end)][::order], padding=0)
+
+
+def save_adam(rank: int, world_size: int, root: str, grad: torch.Tensor) -> bool:
+    layer, optimizer = adam(of_ranks(WHOLE, rank, world_size), of_ranks(grad, rank, world_size))
+    with stagereg.Checkpointer(root, every=1) as checkpointer:
+        checkpointer.save(1, {"layer": layer, "optimizer": optimizer})
+    return not any(is_split(x) for x in optimizer.state[layer.weight].values())
+
+
+def restore_adam(rank: int, world_size: int, root: str, grad: torch.Tensor, order: int, had: bool) -> list[bool]:
+    blank = of_ranks(torch.full_like(WHOLE, 5.0), rank, world_size, order)
+    layer, optimizer = adam(blank, blank if had else None)
+    with stagereg.Checkpointer(root, every=1, resume="auto") as checkpointer:
+        checkpointer.restore({"layer": layer, "optimizer": optimizer})
+    expected = adam(of_ranks(WHOLE, rank, world_size, order), of_ranks(grad, rank, world_size, order))
+    for each, optimizer_of_it in ((layer, optimizer), expected):  # the state is the optimizer's own: it steps
+        each.weight.grad = of_ranks(WHOLE, rank, world_size, order)
+        optimizer_of_it.step()
+    found, wanted = optimizer.state[layer.weight], expected[1].state[expected[0].weight]
+    return [torch.equal(layer.weight, expected[0].weight), *(torch.equal(found[key], wanted[key]) for key in wanted)]
+
+
+@pytest.mark.parametrize(
+    ("saved", "world_size", "grad"),
+    [(1, 1, WHOLE + 1), (1, 2, WHOLE + 1), (2, 1, WHOLE + 1), (2, 2, torch.ones_like(WHOLE))],
+    ids=["1-1", "1-2", "2-1", "equal"],
+)
+def test_moments_without_attributes_are_split_as_their_parameter(
+    tmp_path: Path, saved: int, world_size: int, grad: torch.Tensor
+) -> None:
+    assert all(run_ranks(save_adam, saved, args=(str(tmp_path), grad)))
+    with stagereg.open_checkpoint(tmp_path, verify=True) as checkpoint:
+        assert torch.equal(
+            checkpoint["optimizer.state.weight.exp_avg"], adam(WHOLE, grad)[1].state_dict()["state"][0]["exp_avg"]
+        )
+    for order, had in ((1, True), (-1, False)):
+        for same in run_ranks(restore_adam, world_size, args=(str(tmp_path), grad, order, had)):
+            assert same == [True] * 4
+
+
+def test_the_padding_of_moments_that_are_new_is_zero(tmp_path: Path) -> None:
+    parts = [range(0, 3), range(3, ROWS)]
+    layer, optimizer = adam(part_of(WHOLE, parts), part_of(WHOLE, parts))
+    optimizer.state[layer.weight]["exp_avg"] = optimizer.state[layer.weight]["exp_avg"].t().contiguous().t()
+    with stagereg.Checkpointer(str(tmp_path), every=1) as checkpointer:
+        checkpointer.save(1, {"layer": layer, "optimizer": optimizer})
+    fresh, other = adam(part_of(torch.zeros_like(WHOLE), parts))
+    with stagereg.Checkpointer(str(tmp_path), every=1, resume="auto") as checkpointer:
+        checkpointer.restore({"layer": fresh, "optimizer": other})
+    for key in ("exp_avg", "exp_avg_sq"):
+        found, saved = other.state[fresh.weight][key], optimizer.state[layer.weight][key].clone()
+        saved[3], saved[-1] = 0, 0
+        assert torch.equal(found, saved)
+
+
+def test_moments_that_wrap_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    layer, optimizer = adam(part_of(WHOLE, [range(ROWS)]))
+    optimizer.state[layer.weight]["exp_avg"] = Codes(torch.zeros(ROWS + 1, COLUMNS, dtype=torch.int8), torch.ones(()))
+    with (
+        pytest.raises(CheckpointError, match=r"'optimizer': 'state\.weight\.exp_avg' is a Codes, which cannot"),
+        stagereg.Checkpointer(str(tmp_path), every=1) as checkpointer,
+    ):
+        checkpointer.save(1, {"layer": layer, "optimizer": optimizer})
 
 
 @pytest.mark.parametrize("stager", [*OPTIONS, "torch_default"])

@@ -55,6 +55,8 @@ def shown(x: Any) -> Any:
         return type(x).__name__, sorted(((repr(key), shown(item)) for key, item in x.items()), key=lambda one: one[0])
     if isinstance(x, (list, tuple)):
         return type(x).__name__, [shown(item) for item in x]
+    if isinstance(x, (set, frozenset)):
+        return type(x).__name__, sorted(map(repr, x))
     return type(x).__name__, repr(x)
 
 
@@ -96,8 +98,9 @@ def tensors(draw: Any) -> Tensor:
     return x.transpose(0, -1) if x.ndim > 1 and draw(st.booleans()) else x
 
 
+SETS = st.one_of(st.sets(st.text("ab", max_size=2)), st.frozensets(st.tuples(st.text("ab", max_size=2))))
 PLAIN = st.one_of(
-    st.none(), st.booleans(), st.integers(-5, 5), st.floats(), st.text("ab.w", max_size=3), st.binary(max_size=2)
+    st.none(), st.booleans(), st.integers(-5, 5), st.floats(), st.text("ab.w", max_size=3), st.binary(max_size=2), SETS
 )
 KEYS = st.one_of(st.text("ab", min_size=1, max_size=2), st.integers(3, 9), st.tuples(st.integers(0, 1), st.just("k")))
 NESTED = st.recursive(
@@ -173,10 +176,11 @@ def nets(*seeds: int) -> list[torch.nn.Linear]:
 def test_state_that_torchs_state_dict_would_mix_up_is_refused_when_it_is_saved(tmp_path: Path) -> None:
     [model] = nets(1)
     optimizer = Odd(model.parameters())
-    optimizer.state[1] = {"n": 3}
-    with pytest.raises(CheckpointError, match="'optimizer': it has state under the key 1, which torch takes for"):
-        save(tmp_path, model=model, optimizer=optimizer)
-    del optimizer.state[1]
+    for key in (1, True, 1.0):
+        optimizer.state[key] = {"n": 3}
+        with pytest.raises(CheckpointError, match=f"'optimizer': it has state under the key {key}, which torch takes"):
+            save(tmp_path, model=model, optimizer=optimizer)
+        del optimizer.state[key]
     old = torch.zeros(4, 5)
     optimizer.state[old] = {"n": 3}
     with pytest.raises(CheckpointError, match=r"'optimizer': it has state of 1 tensor in none .* of shape \[4, 5\]"):
@@ -266,6 +270,60 @@ def test_a_state_dict_as_torch_has_it_carries_as_much(tmp_path: Path) -> None:
         keeper.restore({"optimizer": plain})
     assert dict(plain.state["global"]) == {"n": 3}
     assert plain.beside == {"count": 4}
+
+
+class Own(torch.optim.SGD):
+    """Has a state dict of its own kind."""
+
+    kind: Any = None
+
+    def state_dict(self) -> Any:
+        return copy.deepcopy(self.kind)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.kind = state_dict
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [None, (1, torch.ones(2)), [{"state": {}, "param_groups": []}], [torch.ones(2)], torch.ones(3), {"n": 3}, "text"],
+    ids=str,
+)
+def test_a_state_dict_of_any_kind_goes_back_into_its_optimizer(tmp_path: Path, kind: Any) -> None:
+    [saved], [restored] = nets(1), nets(2)
+    before, after = Own(saved.parameters(), lr=0.1), Own(restored.parameters(), lr=0.1)
+    before.kind = kind
+    save(tmp_path, model=saved, optimizer=before)
+    restore(tmp_path, model=restored, optimizer=after)
+    assert shown(after.kind) == shown(kind)
+
+
+def test_a_state_dict_that_would_be_taken_for_one_by_name_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    [model] = nets(1)
+    optimizer = Own(model.parameters(), lr=0.1)
+    optimizer.kind = {"state": {}, "param_groups": {"weight": {"params": ["weight"]}}}
+    with pytest.raises(CheckpointError, match=r"'optimizer': its state_dict\(\) has dicts .* 'param_groups' a list"):
+        save(tmp_path, model=model, optimizer=optimizer)
+    optimizer.kind["param_groups"] = [*optimizer.kind["param_groups"].values()]  # as the message says
+    save(tmp_path, model=model, optimizer=optimizer)
+    expected, optimizer.kind = optimizer.kind, None
+    restore(tmp_path, model=model, optimizer=optimizer)
+    assert optimizer.kind == expected
+
+
+def test_options_whose_names_are_no_text_come_back(tmp_path: Path) -> None:
+    [saved], [restored] = nets(1), nets(2)
+    before, after = Odd([{"params": saved.parameters(), 1: "one"}]), Odd([{"params": restored.parameters(), 1: "two"}])
+    save(tmp_path, model=saved, optimizer=before)
+    restore(tmp_path, model=restored, optimizer=after)
+    assert after.param_groups[0][1] == "one"
+    groups = [{"params": [restored.weight], 1: "two"}, {"params": [restored.bias], 1: "one"}]
+    save(tmp_path, 2, model=restored, optimizer=Odd(groups))
+    with pytest.raises(CheckpointError, match="were several with different 1; make as many groups"):
+        restore(tmp_path, model=saved, optimizer=before)
+    other = torch.optim.SGD(saved.parameters(), lr=0.1)
+    with pytest.raises(CheckpointError, match="another kind of optimizer than SGD: it has 1; SGD has dampening"):
+        restore(tmp_path, model=saved, optimizer=other)
 
 
 def test_a_column_major_value_comes_back_so(tmp_path: Path) -> None:

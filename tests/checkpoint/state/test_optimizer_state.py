@@ -116,6 +116,9 @@ def test_what_is_missing_or_one_too_many_is_listed(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model[:2].parameters())
     text = refused(tmp_path, model=model, optimizer=optimizer)
     assert "'optimizer' does not take what was saved under its name: 22 in it that nothing here takes" in text
+    assert "as that run did, before restore(). If the checkpoint is another model's" in text
+    optimizer.add_param_group({"params": model[2:].parameters()})  # as the message says
+    restore(tmp_path, model=model, optimizer=optimizer)
     other = net(1, *[3] * 14).double()
     assert "0.weight (float32 [3, 3] in it, float64 [3, 3] here)" in refused(tmp_path, model=other)
 
