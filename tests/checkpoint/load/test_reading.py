@@ -112,7 +112,7 @@ def test_state_goes_into_the_memory_that_is_there(tmp_path: Path, monkeypatch: p
 
 def go_on_from_shards(rank: int, world_size: int, root: str) -> None:
     """Rows that two ranks cannot have half of each; restored before and after the first step, and then trained."""
-    found, mesh, memory_for = [], init_device_mesh("cpu", (world_size,)), reading._memory_for
+    found, mesh, memory_for = [], init_device_mesh("cpu", (world_size,)), reading.memory_for
 
     def in_place(leaf: Leaf) -> torch.Tensor:
         memory = memory_for(leaf)
@@ -125,7 +125,7 @@ def go_on_from_shards(rank: int, world_size: int, root: str) -> None:
             model(torch.full((2, 3), float(number + rank))).square().sum().backward()
             optimizer.step()
 
-    reading._memory_for = in_place
+    reading.memory_for = in_place
     for trained in (3, 0, 1):
         torch.manual_seed(trained)
         model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 1))
