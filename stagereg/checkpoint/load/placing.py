@@ -7,7 +7,6 @@ anything is read.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -18,11 +17,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 import stagereg.checkpoint.load.fits as fits
+import stagereg.checkpoint.load.sharing as sharing
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
-from stagereg.checkpoint.format.configs import is_config, of_type
 from stagereg.checkpoint.format.encoding import Leaf, leaves, marks
 from stagereg.checkpoint.format.split_tensors import is_split
 from stagereg.checkpoint.format.wrappers import form_of, same_bits, wraps
@@ -221,8 +220,8 @@ def pair_live(structure: Any, name: str, state: Mapping[str, Any], names: Parame
     """Give the leaves of a structure the tensors of the object or value that is to take it, and return them.
 
     A parameter of an optimizer stands for the state that there is not of it yet. Tensors may be written to in place
-    only where taking the state is what torch does, and where no other tensor of the object shares their memory. With
-    ``cast`` leaves get the dtype of these, where both are of floating point.
+    only where taking the state is what torch does. With ``cast`` leaves get the dtype of these, where both are of
+    floating point.
     """
     found = list(marks(structure))
     if name not in state or is_position(entries.value_of(state, name)):
@@ -242,10 +241,32 @@ def pair_live(structure: Any, name: str, state: Mapping[str, Any], names: Parame
         live = leaf.live if leaf.dtype is not None or (leaf.live is not None and leaf.live.is_meta) else None
         if live is not None and (why := module_state.unfilled(live)):
             raise CheckpointError(refusal(name, f"{leaf.name!r} {why}"))
-    users = Counter(entries.memory_of(leaf.live) for leaf in found if leaf.in_place)
-    for leaf in found:
-        leaf.in_place = leaf.in_place and users[entries.memory_of(leaf.live)] == 1
     return found
+
+
+def written(state: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[dict[str, list[Leaf]], list[Leaf]]:
+    """Return the leaves that a restore writes to live tensors: of modules, by entry, and of plain values."""
+    modules: dict[str, list[Leaf]] = {}
+    plain: list[Leaf] = []
+    for name in (name for name in found if name in state):
+        value = entries.value_of(state, name)
+        leaves = [leaf for leaf in marks(found[name]) if leaf.live is not None and leaf.dtype is not None]
+        if module_state.modules_of(value):
+            modules[name] = leaves
+        elif not (optimizer_state.optimizers_of(value) or is_stateful(value)):
+            plain += leaves
+    return modules, plain
+
+
+def merger(state: Mapping[str, Any], found: Mapping[str, Any]) -> sharing.Merger:
+    """Return the merger of the plain values of ``state``, all of which have been read.
+
+    Raises:
+        CheckpointError: modules have different values for one memory.
+    """
+    modules, plain = written(state, found)
+    exact = {name: all(map(_is_torchs_own, module_state.modules_of(entries.value_of(state, name)))) for name in modules}
+    return sharing.Merger(sharing.differing(modules, exact, plain))
 
 
 def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
@@ -309,7 +330,12 @@ def _loads_as_torch(module: torch.nn.Module) -> bool:
 
 
 def assign(
-    state: MutableMapping[str, Any], name: str, loaded: Any, names: ParameterNames, rank: int | None = None
+    state: MutableMapping[str, Any],
+    name: str,
+    loaded: Any,
+    names: ParameterNames,
+    merger: sharing.Merger,
+    rank: int | None = None,
 ) -> None:
     """Load one entry into ``state[name]``: into the object in place, or in place of the plain value.
 
@@ -335,9 +361,9 @@ def assign(
     elif is_stateful(value):
         value.load_state_dict(loaded)
     elif isinstance(state[name], entries.PerRank):
-        state[name].value = _merged(value, loaded)
+        state[name].value = merger.merged(value, loaded)
     else:
-        state[name] = _merged(value, loaded)
+        state[name] = merger.merged(value, loaded)
     keeps = bool(optimizer_state.optimizers_of(value)) or all(map(_is_torchs_own, modules))
     for path, x in leaves(entries.current_value(state, name, names), name):
         if keeps and path in wrapped and not same_bits(x, wrapped[path]):
@@ -348,28 +374,3 @@ def assign(
             raise CheckpointError(
                 f"{path!r} is on the meta device, which holds nothing; give it memory first, as by to_empty()"
             )
-
-
-def _merged(value: Any, loaded: Any) -> Any:
-    """Return ``loaded``, in the tensors and containers of ``value`` wherever they fit it."""
-    if value is loaded:
-        return value
-    if is_config(loaded):
-        return of_type(value, loaded)
-    if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        if wraps(value) or wraps(loaded):  # copy_ would round
-            return loaded if loaded.device == value.device else loaded.to(value.device)
-        if value.shape == loaded.shape and value.dtype == loaded.dtype:
-            with torch.no_grad():
-                return value.copy_(loaded)
-        return loaded.to(value.device)
-    if isinstance(value, dict) and isinstance(loaded, dict):
-        merged = {key: _merged(value.get(key), item) for key, item in loaded.items()}
-        value.clear()
-        value.update(merged)
-        return value
-    if isinstance(value, list) and isinstance(loaded, list):
-        padded = value + [None] * (len(loaded) - len(value))
-        value[:] = [_merged(old, item) for old, item in zip(padded, loaded, strict=False)]
-        return value
-    return loaded
