@@ -214,16 +214,6 @@ def test_objects_that_do_more_than_copy_get_tensors_of_their_own(tmp_path: Path)
     assert torch.equal(third.weight, hooked.weight)
 
 
-def test_tensors_that_share_memory_are_filled_in_their_order(tmp_path: Path) -> None:
-    state = {"x": {"a": torch.zeros(100_000), "b": torch.ones(50_000), "c": torch.full((10,), 2.0)}}
-    with saved(tmp_path, state) as checkpointer:
-        memory = torch.full((100_000,), 9.0)
-        checkpointer.restore({"x": {"a": memory, "b": memory[50_000:], "c": memory[:10]}})
-    assert memory[:10].eq(2).all()
-    assert memory[10:50_000].eq(0).all()
-    assert memory[50_000:].eq(1).all()
-
-
 def test_other_shapes_dtypes_and_strides_are_taken_as_before(tmp_path: Path) -> None:
     with saved(
         tmp_path, {"x": torch.arange(6.0).reshape(2, 3), "y": torch.ones(2), "z": torch.ones(3)}
