@@ -7,6 +7,7 @@ anything is read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -26,13 +27,14 @@ from stagereg.checkpoint.format.encoding import Leaf, leaves, marks
 from stagereg.checkpoint.format.split_tensors import is_split
 from stagereg.checkpoint.format.wrappers import form_of, same_bits, wraps
 from stagereg.checkpoint.load.reading import CheckpointFiles
-from stagereg.checkpoint.state.nested import NOTHING, find_inside, outer_names
+from stagereg.checkpoint.state.nested import NOTHING, NestedState, find_inside, outer_names
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import LoadsEveryRank, is_position, is_stateful
 from stagereg.errors import CheckpointError, NothingSavedError, listed, nearest, reason
 
 # Hooks that copy nothing: parameters are shards and own their memory; lazy ones get their shape.
 _HOOKS = ("torch.distributed.fsdp._fully_shard.", "torch.nn.modules.lazy")
+_RANKS_OWN = re.compile(r"\.rank\d+$")
 _OTHERS = (
     "If the checkpoint is another model's, give this one a directory of its own, checkpoint.dir=PATH, or start from "
     "scratch with checkpoint.resume=never"
@@ -106,9 +108,33 @@ def find(
         except NothingSavedError:
             if name not in fresh:
                 raise
+    for name in _beside(files, state) if saved_size else ():
+        found[name] = _structure(files, name, rank if saved_size == size else None)
     own = entries.rng_name(rank)
     has_own = saved_size == size and (not lost or own in files.index.state)
     return {**found, own: files.structure(own)} if has_own else found, left
+
+
+def _beside(files: CheckpointFiles, state: Mapping[str, Any]) -> list[str]:
+    """Return the names of plain values that were saved beside objects in a container, and that it does not have yet.
+
+    A module or an optimizer that the program has no more is left out, as one that had a name of its own.
+    """
+    names = [name for name in files.index.state if isinstance(state, NestedState) and state.takes(name)]
+    names = [name for name in names if not _RANKS_OWN.search(name)]
+    structures = {name: files.structure(name) for name in names}
+    return [
+        name
+        for name, each in structures.items()
+        if not hasattr(each, "_metadata") and optimizer_forms.as_by_name(each) is None
+    ]
+
+
+def add_beside(state: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Add the plain values of ``found`` that containers of ``state`` do not have yet, to be restored."""
+    if isinstance(state, NestedState):
+        for name in filter(state.takes, found):
+            state.add(name)
 
 
 def _own(

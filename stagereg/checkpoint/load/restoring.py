@@ -420,6 +420,7 @@ class _Loading:
         for name in (each for each in state if each in self._found):
             placing.expect_forms(state, name, self._found[name])
         merger = placing.merger(state, self._found)
+        placing.add_beside(state, self._found)
         try:
             if not self._once:
                 self.transfer.run()
