@@ -46,6 +46,11 @@ def expect_loadable(name: str, value: Any) -> None:
     if type(value) is ShardedTensor:  # of dense shards
         return
     if isinstance(value, torch.Tensor) and wraps(value):
+        if not value.numel():  # no part of it would be written
+            raise CheckpointError(
+                f"{name!r} cannot be saved: it is a {name_of(value)} without elements, which would come back as "
+                "a plain tensor. Leave it out of the state, or save the tensors in it."
+            )
         value = value._local_tensor if isinstance(value, DTensor) else value
         form = form_of(value)
         if (kind := (form, *map(_types_in, vars(value).items()))) not in _loadable:

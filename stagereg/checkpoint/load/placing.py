@@ -7,7 +7,7 @@ anything is read.
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -18,22 +18,23 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 import stagereg.checkpoint.load.fits as fits
+import stagereg.checkpoint.load.sharing as sharing
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
-from stagereg.checkpoint.format.configs import is_config, of_type
 from stagereg.checkpoint.format.encoding import Leaf, leaves, marks
 from stagereg.checkpoint.format.split_tensors import carry, is_split
 from stagereg.checkpoint.format.wrappers import form_of, same_bits, wraps
 from stagereg.checkpoint.load.reading import CheckpointFiles
-from stagereg.checkpoint.state.nested import NOTHING, find_inside, outer_names
+from stagereg.checkpoint.state.nested import NOTHING, NestedState, find_inside, outer_names
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import LoadsEveryRank, is_position, is_stateful
 from stagereg.errors import CheckpointError, NothingSavedError, listed, nearest, reason
 
 # Hooks that copy nothing: parameters are shards and own their memory; lazy ones get their shape.
 _HOOKS = ("torch.distributed.fsdp._fully_shard.", "torch.nn.modules.lazy")
+_RANKS_OWN = re.compile(r"\.rank\d+$")
 _OTHERS = (
     "If the checkpoint is another model's, give this one a directory of its own, checkpoint.dir=PATH, or start from "
     "scratch with checkpoint.resume=never"
@@ -112,9 +113,33 @@ def find(
         except NothingSavedError:
             if name not in fresh:
                 raise
+    for name in _beside(files, state) if saved_size else ():
+        found[name] = _structure(files, name, rank if saved_size == size else None)
     own = entries.rng_name(rank)
     has_own = saved_size == size and (not lost or own in files.index.state)
     return {**found, own: files.structure(own)} if has_own else found, left
+
+
+def _beside(files: CheckpointFiles, state: Mapping[str, Any]) -> list[str]:
+    """Return the names of plain values that were saved beside objects in a container, and that it does not have yet.
+
+    A module or an optimizer that the program has no more is left out, as one that had a name of its own.
+    """
+    names = [name for name in files.index.state if isinstance(state, NestedState) and state.takes(name)]
+    names = [name for name in names if not _RANKS_OWN.search(name)]
+    structures = {name: files.structure(name) for name in names}
+    return [
+        name
+        for name, each in structures.items()
+        if not hasattr(each, "_metadata") and optimizer_forms.as_by_name(each) is None
+    ]
+
+
+def add_beside(state: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Add the plain values of ``found`` that containers of ``state`` do not have yet, to be restored."""
+    if isinstance(state, NestedState):
+        for name in filter(state.takes, found):
+            state.add(name)
 
 
 def _own(
@@ -227,8 +252,8 @@ def pair_live(structure: Any, name: str, state: Mapping[str, Any], names: Parame
     """Give the leaves of a structure the tensors of the object or value that is to take it, and return them.
 
     A parameter of an optimizer stands for the state that there is not of it yet. Tensors may be written to in place
-    only where taking the state is what torch does, and where no other tensor of the object shares their memory. With
-    ``cast`` leaves get the dtype of these, where both are of floating point.
+    only where taking the state is what torch does. With ``cast`` leaves get the dtype of these, where both are of
+    floating point.
     """
     found = list(marks(structure))
     if name not in state or is_position(entries.value_of(state, name)):
@@ -249,10 +274,32 @@ def pair_live(structure: Any, name: str, state: Mapping[str, Any], names: Parame
         live = leaf.live if leaf.dtype is not None or (leaf.live is not None and leaf.live.is_meta) else None
         if live is not None and (why := module_state.unfilled(live)):
             raise CheckpointError(refusal(name, f"{leaf.name!r} {why}"))
-    users = Counter(entries.memory_of(leaf.live) for leaf in found if leaf.in_place)
-    for leaf in found:
-        leaf.in_place = leaf.in_place and users[entries.memory_of(leaf.live)] == 1
     return found
+
+
+def written(state: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[dict[str, list[Leaf]], list[Leaf]]:
+    """Return the leaves that a restore writes to live tensors: of modules, by entry, and of plain values."""
+    modules: dict[str, list[Leaf]] = {}
+    plain: list[Leaf] = []
+    for name in (name for name in found if name in state):
+        value = entries.value_of(state, name)
+        leaves = [leaf for leaf in marks(found[name]) if leaf.live is not None and leaf.dtype is not None]
+        if module_state.modules_of(value):
+            modules[name] = leaves
+        elif not (optimizer_state.optimizers_of(value) or is_stateful(value)):
+            plain += leaves
+    return modules, plain
+
+
+def merger(state: Mapping[str, Any], found: Mapping[str, Any]) -> sharing.Merger:
+    """Return the merger of the plain values of ``state``, all of which have been read.
+
+    Raises:
+        CheckpointError: modules have different values for one memory.
+    """
+    modules, plain = written(state, found)
+    exact = {name: all(map(_is_torchs_own, module_state.modules_of(entries.value_of(state, name)))) for name in modules}
+    return sharing.Merger(sharing.differing(modules, exact, plain))
 
 
 def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
@@ -316,7 +363,12 @@ def _loads_as_torch(module: torch.nn.Module) -> bool:
 
 
 def assign(
-    state: MutableMapping[str, Any], name: str, loaded: Any, names: ParameterNames, rank: int | None = None
+    state: MutableMapping[str, Any],
+    name: str,
+    loaded: Any,
+    names: ParameterNames,
+    merger: sharing.Merger,
+    rank: int | None = None,
 ) -> None:
     """Load one entry into ``state[name]``: into the object in place, or in place of the plain value.
 
@@ -342,9 +394,9 @@ def assign(
     elif is_stateful(value):
         value.load_state_dict(loaded)
     elif isinstance(state[name], entries.PerRank):
-        state[name].value = _merged(value, loaded)
+        state[name].value = merger.merged(value, loaded)
     else:
-        state[name] = _merged(value, loaded)
+        state[name] = merger.merged(value, loaded)
     keeps = bool(optimizer_state.optimizers_of(value)) or all(map(_is_torchs_own, modules))
     for path, x in leaves(entries.current_value(state, name, names), name):
         if keeps and path in wrapped and not same_bits(x, wrapped[path]):
@@ -355,28 +407,3 @@ def assign(
             raise CheckpointError(
                 f"{path!r} is on the meta device, which holds nothing; give it memory first, as by to_empty()"
             )
-
-
-def _merged(value: Any, loaded: Any) -> Any:
-    """Return ``loaded``, in the tensors and containers of ``value`` wherever they fit it."""
-    if value is loaded:
-        return value
-    if is_config(loaded):
-        return of_type(value, loaded)
-    if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        if wraps(value) or wraps(loaded):  # copy_ would round
-            return loaded if loaded.device == value.device else loaded.to(value.device)
-        if value.shape == loaded.shape and value.dtype == loaded.dtype:
-            with torch.no_grad():
-                return value.copy_(loaded)
-        return loaded.to(value.device)
-    if isinstance(value, dict) and isinstance(loaded, dict):
-        merged = {key: _merged(value.get(key), item) for key, item in loaded.items()}
-        value.clear()
-        value.update(merged)
-        return value
-    if isinstance(value, list) and isinstance(loaded, list):
-        padded = value + [None] * (len(loaded) - len(value))
-        value[:] = [_merged(old, item) for old, item in zip(padded, loaded, strict=False)]
-        return value
-    return loaded

@@ -12,6 +12,7 @@ the way, so objects may have changed in part when damage is found. The checkpoin
 
 from __future__ import annotations
 
+import itertools
 import logging
 import operator
 import os
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 
 import stagereg.checkpoint.load.choosing as choosing
 import stagereg.checkpoint.load.placing as placing
+import stagereg.checkpoint.load.sharing as sharing
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.format.damage import Condition, Found, Unclear, differences, marks_of_shares, share_of_rank
@@ -399,6 +401,9 @@ class _Loading:
     def _read(self) -> None:
         files, own = self.files, (self._asked.state, self._asked.names, self._asked.cast)
         leaves = [leaf for name, each in self._found.items() for leaf in placing.pair_live(each, name, *own)]
+        modules, plain = placing.written(self._asked.state, self._found)
+        placed = [leaf for leaf in leaves if leaf.in_place]
+        sharing.read_apart(dict.fromkeys(itertools.chain(*modules.values(), plain, placed)))
         into = leaves if self._once else [leaf for leaf in leaves if leaf.in_place]
         self.transfer = files.plan(into)
         if not self._once:
@@ -414,6 +419,8 @@ class _Loading:
             _log.warning("%s has nothing for %s: begun from scratch.", self._chosen.path, ", ".join(fresh))
         for name in (each for each in state if each in self._found):
             placing.expect_forms(state, name, self._found[name])
+        merger = placing.merger(state, self._found)
+        placing.add_beside(state, self._found)
         try:
             if not self._once:
                 self.transfer.run()
@@ -422,7 +429,7 @@ class _Loading:
         changed = [name for name, each in self._found.items() if any(leaf.in_place for leaf in marks(each))]
         for name in (each for each in state if each in self._found):
             try:
-                placing.assign(state, name, fill(self._found[name]), self._asked.names, rank)
+                placing.assign(state, name, fill(self._found[name]), self._asked.names, merger, rank)
             except Exception as error:
                 raise CheckpointError(placing.refused_late(name, reason(error), changed)) from error
             changed += [name] if name not in changed else []

@@ -40,6 +40,9 @@ def wholes_of(leaf: Leaf) -> list[Whole] | None:
         return None
     start, shape = _wanted(leaf)
     parts = [chunk for chunk in leaf.stored.chunks if _overlap(chunk, start, shape)]
+    if not parts and isinstance(leaf.live, DTensor) and wraps(leaf.live):  # this rank has no elements of it
+        leaf.value = dtensor_like(leaf.live, cloned(leaf.live._local_tensor))
+        return []
     own = [chunk for chunk in parts if (chunk.start, chunk.shape) == (start, shape)]
     if not parts or (own and own[0].layout != SUBCLASS):
         return None

@@ -132,7 +132,10 @@ def current_value(state: Mapping[str, Any], name: str, names: ParameterNames) ->
     """Return the state dict of an object that has one, else the value itself."""
     value = value_of(state, name)
     if modules := module_state.modules_of(value):
-        return module_state.state_of(modules)
+        try:
+            return module_state.state_of(modules)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name!r}: {error}") from error
     if optimizers := optimizer_state.optimizers_of(value):
         try:
             each = [optimizer_state.state_of(one, names.for_optimizer(one, state)) for one in optimizers]

@@ -48,6 +48,36 @@ class NestedState(MutableMapping[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         _put(self._state, self._ways.setdefault(name, (name,)), value)
 
+    def takes(self, name: str) -> bool:
+        """Whether a container of an object here would have the entry ``name``, which the program has not yet."""
+        return name not in self._ways and bool(self._containers_of(name))
+
+    def add(self, name: str) -> None:
+        """Add an entry with the value ``None`` to its container, as a program would have made it.
+
+        Raises:
+            CheckpointError: the container does not take a key of text.
+        """
+        before, rest = self._containers_of(name)[-1]
+        holder: Any = reduce(getitem, before, self._state)
+        *inner, last = rest
+        for key in inner:
+            holder = holder.setdefault(key, {}) if isinstance(holder, dict) else None
+        if not isinstance(holder, dict) or not all(isinstance(key, str) for key in holder):
+            raise CheckpointError(f"{name!r} was saved, and its container here has no such item: add one before")
+        holder[last] = None
+        self._ways[name] = *before, *rest
+
+    def _containers_of(self, name: str) -> list[tuple[tuple[Any, ...], list[str]]]:
+        """Return the ways to the containers that ``name`` lies in, outermost first, and the keys that follow."""
+        found = {}
+        for way in self._ways.values():
+            for end in range(1, len(way)):
+                prefix = ".".join(map(str, way[:end])) + "."
+                if name.startswith(prefix):
+                    found[way[:end]] = name.removeprefix(prefix).split(".")
+        return sorted(found.items(), key=lambda each: len(each[0]))
+
     def __delitem__(self, name: str) -> None:
         *before, key = self._ways.pop(name)
         del reduce(getitem, before, self._state)[key]

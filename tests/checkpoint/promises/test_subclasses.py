@@ -361,3 +361,8 @@ def test_a_step_in_a_tier_has_them_too(tmp_path: Path) -> None:
     with stagereg.Checkpointer(str(tmp_path / "store"), every=10, tier=tier) as checkpointer:
         assert checkpointer.restore(state) == 3
     assert same_bits(state["x"]["w"], nested(4))
+
+
+def test_a_subclass_without_elements_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'x' cannot be saved: it is a .*Codes without elements"):
+        save(tmp_path, x=Codes(torch.zeros(0, 4, dtype=torch.int8), torch.tensor(0.2)))

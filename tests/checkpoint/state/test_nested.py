@@ -331,3 +331,23 @@ def save_and_restore_on_ranks(rank: int, world_size: int, path: str) -> None:
 
 def test_each_rank_gets_its_own_of_what_is_in_containers(tmp_path: Path) -> None:
     run_ranks(save_and_restore_on_ranks, nproc=2, args=(str(tmp_path),))
+
+
+def test_plain_values_beside_objects_come_back_where_the_program_has_none_yet(tmp_path: Path) -> None:
+    saved: dict[str, Any] = {
+        "train": {"m": net(1), "old": net(5), "best": 0.5, "more": {"sched": Counting(2), "seen": {"a": [1]}}}
+    }
+    save(tmp_path, saved)
+    train = restore(tmp_path, {"train": {"m": net(3)}})["train"]
+    assert (train["best"], train["more"]["seen"]) == (0.5, {"a": [1]})
+    assert "old" not in train
+    assert torch.equal(train["m"].weight, saved["train"]["m"].weight)
+
+
+def test_a_plain_value_that_its_container_cannot_take_is_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path, {"train": [net(1), Counting(2), 0.5]})
+    assert "'train.2' was saved" in refused(lambda: restore(tmp_path, {"train": [net(3), Counting(0)]}))
+
+
+def test_modules_of_one_name_are_refused_with_the_name_of_their_entry(tmp_path: Path) -> None:
+    assert "'nets': Two of its modules have" in refused(lambda: save(tmp_path, {"nets": [net(1), net(1)]}))

@@ -1,0 +1,172 @@
+"""Tensors of a state that share memory in the program: values that differ are not written into one memory.
+
+A new program may begin with ``{"model": model, "best": model.state_dict()}``, and the checkpoint has other values for
+``best``. Modules keep their memory; a plain value that differs from the other values in its memory gets memory of its
+own. Values that agree keep the shared memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+import stagereg.checkpoint.state.entries as entries
+from stagereg.checkpoint.format.configs import is_config, of_type
+from stagereg.checkpoint.format.encoding import Leaf
+from stagereg.checkpoint.format.wrappers import same_bits, wraps
+from stagereg.errors import CheckpointError
+
+
+class _View(NamedTuple):
+    """The bytes of a storage that a live tensor takes, and the leaf that is restored into the tensor."""
+
+    begin: int
+    end: int
+    leaf: Leaf
+    local: torch.Tensor
+
+
+def read_apart(leaves: Collection[Leaf]) -> None:
+    """Read leaves whose live tensors share memory into new memory; ``leaves`` are those that a restore writes to."""
+    users = Counter(entries.memory_of(leaf.live) for leaf in leaves if leaf.live is not None)
+    for leaf in leaves:
+        leaf.in_place = leaf.in_place and users[entries.memory_of(leaf.live)] == 1
+
+
+def differing(modules: Mapping[str, Sequence[Leaf]], exact: Mapping[str, bool], plain: Iterable[Leaf]) -> set[int]:
+    """Return the ``id`` of each live tensor of a plain value that cannot keep its memory.
+
+    ``modules`` has the leaves of modules by entry, which have been read; ``exact`` is whether the modules of an entry
+    load as torch's own modules do.
+
+    Raises:
+        CheckpointError: two tensors of such modules share memory, and the checkpoint has different values for them.
+    """
+    refusing = {leaf for name, each in modules.items() if exact[name] for leaf in each}
+    owners = dict.fromkeys(leaf for each in modules.values() for leaf in each)
+    apart: set[int] = set()
+    for views in _overlapping([*owners, *plain]):
+        views.sort(key=lambda view: (view.leaf not in owners, view.leaf not in refusing))
+        memory = torch.empty(max(view.end for view in views), dtype=torch.uint8)
+        written: list[_View] = []
+        for view in views:
+            if id(view.leaf.live) in apart:
+                continue
+            target, value = _in(memory, view), _value(view)
+            before = target.clone()
+            target.copy_(value)
+            near = (each for each in written if each.begin < view.end and view.begin < each.end)
+            lost = next((each for each in near if not same_bits(_in(memory, each), _value(each))), None)
+            if lost is None:
+                written.append(view)
+                continue
+            target.copy_(before)
+            if view.leaf not in owners:
+                apart.add(id(view.leaf.live))
+            elif view.leaf in refusing:
+                raise CheckpointError(
+                    f"{lost.leaf.name!r} and {view.leaf.name!r} share memory here, and the checkpoint has different "
+                    "values for them. Give each a tensor of its own, as when they were saved"
+                )
+    return apart
+
+
+def _overlapping(leaves: Iterable[Leaf]) -> Iterator[list[_View]]:
+    """Yield groups of two or more views whose bytes overlap."""
+    by_memory: dict[object, list[_View]] = defaultdict(list)
+    for leaf in leaves:
+        if (view := _view(leaf)) is not None:
+            by_memory[view.local.untyped_storage().data_ptr()].append(view)
+    for views in by_memory.values():
+        views.sort(key=lambda view: view.begin)
+        group, end = [views[0]], views[0].end
+        for view in views[1:]:
+            if view.begin >= end:
+                if len(group) > 1:
+                    yield group
+                group = []
+            group.append(view)
+            end = max(end, view.end)
+        if len(group) > 1:
+            yield group
+
+
+def _view(leaf: Leaf) -> _View | None:
+    if leaf.dtype is None or not isinstance(leaf.live, torch.Tensor) or wraps(leaf.live) or leaf.in_place:
+        return None
+    x, value = entries.local_part(leaf.live).detach(), leaf.value
+    if x.layout is not torch.strided or x.is_nested or x.is_meta or not x.numel() or wraps(value):
+        return None
+    if entries.local_part(value).shape != x.shape:
+        return None
+    begin = int(x.storage_offset()) * x.itemsize
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return _View(begin, begin + (last + 1) * x.itemsize, leaf, x)
+
+
+def _in(memory: torch.Tensor, view: _View) -> torch.Tensor:
+    x = view.local
+    typed = memory[: memory.numel() // x.itemsize * x.itemsize].view(x.dtype)
+    return typed.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _value(view: _View) -> torch.Tensor:
+    return entries.local_part(view.leaf.value).detach().cpu().to(view.local.dtype)
+
+
+class Merger:
+    """Puts values that were read into the tensors and containers of plain values wherever they fit.
+
+    Args:
+        apart: the result of :func:`differing`.
+    """
+
+    def __init__(self, apart: set[int]) -> None:
+        self._apart = apart
+        self._met: dict[int, tuple[Any, Any]] = {}  # containers of the program, and the values that each one took
+
+    def merged(self, value: Any, loaded: Any) -> Any:
+        """Return ``loaded``, in the tensors and containers of ``value`` wherever they fit it."""
+        if value is loaded:
+            return value
+        if is_config(loaded):
+            return of_type(value, loaded)
+        if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
+            return self._tensor(value, loaded)
+        kind = next((kind for kind in (dict, list) if isinstance(value, kind) and isinstance(loaded, kind)), None)
+        if kind is None:
+            return loaded
+        if id(value) in self._met:  # the program has this container in two places
+            return value if _equal(self._met[id(value)][1], loaded) else self.merged(type(loaded)(), loaded)
+        self._met[id(value)] = value, loaded
+        if kind is dict:
+            merged = {key: self.merged(value.get(key), item) for key, item in loaded.items()}
+            value.clear()
+            value.update(merged)
+        else:
+            padded = value + [None] * (len(loaded) - len(value))
+            value[:] = [self.merged(old, item) for old, item in zip(padded, loaded, strict=False)]
+        return value
+
+    def _tensor(self, value: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
+        if wraps(value) or wraps(loaded):  # copy_ would round
+            return loaded if loaded.device == value.device else loaded.to(value.device)
+        if id(value) not in self._apart and value.shape == loaded.shape and value.dtype == loaded.dtype:
+            with torch.no_grad():
+                return value.copy_(loaded)
+        return loaded.to(value.device)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return same_bits(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(_equal, one.values(), other.values()))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other or (one != one and other != other))
