@@ -50,7 +50,7 @@ def differing(modules: Mapping[str, Sequence[Leaf]], exact: Mapping[str, bool], 
     apart: set[int] = set()
     for views in _overlapping([*owners, *plain]):
         views.sort(key=lambda view: (view.leaf not in owners, view.leaf not in refusing))
-        memory = torch.empty(max(view.end for view in views), dtype=torch.uint8)
+        memory = torch.empty(max(view.end for view in views), dtype=torch.uint8, device="cpu")
         written: list[_View] = []
         for view in views:
             if id(view.leaf.live) in apart:
