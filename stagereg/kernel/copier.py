@@ -52,9 +52,12 @@ class PendingCopy:
 
     def pairs(self, regions: Sequence[Region], packed: Sequence[int] = ()) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return what ``CopyEngine.fetch`` takes for some of the layout's regions and packed tensors."""
-        runs = [(r, torch.frombuffer(self.view, dtype=torch.uint8, count=r.nbytes, offset=r.offset)) for r in regions]
-        copied = [(to, region_bytes(region, self._storage_of(region))) for region, to in runs]
+        copied = [(self.bytes_of(region), region_bytes(region, self._storage_of(region))) for region in regions]
         return [*copied, *((self.staged[i], self.sources[i]) for i in packed)]
+
+    def bytes_of(self, region: Region) -> torch.Tensor:
+        """Return the bytes of the copy of a region."""
+        return torch.frombuffer(self.view, dtype=torch.uint8, count=region.nbytes, offset=region.offset)
 
     def _storage_of(self, region: Region) -> torch.UntypedStorage:
         held = self.storages.get(region.source)

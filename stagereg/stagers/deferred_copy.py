@@ -32,7 +32,8 @@ import torch
 
 from stagereg.kernel.copier import PendingCopy
 from stagereg.kernel.layout import Layout, Region, is_in
-from stagereg.kernel.transfer import Batch, CopyTask, piece
+from stagereg.kernel.transfer import Batch, CopyTask, end_of, piece
+from stagereg.stagers.device_sources import DeviceSources
 
 _PIECE_BYTES = 2**22  # a writer waits for one piece of another thread at most: well below a millisecond
 _SAMPLE_BYTES = 64
@@ -121,7 +122,8 @@ class DeferredCopy:
     ) -> None:
         pending.hold([*split.deferred, *split.deferred_remote, *split.immediate_remote])
         self._storages = dict(pending.storages)
-        self._task = CopyTask(pending.address, [*_queues(pending, split, events), *split.pieces])
+        self._remote = _sources(pending, split)
+        self._task = CopyTask(pending.address, [*_queues(self._remote, split, events), *split.pieces])
         self._base = pending.address
         self._split = split
         self._events = events
@@ -150,7 +152,9 @@ class DeferredCopy:
         finally:  # the queued copies write to the memory, whether or not all of them could be queued
             for _, event in self._events:
                 event.synchronize()
-        return self._find_written()
+        written = self._members_of(region for sources in self._remote.values() for region in sources.written())
+        self.touched |= written
+        return sorted({*self._find_written(), *written})
 
     def finish_before_write(self) -> None:
         """Return when the source may be written. Called by any thread that is about to, any number of times.
@@ -235,25 +239,33 @@ class DeferredCopy:
         return {i for region in regions for i in region.members}
 
 
-def _queues(
-    pending: PendingCopy, split: CopySplit, events: list[tuple[torch.device, torch.Event]]
-) -> list[Callable[[int], None]]:
-    """Return, by device, what queues the deferred copies and adds the event of their end, on any thread."""
+def _sources(pending: PendingCopy, split: CopySplit) -> dict[torch.device, DeviceSources]:
+    """Return the sources of the deferred copies by accelerator, as they are on the caller's streams."""
     by_device: dict[torch.device, list[Region]] = {}
     for region in split.deferred_remote:
         by_device.setdefault(pending.sources[region.source].device, []).append(region)
+    found: dict[torch.device, DeviceSources] = {}
+    for device, regions in by_device.items():
+        with torch.accelerator.device_index(device.index):
+            found[device] = DeviceSources(pending, regions)
+    return found
+
+
+def _queues(
+    remote: dict[torch.device, DeviceSources], split: CopySplit, events: list[tuple[torch.device, torch.Event]]
+) -> list[Callable[[int], None]]:
+    """Return, by device, what queues the deferred copies and adds the event of their end, on any thread."""
 
     def queue(base: int, device: torch.device, stream: torch.Stream) -> None:
         # The device first: a thread may have another one, which leaving the stream would set up, at a cost in memory.
         with torch.no_grad(), torch.accelerator.device_index(device.index), stream:
             try:
-                for to, source in pending.pairs(by_device[device]):
-                    to.copy_(source, non_blocking=True)
+                remote[device].queue()
             finally:
-                events.append((device, stream.record_event()))
+                events.append((device, end_of(stream)))
 
     made: list[Callable[[int], None]] = []
-    for device in by_device:
+    for device in remote:
         stream = split.streams.get(device) or split.streams.setdefault(device, torch.Stream(device))
         stream.wait_event(torch.accelerator.current_stream(device).record_event())  # that of the caller, as it is now
         made.append(functools.partial(queue, device=device, stream=stream))

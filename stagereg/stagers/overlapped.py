@@ -55,7 +55,9 @@ class OverlappedStager(HostStager):
       steps are not seen either.
     - Of the writes that move no counter (``tensor.data``, numpy, gloo collectives) those that write a whole tensor, or
       its ends. It does not find a write to a small part of a large tensor by such a side door (``weight.data[i] = v``)
-      within the milliseconds of the copy. ``verify=True`` finds that too, in host memory.
+      within the milliseconds of the copy. ``verify=True`` finds that too, in host memory. On accelerators every such
+      write to a tensor of 256 KiB or more is found, by digests that the device computes before and after the copy;
+      smaller tensors, up to 64 MiB of them, are copied on the device before ``stage`` returns.
     - Storages that were freed or resized without the methods of ``torch.Tensor`` and ``torch.UntypedStorage``, if their
       address or size has changed. A storage that a tensor only exchanges for another one (``tensor.data = other``,
       ``swap_tensors``) is copied as it was; ``set_`` moves the version counter.

@@ -14,7 +14,7 @@ import torch
 import stagereg
 import stagereg.stagers.bounded as bounded
 from stagereg import AsyncStager, Checkpointer
-from stagereg.errors import StagingError
+from stagereg.errors import StagingError, WrittenWhileStagedError
 from stagereg.stagers.overlapped import OverlappedStager
 
 from ..support.states import OPTIONS, assert_same
@@ -112,7 +112,7 @@ def overlapped() -> Iterator[OverlappedStager]:
 
 def copied_late(stager: OverlappedStager) -> int:
     assert stager._split is not None
-    return sum(region.nbytes for region in stager._split.deferred_remote)
+    return sum(region.nbytes for region in stager._split[1].deferred_remote)
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
@@ -186,6 +186,34 @@ def test_an_unannounced_write_on_the_device_is_reported(overlapped: OverlappedSt
     else:
         assert isinstance(failure, StagingError)
         assert "inner.weight" in str(failure)
+
+
+@pytest.mark.parametrize("nbytes", [2**10, 2**26], ids=["small", "large"])
+@pytest.mark.parametrize("write", ["all", "one element"])
+def test_a_write_that_moves_no_counter_tears_no_copy(overlapped: OverlappedStager, nbytes: int, write: str) -> None:
+    w = torch.nn.Parameter(torch.zeros(nbytes // 4, device=device()))
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    overlapped.watch(optimizer)
+    outcomes = set()
+    for turn in range(10):
+        keep_busy()
+        w.data.fill_(turn)
+        promise = overlapped.stage({"w": w.detach()})
+        assert copied_late(overlapped) == nbytes
+        if write == "all":
+            w.data.add_(100)
+        else:
+            w.data[len(w) // 3] = 100.0
+        failure = promise.exception(60)
+        outcomes.add(type(failure))
+        if failure is None:
+            assert promise.result()["w"].eq(turn).all()
+        else:
+            assert isinstance(failure, StagingError)
+            overlapped._all_at_once = False  # so that the next copy is a late one too
+            overlapped._observer.expect([])
+            overlapped._copies.take_touched()
+    assert outcomes == ({type(None)} if nbytes < 2**18 else {WrittenWhileStagedError})
 
 
 @pytest.mark.parametrize("options", [{"detect": "content"}, {"frozen": ["base"], "verify": True}], ids=str)

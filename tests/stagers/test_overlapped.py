@@ -16,7 +16,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -31,11 +30,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import stagereg
 import stagereg.stagers.deferred_copy as deferred_copy
-from stagereg.errors import StagerClosedError, StagingError
-from stagereg.kernel.copier import PendingCopy
+from stagereg.errors import StagerClosedError, StagingError, WrittenWhileStagedError
 from stagereg.kernel.layout import plan_layout
 from stagereg.kernel.transfer import Batch
 from stagereg.stagers.deferred_copy import DeferredCopy
+from stagereg.stagers.device_sources import DeviceSources
 from stagereg.stagers.overlapped import OverlappedStager
 from stagereg.testing import run_ranks
 
@@ -435,6 +434,15 @@ def test_the_source_may_be_freed_while_it_is_copied(gate, stager) -> None:
     assert len(noise) == 100
 
 
+class FakeEvent:
+    def __init__(self, device: object = None, blocking: bool = False) -> None:
+        self.synchronize = lambda: None
+
+    def record(self, stream: FakeStream) -> None:
+        self.of, self.number = stream.name, len(stream.log)
+        stream.log.append((self.of, "records", self.number))
+
+
 class FakeStream:
     """A stream of an accelerator whose memory is the host's: what is copied on it is copied at once.
 
@@ -445,11 +453,11 @@ class FakeStream:
     here: ClassVar[list[FakeStream]] = []  # the current ones, the innermost last
 
     def __init__(self, device: object = None, name: str = "side") -> None:
-        self.name = name
+        self.name, self.device = name, device
 
     def record_event(self) -> Any:
-        event = SimpleNamespace(of=self.name, number=len(self.log), synchronize=lambda: None)
-        self.log.append((self.name, "records", event.number))
+        event = FakeEvent()
+        event.record(self)
         return event
 
     def wait_event(self, event: Any) -> None:
@@ -474,6 +482,7 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     monkeypatch.setattr(FakeStream, "log", [])
     monkeypatch.setattr("stagereg.kernel.copier.plan_layout", plan_remote)
     monkeypatch.setattr("torch.Stream", FakeStream)
+    monkeypatch.setattr("torch.Event", FakeEvent)
     monkeypatch.setattr("torch.accelerator.current_stream", lambda device: main)
     monkeypatch.setattr("torch.accelerator.device_index", lambda index: contextlib.nullcontext())
     return FakeStream.log
@@ -517,6 +526,25 @@ def test_of_a_device_small_tensors_are_deferred_as_well(
     assert len(split.members) == 6
 
 
+@pytest.mark.parametrize("elements", [100, 2**17])
+def test_of_a_device_no_write_that_moves_no_counter_is_in_a_copy(
+    fake_device: list[tuple[object, ...]], late: tuple[OverlappedStager, threading.Event], elements: int
+) -> None:
+    stager, gate = late
+    weight = torch.nn.Parameter(torch.ones(elements))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    stager.watch(optimizer)
+    promise = stager.stage({"w": weight.detach()})
+    weight.data[elements // 3] = 7.0
+    gate.set()
+    if elements == 100:
+        assert torch.equal(promise.result(WAIT_S)["w"], torch.ones(elements))
+    else:
+        with pytest.raises(WrittenWhileStagedError, match="w"):
+            promise.result(WAIT_S)
+        assert promise.seen
+
+
 def test_a_copy_that_cannot_be_queued_fails_its_future_alone(
     fake_device: list[tuple[object, ...]],
     late: tuple[OverlappedStager, threading.Event],
@@ -525,13 +553,13 @@ def test_a_copy_that_cannot_be_queued_fails_its_future_alone(
     stager, gate = late
     one = OneWeight(stager, 1.0)
     future = stager.stage(one.state)
-    queued, pairs, waited = len(fake_device), PendingCopy.pairs, threading.Event()
+    queued, queue, waited = len(fake_device), DeviceSources.queue, threading.Event()
 
-    def some(*args: Any) -> Iterator[Any]:
-        yield from pairs(*args)
+    def queue_some(sources: DeviceSources) -> None:
+        queue(sources)
         raise RuntimeError("no memory left")
 
-    monkeypatch.setattr(PendingCopy, "pairs", some)
+    monkeypatch.setattr(DeviceSources, "queue", queue_some)
     one.weight.grad = torch.ones_like(one.weight)
     one.optimizer.step()
     assert fake_device[queued + 1 :] == [("side", "records", queued + 1), ("main", "waits for", "side", queued + 1)]

@@ -1,0 +1,90 @@
+"""What a deferred copy reads on one accelerator, and a check that no kernel wrote it before the copy had read it.
+
+The host queues work long before the device runs it, so version counters do not find a write that moves no counter
+(``tensor.data``): such a kernel can run while the copy engine still reads the tensor. Two means find or prevent it:
+
+- Small tensors are gathered into one buffer on the device, on the caller's stream. Later writes do not reach the
+  buffer.
+- Of each larger region a digest is computed on the caller's stream, and once more behind the copy. The digest is the
+  sum of the bytes, taken as 64-bit integers, so every write shows, unless all of its changes cancel out. Both digests
+  read the memory at the device's speed, which is about 80 times the speed of the link to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from stagereg.kernel.copier import PendingCopy
+from stagereg.kernel.layout import Region
+
+_SMALL_BYTES = 2**18  # smaller tensors are gathered
+_MOST_GATHERED_BYTES = 2**26  # on each device
+
+
+class DeviceSources:
+    """The regions to copy from one accelerator, as they are at the time of construction.
+
+    Args:
+        pending: the whole copy.
+        regions: regions of its layout, all on one accelerator.
+    """
+
+    def __init__(self, pending: PendingCopy, regions: Sequence[Region]) -> None:
+        gathered = _gather(pending, regions)
+        self._large = [region for region in regions if id(region) not in gathered]
+        pairs = pending.pairs(self._large)
+        self._watched = [source for _, source in pairs]
+        self._pairs = [*pairs, *gathered.values()]
+        self._before = digests(self._watched)
+        self._differ = torch.empty(0, dtype=torch.bool, device="cpu")
+
+    def queue(self) -> None:
+        """Queue the copies and the second digests on the current stream, which waits for the caller's stream."""
+        for to, source in self._pairs:
+            to.copy_(source, non_blocking=True)
+        self._differ = (self._before != digests(self._watched)).to("cpu", non_blocking=True)
+
+    def written(self) -> list[Region]:
+        """Return the regions that were written before the copy had ended. Called when the queued work is complete."""
+        # Nothing was queued if the copy has failed.
+        return [region for region, differs in zip(self._large, self._differ.tolist(), strict=False) if differs]
+
+
+def digests(sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a digest of each tensor: int64, of shape ``[len(sources)]``, on the device of the tensors.
+
+    Args:
+        sources: uint8 tensors in one dimension, at addresses that are multiples of 8.
+    """
+    if not sources:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    sums = []
+    for source in sources:
+        whole = source.numel() // 8 * 8
+        found = source[:whole].view(torch.int64).sum()
+        sums.append(found if whole == source.numel() else found + source[whole:].sum())
+    return torch.stack(sums)
+
+
+def _gather(pending: PendingCopy, regions: Sequence[Region]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Copy small tensors into one buffer on their device; return where to copy each from there, by id of its region."""
+    small: list[Region] = []
+    taken: list[torch.Tensor] = []
+    room = _MOST_GATHERED_BYTES
+    for region in regions:
+        source = pending.sources[region.source]
+        whole = source.nbytes == region.nbytes and source.is_contiguous()
+        if whole and region.nbytes < _SMALL_BYTES and region.nbytes <= room:
+            room -= region.nbytes
+            small.append(region)
+            taken.append(source.view(-1).view(torch.uint8))
+    if not small:
+        return {}
+    try:
+        buffer = torch.cat(taken)
+    except torch.OutOfMemoryError:  # digests need no memory to speak of
+        return {}
+    parts = buffer.split([region.nbytes for region in small])
+    return {id(region): (pending.bytes_of(region), part) for region, part in zip(small, parts, strict=True)}
