@@ -80,7 +80,7 @@ class CopyEngine:
             with stream:
                 for to, source in away:
                     to.copy_(source, non_blocking=True)
-                events.append((device, end_of(stream)))
+                events.append((device, stream.record_event()))
         return events
 
     def close(self) -> None:
@@ -90,13 +90,6 @@ class CopyEngine:
 
 
 _engines = RenewedInChild(CopyEngine.renew)
-
-
-def end_of(stream: torch.Stream) -> torch.Event:
-    """Record the end of the work queued on a stream. A thread that waits for the event sleeps and does not spin."""
-    event = torch.Event(stream.device, blocking=True)
-    event.record(stream)
-    return event
 
 
 class CopyTask:

@@ -32,7 +32,7 @@ import torch
 
 from stagereg.kernel.copier import PendingCopy
 from stagereg.kernel.layout import Layout, Region, is_in
-from stagereg.kernel.transfer import Batch, CopyTask, end_of, piece
+from stagereg.kernel.transfer import Batch, CopyTask, piece
 from stagereg.stagers.device_sources import DeviceSources
 
 _PIECE_BYTES = 2**22  # a writer waits for one piece of another thread at most: well below a millisecond
@@ -262,7 +262,7 @@ def _queues(
             try:
                 remote[device].queue()
             finally:
-                events.append((device, end_of(stream)))
+                events.append((device, stream.record_event()))
 
     made: list[Callable[[int], None]] = []
     for device in remote:

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -434,15 +435,6 @@ def test_the_source_may_be_freed_while_it_is_copied(gate, stager) -> None:
     assert len(noise) == 100
 
 
-class FakeEvent:
-    def __init__(self, device: object = None, blocking: bool = False) -> None:
-        self.synchronize = lambda: None
-
-    def record(self, stream: FakeStream) -> None:
-        self.of, self.number = stream.name, len(stream.log)
-        stream.log.append((self.of, "records", self.number))
-
-
 class FakeStream:
     """A stream of an accelerator whose memory is the host's: what is copied on it is copied at once.
 
@@ -453,11 +445,11 @@ class FakeStream:
     here: ClassVar[list[FakeStream]] = []  # the current ones, the innermost last
 
     def __init__(self, device: object = None, name: str = "side") -> None:
-        self.name, self.device = name, device
+        self.name = name
 
     def record_event(self) -> Any:
-        event = FakeEvent()
-        event.record(self)
+        event = SimpleNamespace(of=self.name, number=len(self.log), synchronize=lambda: None)
+        self.log.append((self.name, "records", event.number))
         return event
 
     def wait_event(self, event: Any) -> None:
@@ -482,7 +474,6 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     monkeypatch.setattr(FakeStream, "log", [])
     monkeypatch.setattr("stagereg.kernel.copier.plan_layout", plan_remote)
     monkeypatch.setattr("torch.Stream", FakeStream)
-    monkeypatch.setattr("torch.Event", FakeEvent)
     monkeypatch.setattr("torch.accelerator.current_stream", lambda device: main)
     monkeypatch.setattr("torch.accelerator.device_index", lambda index: contextlib.nullcontext())
     return FakeStream.log
