@@ -197,16 +197,6 @@ class RunStore:
         return "" if self._watch is None else self._watch.sentence(for_s)
 
 
-def following_attempt(run: RunStore, attempt: str) -> RunStore:
-    """Return that of the next attempt, for a rank that has taken part in the one before."""
-    return RunStore(run._all_attempts.clone(), run._rank, run._world_size, attempt)
-
-
-def await_report(run: RunStore, key: str) -> None:
-    """Wait until something is reported, over a connection that no other thread waits in. Raises ``RuntimeError``."""
-    run._store.clone().wait([key], timedelta(days=999))
-
-
 def name_attempt(store: Any, rank: int, world_size: int) -> str:
     """The name of this attempt, the same on all its ranks and of no earlier one on ``store``.
 

@@ -30,7 +30,6 @@ from stagereg.checkpoint.state.generators import generator_state
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.data import LoadsEveryRank, is_position
 from stagereg.errors import CheckpointError
-from stagereg.launch.returning import await_leave
 from stagereg.stagers.guard import WriteGuard
 
 _SMALL_BYTES = 1 << 16  # of a tensor that is copied at each step, where no optimizer writes it
@@ -140,7 +139,7 @@ class WholeStep:
             if not self._held:
                 self._why = self._why if self.step is None else _WRITTEN
                 return
-        await_leave()
+        threading.Event().wait()  # for the end of this process
 
 
 class _Seen:
