@@ -89,13 +89,6 @@ class WholeStep:
         self.step, self._why = step, seen.unfit
         return changed
 
-    def own(self, step: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Return what this rank alone has of ``step``, and its random numbers; ``None`` if another one ended last."""
-        if self._why or self.step != step:
-            return None
-        own = {name: x.value for name, x in self._noted.items() if isinstance(x, entries.PerRank)}
-        return own, self._generators
-
     def is_written(self) -> bool:
         """Whether an optimizer has begun its next step."""
         return self._why == _WRITTEN
