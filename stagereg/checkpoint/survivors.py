@@ -5,11 +5,9 @@ store of the run which step it has (:class:`.WholeStep`). Who sees first that al
 ranks save which step. These make a group of their own and save as in any other save, so that the checkpoint is one as
 any other; its manifest names the ranks that are lost, and what of them is missing. It replaces nothing.
 
-Where a network is cut, each side takes the other one for lost. One that has the store of the run may save; the other
-one, in the stand-by store (:mod:`stagereg.launch.stand_by`), may if it is at least half of all ranks. In each store one
-decision is made, and who leads a save commits it with the lock of the directory, which rank 0 has had from the
-beginning, until its process has ended. So at most one side writes at a time, and the one that comes later finds the
-step there, and saves nothing. Where a file system keeps the lock of a machine that is gone, nothing is saved.
+If a network is cut, each side detects the failure of the other side. Only the side that reaches the rendezvous store of
+the run saves: the ranks decide there once. The leading rank commits with the lock of the directory, which rank 0 holds
+until its process has ended. If a file system keeps the lock of a machine that is gone, nothing is saved.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Stage
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.checkpoint.save.tier_target import TierTarget
 from stagereg.checkpoint.save.whole_step import WholeStep
+from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.lock import LOCK, Owner, StoreLock
-from stagereg.checkpoint.tier_to_store import ALL, store_newest
 from stagereg.errors import CheckpointError, name_ranks, reason
 from stagereg.launch.loss import Loss
 from stagereg.launch.rank import is_consequence
@@ -49,7 +47,8 @@ _log = logging.getLogger(__name__)
 
 _SETTLE_S = 1.0  # for the step that an optimizer is at
 _LOOK_S = 0.05
-_NEAR = -1  # in place of a step: the newest one of the tier
+_ALL = Keep(newest=1 << 62)
+"""Retains every checkpoint."""
 
 
 class _Posted(NamedTuple):
@@ -102,8 +101,7 @@ class Survivors:
                 self._save(made)
             elif told.rank == 0:  # which has had it from the beginning
                 self._target.store.lock().release()
-            saved, text = made.outcome()
-            outcome = f"{outcome} {text}".lstrip() if saved is None and step == _NEAR else text
+            saved, outcome = made.outcome()
             if saved is not None:
                 self._background.newest = saved
                 with contextlib.suppress(CheckpointError):  # of a save before, which this one makes up for
@@ -153,16 +151,12 @@ class Survivors:
                 del tries[step]
                 whys["it had tensors that those with the step have not"] = alone
         why = "; ".join(f"{name_ranks(ranks)}: {why}" for why, ranks in whys.items())
-        best = sorted(tries.items(), reverse=True)
-        if self._tier is not None:
-            best.append((_NEAR, [each.rank for each in posted]))
-        own = _Decided(new_token(), best, f"Those who are left have no whole step: {why}." if why else "")
+        why = why and f"Those who are left have no whole step: {why}."
+        own = _Decided(new_token(), sorted(tries.items(), reverse=True), why)
         return _Decided(*json.loads(told.store.compare_set("decided", "", json.dumps(own))))
 
     def _save(self, made: _Try) -> None:
         """Save with the others of a try; its outcome is published by the first of them."""
-        if made.step == _NEAR:
-            return self._save_of_tier(made)
         try:
             state = self._saver.state or {}
             captured, lost = self._whole.take(made.told.rank, made.told.world_size), made.lost(state)
@@ -176,28 +170,6 @@ class Survivors:
             if made.leads:
                 text = reason(error).removeprefix(f"Step {made.step} was not saved: ")
                 made.end(f"Those who are left have not saved step {made.step}: {text.rstrip('.')}.")
-
-    def _save_of_tier(self, made: _Try) -> None:
-        """Have the store get what the tier has, with the others; its outcome is published by the first of them."""
-        store, began, takes_s = self._target.store, record.now(), max([0.0, *self._background.stats.write_seconds[-1:]])
-        try:
-            if made.leads:
-                made.begin(self._target)
-            if self._tier is None or not made.begun():
-                return
-            if takes_s > made.told.until - time.monotonic():
-                raise CheckpointError(f"the last save to {store.root} took {takes_s:.0f} s, and this one has no time")
-            done = store_newest(self._tier.near, store, _RanksLeft(made), dict.fromkeys(made.lost({}), ()))
-            if made.leads and done is None:
-                made.end(f"The tier has nothing newer than {store.root}.")
-            elif made.leads and done is not None:
-                step, nbytes = done.manifest.step, done.manifest.nbytes
-                record.emit("write", step=step, start=began, seconds=record.now() - began, bytes=nbytes, dir=store.root)
-                made.end(f"R{name_ranks(made.ranks)[1:]} saved step {step} of the tier, in {done.path}.", step)
-        except Exception as error:
-            _log.debug("A step of the tier was not saved.", exc_info=error)
-            if made.leads:
-                made.end(f"Those who are left have not saved what the tier has: {reason(error).rstrip('.')}.")
 
     def _write(self, made: _Try, captured: dict[str, Any], lost: dict[str, list[str]]) -> None:
         copy = StagedCopy(_on_host(captured), names=captured.keys())
@@ -290,7 +262,7 @@ class _SurvivorsTarget(SaveTarget):
     def __init__(
         self, target: SaveTarget, ranks: RankGroup, made: _Try, lost: dict[str, list[str]], whole: WholeStep
     ) -> None:
-        super().__init__(target.store, ALL, target.storage, ranks, made.token)
+        super().__init__(target.store, _ALL, target.storage, ranks, made.token)
         self._made, self._lost, self._whole = made, lost, whole
 
     def marks(self, path: str, results: Sequence[Any]) -> dict[str, FileMark]:

@@ -300,16 +300,11 @@ class NearCopies:
 
     # -- restoring
 
-    def steps(self, ranks: RankGroup | None = None) -> list[NearStep]:
-        """Return the complete steps that this run may go on from, the newest first. Collective.
-
-        ``ranks``: what the machines of these have, which alone make the call; else of all.
-        """
-        among = ranks or self._ranks
+    def steps(self) -> list[NearStep]:
+        """Return the complete steps that this run may go on from, the newest first. Collective."""
 
         def look() -> tuple[str, list[inventory.ReportedPart]]:
-            leads = next(rank for rank in self._ranks_on[self.here] if rank in among.numbers) == among.number
-            return self.here, inventory.report(self.folder.parts()) if leads else []
+            return self.here, inventory.report(self.folder.parts()) if self.leads else []
 
         def decide(found: list[tuple[str, list[inventory.ReportedPart]]]) -> list[list[NearStep]]:
             reports = {machine: parts for machine, parts in found if parts}
@@ -318,15 +313,7 @@ class NearCopies:
                 _log.info("stagereg: in the tier: %s", line)
             return [complete] * len(found)
 
-        return among.round_trip("What is in the tier could not be listed", look, decide, among.limit)
-
-    def parts_of(self, ranks: RankGroup, step: NearStep) -> list[int]:
-        """Return whose parts of a step, of those on this machine, this one of ``ranks`` is to read for all of them."""
-        found = []
-        for part, (_, machines) in enumerate(step.parts):
-            readers = [rank for machine in machines for rank in self._ranks_on[machine] if rank in ranks.numbers]
-            found += [part] if readers[part % len(readers)] == ranks.number else []
-        return found
+        return self._ranks.round_trip("What is in the tier could not be listed", look, decide, self._ranks.limit)
 
     def path_of(self, step: NearStep) -> str:
         """Return the folder of a step on rank 0's machine, by which all ranks name it."""
