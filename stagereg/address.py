@@ -31,16 +31,6 @@ def own_address() -> str:
     return next(filter(None, map(_toward, _NOWHERE)), "127.0.0.1")
 
 
-def is_here(host: str) -> bool:
-    """Return whether a host, by name or address, is this machine; never fails."""
-    with contextlib.suppress(OSError, UnicodeError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)  # which only addresses of this machine allow
-                return True
-    return False
-
-
 def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback

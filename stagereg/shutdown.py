@@ -94,12 +94,6 @@ def finish() -> None:
         raise errors[0]
 
 
-def forget() -> bool:
-    """Forget failures that are reported, since the job begins anew; whether no work is left that the end waits for."""
-    _shutdown.take_errors()
-    return not _shutdown.works
-
-
 def exit_now(code: int) -> NoReturn:
     """End the process with what is buffered written, and without waiting for any thread."""
     logging.shutdown()

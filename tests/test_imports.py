@@ -47,7 +47,7 @@ ROOMS = [
     {"tiers"},
     {"save", "load"},
     {"options", "dcp_writer", "hold", "together", "end_report"},
-    {"tiering", "tier_to_store"},
+    {"tiering"},
     {"survivors"},
     {"checkpointer"},
 ]

@@ -5,11 +5,9 @@ store of the run which step it has (:class:`.WholeStep`). Who sees first that al
 ranks save which step. These make a group of their own and save as in any other save, so that the checkpoint is one as
 any other; its manifest names the ranks that are lost, and what of them is missing. It replaces nothing.
 
-Where a network is cut, each side takes the other one for lost. One that has the store of the run may save; the other
-one, in the stand-by store (:mod:`stagereg.launch.stand_by`), may if it is at least half of all ranks. In each store one
-decision is made, and who leads a save commits it with the lock of the directory, which rank 0 has had from the
-beginning, until its process has ended. So at most one side writes at a time, and the one that comes later finds the
-step there, and saves nothing. Where a file system keeps the lock of a machine that is gone, nothing is saved.
+If a network is cut, each side detects the failure of the other side. Only the side that reaches the rendezvous store of
+the run saves: the ranks decide there once. The leading rank commits with the lock of the directory, which rank 0 holds
+until its process has ended. If a file system keeps the lock of a machine that is gone, nothing is saved.
 """
 
 from __future__ import annotations
@@ -38,9 +36,8 @@ from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Stage
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.checkpoint.save.tier_target import TierTarget
 from stagereg.checkpoint.save.whole_step import WholeStep
+from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.lock import LOCK, Owner, StoreLock
-from stagereg.checkpoint.tier_to_store import ALL, store_newest
-from stagereg.checkpoint.tiers.small_copies import GENERATORS
 from stagereg.errors import CheckpointError, name_ranks, reason
 from stagereg.launch.loss import Loss
 from stagereg.launch.rank import is_consequence
@@ -50,34 +47,24 @@ _log = logging.getLogger(__name__)
 
 _SETTLE_S = 1.0  # for the step that an optimizer is at
 _LOOK_S = 0.05
-_NEAR = -1  # in place of a step: the newest one of the tier
+_ALL = Keep(newest=1 << 62)
+"""Retains every checkpoint."""
 
 
 class _Posted(NamedTuple):
-    """What a rank that is left says: the step that it has, the kinds of its tensors, and why it is not whole; and what
-    it keeps of others, as :meth:`.SmallCopies.listed`."""
+    """What a surviving rank posts: the step that it has, the kinds of its tensors, and why the step is not whole."""
 
     rank: int
     step: int
     kinds: str
     why: str
-    kept: list[tuple[int, int, list[str]]]
-
-
-class _Kept(NamedTuple):
-    """The names of what a rank keeps of another one, which is lost, at a step."""
-
-    rank: int
-    by: int
-    names: list[str]
 
 
 class _Decided(NamedTuple):
-    """What all do: for each step, the best one first, the ranks that save it, and what they keep of others; or why that
-    is none."""
+    """What all do: for each step, the best one first, the ranks that save it; or why there is no such step."""
 
     token: str
-    tries: list[tuple[int, list[int], list[_Kept]]]
+    tries: list[tuple[int, list[int]]]
     why: str
 
 
@@ -96,8 +83,6 @@ class Survivors:
         try:
             if self._whole.note(step, state):
                 self._publish(f"kinds/{self._target.ranks.rank}", self._whole.kinds)
-            if self._tier is not None and (own := self._whole.own(step)) is not None:
-                self._tier.near.small.send(step, *own)
         except Exception as error:  # of the store, or of a state that cannot be saved, which a save will say
             _log.debug("A step was not noted.", exc_info=error)
             self._saver.whole = None
@@ -110,14 +95,13 @@ class Survivors:
         own = self._post(told)
         decided = self._decide(told, self._gather(told, own))
         outcome = decided.why
-        for number, (step, chosen, kept) in enumerate(decided.tries):
-            made = _Try(told, PrefixStore(f"try/{number}", store), step, chosen, decided.token, kept)
+        for number, (step, chosen) in enumerate(decided.tries):
+            made = _Try(told, PrefixStore(f"try/{number}", store), step, chosen, decided.token)
             if told.rank in chosen:
                 self._save(made)
             elif told.rank == 0:  # which has had it from the beginning
                 self._target.store.lock().release()
-            saved, text = made.outcome()
-            outcome = f"{outcome} {text}".lstrip() if saved is None and step == _NEAR else text
+            saved, outcome = made.outcome()
             if saved is not None:
                 self._background.newest = saved
                 with contextlib.suppress(CheckpointError):  # of a save before, which this one makes up for
@@ -136,8 +120,8 @@ class Survivors:
                 target.ranks.end(f"lost {name_ranks(sorted(told.lost()))}")
         if not self._background.ends_by(time.monotonic() + told.notice_s):
             why = why or "a save before has not ended"
-        step, kept = self._whole.step, [] if self._tier is None else self._tier.near.kept.listed()
-        return _Posted(told.rank, -1 if step is None else step, self._whole.kinds, why, kept)
+        step = self._whole.step
+        return _Posted(told.rank, -1 if step is None else step, self._whole.kinds, why)
 
     def _gather(self, told: Loss, own: _Posted) -> list[_Posted]:
         """Return what those who are left have posted, once all of them have, or the others are likely to be lost."""
@@ -167,23 +151,15 @@ class Survivors:
                 del tries[step]
                 whys["it had tensors that those with the step have not"] = alone
         why = "; ".join(f"{name_ranks(ranks)}: {why}" for why, ranks in whys.items())
-        best = [(step, ranks, _kept(posted, step, ranks)) for step, ranks in sorted(tries.items(), reverse=True)]
-        if self._tier is not None:
-            best.append((_NEAR, [each.rank for each in posted], []))
-        own = _Decided(new_token(), best, f"Those who are left have no whole step: {why}." if why else "")
+        why = why and f"Those who are left have no whole step: {why}."
+        own = _Decided(new_token(), sorted(tries.items(), reverse=True), why)
         return _Decided(*json.loads(told.store.compare_set("decided", "", json.dumps(own))))
 
     def _save(self, made: _Try) -> None:
         """Save with the others of a try; its outcome is published by the first of them."""
-        if made.step == _NEAR:
-            return self._save_of_tier(made)
         try:
             state = self._saver.state or {}
             captured, lost = self._whole.take(made.told.rank, made.told.world_size), made.lost(state)
-            for of, by, _ in made.kept:
-                if self._tier is not None and by == made.told.rank:
-                    values = self._tier.near.kept.values(of, made.step)
-                    captured |= {entries.rank_name(name, of): value for name, value in values.items()}
             if made.leads:
                 _add_positions(captured, lost, state, made)
                 made.begin(self._target)
@@ -194,28 +170,6 @@ class Survivors:
             if made.leads:
                 text = reason(error).removeprefix(f"Step {made.step} was not saved: ")
                 made.end(f"Those who are left have not saved step {made.step}: {text.rstrip('.')}.")
-
-    def _save_of_tier(self, made: _Try) -> None:
-        """Have the store get what the tier has, with the others; its outcome is published by the first of them."""
-        store, began, takes_s = self._target.store, record.now(), max([0.0, *self._background.stats.write_seconds[-1:]])
-        try:
-            if made.leads:
-                made.begin(self._target)
-            if self._tier is None or not made.begun():
-                return
-            if takes_s > made.told.until - time.monotonic():
-                raise CheckpointError(f"the last save to {store.root} took {takes_s:.0f} s, and this one has no time")
-            done = store_newest(self._tier.near, store, _RanksLeft(made), dict.fromkeys(made.lost({}), ()))
-            if made.leads and done is None:
-                made.end(f"The tier has nothing newer than {store.root}.")
-            elif made.leads and done is not None:
-                step, nbytes = done.manifest.step, done.manifest.nbytes
-                record.emit("write", step=step, start=began, seconds=record.now() - began, bytes=nbytes, dir=store.root)
-                made.end(f"R{name_ranks(made.ranks)[1:]} saved step {step} of the tier, in {done.path}.", step)
-        except Exception as error:
-            _log.debug("A step of the tier was not saved.", exc_info=error)
-            if made.leads:
-                made.end(f"Those who are left have not saved what the tier has: {reason(error).rstrip('.')}.")
 
     def _write(self, made: _Try, captured: dict[str, Any], lost: dict[str, list[str]]) -> None:
         copy = StagedCopy(_on_host(captured), names=captured.keys())
@@ -234,22 +188,17 @@ class Survivors:
 class _Try:
     """The save of one step by some ranks."""
 
-    def __init__(self, told: Loss, store: Any, step: int, ranks: list[int], token: str, kept: list[_Kept]) -> None:
-        self.told, self.store, self.step, self.ranks, self.token, self.kept = told, store, step, ranks, token, kept
+    def __init__(self, told: Loss, store: Any, step: int, ranks: list[int], token: str) -> None:
+        self.told, self.store, self.step, self.ranks, self.token = told, store, step, ranks, token
         self.leads = told.rank == ranks[0]
         self._lock: StoreLock | None = None
 
     def lost(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
         """Return what is missing of each rank that is not in it."""
-        own = {GENERATORS: "random numbers"}
-        others = state.keys() - entries.positions(state)
-        own |= {name: name for name, value in state.items() if isinstance(value, entries.PerRank) and name in others}
+        positions = entries.positions(state)
+        marked = [name for name, x in state.items() if isinstance(x, entries.PerRank) and name not in positions]
         lost = [rank for rank in range(self.told.world_size) if rank not in self.ranks]
-        return {str(rank): [text for name, text in own.items() if name not in self.kept_of(rank)] for rank in lost}
-
-    def kept_of(self, rank: int) -> list[str]:
-        """Return the names of what those of the try keep of a rank."""
-        return next((names for of, _, names in self.kept if of == rank), [])
+        return {str(rank): ["random numbers", *marked] for rank in lost}
 
     def begin(self, target: SaveTarget) -> None:
         """Have the others begin too, once the directory is this rank's to write to.
@@ -313,7 +262,7 @@ class _SurvivorsTarget(SaveTarget):
     def __init__(
         self, target: SaveTarget, ranks: RankGroup, made: _Try, lost: dict[str, list[str]], whole: WholeStep
     ) -> None:
-        super().__init__(target.store, ALL, target.storage, ranks, made.token)
+        super().__init__(target.store, _ALL, target.storage, ranks, made.token)
         self._made, self._lost, self._whole = made, lost, whole
 
     def marks(self, path: str, results: Sequence[Any]) -> dict[str, FileMark]:
@@ -330,25 +279,12 @@ def _add_positions(captured: dict[str, Any], lost: dict[str, list[str]], state: 
     for name in entries.positions(state):
         follow: Callable[..., Any] = getattr(entries.value_of(state, name), "of_other_rank", lambda *_: None)
         for rank, missing in lost.items():
-            if name in made.kept_of(int(rank)):
-                continue
             found = follow(captured[entries.rank_name(name, own)], own, int(rank), size)
             if found is None:
                 raise CheckpointError(f"where rank {rank} was in {name!r} is not known")
             captured[entries.rank_name(name, int(rank))], sure = found
             is_exact = sure and not isinstance(state[name], entries.PerRank)  # which ranks may be at as they like
             missing += [] if is_exact else [f"an exact position of {name}"]
-
-
-def _kept(posted: Sequence[_Posted], step: int, ranks: Sequence[int]) -> list[_Kept]:
-    """Return what ``ranks``, which save ``step``, keep of those that do not, of each once."""
-    found = {
-        of: _Kept(of, each.rank, names)
-        for each in posted
-        for of, at, names in each.kept
-        if at == step and names and each.rank in ranks and of not in ranks
-    }
-    return [*found.values()]
 
 
 def _on_host(captured: dict[str, Any]) -> dict[str, Any]:

@@ -222,11 +222,6 @@ def wait_for_keys(store: Store, keys: list[str], seconds: float) -> bool:
     return True
 
 
-def forget_names() -> None:
-    """Number groups anew, as a fresh process would: all groups of before are gone, and their store is another one."""
-    _numbers.clear()
-
-
 _resources: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupResources] = weakref.WeakKeyDictionary()
 """Global because a process group is not ours to put an attribute on."""
 _numbers: Counter[str] = Counter()

@@ -27,7 +27,6 @@ from stagereg.launch.phases import FAILURE
 from stagereg.launch.preemption import SIGNALS
 from stagereg.launch.rank import ATTEMPT, LAUNCHER, command_to_go_on, publish_run, resume_override
 from stagereg.launch.restarts import Progress, Restarts, checked_restarts
-from stagereg.launch.returning import LEAVE_S, Kept, keeps_ranks
 from stagereg.launch.run_store import GATHER_S, RunStore
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.launch.warm import Start
@@ -38,7 +37,6 @@ _LEAVE_S = 60.0
 _MORE_S = 5.0
 """Seconds that ranks have to report and end by themselves once one is lost, and they have saved what is left."""
 _RANKS_PER_CORE = 4
-_RESUME = "++checkpoint.resume=auto"
 
 
 class RanksFailedError(LaunchError):
@@ -70,19 +68,19 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int) -> Any:
     with LocalRanks() as local:
         store = _open_store(task)
         start = Start(command.for_ranks(hydra), hydra.runtime.cwd, _variables(task, nproc, store.port))
-        run = _Run(local, store, task, start, directory, resume_override(hydra), restarts, Kept(keeps_ranks(cfg)))
+        run = _Run(local, store, task, start, directory, resume_override(hydra), restarts)
         while True:
             end = run.attempt()
             if not end.errors and RESUME_CODE in end.codes.values():
                 raise SystemExit(RESUME_CODE)
-            if not end.failed:
+            if not end.errors and not end.codes:
                 return end.result if task.index == 0 else None
             received = local.forwarded or end.received
             refusal = "" if received else run.refusal(end)
             if refusal is not None:
                 _raise(end, received, refusal + _newest_checkpoint(directory))
             run.prepare(end, OmegaConf.select(cfg, "checkpoint.resume") not in (None, "auto"))
-            print(f"{end}\n{restarts}{run.kept}", file=sys.stderr, flush=True)
+            print(f"{end}\n{restarts}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -94,12 +92,6 @@ class _End:
     noticed: float
     errors: dict[int, str] = field(default_factory=dict)
     result: Any = None
-    is_over: bool = False  # a rank says so
-
-    @property
-    def failed(self) -> bool:
-        """Whether a rank has."""
-        return self.is_over or bool(self.errors or self.codes)
 
     @property
     def received(self) -> signal.Signals | None:
@@ -120,7 +112,7 @@ class _End:
         texts = {
             rank: f"died of {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
             for rank, code in self.codes.items()
-            if not self.errors or (code < 0 and not self.is_over)  # an error says more than the code that came of it
+            if not self.errors or code < 0  # an error says more than the code that came of it
         } | self.errors
         return "\n".join(f"rank {rank}: {text}" for rank, text in sorted(texts.items()))
 
@@ -136,7 +128,6 @@ class _Run:
     directory: str
     resume: str  # as `resume_override`
     restarts: Restarts
-    kept: Kept  # after the last attempt
 
     def attempt(self) -> _End:
         """Start all ranks of this task, and wait for their end."""
@@ -150,25 +141,19 @@ class _Run:
             run.begin(self.directory, self.resume)
         for number, rank in enumerate(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(number), ATTEMPT: attempt}
-            if rank not in self.kept.ranks:
-                local.start(rank, self.start._replace(variables=variables | own))
+            local.start(rank, self.start._replace(variables=variables | own))
 
-        def is_over() -> bool:
+        def warm_up() -> None:
             if self.restarts.most and run.get("in job/0"):  # before, it would take their cores
                 local.warm_up(self.start)
-            return self.kept.is_over(run)
 
-        codes = local.wait(is_over)
-        end = _End(run, codes, time.time(), is_over=self.kept.is_over(run))
+        codes = local.wait(warm_up)
+        end = _End(run, codes, time.time())
         if local.stopped is not None:
             self._stop(run, ranks, local.stopped)
-        limit_s = (run.get("saves after a loss") or 0.0) + _MORE_S
-        if self.kept.wanted and end.failed:
-            self.kept.settle(run, local, limit_s + LEAVE_S)
-        elif min(codes.values(), default=0) < 0:
-            local.wait_for_rest(limit_s)
-        codes = local.end(signal.SIGTERM, but=self.kept.ranks)
-        end.codes = end.codes or {rank: code for rank, code in codes.items() if code and end.is_over}
+        if min(codes.values(), default=0) < 0:
+            local.wait_for_rest((run.get("saves after a loss") or 0.0) + _MORE_S)
+        local.end(signal.SIGTERM)
         with contextlib.suppress(RuntimeError):  # of the store, where the machine that had it is lost
             end.hear()
             _meet(self.store, task, f"ended {attempt}", _LEAVE_S)
@@ -184,12 +169,12 @@ class _Run:
             if end.run.get("comes again"):
                 return ""
             if self.task.index > 0:
-                refusal, restarts.progressed, restarts.gained = json.loads(self.store.get(key))
+                refusal, restarts.progressed = json.loads(self.store.get(key))
                 restarts.count += refusal is None
                 return str(refusal) if refusal else None
             killed = min(end.codes.values(), default=0) < 0
             refusal = restarts.refusal(end.errors, killed, Progress.of(self.directory))
-            self.store.set(key, json.dumps([refusal, restarts.progressed, restarts.gained]))
+            self.store.set(key, json.dumps([refusal, restarts.progressed]))
             return refusal
         return ""
 
@@ -197,13 +182,9 @@ class _Run:
         """Have the next attempt know of the failure, and go on from what this one has made."""
         failure = {"why": str(end), "noticed": end.noticed, "ended": time.time(), "restart": self.restarts.count}
         self.start.variables[FAILURE] = json.dumps(failure)
-        if self.restarts.progressed and has_begun_elsewhere and _RESUME not in self.start.command:
-            self.start.command.append(_RESUME)  # what it was to begin from is behind it
-        if self.kept.again and not self.restarts.gained:
-            self.kept.refuse_all()
-            self.local.end(signal.SIGTERM)
-        variables = {FAILURE: self.start.variables[FAILURE], ATTEMPT: str(self.restarts.count)}
-        self.kept.tell(end.run, variables, _RESUME in self.start.command)
+        resume = "++checkpoint.resume=auto"
+        if self.restarts.progressed and has_begun_elsewhere and resume not in self.start.command:
+            self.start.command.append(resume)  # the run has passed the checkpoint that it was to begin from
 
     def _stop(self, run: RunStore, ranks: range, stopped: signal.Signals) -> NoReturn:
         """End all ranks after a signal."""

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -65,34 +65,31 @@ class LocalRanks:
         """Have ranks that are started from now on begin at once, unless that is so."""
         self._warm = self._warm or WarmStart(start)
 
-    def wait(self, is_over: Callable[[], bool] = lambda: False) -> dict[int, int]:
+    def wait(self, poll: Callable[[], object] = lambda: None) -> dict[int, int]:
         """Wait until all have ended, one has failed, or a signal is to end them; return exit codes that are not 0.
 
-        ``is_over`` is called a few times a second meanwhile, and ends it too.
+        ``poll`` is called a few times a second meanwhile.
         """
         while True:
             codes = self._codes()
             failed = not set(codes.values()) <= {None, 0, RESUME_CODE}
-            if failed or self.stopped is not None or None not in codes.values() or is_over():
+            if failed or self.stopped is not None or None not in codes.values():
                 return {rank: code for rank, code in codes.items() if code}
+            poll()
             time.sleep(0.05)
 
-    def wait_for_rest(self, limit_s: float, is_awaited: Callable[[int], bool] = lambda rank: True) -> list[int]:
-        """Wait until all that are awaited have ended, or a signal is to end them; return those that last longer."""
+    def wait_for_rest(self, limit_s: float) -> None:
+        """Wait at most ``limit_s`` seconds, until all ranks have ended or a signal is to end them."""
         deadline = time.monotonic() + limit_s
-        while True:
-            rest = [rank for rank, code in self._codes().items() if code is None and is_awaited(rank)]
-            if not rest or self.stopped is not None or time.monotonic() > deadline:
-                return rest
+        while None in self._codes().values() and self.stopped is None and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def end(self, number: signal.Signals, but: Collection[int] = ()) -> dict[int, int]:
+    def end(self, number: signal.Signals) -> dict[int, int]:
         """End those that still run: with their children they get this signal, and are killed seconds later.
 
-        Returns the exit codes of all but some, which stay. A signal that comes before the next start stops the run.
+        Returns the exit codes of all. A signal that comes before the next start stops the run.
         """
-        ending = {rank: process for rank, process in self._processes.items() if rank not in but}
-        running = [process for process in ending.values() if process.poll() is None]
+        running = [process for process in self._processes.values() if process.poll() is None]
         for process in running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
@@ -104,7 +101,9 @@ class LocalRanks:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        return {rank: self._processes.pop(rank).wait() for rank in ending}
+        codes = {rank: process.wait() for rank, process in self._processes.items()}
+        self._processes.clear()
+        return codes
 
     def _codes(self) -> dict[int, int | None]:
         return {rank: process.poll() for rank, process in self._processes.items()}

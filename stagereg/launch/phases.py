@@ -31,7 +31,6 @@ PHASES = {
     "noticed": "the failure was noticed",
     "ended": "all ranks had ended",
     "started": "this process began",
-    "returned": "this process, which has stayed, was told to begin again",
     "imported": "torch and the program were imported",
     "connected": "the ranks had found each other",
     "composed": "the config was composed",
@@ -58,9 +57,8 @@ class _Start:
         self.reported = True
         known = {name: self.failure[name] for name in PHASES if self.failure.get(name) is not None}
         earlier = self.earlier
-        began = {} if "returned" in _marks else {"started": process_start("self")}
-        moments = {**known, **began, **_marks, "first step": time.time()}
-        since = moments.get("launched", min(moments.values())) if earlier is None else earlier.last
+        moments = {**known, "started": process_start("self"), **_marks, "first step": time.time()}
+        since = moments.get("launched", moments["started"]) if earlier is None else earlier.last
         phases, last = {}, since
         for name in PHASES:
             if name in moments:
@@ -93,12 +91,6 @@ _loaded = time.time()
 def mark(phase: str, at: float | None = None) -> None:
     """A phase of this process's start ends now, or at a moment; ``launched`` is when the run's launcher began."""
     _marks[phase] = time.time() if at is None else at
-
-
-def mark_return() -> None:
-    """This process, which has taken part in the attempt before, begins another one."""
-    _marks.clear()
-    mark("returned")
 
 
 def begin(directory: Path, noted: Mapping[str, Any] | None) -> None:

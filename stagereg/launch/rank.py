@@ -8,7 +8,6 @@ ranks fail, the cause is printed once, and errors that follow from it are not.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import json
 import logging
@@ -17,7 +16,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,8 +38,7 @@ from stagereg.errors import (
 )
 from stagereg.launch.command_line import quoted
 from stagereg.launch.pulse import ENDED
-from stagereg.launch.returning import Leaving, keeps_ranks
-from stagereg.launch.run_store import RunStore, following_attempt, name_attempt
+from stagereg.launch.run_store import RunStore, name_attempt
 from stagereg.machine import end_with, ranks_here
 
 log = logging.getLogger(__name__)
@@ -66,7 +64,6 @@ _MERCY_S = 2.0
 """Seconds that a rank has to fail by itself once another one is lost, before it is ended."""
 NOTICE_S = 10.0
 """Seconds in which a loss is noticed where the config does not say."""
-_LEFT = object()
 _LOST_PEER = (
     "connection closed",
     "connection reset",
@@ -91,7 +88,6 @@ class Rank:
     local_world_size: int
     launched: bool  # whether `stagereg.main` has started the rank
     store: RunStore
-    leaving: Leaving | None = None  # where this process may stay when others fail
 
     @classmethod
     def current(cls) -> Rank | None:
@@ -127,32 +123,7 @@ class Rank:
         return follow
 
     def run(self, task: Callable[[Any], Any], cfg: Any) -> Any:
-        """Run the job in the process group; return rank 0's value. Ends the process if the task fails.
-
-        Where ranks stay (:mod:`.returning`), the failure of another one has the task called again.
-        """
-        if not (self.launched and self.world_size > 1 and keeps_ranks(cfg)):
-            return self._attempt(task, cfg)
-        from hydra.core.hydra_config import HydraConfig
-        from omegaconf import OmegaConf
-
-        from stagereg.launch.leftovers import Baseline
-
-        baseline, store = Baseline(HydraConfig.get()), self.store
-        while True:
-            leaving = Leaving(store, self.rank)
-            value = replace(self, store=store, leaving=leaving)._attempt(task, copy.deepcopy(cfg))
-            if value is not _LEFT:
-                return value
-            following = leaving.let_go(baseline)
-            baseline.set_back(following["variables"])
-            if following["resumes"]:
-                OmegaConf.update(cfg, "checkpoint.resume", "auto", force_add=True)
-            phases.mark_return()
-            store = following_attempt(store, os.environ[ATTEMPT])
-
-    def _attempt(self, task: Callable[[Any], Any], cfg: Any) -> Any:
-        """Run the job once; return rank 0's value, or ``_LEFT`` if another rank failed and this process may stay."""
+        """Run the job in the process group; return rank 0's value. Ends the process if the task fails."""
         self._agree_on_run()
         try:
             with self._watched(_checked_notice(cfg)), _process_group(self):
@@ -173,16 +144,10 @@ class Rank:
                     raise
                 finally:
                     self.store.set_ended()
-                    if self.leaving is not None:
-                        self.leaving.come_back()
                 # A group that one rank closes while another still connects to it, fails there.
                 self.store.await_ended(math.inf)
         except Exception as error:
-            if self.leaving is None or not self.leaving.expects(is_consequence(error)):
-                self.fail(error)
-            return _LEFT
-        if self.leaving is not None and self.leaving.began.is_set():
-            return _LEFT
+            self.fail(error)
         if self.rank == 0 and self.launched:
             self.store.set("result", _for_json(value))
         return value
@@ -221,14 +186,9 @@ class Rank:
             if ending.acquire(blocking=False):  # once; the watch goes on to listen
                 # Either may hang where the store is lost, too.
                 threading.Thread(target=self.store.failure.leave, args=(lost,), daemon=True).start()
-                if self.leaving is None:
-                    threading.Thread(target=self._end_for_loss, args=(after,), daemon=True).start()
-                else:
-                    self.leaving.start(lambda: self._leave(after))
+                threading.Thread(target=self._end_for_loss, args=(after,), daemon=True).start()
 
         with self.store.watch(notice_s, end) as after.watch, loss.of_process(after):
-            if self.leaving is not None:
-                self.leaving.listen(lambda: end(""))
             yield
 
     def _end_for_loss(self, after: loss.AfterLoss) -> None:
@@ -238,16 +198,6 @@ class Rank:
         if not self.store.ended.wait(mercy_s):
             self._report_loss(mercy_s)
             shutdown.exit_now(1)
-
-    def _leave(self, after: loss.AfterLoss) -> None:
-        """Likewise where this process may stay: have its training thread leave the job."""
-        assert self.leaving is not None
-        self.leaving.begin()
-        with contextlib.suppress(RuntimeError):  # of the store, which is gone
-            after.await_saved()
-        if self.store.lost_ranks():
-            self._report_loss(min(_MERCY_S, after.notice_s / 8))
-        self.leaving.free()
 
     def _report_loss(self, limit_s: float) -> None:
         lost = f"{self.store.lost(0.0)} {self.store.saved}".rstrip()
@@ -292,7 +242,7 @@ class Rank:
 
     def _report_cause(self, error: Exception) -> None:
         """Report an error that is no consequence, unless another rank has reported the same."""
-        if not is_consequence(error) and not (self.leaving is not None and self.leaving.began.is_set()):
+        if not is_consequence(error):
             self.store.set("cause is known", True)
             if isinstance(error, (ConfigError, RegistryError, InstallationError)):
                 self.store.set("comes again", True)

@@ -76,11 +76,10 @@ class Restarts:
         most: as given.
         count: how often it has, in all.
         progressed: whether it has made a checkpoint since.
-        gained: whether the last attempt has.
     """
 
     def __init__(self, most: int, progress: Progress) -> None:
-        self.count, self.progressed, self.gained = 0, False, False
+        self.count, self.progressed = 0, False
         self.most, self._left = most, most
         self._newest = progress.newest
         self._causes, self._step = set[str](), progress.step
@@ -99,8 +98,7 @@ class Restarts:
             where = "before its first step" if progress.step is None else f"after step {progress.step}"
             return f"\nIt is not started again: the same error has come twice {where}."
         self._causes, self._step = causes, progress.step
-        self.gained = progress.newest is not None and (self._newest is None or progress.newest > self._newest)
-        if self.gained:
+        if progress.newest is not None and (self._newest is None or progress.newest > self._newest):
             self._left, self._newest, self.progressed = self.most, progress.newest, True
         if self._left == 0:
             return f"\nIt is not started again: that was done {self.most} times without a new checkpoint (restarts)."

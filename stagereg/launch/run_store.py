@@ -19,7 +19,6 @@ from datetime import timedelta
 from typing import Any
 
 from stagereg.errors import LaunchError
-from stagereg.launch.stand_by import StandBy
 from stagereg.launch.watch import Watch
 
 GATHER_S = 600
@@ -50,9 +49,9 @@ class FailureNote:
 class RunStore:
     """The store of a run, as one rank uses it in one attempt; the launcher uses it as rank 0 would.
 
-    ``store`` is torch's, and nothing else uses it; its machine may be lost (:mod:`.stand_by`). ``group`` is the store
-    for the process group; ``failure`` is what the next attempt is told; ``ended`` is set once this rank has come to the
-    end of its job; ``saved`` is a sentence on what was saved after a loss.
+    ``store`` is torch's, and nothing else uses it; it may fail with its machine. ``group`` is the store for the process
+    group; ``failure`` is what the next attempt is told; ``ended`` is set once this rank has come to the end of its job;
+    ``saved`` is a sentence on what was saved after a loss.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, attempt: str = "0") -> None:
@@ -67,7 +66,6 @@ class RunStore:
         self.ended = threading.Event()
         self.saved = ""
         self._watch: Watch | None = None
-        self._stand_by: StandBy | None = None
 
     def begin(self, directory: str, resume: str) -> None:
         """Publish what :meth:`run` returns, unless an earlier attempt has. On rank 0, or the launcher."""
@@ -85,10 +83,7 @@ class RunStore:
 
     def set(self, key: str, value: Any) -> None:
         """Report ``value``, which JSON has, under a name."""
-        text = json.dumps(value)
-        if self._stand_by is not None:
-            self._stand_by.set(key, text)
-        self._store.set(key, text)
+        self._store.set(key, json.dumps(value))
 
     def get(self, key: str) -> Any:
         """What was reported under this name; ``None`` if nothing was."""
@@ -138,7 +133,6 @@ class RunStore:
             _await_key(self._store, "hub", "rank 0 did not come to its job")
             return list(self.get("hub"))
 
-        self._stand_by = StandBy(self._store, self._rank, self._world_size)
         self._watch = Watch(self._rank, notice_s, meet, on_lost)
         failed = False
         try:
@@ -160,11 +154,10 @@ class RunStore:
         return {} if self._watch is None else {**self._watch.lost}
 
     def meet(self, limit_s: float) -> Any:
-        """Return torch's store in which those who are left meet, over a connection that no other thread waits in.
+        """Return torch's store with this attempt's keys, over a connection that no other thread waits in.
 
-        It has this attempt's keys; where the run's does not answer within ``limit_s`` seconds, it is the stand-by one,
-        which half of all ranks have come to in twice as many. Raises ``LaunchError`` if they have not, and
-        ``RuntimeError`` if both are gone.
+        Raises:
+            LaunchError: the store does not answer within ``limit_s`` seconds.
         """
         answer: Future[Any] = Future()
 
@@ -182,10 +175,10 @@ class RunStore:
             return answer.result(limit_s)
         except (RuntimeError, OSError) as error:
             ends = "does not answer" if isinstance(error, TimeoutError) else "is gone"
-            lost = f"the store of this run, with its machine, {ends}"
-            if self._stand_by is None or self._stand_by.store is None:
-                raise LaunchError(f"{lost}.") from error
-            return self._stand_by.meet(2 * limit_s, lost)
+            raise LaunchError(
+                f"the rendezvous store of this run {ends}, so the surviving ranks cannot agree on a step. The next "
+                "start resumes from the newest checkpoint, in the tier or in checkpoint storage."
+            ) from error
 
     def give_time(self, seconds: float) -> None:
         """Let this rank live so much longer that cannot hear of rank 0: the store answers, so it is not cut off."""
@@ -195,16 +188,6 @@ class RunStore:
     def lost(self, for_s: float) -> str:
         """The ranks that are lost, or become so within so many seconds, as a sentence; else nothing."""
         return "" if self._watch is None else self._watch.sentence(for_s)
-
-
-def following_attempt(run: RunStore, attempt: str) -> RunStore:
-    """Return that of the next attempt, for a rank that has taken part in the one before."""
-    return RunStore(run._all_attempts.clone(), run._rank, run._world_size, attempt)
-
-
-def await_report(run: RunStore, key: str) -> None:
-    """Wait until something is reported, over a connection that no other thread waits in. Raises ``RuntimeError``."""
-    run._store.clone().wait([key], timedelta(days=999))
 
 
 def name_attempt(store: Any, rank: int, world_size: int) -> str:

@@ -99,7 +99,7 @@ class WarmStart:
             start_new_session=True,
         )
         theirs.close()
-        self._send([[*filter(is_installed, [*sys.modules]), *_ALWAYS], folder])
+        self._send([[*filter(_is_installed, [*sys.modules]), *_ALWAYS], folder])
         threading.Thread(target=self._listen, name="stagereg-warm", daemon=True).start()
 
     def start(self, start: Start) -> WarmProcess | None:
@@ -171,7 +171,7 @@ def split_command(command: list[str]) -> PythonCommand | None:
     return PythonCommand(options, False, rest) if rest else None
 
 
-def is_installed(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     """Whether a module is of an installed package, or of Python or stagereg itself."""
     file = getattr(getattr(sys.modules[name], "__spec__", None), "origin", None) or ""
     return name.startswith("stagereg.") or file.startswith(_places())

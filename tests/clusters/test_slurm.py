@@ -212,7 +212,7 @@ def test_a_job_that_is_canceled_has_saved_its_step(slurm: Slurm, app: App, headi
 
 @pytest.mark.parametrize("how", ["down", "power"])
 def test_a_job_that_loses_a_node_goes_on_with_another_one(slurm: Slurm, app: App, how: str) -> None:
-    job = Job(slurm, app, MACHINES, overrides="steps=2000 step_s=0.02 checkpoint.every=50")
+    job = Job(slurm, app, MACHINES, overrides="steps=2000 step_s=0.02 checkpoint.every=5")
     job.await_output("GOES 20")
     first = slurm.run("scontrol", "show", "hostnames", slurm.fields(job.number)["NodeList"]).split()[0]
     lost = next(each for each in slurm.nodes if each.name == first)

@@ -83,7 +83,7 @@ def test_what_the_launcher_saw_counts_from_the_last_step(
     noted = {"why": "lost rank 1", "noticed": NOW - 1}
     found = start(tmp_path, 11, noted, (10, "/x/step-10", "tier"))
     assert (found["event"], found["number"], found["why"]) == ("restart", 4, "rank 1: died of SIGKILL")
-    assert [*found["phases"]] == [name for name in phases.PHASES if name not in ("returned", "connected", "composed")]
+    assert [*found["phases"]] == [name for name in phases.PHASES if name not in ("connected", "composed")]
     assert [*found["phases"].values()] == [1, 1, 3, 3, 4, 3, 0]
     assert (found["source"], found["origin"], found["again"]) == ("/x/step-10", "tier", 2)
     assert found["since"] + sum(found["phases"].values()) == NOW
@@ -219,7 +219,7 @@ def test_a_rank_that_is_killed_is_named_in_the_next_start_with_all_phases(progra
     before = {"restarts": {"noticed", "ended"}, "torchrun": {"noticed"}}.get(
         how, restart["phases"].keys() & {"noticed"}
     )
-    own = phases.PHASES.keys() - {"noticed", "ended", "returned"}
+    own = phases.PHASES.keys() - {"noticed", "ended"}
     assert (begin["phases"].keys(), restart["phases"].keys()) == (own, own | before)
     assert (restart["step"], restart["again"], restart["origin"]) == (7, 0, "store")
     assert restart["source"].endswith("step-00000006")

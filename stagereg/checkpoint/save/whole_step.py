@@ -30,7 +30,6 @@ from stagereg.checkpoint.state.generators import generator_state
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.data import LoadsEveryRank, is_position
 from stagereg.errors import CheckpointError
-from stagereg.launch.returning import await_leave
 from stagereg.stagers.guard import WriteGuard
 
 _SMALL_BYTES = 1 << 16  # of a tensor that is copied at each step, where no optimizer writes it
@@ -90,13 +89,6 @@ class WholeStep:
         self.step, self._why = step, seen.unfit
         return changed
 
-    def own(self, step: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Return what this rank alone has of ``step``, and its random numbers; ``None`` if another one ended last."""
-        if self._why or self.step != step:
-            return None
-        own = {name: x.value for name, x in self._noted.items() if isinstance(x, entries.PerRank)}
-        return own, self._generators
-
     def is_written(self) -> bool:
         """Whether an optimizer has begun its next step."""
         return self._why == _WRITTEN
@@ -140,7 +132,7 @@ class WholeStep:
             if not self._held:
                 self._why = self._why if self.step is None else _WRITTEN
                 return
-        await_leave()
+        threading.Event().wait()  # for the end of this process
 
 
 class _Seen:

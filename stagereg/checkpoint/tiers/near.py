@@ -31,7 +31,6 @@ from stagereg.checkpoint.tiers.part import Part, SaveId
 from stagereg.checkpoint.tiers.peer import Peer
 from stagereg.checkpoint.tiers.placement import Machine, partners
 from stagereg.checkpoint.tiers.server import PartServer
-from stagereg.checkpoint.tiers.small_copies import SmallCopySender
 from stagereg.checkpoint.tiers.step_reader import Found, StepReader
 from stagereg.checkpoint.tiers.tier import Tier
 from stagereg.checkpoint.tiers.wire import Bandwidth
@@ -95,8 +94,6 @@ class NearCopies:
         leads: whether this rank is the lowest of its machine.
         ranks_here: how many ranks this machine has.
         machines: the names of all.
-        small: sends what this rank alone has of a step.
-        kept: what others have sent of that.
 
     Raises:
         CheckpointError: on all ranks: a machine's folder cannot be made, or another process of the run holds it.
@@ -121,7 +118,6 @@ class NearCopies:
         try:
             self._place(ranks.run_on_all(failing, self._start))
             self._threads = CopyThread(self._connect, self.folder, tier.copies)
-            self.small = SmallCopySender(ranks.rank, [*map(self._peer, self._keepers())])
             texts = ranks.run_on_all(failing, self._begin)
         except BaseException:
             self._let_go()
@@ -161,7 +157,6 @@ class NearCopies:
     def _start(self) -> Site:
         self.folder.make()
         self._server = PartServer(self.folder, self._secret, self.tier.durable, self.lacking)
-        self.kept = self._server.small
         there = os.stat(self.folder.path)
         machine = f"{socket.gethostname()} {boot_id()} {there.st_dev} {there.st_ino}"  # who shares the folder
         return Site(machine, socket.gethostname(), self.tier.domain or boot_id(), self._server.address)
@@ -196,17 +191,8 @@ class NearCopies:
     def _connect(self, machine: str) -> Peer:
         """Return a connection to a machine: to one of its ranks, so that theirs share the work."""
         ranks = self._ranks_on[machine]
-        return self._peer(ranks[self._ranks.rank % len(ranks)])
-
-    def _peer(self, rank: int) -> Peer:
-        return Peer(self._addresses[rank], self._secret, self._bandwidth)
-
-    def _keepers(self) -> list[int]:
-        """Return the ranks that get small copies of this one: on machines that get its copies, if there are others."""
-        rank, here, copies = self._ranks.rank, self._ranks_on[self.here], self.tier.copies
-        others = [self._ranks_on[each] for each in self._partners[self.here][:copies]]
-        beside = [each for each in here if each > rank] or here
-        return [each[rank % len(each)] for each in others] or [each for each in beside[:copies][:1] if each != rank]
+        address = self._addresses[ranks[self._ranks.rank % len(ranks)]]
+        return Peer(address, self._secret, self._bandwidth)
 
     def lacking(self, nbytes: int) -> str:
         """Return why so many more bytes do not fit on this machine; nothing if they do."""
@@ -231,7 +217,6 @@ class NearCopies:
     def go_on_from(self, step: int | None) -> None:
         """The run goes on from ``step``, ``None`` from the beginning; what is beyond it is void once it saves."""
         self._origin, self._fresh = step, True
-        self.kept.clear()
 
     def _begin_branch(self, step: int) -> None:
         """Void what was saved beyond ``step``. Collective."""
@@ -315,16 +300,11 @@ class NearCopies:
 
     # -- restoring
 
-    def steps(self, ranks: RankGroup | None = None) -> list[NearStep]:
-        """Return the complete steps that this run may go on from, the newest first. Collective.
-
-        ``ranks``: what the machines of these have, which alone make the call; else of all.
-        """
-        among = ranks or self._ranks
+    def steps(self) -> list[NearStep]:
+        """Return the complete steps that this run may go on from, the newest first. Collective."""
 
         def look() -> tuple[str, list[inventory.ReportedPart]]:
-            leads = next(rank for rank in self._ranks_on[self.here] if rank in among.numbers) == among.number
-            return self.here, inventory.report(self.folder.parts()) if leads else []
+            return self.here, inventory.report(self.folder.parts()) if self.leads else []
 
         def decide(found: list[tuple[str, list[inventory.ReportedPart]]]) -> list[list[NearStep]]:
             reports = {machine: parts for machine, parts in found if parts}
@@ -333,15 +313,7 @@ class NearCopies:
                 _log.info("stagereg: in the tier: %s", line)
             return [complete] * len(found)
 
-        return among.round_trip("What is in the tier could not be listed", look, decide, among.limit)
-
-    def parts_of(self, ranks: RankGroup, step: NearStep) -> list[int]:
-        """Return whose parts of a step, of those on this machine, this one of ``ranks`` is to read for all of them."""
-        found = []
-        for part, (_, machines) in enumerate(step.parts):
-            readers = [rank for machine in machines for rank in self._ranks_on[machine] if rank in ranks.numbers]
-            found += [part] if readers[part % len(readers)] == ranks.number else []
-        return found
+        return self._ranks.round_trip("What is in the tier could not be listed", look, decide, self._ranks.limit)
 
     def path_of(self, step: NearStep) -> str:
         """Return the folder of a step on rank 0's machine, by which all ranks name it."""
@@ -407,7 +379,6 @@ class NearCopies:
 
     def close(self) -> None:
         """End all threads and let go of the folder. Twice is harmless."""
-        self.small.close()
         self._threads.close()
         self._let_go()
 

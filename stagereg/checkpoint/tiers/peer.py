@@ -105,11 +105,6 @@ class Peer:
             _ask(control, {"do": "finish"})
             return sum(len(part.files[name].block(number)) for name, number in blocks)
 
-    def send_small(self, rank: int, step: int, content: bytes) -> None:
-        """Send a rank's small copy (:mod:`.small_copies`), which is not answered."""
-        with self._ending():
-            self._link(0).send({"do": "small", "rank": rank, "step": step, "nbytes": len(content)}, content)
-
     def close(self) -> None:
         """End it; what another thread does with it fails. Twice is harmless."""
         with self._lock:

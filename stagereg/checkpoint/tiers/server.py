@@ -3,8 +3,7 @@
 A request is a message, and so is its answer; ``error`` in it is the reason for a refusal. ``put`` announces a part,
 whose blocks then come on this connection and on others that name the put (``stream``), each after a message that says
 which it is; ``end`` is answered with those that arrived damaged, and ``finish`` when the part is complete here. A block
-goes nowhere before its CRC-32 is right. ``small`` brings a small copy, and is not answered. :mod:`.peer` is the other
-side.
+goes nowhere before its CRC-32 is right. :mod:`.peer` is the other side.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from stagereg.checkpoint.storage.aligned import BLOCK_BYTES
 from stagereg.checkpoint.tiers.folder import MachineFolder
 from stagereg.checkpoint.tiers.incoming import IncomingPart
 from stagereg.checkpoint.tiers.part import Part, SaveId
-from stagereg.checkpoint.tiers.small_copies import SmallCopies
 from stagereg.errors import CheckpointError, reason
 from stagereg.forks import private_memory
 
@@ -49,7 +47,6 @@ class PartServer:
 
     Attributes:
         address: host and port at which other machines reach it.
-        small: what other ranks have sent of what they alone have.
 
     Raises:
         OSError: it cannot listen.
@@ -57,7 +54,6 @@ class PartServer:
 
     def __init__(self, folder: MachineFolder, secret: bytes, durable: bool, room: Callable[[int], str]) -> None:
         self.folder, self.durable, self._secret, self._room = folder, durable, secret, room
-        self.small = SmallCopies()
         self._lock = threading.Lock()
         self._coming: dict[str, IncomingPart] = {}
         self._sockets: dict[socket.socket, threading.Thread] = {}
@@ -179,7 +175,6 @@ class _Session:
             "block": self._take_block,
             "end": self._end,
             "finish": self._finish,
-            "small": self._small,
         }
 
     def run(self) -> None:
@@ -290,12 +285,6 @@ class _Session:
         if bad:
             _log.warning("stagereg: block %d of %s arrived damaged, and is sent again", bad[0][1], bad[0][0])
         return {"bad": bad}
-
-    def _small(self, request: dict[str, Any]) -> None:
-        rank, step, nbytes = request["rank"], request["step"], request["nbytes"]
-        content = bytearray(self._server.small.checked_size(nbytes))
-        self._connection.receive_into(memoryview(content))
-        self._server.small.keep(rank, step, content)
 
     def _finish(self, _: dict[str, Any]) -> dict[str, Any]:
         incoming = self._coming()

@@ -72,10 +72,10 @@ class Connection:
         for name, seconds in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
             opened.setsockopt(socket.IPPROTO_TCP, name, seconds)
 
-    def send(self, message: dict[str, Any], content: bytes = b"", more: bool = False) -> None:
-        """Send a message, and ``content`` behind it; with ``more`` the bytes of a file follow."""
+    def send(self, message: dict[str, Any], more: bool = False) -> None:
+        """Send a message; with ``more`` the bytes of a file follow."""
         text = json.dumps(message).encode()
-        data = memoryview(_LENGTH.pack(len(text)) + text + content)
+        data = memoryview(_LENGTH.pack(len(text)) + text)
         while data:
             with _moving():
                 data = data[self._socket.send(data, socket.MSG_MORE if more else 0) :]

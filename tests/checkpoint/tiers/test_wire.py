@@ -15,7 +15,7 @@ import pytest
 
 import stagereg.address as address
 import stagereg.checkpoint.tiers.wire as wire
-from stagereg.address import is_here, own_address
+from stagereg.address import own_address
 from stagereg.checkpoint.format.checksum import crc32
 from tests.support.tier_parts import SECRET
 
@@ -242,13 +242,6 @@ def test_a_name_that_means_loopback_here_alone_is_not_given_to_others(monkeypatc
     routes = {"node1": "127.0.1.1", "192.0.2.1": "10.0.0.7"}
     monkeypatch.setattr(address, "_toward", routes.get)
     assert own_address() == "10.0.0.7"
-
-
-@pytest.mark.parametrize(
-    ("host", "here"), [("localhost", True), ("127.0.1.1", True), ("192.0.2.1", False), ("\0", False)]
-)
-def test_a_host_is_this_machine_or_another_one(host: str, here: bool) -> None:
-    assert is_here(host) == here
 
 
 def test_json_is_all_that_a_message_can_be(pair: tuple[wire.Connection, wire.Connection]) -> None:
