@@ -32,7 +32,6 @@ _STATES = {"staging": "large,gpt,small,lora", "write": "gpt"}
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``bench`` to the commands of ``stagereg``."""
     bench = commands.add_parser("bench", help="measure stagers, storages and checkpoints beside torch's own ways")
     kinds = bench.add_subparsers(dest="kind", required=True, metavar="|".join(_KINDS))
     for kind, (text, rounds, there, measure) in _KINDS.items():
@@ -149,7 +148,6 @@ def folder_below(root: str | None) -> tempfile.TemporaryDirectory[str]:
 
 
 def _check(asked: argparse.Namespace) -> list[str]:
-    """Return the rows to be measured."""
     import torch
 
     from stagereg.bench.states import STATES

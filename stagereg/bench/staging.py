@@ -38,7 +38,6 @@ class Warm(Case):
         self._stager: AsyncStager | None = None
 
     def turn(self) -> Iterator[None]:
-        """Stage once more."""
         if self._stager is None:
             self._stager = self._make()
         yield

@@ -41,7 +41,6 @@ _FIRST, _LAST = 7, 7
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``report`` to the commands of ``stagereg``."""
     help_ = "show a run or a sweep again: tables, pictures, an HTML page"
     parser = output.add_command(commands, "report", help_, run, "With --json it writes files only with --output.")
     parser.add_argument("directory", help="of a run (hydra.run.dir) or of a sweep (hydra.sweep.dir)")
@@ -81,15 +80,12 @@ class SweepReport:
         self._comparison = compare(jobs, metric or own, direction or (None if metric else its_direction))
 
     def write(self, target: Path) -> list[Path]:
-        """Write its files and return their paths. Raises: ``OSError``."""
         return render.write(self._comparison, target)
 
     def show(self) -> None:
-        """Print it."""
         tables.terminal(self._comparison)
 
     def plain(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
         comparison = self._comparison
         rows = []
         for row in comparison.rows:
@@ -134,7 +130,6 @@ class RunReport:
         self._tables += [_near_steps(self._near)] if self._near else []
 
     def plain(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
         found: dict[str, Any] = {
             "checkpoints": [dataclasses.asdict(one) for one in self._saved],
             "tier": [dataclasses.asdict(one) for one in self._near],

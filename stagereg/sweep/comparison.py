@@ -127,7 +127,6 @@ class Comparison:
 
     @property
     def ties(self) -> list[ComparisonRow]:
-        """The rows that tie with the best."""
         return [row for row in self.rows if row.verdict(self.ranking.name) == "tie"]
 
 

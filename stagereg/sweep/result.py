@@ -71,7 +71,6 @@ class JobResult:
 
     @classmethod
     def read(cls, directory: Path | str) -> JobResult:
-        """Read the ``result.json`` in a directory."""
         path = Path(directory, RESULT)
         try:
             content = json.loads(path.read_bytes(), parse_constant=lambda name: None)

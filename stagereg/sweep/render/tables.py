@@ -101,7 +101,6 @@ def cell_texts(cell: Cell) -> tuple[str, str]:
 
 
 def one_line(cell: Cell) -> str:
-    """Return median and spread."""
     return " ".join(cell_texts(cell)).rstrip()
 
 
