@@ -201,8 +201,12 @@ class Stopped(SystemExit):
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return ranks for a message: "rank 0", "ranks 1, 2", of many the first."""
-    more = f" and {len(ranks) - _RANKS} more" if len(ranks) > _RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_RANKS]))}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {few_of([*map(str, ranks)], _RANKS)}"
+
+
+def few_of(texts: Sequence[str], most: int, by: str = ", ") -> str:
+    """Return the first ``most`` of some texts, and how many more there are."""
+    return by.join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -218,19 +218,15 @@ def _line(fields: dict[str, Any]) -> bytes:
     try:
         text = _encode(fields)
     except Exception:  # of a value; then each field is looked at by itself
-        text = _encode({str(name): _plain(value) for name, value in fields.items()})
+        text = _encode({str(name): plain(value) for name, value in fields.items()})
     return text.encode("ascii") + b"\n"
 
 
-def _plain(value: Any, depth: int = 16) -> Any:
-    """The value as JSON can have it: what it has no number for as null, and what lies deeper, maybe in itself, too."""
+def plain(value: Any) -> Any:
+    """Return the value as JSON can have it: NaN and infinity as null; ``None`` if JSON cannot hold it at all."""
     try:
-        if depth and isinstance(value, Mapping):
-            return {str(key): _plain(each, depth - 1) for key, each in value.items()}
-        if depth and isinstance(value, (list, tuple)):
-            return [_plain(each, depth - 1) for each in value]
-        return json.loads(_encode(value))  # which NaN and infinity are refused by
-    except Exception:
+        return json.loads(json.dumps(value, default=_number_or_text, skipkeys=True), parse_constant=lambda name: None)
+    except Exception:  # the value contains itself, or a class of the user raises
         return None
 
 

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -26,8 +26,7 @@ import torch.distributed as dist
 MOST_RANKS = 16
 """With more ranks than this, gloo is used."""
 _TURN_S = 0.05  # seconds after which a waiting thread checks whether another thread has read its message
-_HEAD = struct.Struct("<?Q")  # before each message: whether it is a note, and its length
-_NOTE = struct.Struct("<Q?")  # the number of a step, and its flag; the name of the loop follows
+_HEAD = struct.Struct("<Q")  # before each message: its length
 
 
 class PeerCall:
@@ -50,41 +49,6 @@ class PeerCall:
         return [part for _, part in sorted(self.parts.items())]
 
 
-class BegunSteps:
-    """Which steps of a loop have begun on other ranks: the methods of a store that ``StoreMembership`` calls.
-
-    The keys are ``begun/<step>``, with increasing numbers. A step is forgotten when this rank has begun or read it.
-    """
-
-    def __init__(self, sockets: PeerSockets, name: str) -> None:
-        self._sockets, self._name = sockets, name
-
-    def set(self, key: str, value: str) -> None:
-        """Note that a step begins here, to all other ranks; does not wait for them."""
-        self._sockets.note(self._name, _step_of(key), value == "1")
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return whether another rank has noted the step; does not wait."""
-        return self._sockets.is_noted(self._name, _step_of(keys[0]))
-
-    def get(self, key: str) -> bytes:
-        """Return the value that another rank has noted; there is one."""
-        return b"%d" % self._sockets.take_note(self._name, _step_of(key))
-
-    def clear(self) -> None:
-        """All ranks have left the loop: drop its notes."""
-        self._sockets.forget(self._name)
-
-
-def _step_of(key: str) -> int:
-    return int(key.rpartition("/")[2])
-
-
-def _forget(notes: dict[int, bool], last: int) -> None:
-    for step in [each for each in notes if each <= last]:
-        del notes[step]
-
-
 class PeerSockets:
     """One rank's connections to all others. All ranks send equally often, the n-th messages belong together.
 
@@ -98,7 +62,6 @@ class PeerSockets:
         self._begun = 0  # calls
         self._parts: dict[int, dict[int, bytes]] = defaultdict(dict)  # messages, by call and rank, until all have come
         self._heard = dict.fromkeys(peers, 0)  # messages, of each rank
-        self._notes: dict[str, dict[int, bool]] = defaultdict(dict)  # of other ranks, by name and step
         self._incoming = {peer: bytearray() for peer in peers}  # the beginning of a message
         self._posted = 0  # bytes, to each rank
         self._unsent: dict[int, bytearray] = {}  # where a rank does not read as fast as this one sends
@@ -110,43 +73,20 @@ class PeerSockets:
     def send(self, message: bytes) -> PeerCall:
         """Send to all other ranks; does not wait for them."""
         with self._lock:
-            self._post(False, message)
+            self._post(message)
             call = PeerCall(self, self._parts[self._begun], self._posted)
             self._add(self._begun, self._rank, message)
             self._begun += 1
         return call
-
-    def note(self, name: str, step: int, flag: bool) -> None:
-        """Send to all other ranks, outside of the calls; what they have noted of the step and before is forgotten."""
-        with self._lock:
-            self._post(True, _NOTE.pack(step, flag) + name.encode())
-            self._exchange(self._peers)  # or what others note would fill their memory
-            _forget(self._notes[name], step)
-
-    def is_noted(self, name: str, step: int) -> bool:
-        """Whether another rank has noted a step; does not wait."""
-        with self._lock:
-            self._exchange(self._peers)
-            return step in self._notes[name]
-
-    def take_note(self, name: str, step: int) -> bool:
-        """Return the flag of a step that another rank has noted, and forget it and those before."""
-        with self._lock:
-            flag = self._notes[name][step]
-            _forget(self._notes[name], step)
-            return flag
-
-    def forget(self, name: str) -> None:
-        """All ranks have left the loop: drop its notes."""
-        with self._lock:
-            self._notes.pop(name, None)
 
     def receive(self, call: PeerCall, ends: float) -> bool:
         """Read until a call is complete, and this rank's messages up to it are sent; or until a time, if it is not."""
         while True:
             with self._lock:
                 missing = self._peers.keys() - call.parts.keys()
-                self._exchange(missing)
+                self._flush()
+                for peer in missing - self._closed:
+                    self._read(peer)
                 missing -= call.parts.keys()
                 if gone := missing & self._closed:
                     raise dist.DistNetworkError(f"Connection closed by peer: rank {min(gone)} of the group")
@@ -178,18 +118,12 @@ class PeerSockets:
     def _get_sequence_number_for_group(self) -> int:
         return self._begun
 
-    def _post(self, is_note: bool, message: bytes) -> None:
-        message = _HEAD.pack(is_note, len(message)) + message
+    def _post(self, message: bytes) -> None:
+        message = _HEAD.pack(len(message)) + message
         self._posted += len(message)
         for peer in self._peers:
             self._unsent.setdefault(peer, bytearray()).extend(message)
         self._flush()
-
-    def _exchange(self, reading: Iterable[int]) -> None:
-        self._flush()
-        for peer in reading:
-            if peer not in self._closed:
-                self._read(peer)
 
     def _flush(self) -> None:
         for peer, unsent in list(self._unsent.items()):
@@ -216,18 +150,14 @@ class PeerSockets:
         except OSError:
             self._closed.add(peer)
         while len(incoming) >= _HEAD.size:
-            is_note, length = _HEAD.unpack_from(incoming)
+            (length,) = _HEAD.unpack_from(incoming)
             ends = _HEAD.size + length
             if len(incoming) < ends:
                 break
             message = bytes(incoming[_HEAD.size : ends])
             del incoming[:ends]
-            if is_note:
-                step, flag = _NOTE.unpack_from(message)
-                self._notes[message[_NOTE.size :].decode()][step] = flag
-            else:
-                self._add(self._heard[peer], peer, message)
-                self._heard[peer] += 1
+            self._add(self._heard[peer], peer, message)
+            self._heard[peer] += 1
 
     def _add(self, number: int, rank: int, message: bytes) -> None:
         self._parts[number][rank] = message

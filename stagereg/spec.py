@@ -21,7 +21,6 @@ from stagereg.errors import ConfigError, RegistryError, nearest
 
 _F = TypeVar("_F", bound=Callable[..., None])
 _MISSING = object()
-_RENAMED = {"verify_replicas": "verify_every"}  # what some write for an option that has another name in its group
 _NEAR = 0.7  # how alike two names with one first letter are for one to be a slip of the other: pre_hook, post_hook
 
 REQUIRED = {
@@ -130,19 +129,18 @@ def refuse_unknown(what: str, given: Collection[str], component: Callable[..., A
         raise ConfigError(f"{what} takes no {unknown!r}.{near} It takes: {', '.join(takes) or 'nothing'}")
 
 
-def find_group(name: str, component: Callable[..., Any]) -> tuple[str, str, str] | None:
-    """Return where ``component`` takes an option in a group: the parameter, its dataclass and the field, by name."""
-    field = _RENAMED.get(name, name)
+def find_group(name: str, component: Callable[..., Any]) -> tuple[str, str] | None:
+    """Return where ``component`` takes an option in a group: the parameter and its dataclass, by name."""
     for each in inspect.signature(component).parameters.values():
-        if dataclasses.is_dataclass(each.default) and field in [one.name for one in dataclasses.fields(each.default)]:
-            return each.name, type(each.default).__name__, field
+        if dataclasses.is_dataclass(each.default) and name in [one.name for one in dataclasses.fields(each.default)]:
+            return each.name, type(each.default).__name__
     return None
 
 
 def instead(name: str, component: Callable[..., Any], value: str) -> str:
     """Return how an option is written that ``component`` takes in a group; empty where none of its groups has it."""
     found = find_group(name, component)
-    return " It is {0}.{2}: {0}={1}({2}={value}).".format(*found, value=value) if found else ""
+    return f" It is {found[0]}.{name}: {found[0]}={found[1]}({name}={value})." if found else ""
 
 
 def suggests_arguments(init: _F) -> _F:

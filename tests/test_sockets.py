@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import stagereg
 import stagereg.testing.ranks as harness
 from stagereg.kernel.channel import control_channel, resources_of
-from stagereg.sockets import BegunSteps, PeerSockets, connect_ranks
+from stagereg.sockets import PeerSockets, connect_ranks
 from stagereg.testing import RankFailure, run_ranks
 
 from .support.reference import await_published
@@ -118,35 +118,6 @@ def test_a_wait_ends_at_the_limit_and_a_forked_copy_closes_nothing(ranks: list[P
     for each in ranks[1:]:
         each.send(b"")
     assert call.ready(SOON_S)
-
-
-def test_a_step_that_has_begun_is_noted_until_it_is_read(ranks: list[PeerSockets]) -> None:
-    """In any order beside calls, also for a loop that this rank has not entered, and forgotten when it is past."""
-    noted, other = ([BegunSteps(each, name) for each in ranks] for name in ("loop", "other"))
-    for step in range(4):
-        noted[0].set(f"begun/{step}", "1" if step % 2 else "0")
-        noted[1].set(f"begun/{step}", "1" if step % 2 else "0")
-    calls = [each.send(b"") for each in ranks]
-    other[0].set("begun/0", "1")
-    assert all(call.ready(SOON_S) for call in calls)
-    assert [noted[2].check([f"begun/{step}"]) for step in range(5)] == [True, True, True, True, False]
-    assert [noted[2].get(f"begun/{step}") for step in range(3)] == [b"0", b"1", b"0"]
-    assert not noted[2].check(["begun/2"])
-    assert other[2].check(["begun/0"])
-    assert not noted[1].check(["begun/3"])  # it has begun that itself
-    noted[2].clear()
-    assert not noted[2].check(["begun/3"])
-
-
-def test_notes_that_no_rank_waits_for_do_not_add_up(ranks: list[PeerSockets]) -> None:
-    """Ranks with data only note: nothing may stay of it, here or in the connections, however long the loop is."""
-    noted = [BegunSteps(each, "loop") for each in ranks]
-    for step in range(5_000):
-        for each in noted:
-            each.set(f"begun/{step}", "1")
-    for each in ranks:
-        assert sum(map(len, each._notes.values())) < 3
-        assert not each._unsent
 
 
 def connected(count: int, meanwhile: Callable[[list[str]], None] = lambda addresses: None) -> list[PeerSockets | None]:

@@ -7,6 +7,7 @@ Everything that was asked for is checked before anything is measured. Imports no
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
 import os
@@ -31,7 +32,6 @@ _STATES = {"staging": "large,gpt,small,lora", "write": "gpt"}
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``bench`` to the commands of ``stagereg``."""
     bench = commands.add_parser("bench", help="measure stagers, storages and checkpoints beside torch's own ways")
     kinds = bench.add_subparsers(dest="kind", required=True, metavar="|".join(_KINDS))
     for kind, (text, rounds, there, measure) in _KINDS.items():
@@ -148,7 +148,6 @@ def folder_below(root: str | None) -> tempfile.TemporaryDirectory[str]:
 
 
 def _check(asked: argparse.Namespace) -> list[str]:
-    """Return the rows to be measured."""
     import torch
 
     from stagereg.bench.states import STATES
@@ -215,6 +214,11 @@ def _cases(asked: argparse.Namespace, state: State, folder: Path) -> list[Case]:
     return write.cases(state, folder) if asked.kind == "write" else staging.cases(state, asked.device)
 
 
+def _row_names(asked: argparse.Namespace) -> list[str]:
+    names: list[str] = importlib.import_module(f"stagereg.bench.{asked.kind}").row_names()
+    return names
+
+
 def _series_rows(asked: argparse.Namespace) -> list[str]:
     from stagereg.bench.states import State
 
@@ -245,12 +249,6 @@ def _series(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
     return groups
 
 
-def _stall_rows(asked: argparse.Namespace) -> list[str]:
-    import stagereg.bench.stall as stall
-
-    return stall.row_names()
-
-
 def _stall(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
     import stagereg.bench.stall as stall
 
@@ -263,12 +261,6 @@ def _stall(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
     return groups
 
 
-def _restore_rows(asked: argparse.Namespace) -> list[str]:
-    import stagereg.bench.restore as restore
-
-    return restore.row_names()
-
-
 def _restore(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
     import stagereg.bench.restore as restore
 
@@ -278,7 +270,7 @@ def _restore(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
 _KINDS: dict[str, tuple[str, int, Callable[[argparse.Namespace], list[str]], _Measure]] = {
     "staging": ("how long a loop waits for a copy, against the memory's speed", 11, _series_rows, _series),
     "write": ("how long a copy takes to be on the disk, against the disk's speed", 9, _series_rows, _series),
-    "stall": ("what a checkpoint costs the training it interrupts", 20, _stall_rows, _stall),
-    "restore": ("how long ranks restore, and what each reads, against the page cache", 9, _restore_rows, _restore),
+    "stall": ("what a checkpoint costs the training it interrupts", 20, _row_names, _stall),
+    "restore": ("how long ranks restore, and what each reads, against the page cache", 9, _row_names, _restore),
 }
 """What each is for, its rounds, the names of its rows, and what measures them."""

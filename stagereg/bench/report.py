@@ -72,12 +72,10 @@ def plain(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def ms(seconds: float) -> str:
-    """Seconds as milliseconds."""
     return f"{seconds * 1e3:8.2f}"
 
 
 def iqr(samples: Sequence[float], shown: Callable[[float], str]) -> str:
-    """The quartiles of some samples."""
     return " - ".join(map(shown, spread(samples)))
 
 

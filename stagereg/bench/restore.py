@@ -43,7 +43,6 @@ _WIDTH, _LAYERS = 1808, 8
 
 
 def row_names() -> list[str]:
-    """The names of all rows there are."""
     return [CEILING, *storages(), _LOAD, AGAIN + _LOAD]
 
 
@@ -94,13 +93,11 @@ class SplitTurn(Turn):
         return self.checkpointer.wait
 
     def begin(self, storage: str, **options: Any) -> None:
-        """Make the checkpointer, once."""
         if self.checkpointer is None:
             options["storage"] = build("storage", storage)
             self.checkpointer = Checkpointer(str(self.folder), every=1, keep=1, **options)
 
     def close(self) -> None:
-        """Close the checkpointer."""
         if self.checkpointer is not None:
             self.checkpointer.close()
 
@@ -112,7 +109,6 @@ class Restoring(SplitTurn):
         super().__init__(row, training, folder, row, f"{row}:read")
 
     def turn(self) -> Iterator[float | None]:
-        """Restore once more, into zeros."""
         if not self.step:
             if self.way in storages():
                 self.begin(self.way)
@@ -129,7 +125,6 @@ class Restoring(SplitTurn):
             raise ValueError("what was restored is not what was saved")
 
     def restore(self) -> None:
-        """Fill the tensors of the training."""
         if self.checkpointer is not None:
             self.checkpointer.restore(self.training.given)
         else:
@@ -140,7 +135,6 @@ class PageCache(Restoring):
     """The ceiling: each rank fills its tensors out of a file, on one thread; of replicas all ranks out of the same."""
 
     def save(self) -> Callable[[], object]:
-        """Write the file."""
         self.step += 1
         parts = local(self.training.tree())
         split = nbytes(parts) < self.training.nbytes
@@ -150,19 +144,16 @@ class PageCache(Restoring):
         return lambda: None
 
     def restore(self) -> None:
-        """Read the file."""
         with self._file.open("rb", buffering=0) as file:
             for x in local(self.training.tree()):
                 file.readinto(view_of(x))
 
 
 def local(tree: Any) -> list[torch.Tensor]:
-    """What this rank has of all tensors."""
     return [x.to_local() if isinstance(x, DTensor) else x for x in tensors(tree)]
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of what this rank has."""
     return sum(x.nbytes for x in local(tree))
 
 
@@ -193,7 +184,6 @@ def group(model: str, ranks: int, rows: Sequence[str], rounds: int, scale: float
 
 
 def title(kind: str, model: str, ranks: int) -> str:
-    """What is above a table."""
     return f"{kind} {model}, {ranks} rank{'s' * (ranks > 1)}"
 
 

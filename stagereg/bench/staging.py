@@ -17,7 +17,6 @@ import torch
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
 import stagereg.bench.ceiling as ceiling
-from stagereg.bench.after_fork import AfterFork
 from stagereg.bench.measure import Case
 from stagereg.bench.states import State, tensors
 from stagereg.errors import StagingError
@@ -39,7 +38,6 @@ class Warm(Case):
         self._stager: AsyncStager | None = None
 
     def turn(self) -> Iterator[None]:
-        """Stage once more."""
         if self._stager is None:
             self._stager = self._make()
         yield
@@ -86,7 +84,6 @@ def cases(state: State, device: str) -> list[Case]:
         *(Warm(two_times.get(name, (name,)), make, state) for name, make in {**makes, **torchs}.items()),
         _first("torch:per_save", torchs["torch:kept"], state),  # what torch's async_save takes
         *(_first(f"first:{name}", make, state) for name, make in makes.items()),
-        AfterFork(state.nbytes, device),
         Warm(("again:pinned_cached",), makes["pinned_cached"], state),
         again,
     ]

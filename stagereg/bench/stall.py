@@ -62,14 +62,12 @@ class StallTraining:
         self.tokens = torch.randint(self._WORDS, (self._BATCH, self._LENGTH + 1), device=device)
 
     def step(self) -> None:
-        """Forward, backward and the optimizer's step."""
         logits = self.model(self.tokens[:, :-1])
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), self.tokens[:, 1:].flatten()).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def segment(self) -> None:
-        """The steps of one segment, to their end on the device."""
         for _ in range(self.STEPS):
             self.step()
         self.settle()
@@ -128,7 +126,6 @@ class TorchAsyncSave(Segment):
     _stager: DefaultStager | None = None
 
     def prepare(self) -> None:
-        """Delete the checkpoint before."""
         for old in self.folder.iterdir():
             shutil.rmtree(old)
 
@@ -149,7 +146,6 @@ class TorchAsyncSave(Segment):
         return wait
 
     def close(self) -> None:
-        """Close the kept stager."""
         if self._stager is not None:
             self._stager.close()
 
@@ -161,27 +157,23 @@ class Checkpoints(Segment):
     _step = 0
 
     def prepare(self) -> None:
-        """Make the checkpointer, once."""
         if self._checkpointer is None:
             stager, storage = self.rows[-1].split("+")
             parts = {"stager": build("stager", stager), "storage": build("storage", storage)}
             self._checkpointer = build("checkpoint", "default", dir=str(self.folder), every=1, keep=1, **parts)
 
     def save(self) -> Callable[[], None]:
-        """Wait until the checkpoint is committed."""
         self._step += 1
         self._checkpointer.save(self._step, {"model": self.training.model, "optimizer": self.training.optimizer})
         wait: Callable[[], None] = self._checkpointer.wait
         return wait
 
     def close(self) -> None:
-        """Close it, and the stager with it."""
         if self._checkpointer is not None:
             self._checkpointer.close()
 
 
 def row_names() -> list[str]:
-    """The names of all rows there are."""
     ours = [f"{stager}+{storage}" for stager in _STAGERS for storage in _STORAGES]
     return [BASE, *_TORCHS, *ours]
 

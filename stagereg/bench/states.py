@@ -38,7 +38,6 @@ class State:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(x.nbytes for x in tensors(self.tree))
 
     def change(self) -> None:

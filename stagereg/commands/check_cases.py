@@ -72,7 +72,6 @@ class ConfiguredContract(StagerContract):
     """The contract of a stager that has none of its own: it is built from its defaults."""
 
     def make(self) -> AsyncStager:
-        """Build one."""
         made: AsyncStager = _made("stager")
         return made
 
@@ -81,7 +80,6 @@ class ConfiguredTierContract(TierContract):
     """The contract of a tier that has none of its own: it is built from its folder and the options of every tier."""
 
     def make(self, dir: str, **options: Any) -> Tier:
-        """Build one."""
         made: Tier = _made("tier", dir=dir, **options)
         return made
 
@@ -107,7 +105,6 @@ class _Cases:
         self._contracts: list[tuple[str, type[Contract]]] = []  # with their sections
 
     def write(self, section: str, name: str, promise: str, verdict: str = "running", seen: str = "") -> None:
-        """Write how far a case is."""
         row = {"section": section, "name": name, "promise": promise, "verdict": verdict, "seen": seen.strip()}
         with (self._folder / "events").open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -200,11 +197,9 @@ class _Cases:
             self.write(*self._case(item), "skipped", "not tried: the process has ended")
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Write that a case begins."""
         self.write(*self._case(item))
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-        """Write how a case went."""
         error = call.excinfo.value if call.excinfo else None
         if isinstance(error, pytest.skip.Exception):  # pytest makes it of unittest.SkipTest, too
             self.write(*self._case(item), "skipped", str(error))

@@ -47,7 +47,6 @@ Case = dict[str, str]
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``check`` to the commands of ``stagereg``."""
     help_ = "try what a plugin promises: a table of the promises it keeps and breaks"
     parser = output.add_command(commands, "check", help_, run)
     parser.add_argument("target", help=_TARGET)
@@ -99,7 +98,6 @@ def _by_cause(cases: list[Case]) -> list[Case]:
 
 
 def _tried(target: str, limit_s: float) -> list[Case]:
-    """Run the cases of a target in a child process."""
     with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
         events = Path(folder, "events")
         events.touch()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import importlib
 import json
 import os
@@ -25,8 +24,9 @@ from typing import Any
 
 from stagereg.crash_report import innermost_frame, signal_name, summarize_exception
 from stagereg.errors import StageregError
+from stagereg.machine import end_with
 
-_CHILD = f"import sys; from {__name__} import answer; answer(*sys.argv[1:])"
+_CHILD = f"import sys; from {__name__} import answer; answer(int(sys.argv[1]), *sys.argv[2:])"
 _GRACE_S = 2.0
 """Seconds that a process that hangs gets to dump its stack."""
 
@@ -48,8 +48,8 @@ def call_in_child(
         value, printed = Path(folder, "value.json"), Path(folder, "printed")
         with printed.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _CHILD, str(value), function, *arguments],
-                stdin=subprocess.PIPE,  # closed by the end of this process
+                [sys.executable, "-P", "-c", _CHILD, str(os.getpid()), str(value), function, *arguments],
+                stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
                 env={**os.environ, "PYTHONPATH": path},
@@ -70,7 +70,7 @@ def call_in_child(
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            process.wait()
         if code == 0 and value.exists():
             result, failure = json.loads(value.read_text())
             return result, failure
@@ -87,12 +87,9 @@ def _ending(code: int | None, limit_s: float, printed: str) -> str:
     return f"ended the process with exit code {code}" + (f"; its last output: {last}" if last else "")
 
 
-def answer(file: str, function: str, *arguments: str) -> None:
+def answer(parent: int, file: str, function: str, *arguments: str) -> None:
     """Call ``function`` and write what it returned, or why it did not, to ``file``: the child's part."""
-    leash = os.dup(0)
-    fcntl.fcntl(leash, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(leash, fcntl.F_SETFL, os.O_ASYNC)  # its closing raises SIGIO, whose default is the end
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    end_with(parent)
     faulthandler.enable()
     module, _, name = function.partition(":")
     try:

@@ -24,7 +24,6 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``convert`` to the commands of ``stagereg``."""
     help_ = "make one file of a checkpoint, for torch.load or for safetensors"
     more = (
         "It does not matter how many ranks saved it. A .pt has all of the state and is made in memory; a .safetensors "

@@ -48,7 +48,6 @@ class Described:
 
 
 def describe(entry: Entry) -> Described:
-    """Describe a component; imports it."""
     component = entry.load()
     schema.schema(entry)  # it has a config
     options = [field for option in schema.options(component).values() for field in _fields(option.name, option)]

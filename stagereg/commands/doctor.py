@@ -41,7 +41,6 @@ class Finding(NamedTuple):
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``doctor`` to the commands of ``stagereg``."""
     parser = output.add_command(commands, "doctor", "look at versions, limits, disks and plugins: what is broken?", run)
     parser.add_argument("--dir", default=".", help="a directory that checkpoints go to; the current one if not given")
     output.add_timeout(parser, "for importing each plugin")

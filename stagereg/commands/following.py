@@ -41,7 +41,6 @@ _SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: RESUME_CODE, signal.SIGUSR1: RES
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``follow`` to the commands of ``stagereg``."""
     parser = commands.add_parser(
         "follow",
         help="run a command once on each new checkpoint, such as an evaluation",

@@ -29,7 +29,6 @@ from stagereg.output import size_text
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``ls`` and ``verify`` to the commands of ``stagereg``."""
     help_ = "of checkpoints (checkpoint.dir), or one checkpoint; a path or a URL; or that of a tier (tier.dir)"
     listing = "list the checkpoints of a directory, or what a tier has on this machine, and who writes there"
     parser = output.add_command(commands, "ls", listing, list_checkpoints)
@@ -125,7 +124,6 @@ def verify(asked: argparse.Namespace) -> int:
 
 
 def _read(found: Located) -> list[Condition]:
-    """Read all files of all checkpoints."""
     looked = []
     for each in found.conditions:
         output.progress(f"reading {each.path}")

@@ -18,7 +18,6 @@ from stagereg.registry import Entry
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``list`` and ``show`` to the commands of ``stagereg``."""
     help_ = "list the stagers, storages, join hooks and joinables there are"
     parser = output.add_command(commands, "list", help_, list_components)
     parser.add_argument("kind", nargs="?", default="", help=f"only this kind: {', '.join(registry.kinds())}")
@@ -30,7 +29,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def add_plugins_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--plugins`` to a command."""
     help_ = "modules to import first, with commas, as `plugins: [MODULE]` in a config does; also from this directory"
     parser.add_argument("--plugins", default="", metavar="MODULE", help=help_)
 

@@ -64,7 +64,6 @@ class Job:
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``plan`` to the commands of ``stagereg``."""
     help_ = "compute how often to save: what checkpoints cost against what failures undo"
     parser = output.add_command(commands, "plan", help_, run)
     for name, kind, read, text in (
@@ -95,7 +94,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print the plan; return 0."""
     measures = asked.recorded and not asked.stage_gib_s and not asked.write_gib_s
     recorded = Run.read(Path(asked.recorded)) if measures else None
     seen = "" if recorded is None else _take_failures(asked, recorded)

@@ -20,7 +20,7 @@ import stagereg.output as output
 import stagereg.sweep.render as render
 import stagereg.sweep.render.page as page
 import stagereg.sweep.render.tables as tables
-from stagereg.errors import ConfigError
+from stagereg.errors import ConfigError, few_of
 from stagereg.output import size_text
 from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import compare
@@ -41,7 +41,6 @@ _FIRST, _LAST = 7, 7
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``report`` to the commands of ``stagereg``."""
     help_ = "show a run or a sweep again: tables, pictures, an HTML page"
     parser = output.add_command(commands, "report", help_, run, "With --json it writes files only with --output.")
     parser.add_argument("directory", help="of a run (hydra.run.dir) or of a sweep (hydra.sweep.dir)")
@@ -81,15 +80,12 @@ class SweepReport:
         self._comparison = compare(jobs, metric or own, direction or (None if metric else its_direction))
 
     def write(self, target: Path) -> list[Path]:
-        """Write its files and return their paths. Raises: ``OSError``."""
         return render.write(self._comparison, target)
 
     def show(self) -> None:
-        """Print it."""
         tables.terminal(self._comparison)
 
     def plain(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
         comparison = self._comparison
         rows = []
         for row in comparison.rows:
@@ -134,7 +130,6 @@ class RunReport:
         self._tables += [_near_steps(self._near)] if self._near else []
 
     def plain(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
         found: dict[str, Any] = {
             "checkpoints": [dataclasses.asdict(one) for one in self._saved],
             "tier": [dataclasses.asdict(one) for one in self._near],
@@ -197,8 +192,7 @@ def _copied(every: Sequence[NearSaved]) -> str:
 
 def _from(machines: Mapping[str, int]) -> str:
     """Return how many bytes came from which machines, of many the first."""
-    shown_ = [f"{size_text(nbytes)} from {machine}" for machine, nbytes in [*machines.items()][:_SOURCES]]
-    return ", ".join(shown_) + (f" and {len(machines) - _SOURCES} more" if len(machines) > _SOURCES else "")
+    return few_of([f"{size_text(nbytes)} from {machine}" for machine, nbytes in machines.items()], _SOURCES)
 
 
 def _warnings(job: JobResult, recorded: Run | None) -> Iterator[str]:
@@ -240,16 +234,7 @@ def _starts(every: Sequence[Started]) -> Table:
 
 
 def _restarts(every: Sequence[Started]) -> Table:
-    rows = tuple(
-        (
-            one.number,
-            one.step,
-            one.again,
-            one.origin or None,
-            tables.first_line(one.why),
-        )
-        for one in every
-    )
+    rows = tuple((one.number, one.step, one.again, one.origin or None, tables.first_line(one.why)) for one in every)
     note = "Read from: the tier, the store, or what the survivors had saved there; nothing where training began anew."
     return Table("Restarts", ("restart", "first step", "done again", "read from", "after"), rows, note)
 
@@ -293,18 +278,13 @@ def _near_steps(every: Sequence[NearSaved]) -> Table:
             _ms(one.write_s),
             _ms(one.copy_s),
             one.nbytes / 2**20 if one.nbytes else None,
-            _machines(one.machines),
+            few_of(one.machines, _SOURCES) or None,
             one.state + (f": {tables.first_line(one.error)}" if one.error else ""),
         )
         for one in every
     )
     note = "Times are the slowest rank's; copied: each part is on another machine too."
     return Table("Steps in the tier", heads, rows, note)
-
-
-def _machines(names: Sequence[str]) -> str | None:
-    more = f" and {len(names) - _SOURCES} more" if len(names) > _SOURCES else ""
-    return ", ".join(names[:_SOURCES]) + more if names else None
 
 
 def _ms(seconds: float | None) -> float | None:

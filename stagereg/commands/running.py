@@ -25,7 +25,6 @@ _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``run`` to the commands of ``stagereg``."""
     # No character begins an option here: all of them are torchrun's, or the program's.
     parser = commands.add_parser(
         "run", help="torchrun that keeps exit code 75, for preempted jobs", add_help=False, prefix_chars="\0"

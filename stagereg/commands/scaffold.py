@@ -62,7 +62,6 @@ _README = """# {distribution}
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``new`` to the commands of ``stagereg``."""
     help_ = "make a package for a new plugin: typed, documented, with its contract, green at once; or a program"
     parser = output.add_command(commands, "new", help_, run)
     kinds = (*_MODULES, _PROGRAM)
@@ -142,14 +141,12 @@ def _folder(installed: str, of_checkout: str) -> Path:
 
 
 def _program() -> dict[str, str]:
-    """The files of the program, by their paths."""
     program = _folder("program", "examples")
     sources = [program / "train.py", *(program / "conf").rglob("*.yaml")]
     return {file.relative_to(program).as_posix(): file.read_text(encoding="utf-8") for file in sources}
 
 
 def _files(kind: str, name: str) -> dict[str, str]:
-    """The files of the package, by their paths."""
     example = _folder("example", "examples/plugin")
     modules = [f"lean_export/{module}.py" for module in _MODULES[kind]]
     sources = [*modules, *(f"tests/{test}.py" for test in _TESTS[kind]), "pyproject.toml"]

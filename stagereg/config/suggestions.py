@@ -92,7 +92,7 @@ def _in_a_group(error: OmegaConfBaseException, component: str) -> str:
     found = find_group(str(error.key), registry.find(kind, name).load()) if known else None
     given = [each.partition("=")[2] for each in sys.argv if each.lstrip("+").startswith(f"{error.full_key}=")]
     where = str(error.full_key).rpartition(".")[0]
-    return f" Write {where}.{found[0]}.{found[2]}={given[0] if given else '...'}." if found else ""
+    return f" Write {where}.{found[0]}.{error.key}={given[0] if given else '...'}." if found else ""
 
 
 def _hint(node: DictConfig) -> Any:

@@ -16,7 +16,6 @@ from stagereg.join.peers import Peers
 from stagereg.join.responder import Responder
 from stagereg.kernel.channel import PendingSum, control_channel, wait_for_keys
 from stagereg.kernel.membership import AllReduceMembership, Membership, StoreMembership
-from stagereg.sockets import BegunSteps, PeerSockets
 
 Mode = Literal["planned", "counted", "torch", "auto"]
 
@@ -51,11 +50,7 @@ class Loop:
             channel = control_channel(peers.group, "mean", peers.wait_for_ranks)
             peers.responder = Responder(channel, 3, peers.detector.wait)
         self._responder = peers.responder
-        name = f"loop/{number}"
-        self.store: Any = PrefixStore(name, peers.store)
-        self._begun: Any = self.store  # where ranks with data set a key when a step begins
-        if isinstance(self._channel.backend, PeerSockets):
-            self._begun = BegunSteps(self._channel.backend, f"{peers.name}/{name}")
+        self.store: Any = PrefixStore(f"loop/{number}", peers.store)
         self.iterates = self.running = self.awaits_step = False
         self.trains = True
         self._closed = False
@@ -91,7 +86,7 @@ class Loop:
                     "has none. Give it a __len__, or use join.mode=counted, or auto, which then counts."
                 )
             if not unknown:
-                planned = StoreMembership(self._channel, lengths, self._begun, terms.throw, peers.wait)
+                planned = StoreMembership(self._channel, lengths, self.store, terms.throw, peers.wait)
                 if not terms.needs_active_ranks:
                     return planned
         return AllReduceMembership(self._channel, terms.throw, peers.wait, self._length)
@@ -126,8 +121,6 @@ class Loop:
         if not self._closed:
             self._closed = True
             self._peers.end_loop()
-            if isinstance(self._begun, BegunSteps):
-                self._begun.clear()
             if not self.membership.all_took_every_step:  # else none has answered, and nothing is to end
                 self._responder.close()
 
@@ -197,7 +190,7 @@ class Loop:
     @property
     def keys(self) -> list[str]:
         """This rank's share of the keys that the loop leaves in the store."""
-        begun = self.decided.keys if isinstance(self.decided, StoreMembership) and self._begun is self.store else ()
+        begun = self.decided.keys if isinstance(self.decided, StoreMembership) else ()
         return [*begun, *(["example"] if self._channel.rank == 0 else [])]
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from stagereg.errors import ConfigError
+from stagereg.errors import ConfigError, few_of
 from stagereg.sweep.metric import Metric, columns, counted, directed
 from stagereg.sweep.result import KEYS, JobResult
 
@@ -127,7 +127,6 @@ class Comparison:
 
     @property
     def ties(self) -> list[ComparisonRow]:
-        """The rows that tie with the best."""
         return [row for row in self.rows if row.verdict(self.ranking.name) == "tie"]
 
 
@@ -278,12 +277,13 @@ def _warnings(jobs: Sequence[JobResult], rows: Sequence[ComparisonRow]) -> Itera
     """What keeps the rows from being compared as they stand."""
     if mixed := sorted({row.versions for row in rows if row.versions}):
         yield (
-            f"Results of different versions are mixed ({_listed(mixed)}). Each has rows of its own: what differs "
-            "between them may come from the version."
+            f"Results of different versions are mixed ({few_of(mixed, _NAMED, '; ')}). Each has rows of its own: "
+            "what differs between them may come from the version."
         )
     machines = sorted({_machine(job) for job in jobs if job.status == "completed" and "cpu" in job.environment})
     if len(machines) > 1:
-        yield f"The jobs ran on different machines ({_listed(machines)}): what differs may come from the machine."
+        named = few_of(machines, _NAMED, "; ")
+        yield f"The jobs ran on different machines ({named}): what differs may come from the machine."
     if (beside := _beside(jobs)) > 1:
         yield f"Up to {beside} jobs ran at the same time on one machine, so they may have slowed each other down."
     if unfinished := sum(job.status == "unfinished" for job in jobs):
@@ -303,8 +303,3 @@ def _beside(jobs: Sequence[JobResult]) -> int:
         others = [job for job in long if job.environment["host"] == one.environment["host"]]
         most = max(most, sum(job.started <= one.started < job.started + job.seconds - _OVERLAP_S for job in others))
     return most
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED
-    return "; ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -31,7 +31,6 @@ class Goodput:
 
     @property
     def rest(self) -> float:
-        """What is left."""
         return max(
             0.0, self.seconds - self.training - self.saves - self.again - self.starts - sum(self.restarts.values())
         )

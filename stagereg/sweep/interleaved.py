@@ -70,7 +70,6 @@ class InterleavedSweeper(BasicSweeper):
         super().setup(hydra_context=hydra_context, task_function=ContainedTask(task_function), config=config)
 
     def sweep(self, arguments: list[str]) -> Any:
-        """Run the jobs."""
         check_repeats(self._repeats)
         return super().sweep(arguments)
 

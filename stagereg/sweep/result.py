@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stagereg.errors import ConfigError
-from stagereg.record import file_name
+from stagereg.record import file_name, plain
 from stagereg.sweep.figures import figures, number
 from stagereg.sweep.run import Run
 
@@ -63,7 +63,7 @@ class JobResult:
         """Write it into its directory, completely or not at all. Raises: ``OSError``."""
         path = self.directory / RESULT
         fields = {name: value for name, value in vars(self).items() if name != "directory"}
-        text = json.dumps(_plain({"format": FORMAT, **fields, "returned": _plain(self.returned)}), indent=1)
+        text = json.dumps(plain({"format": FORMAT, **fields, "returned": plain(self.returned)}), indent=1)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{RESULT}.tmp")
         temporary.write_text(text + "\n", encoding="utf-8")
@@ -71,7 +71,6 @@ class JobResult:
 
     @classmethod
     def read(cls, directory: Path | str) -> JobResult:
-        """Read the ``result.json`` in a directory."""
         path = Path(directory, RESULT)
         try:
             content = json.loads(path.read_bytes(), parse_constant=lambda name: None)
@@ -240,16 +239,3 @@ def _yaml(path: Path) -> Any:
 
 def _of(kind: type[Any], value: Any) -> Any:
     return value if isinstance(value, kind) else kind()
-
-
-def _plain(value: Any) -> Any:
-    """The value as JSON can have it: NaN and infinity as null, what JSON has no type for as a number or as text."""
-
-    def other(value: Any) -> float | str:
-        found = number(value)
-        return str(value) if found is None else found
-
-    try:
-        return json.loads(json.dumps(value, default=other, skipkeys=True), parse_constant=lambda name: None)
-    except (ValueError, RecursionError):  # it lies in itself, or endlessly deep
-        return None

@@ -172,17 +172,13 @@ class Run:
         return max(record.last for record in self.ranks) - self.began
 
     @property
-    def finished(self) -> bool:
-        """Whether every rank has recorded how it ended, well or not."""
-        return len(self.ranks) == self.world_size and all(record.end is not None for record in self.ranks)
-
-    @property
     def status(self) -> str:
         """``"completed"``, ``"failed"`` (some rank has) or ``"unfinished"`` (killed, preempted, or running)."""
         ends = {record.end["status"] for record in self.ranks if record.end is not None}
         if ends - {"completed", "preempted"}:
             return "failed"
-        return "completed" if self.finished and "preempted" not in ends else "unfinished"
+        finished = len(self.ranks) == self.world_size and all(record.end is not None for record in self.ranks)
+        return "completed" if finished and "preempted" not in ends else "unfinished"
 
     @property
     def error(self) -> str:

@@ -16,12 +16,16 @@ import unittest
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
-from stagereg.crash_report import summarize_exception
+from stagereg.crash_report import summarize, summarize_exception
 from stagereg.errors import BrokenPromiseError
+from stagereg.testing.ranks import RankFailure, run_ranks
 
 T = TypeVar("T")
+
+_STARTING_S = 60.0
+"""Seconds that ranks may take to start, in addition to the time limit of the contract."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,17 @@ class Contract:
     def skipped(self, reason: str) -> NoReturn:
         """Report that a promise cannot be tried here, by ``unittest.SkipTest``, which pytest knows."""
         raise unittest.SkipTest(reason)
+
+    def on_ranks(self, what: str, nproc: int, fn: Callable[..., Any], *args: object) -> list[Any]:
+        """Return what ``fn(rank, world_size, *args)`` returns on each of ``nproc`` local ranks.
+
+        Raises:
+            BrokenPromiseError: a rank failed or hung; the message begins with ``what``.
+        """
+        try:
+            return run_ranks(fn, nproc, args=args, timeout_s=self.timeout_s + _STARTING_S)
+        except RankFailure as failure:
+            self.broken(f"{what}{'; '.join(map(summarize, failure.failed.values())) or 'a rank hung'}")
 
     def within(self, do: Callable[[], T], timeout_s: float | None = None) -> T:
         """Call ``do`` on another thread and wait for it, so that a component that never comes back fails a test.

@@ -19,13 +19,8 @@ import torch
 
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.save.on_commit import CommittedCheckpoint, OnCommit
-from stagereg.crash_report import summarize
 from stagereg.errors import BrokenPromiseError, StageregError
 from stagereg.testing.contract import Contract
-from stagereg.testing.ranks import RankFailure, run_ranks
-
-_STARTING_S = 60.0
-"""Seconds that ranks may take to start, beside the contract's own time."""
 
 
 class OnCommitContract(Contract):
@@ -94,13 +89,10 @@ class OnCommitContract(Contract):
     def test_rank_0_alone(self) -> None:
         """It is made on all ranks and called on rank 0 alone, so it does not use the process group."""
         with self._committed() as (first, *_):
-            try:
-                args = (type(self), self.folder, first)
-                seen, _ = run_ranks(_called_on_rank_0, 2, args=args, timeout_s=self.timeout_s + _STARTING_S)
-            except RankFailure as failure:
-                seen = "; ".join(map(summarize, failure.failed.values())) or "a rank hung"
+            what = "called on one of two ranks: "
+            seen, _ = self.on_ranks(what, 2, _called_on_rank_0, type(self), self.folder, first)
             if seen:
-                self.broken(f"called on one of two ranks: {seen}")
+                self.broken(f"{what}{seen}")
 
     @contextmanager
     def _committed(self, root: str = "") -> Iterator[list[CommittedCheckpoint]]:

@@ -17,16 +17,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from stagereg.crash_report import summarize
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 from stagereg.testing.contract import Contract, Outcome
-from stagereg.testing.ranks import RankFailure, run_ranks
 from stagereg.testing.worker import is_rank
 
 S = TypeVar("S", bound="StagerTrial")
 
-_STARTING_S = 60.0
-"""Seconds that a rank may take to start, beside the contract's own time."""
 _MEANT = "; if it changes that on purpose, its contract says so: expected(tensor) returns what the copy is to be"
 
 
@@ -109,16 +105,6 @@ class StagerTrial(Contract):
     def _stagers(self) -> list[AsyncStager]:  # pytest collects no class that has a constructor
         return []
 
-    def _try_on_a_rank(self, name: str) -> None:
-        limit_s = self.timeout_s + _STARTING_S
-        try:
-            (outcome,) = run_ranks(_outcome, 1, args=(type(self), name), timeout_s=limit_s)
-        except RankFailure as failure:
-            wrong = summarize(failure.failed[0]) if failure.failed else f"it hung for {limit_s:g} s"
-            self.broken(f"tried in a process of its own, {wrong}")
-        if outcome.kept is False:
-            self.broken(outcome.seen)
-
 
 def on_a_rank(method: Callable[[S], None]) -> Callable[[S], None]:
     """Try a promise in a process of its own, in a process group of one: its end is not the end of the tests.
@@ -139,7 +125,10 @@ def _bounded(method: Callable[[S], None]) -> Callable[[S], None]:
     @functools.wraps(method)
     def attempt(self: S) -> None:
         if "on_a_rank" in vars(method) and not is_rank():
-            self._try_on_a_rank(method.__name__)
+            what = "tried in a process of its own, "
+            (outcome,) = self.on_ranks(what, 1, _outcome, type(self), method.__name__)
+            if outcome.kept is False:
+                self.broken(outcome.seen)
             return
         # The filters are the process's, so they are changed where they come back even if the trial does not.
         with warnings.catch_warnings():

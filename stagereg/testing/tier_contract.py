@@ -19,15 +19,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from stagereg.checkpoint.tiers.tier import Tier
-from stagereg.crash_report import summarize
 from stagereg.errors import ConfigError, reason
 from stagereg.machine import file_system
 from stagereg.testing.contract import Contract
-from stagereg.testing.ranks import RankFailure, run_ranks
 
 _OPTIONS = {"every": 7, "copies": 0, "keep": 3, "domain": "rack1", "bandwidth": "1MiB", "host_memory": "1GiB"}
-_STARTING_S = 60.0
-"""Seconds that ranks may take to start, beside the contract's own time."""
 _TOO_MUCH = 1 << 60
 _DATA = bytes(range(256)) * 64
 
@@ -78,11 +74,7 @@ class TierContract(Contract):
         """Every process of a machine gets the same folder, whose files outlive the processes that write them."""
         with self._folder() as folder:
             path = self._prepared(self.make(folder))
-            try:
-                args = (type(self), folder)
-                paths = run_ranks(_written, 2, args=args, timeout_s=self.timeout_s + _STARTING_S)
-            except RankFailure as failure:
-                self.broken("; ".join(map(summarize, failure.failed.values())) or "a process hung")
+            paths = self.on_ranks("", 2, _written, type(self), folder)
             if set(paths) != {path}:
                 self.broken(f"two other processes got {' and '.join(paths)}, not {path}")
             if lost := [

@@ -45,7 +45,6 @@ class Shipment(MetaPathFinder):
     modules: dict[str, tuple[str | None, list[str] | None]]
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Find a module of the caller's in its file."""
         file, folders = self.modules.get(name, (None, None))
         if file is not None:
             return importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)

@@ -391,7 +391,7 @@ def test_what_cannot_be_saved_is_named_by_restore(tmp_path: Path) -> None:
     [
         ({"verify": "fast"}, "It is restore.verify: restore=Restore(verify='fast')."),
         ({"grace": None}, "It is leave.grace: leave=Leave(grace=None)."),
-        ({"verify_replicas": 5}, "It is replicas.verify_every: replicas=Replicas(verify_every=5)."),
+        ({"verify_every": 5}, "It is replicas.verify_every: replicas=Replicas(verify_every=5)."),
     ],
 )
 def test_an_option_in_its_old_place_is_refused_with_its_new_one(tmp_path: Path, old: dict[str, Any], new: str) -> None:

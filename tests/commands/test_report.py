@@ -105,7 +105,7 @@ def test_a_sweep_with_failed_jobs_is_compared_again(here: Path, report: Command,
     seen = report("sweep", "--output", "elsewhere").out
     assert "Best by stall_ms: stager=pinned_cached" in seen
     assert "the loss is not finite" in seen
-    assert {"compare.csv", "compare.md", "report.html"} <= set(os.listdir("elsewhere"))
+    assert {"compare.csv", "report.html"} <= set(os.listdir("elsewhere"))
     assert "report.html" not in os.listdir("sweep")
 
 

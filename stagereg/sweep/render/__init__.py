@@ -1,6 +1,6 @@
 """A comparison for people: tables, the picture, and the page, all from the same rows.
 
-``tables`` prints and makes CSV and Markdown, ``plots`` draws, ``page`` makes the HTML; :func:`write` leaves the files
+``tables`` prints and makes CSV, ``plots`` draws, ``page`` makes the HTML; :func:`write` leaves the files
 of a sweep. Only reads what it is given and the configs of the jobs; so a sweep can be rendered again at any time.
 Importing this imports neither matplotlib nor Jinja2.
 """
@@ -19,7 +19,7 @@ import stagereg.sweep.render.tables as tables
 if TYPE_CHECKING:
     from stagereg.sweep.comparison import Comparison
 
-FILES = ("compare.csv", "compare.md", "compare.svg", "compare.png", "report.html")
+FILES = ("compare.csv", "compare.svg", "compare.png", "report.html")
 """What :func:`write` leaves in a directory, in this order."""
 _CAPTION = "Each line is a row of the table, in its order: hollow points are single runs, the bar is their middle half."
 
@@ -30,10 +30,7 @@ def write(comparison: Comparison, directory: Path | str) -> list[Path]:
     Where there is nothing to draw, or no matplotlib, the pictures are left out (older ones are removed); the latter is
     reported on stderr in a line.
     """
-    documents = {
-        "compare.csv": tables.csv_text(comparison).encode(),
-        "compare.md": tables.markdown_text(comparison).encode(),
-    }
+    documents = {"compare.csv": tables.csv_text(comparison).encode()}
     pictures: list[page.Picture] = []
     try:
         figure = plots.compare_figure(comparison)

@@ -26,13 +26,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLOURS = {
-    "best": "#0072b2",
-    "tie": "#3d9bd6",
-    "plain": "#7d8794",
-    "again": "#b87900",
-    "failed": "#c4480c",
-}
 _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.formatter.useoffset": False,
@@ -54,12 +47,13 @@ _STYLE: dict[Any, Any] = {
     "ytick.major.size": 0.0,
 }
 _SHAPES = {
-    "best": ("*", "best", "best"),
-    "tie": ("D", "tie", "ties with the best"),
-    "A/A": ("s", "again", "A/A: the first combination once more"),
-    "": ("o", "plain", "median"),
+    "best": ("*", "#0072b2", "best"),
+    "tie": ("D", "#3d9bd6", "ties with the best"),
+    "A/A": ("s", "#b87900", "A/A: the first combination once more"),
+    "": ("o", "#7d8794", "median"),
 }
 """Shape, colour and legend of a row's median, by its verdict."""
+_FAILED = "#c4480c"
 _ACROSS = 4
 """Small panels in a line, at most."""
 _LONGEST = 42
@@ -135,8 +129,8 @@ def _draw(axes: Axes, rows: Sequence[ComparisonRow], metric: Metric) -> None:
         cell = row.cells.get(metric.name)
         if cell is None:
             continue
-        shape, name, label = _SHAPES["A/A" if row.again else cell.verdict]
-        colour, values = _COLOURS[name], cell.values
+        shape, colour, label = _SHAPES["A/A" if row.again else cell.verdict]
+        values = cell.values
         drawn += values
         if len(values) > 1:
             low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -163,7 +157,7 @@ def _annotate(axes: Axes, rows: Sequence[ComparisonRow], metric: Metric, ranking
             axes.text(1.012, at, one_line(cell), transform=across, va="center", fontweight=weight)
         elif row.error:
             text = _plain(_shortened(f"{row.status}: {first_line(row.error)}", 88))
-            style: dict[str, Any] = {"va": "center", "fontsize": 8.0, "color": _COLOURS["failed"], "in_layout": False}
+            style: dict[str, Any] = {"va": "center", "fontsize": 8.0, "color": _FAILED, "in_layout": False}
             axes.text(0.008, at, text, transform=across, **style)
 
 

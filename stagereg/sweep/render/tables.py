@@ -1,4 +1,4 @@
-"""A comparison as a table, and that table on the terminal, as CSV with the raw numbers, and as Markdown.
+"""A comparison as a table, and that table on the terminal and as CSV with the raw numbers.
 
 One :class:`Table` has the rows of all of these, and of the page and the pictures too. The best of a column has a ``*``
 and what ties with it a ``~``, so that no verdict is a matter of colour alone.
@@ -13,9 +13,8 @@ from __future__ import annotations
 import csv
 import io
 import math
-import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import stagereg.output as output
@@ -102,7 +101,6 @@ def cell_texts(cell: Cell) -> tuple[str, str]:
 
 
 def one_line(cell: Cell) -> str:
-    """Return median and spread."""
     return " ".join(cell_texts(cell)).rstrip()
 
 
@@ -189,38 +187,3 @@ def csv_text(comparison: Comparison) -> str:
         directories = " ".join(str(job.directory) for job in row.jobs)
         writer.writerow([*raw, row.status, first_line(row.error), row.note, " ".join(overrides), directories])
     return stream.getvalue()
-
-
-def markdown_text(comparison: Comparison) -> str:
-    """Return Markdown: the answer, the table, and what failed; no text of a run acts as Markdown or HTML."""
-    table = compare_table(comparison)
-    heads = [head if isinstance(head, str) else head.head for head in table.columns]
-    aligned = [":---" if isinstance(head, str) else "---:" for head in table.columns]
-    lines = [
-        f"**{_escaped(answer(comparison))}**",
-        "",
-        _markdown_row(map(_escaped, heads)),
-        _markdown_row(aligned),
-    ]
-    lines += [_markdown_row(map(_markdown_value, row)) for row in table.rows]
-    for line in (" ".join([table.title, table.caption]), *remarks(comparison)):
-        lines += ["", _escaped(line)]
-    for warning in comparison.warnings:
-        lines += ["", f"> {_escaped(warning)}"]
-    return "\n".join(lines) + "\n"
-
-
-def _markdown_value(value: Value) -> str:
-    if not isinstance(value, Cell):
-        return _escaped(_NONE if value is None else str(value))
-    text = _escaped(f"{one_line(value)} {MARKS.get(value.verdict, '')}")
-    return f"**{text}**" if value.verdict == "best" else text
-
-
-def _markdown_row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _escaped(text: str) -> str:
-    flat = " ".join(text.split())
-    return re.sub(r"[\\`*_|<>\[\]#~]", r"\\\g<0>", flat).replace("@", "&#64;")

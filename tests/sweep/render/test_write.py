@@ -1,4 +1,4 @@
-"""The five files that a sweep leaves: each is written if possible, and one line reports the others."""
+"""The four files that a sweep leaves: each is written if possible, and one line reports the others."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from stagereg.sweep.comparison import Comparison
 from ...support.samples import compared, row_of
 
 
-def test_all_five_files_are_written_with_the_picture_in_the_page(comparison: Comparison, tmp_path: Path) -> None:
+def test_all_four_files_are_written_with_the_picture_in_the_page(comparison: Comparison, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need hydra-stagereg[report]")
     paths = render.write(comparison, tmp_path / "new" / "report")
     assert tuple(path.name for path in paths) == render.FILES
     assert all(path.stat().st_size for path in paths)
     assert paths[-1].read_text().partition("<details")[0].count("svg+xml") == 1
-    assert paths[3].read_bytes().startswith(b"\x89PNG")
+    assert paths[2].read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_a_line_is_printed_and_the_rest_there(
@@ -29,7 +29,7 @@ def test_without_matplotlib_a_line_is_printed_and_the_rest_there(
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     paths = render.write(comparison, tmp_path)
-    assert [path.name for path in paths] == ["compare.csv", "compare.md", "report.html"]
+    assert [path.name for path in paths] == ["compare.csv", "report.html"]
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1
@@ -42,7 +42,7 @@ def test_where_all_failed_no_older_picture_stays(tmp_path: Path) -> None:
     (tmp_path / "compare.svg").write_text("of yesterday")
     (tmp_path / "other.txt").write_text("mine")
     names = {path.name for path in render.write(failed, tmp_path)}
-    assert names == {"compare.csv", "compare.md", "report.html"}
+    assert names == {"compare.csv", "report.html"}
     assert {path.name for path in tmp_path.iterdir()} == names | {"other.txt"}
 
 
