@@ -167,7 +167,7 @@ class DeltaCopier(HostCopier):
                     continue
                 if copies is None:
                     copies = tensors_over(group.ref.block.view()[group.base :], group.layout)
-                if not _same_elements(x, copies[k]):
+                if not same_elements(x, copies[k]):
                     found.add(i)
         return found | _unequal(pairs, self.engine)
 
@@ -308,7 +308,7 @@ def _unequal(pairs: Sequence[_Pair], engine: CopyEngine) -> set[int]:
     return found
 
 
-def _same_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
+def same_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype have the same bits, wherever they lie and however they are strided."""
     for dim, n in enumerate(x.shape):
         if n > 1 and x.stride(dim) == y.stride(dim) == 0:  # expanded: all of them are the first
