@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -261,7 +261,11 @@ class DcpReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read as torch does. Raises: ``CheckpointError`` for a tensor that torch would leave as it is."""
-        return super().read_data(plan, _Filled(planner))  # type: ignore[arg-type]
+        for item in plan.items:
+            if item.type is LoadItemType.TENSOR:
+                x = planner.resolve_tensor(item)
+                _expect_filled(item.dest_index.fqn, x.dtype, x.layout, "loaded")
+        return super().read_data(plan, planner)
 
     def _contents(self, parts: dict[str, range]) -> dict[str, Found]:
         return open_parent_store(self.path).contents(os.fspath(self.path), parts)
@@ -272,21 +276,6 @@ class DcpReader(FileSystemReader):
                 f"{self.path} is damaged, and nothing of it was loaded: "
                 f"{Condition(os.fspath(self.path), manifest, damages)}"
             )
-
-
-class _Filled:
-    """A planner whose tensors ``copy_`` fills."""
-
-    def __init__(self, planner: LoadPlanner) -> None:
-        self._planner = planner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._planner, name)
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        x = self._planner.resolve_tensor(read_item)
-        _expect_filled(read_item.dest_index.fqn, x.dtype, x.layout, "loaded")
-        return x
 
 
 @dataclass(frozen=True)

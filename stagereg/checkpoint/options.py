@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 from stagereg.checkpoint.load.choosing import RESUME
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.on_commit import CommittedCheckpoint, OnCommit
+from stagereg.checkpoint.save.on_commit import OnCommit
 from stagereg.checkpoint.store.keep import GuardedRule, Keep, KeepRule
 from stagereg.errors import ConfigError, RegistryError, at_least, one_of
 from stagereg.registry import build
@@ -193,7 +194,7 @@ def on_commit(given: Any) -> dict[str, OnCommit]:
 
 def _commit_component(name: str, given: Any) -> OnCommit:
     if callable(given) and not isinstance(given, type) and not hasattr(given, "committed"):
-        return _Function(given)
+        return SimpleNamespace(committed=given)
     try:
         if isinstance(given, type):
             raise RegistryError("a class is no component yet; call it")
@@ -204,16 +205,6 @@ def _commit_component(name: str, given: Any) -> OnCommit:
             f"argument, not {given!r:.100}. In a config: +on_commit@checkpoint.on_commit.NAME=COMPONENT"
         ) from error
     return cast("OnCommit", given)
-
-
-class _Function:
-    """A function in the place of a component."""
-
-    def __init__(self, function: Callable[[CommittedCheckpoint], object]) -> None:
-        self._function = function
-
-    def committed(self, checkpoint: CommittedCheckpoint, /) -> None:
-        self._function(checkpoint)
 
 
 def _name_of(given: Any) -> str:

@@ -36,7 +36,7 @@ from stagereg.kernel.transfer import Batch, CopyTask, piece
 from stagereg.stagers.device_sources import DeviceSources
 
 _PIECE_BYTES = 2**22  # a writer waits for one piece of another thread at most: well below a millisecond
-_SAMPLE_BYTES = 64
+SAMPLE_BYTES = 64
 _MOST_BLOCKS = 4  # of memory that are used in turns
 _MAX_BYTES_BETWEEN = 2**22  # from one sample to the next
 _STILL_S = 0.5  # seconds without a fence after which counters that stood still are taken for final
@@ -62,22 +62,19 @@ class CopySplit:
         self.members_remote = [i for region in self.deferred_remote for i in region.members]
         self.members = [i for region in self.deferred for i in region.members] + self.members_remote
         # Where to look for a change in host memory: both ends of each region, and regular points between them.
-        self.samples = [(region, at) for region in self.deferred for at in _sampled(region.nbytes)]
-        self._taker = functools.lru_cache(_MOST_BLOCKS + 1)(functools.partial(_taker, self.samples))
+        self.samples = [(region, at) for region in self.deferred for at in sample_offsets(region.nbytes)]
+        self._sampler = functools.lru_cache(_MOST_BLOCKS + 1)(functools.partial(_sampler_of, self.samples))
 
     def sampled(self, base: int | None = None) -> bytes:
         """Return the samples of the source, one after the other, or of the copy in the block at ``base``."""
-        taken = ctypes.create_string_buffer(_SAMPLE_BYTES * len(self.samples) or 1)
-        self._taker(base)(ctypes.addressof(taken))
-        return taken.raw
+        return self._sampler(base)()
 
     def differing(self, before: bytes, after: bytes) -> list[Region]:
         """Return the regions in which two results of :meth:`sampled` differ."""
         if before == after:
             return []
-        starts = range(0, len(before), _SAMPLE_BYTES)
-        pairs = zip(starts, self.samples, strict=False)  # without samples there is one spare byte
-        return [r for at, (r, _) in pairs if before[at : at + _SAMPLE_BYTES] != after[at : at + _SAMPLE_BYTES]]
+        pairs = zip(range(0, len(before), SAMPLE_BYTES), self.samples, strict=True)
+        return [r for at, (r, _) in pairs if before[at : at + SAMPLE_BYTES] != after[at : at + SAMPLE_BYTES]]
 
 
 def _pieces(regions: Sequence[Region]) -> list[Callable[[int], None]]:
@@ -95,16 +92,27 @@ def _pieces(regions: Sequence[Region]) -> list[Callable[[int], None]]:
     return [*map(piece, pieces)]
 
 
-def _sampled(nbytes: int) -> list[int]:
+def sample_offsets(nbytes: int) -> list[int]:
+    """Return where samples of ``nbytes`` bytes begin: at both ends, and at regular points between them."""
     steps = -(-nbytes // _MAX_BYTES_BETWEEN)
-    return [max(nbytes - _SAMPLE_BYTES, 0) * k // steps for k in range(steps + 1)]
+    return [max(nbytes - SAMPLE_BYTES, 0) * k // steps for k in range(steps + 1)]
 
 
-def _taker(samples: Sequence[tuple[Region, int]], base: int | None) -> Callable[[int], None]:
-    """Return what takes samples: of the source, or of the copy in the block at ``base``."""
+def sampler(starts: Sequence[int], sizes: Sequence[int]) -> Callable[[], bytes]:
+    """Return a function that copies bytes of host memory from these addresses, each to its own ``SAMPLE_BYTES``."""
+    copy = piece([*zip(range(0, SAMPLE_BYTES * len(starts), SAMPLE_BYTES), starts, sizes, strict=True)])
+
+    def take() -> bytes:
+        taken = ctypes.create_string_buffer(SAMPLE_BYTES * len(starts) or 1)
+        copy(ctypes.addressof(taken))
+        return taken.raw[: SAMPLE_BYTES * len(starts)]
+
+    return take
+
+
+def _sampler_of(samples: Sequence[tuple[Region, int]], base: int | None) -> Callable[[], bytes]:
     starts = [(region.address if base is None else base + region.offset) + at for region, at in samples]
-    sizes = [min(region.nbytes, _SAMPLE_BYTES) for region, _ in samples]
-    return piece([*zip(range(0, _SAMPLE_BYTES * len(samples), _SAMPLE_BYTES), starts, sizes, strict=True)])
+    return sampler(starts, [min(region.nbytes, SAMPLE_BYTES) for region, _ in samples])
 
 
 class DeferredCopy:
@@ -192,9 +200,15 @@ class DeferredCopy:
         self.fence()
         return self._written or []
 
-    def reads(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether the copy is incomplete and reads from ``storage``."""
-        return self._written is None and any(each._cdata == storage._cdata for each in self._storages.values())
+    def reads(self, x: torch.UntypedStorage | torch.Tensor) -> bool:
+        """Return whether the copy is incomplete and reads from a storage, or from the storage of a tensor."""
+        if self._written is not None:
+            return False
+        try:
+            storage = x if isinstance(x, torch.UntypedStorage) else x.untyped_storage()
+        except (RuntimeError, NotImplementedError, ValueError):  # a tensor without one, such as a sparse one
+            return False
+        return any(each._cdata == storage._cdata for each in self._storages.values())
 
     def _finish(self) -> None:
         if not self._task.is_begun_whole and (replaced := self._replaced()):  # memory that was freed must not be read

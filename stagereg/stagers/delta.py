@@ -167,7 +167,7 @@ class DeltaCopier(HostCopier):
                     continue
                 if copies is None:
                     copies = tensors_over(group.ref.block.view()[group.base :], group.layout)
-                if not _same_elements(x, copies[k]):
+                if not same_elements(x, copies[k]):
                     found.add(i)
         return found | _unequal(pairs, self.engine)
 
@@ -240,16 +240,26 @@ def _layout_of(
 
 def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Deal out the indices: tensors whose spans have a byte in common are together. Ordered by each one's first."""
-    found: list[list[int]] = []
+    return sorted(map(sorted, overlapping((x.get_device(), x.data_ptr(), _end(x), i) for i, x in enumerate(tensors))))
+
+
+def overlapping(runs: Iterable[tuple[int, int, int, T]]) -> Iterator[list[T]]:
+    """Deal out items: those that have a byte in common are together.
+
+    Args:
+        runs: of each item the number of a memory, where in the memory the item begins and ends, and the item.
+    """
+    group: list[T] = []
     last, end = -1, 0
-    for device, begin, i in sorted((x.get_device(), x.data_ptr(), i) for i, x in enumerate(tensors)):
-        if found and device == last and begin < end:
-            found[-1].append(i)
-        else:
-            found.append([i])
-            last, end = device, 0
-        end = max(end, _end(tensors[i]))
-    return sorted(sorted(members) for members in found)
+    for memory, begin, stop, item in sorted(runs, key=lambda run: run[:2]):
+        if memory != last or begin >= end:
+            if group:
+                yield group
+            group, last, end = [], memory, 0
+        group.append(item)
+        end = max(end, stop)
+    if group:
+        yield group
 
 
 def _treatment_of(
@@ -308,7 +318,7 @@ def _unequal(pairs: Sequence[_Pair], engine: CopyEngine) -> set[int]:
     return found
 
 
-def _same_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
+def same_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype have the same bits, wherever they lie and however they are strided."""
     for dim, n in enumerate(x.shape):
         if n > 1 and x.stride(dim) == y.stride(dim) == 0:  # expanded: all of them are the first

@@ -9,8 +9,6 @@ require gradients, and their state.
 
 from __future__ import annotations
 
-import functools
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +16,9 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo  # as torch's optimizers use it: it imports the compiler when it is called
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from stagereg.kernel.state_dict import flatten
+from stagereg.stagers.method_hooks import LOADS
 
 
 class WriteGuard:
@@ -53,10 +51,9 @@ class WriteGuard:
             seen.add(optimizer)
             call()
 
-        handle = register_optimizer_step_pre_hook(before_step)
-        add_load_hook(id(handle), call)
-        self._remove_hooks = weakref.finalize(self, _remove_hooks, handle)
-        self._remove_hooks.atexit = False
+        steps = weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+        steps.atexit = False
+        self._removes = steps, LOADS.add(self, lambda _: call())
 
     def watch(self, optimizer: Optimizer) -> None:
         """Take notice of an optimizer that has not stepped yet, and whose step no CUDA graph has."""
@@ -87,7 +84,8 @@ class WriteGuard:
 
     def close(self) -> None:
         """Call back no more. Twice is harmless."""
-        self._remove_hooks()
+        for remove in self._removes:
+            remove()
 
 
 def _can_be_captured(optimizer: Optimizer) -> bool:
@@ -106,43 +104,6 @@ def written_by(optimizer: Optimizer) -> list[torch.Tensor]:
     return flatten(found).tensors  # DTensors come apart into the tensors inside
 
 
-# Global, since torch has no hook that is called before any module loads a state dict: while there are guards, this
-# module's function stands in place of the method, and calls those of all guards.
-_load_hooks: dict[int, Callable[[], None]] = {}
-_load_state_dict = torch.nn.Module.load_state_dict
-_lock = threading.RLock()  # a finalizer may remove a hook while this thread is adding one
-
-
 def announce_write() -> None:
     """Call all guards back: parameters are about to be written by something that is no optimizer."""
-    for hook in list(_load_hooks.values()):
-        hook()
-
-
-@functools.wraps(_load_state_dict)
-def _load_after_hooks(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    announce_write()
-    return _load_state_dict(self, *args, **kwargs)
-
-
-def add_load_hook(key: int, hook: Callable[[], None]) -> None:
-    """Call ``hook`` before a module loads a state dict, until :func:`remove_load_hook` is called with ``key``."""
-    global _load_state_dict
-    with _lock:
-        if not _load_hooks and torch.nn.Module.load_state_dict is not _load_after_hooks:
-            _load_state_dict = torch.nn.Module.load_state_dict
-            torch.nn.Module.load_state_dict = _load_after_hooks  # type: ignore[method-assign]
-        _load_hooks[key] = hook
-
-
-def _remove_hooks(handle: RemovableHandle) -> None:
-    handle.remove()
-    remove_load_hook(id(handle))
-
-
-def remove_load_hook(key: int) -> None:
-    """Undo :func:`add_load_hook`. Idempotent."""
-    with _lock:
-        _load_hooks.pop(key, None)
-        if not _load_hooks and torch.nn.Module.load_state_dict is _load_after_hooks:
-            torch.nn.Module.load_state_dict = _load_state_dict  # type: ignore[method-assign]
+    LOADS.call(None)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stagereg.errors import StagingError, nearest
 from stagereg.kernel.memory import Pool
-from stagereg.kernel.state_dict import path_to
+from stagereg.kernel.state_dict import flatten, path_to
 from stagereg.registry import register
 from stagereg.stagers.delta import DeltaCopier, Treatment
 from stagereg.stagers.host import HostStager
@@ -108,7 +106,7 @@ def names_of(state: Any, tensors: Sequence[torch.Tensor]) -> list[list[str]]:
     def visit(x: Any, path: tuple[str, ...]) -> None:
         alive.append(x)
         if isinstance(x, torch.Tensor):
-            for part in _parts(x):
+            for part in [x] if type(x) in (torch.Tensor, torch.nn.Parameter) else flatten(x).tensors:
                 alive.append(part)
                 names.setdefault(id(part), []).append(".".join(path))
         elif isinstance(x, (dict, list, tuple)) and id(x) not in entered:
@@ -118,14 +116,3 @@ def names_of(state: Any, tensors: Sequence[torch.Tensor]) -> list[list[str]]:
 
     visit(state, ())
     return [names.get(id(x)) or [".".join(map(str, path_to(state, i)))] for i, x in enumerate(tensors)]
-
-
-def _parts(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors that a tensor is made of."""
-    if isinstance(x, ShardedTensor):
-        yield from (shard.tensor for shard in x.local_shards())
-    elif is_traceable_wrapper_subclass(x):
-        for name in x.__tensor_flatten__()[0]:
-            yield from _parts(getattr(x, name))
-    else:
-        yield x

@@ -18,9 +18,9 @@ from stagereg.kernel.transfer import COPY_THREADS
 from stagereg.registry import register
 from stagereg.stagers.async_stager import StateDict
 from stagereg.stagers.deferred_copy import CopySplit, DeferredCopy
-from stagereg.stagers.freed_storage import StorageGuard
 from stagereg.stagers.guard import WriteGuard
 from stagereg.stagers.host import HostStager
+from stagereg.stagers.method_hooks import FREES
 from stagereg.stagers.running_copies import CopyFuture, RunningCopies
 from stagereg.stagers.step_observer import Place, StepObserver
 
@@ -92,7 +92,7 @@ class OverlappedStager(HostStager):
         self._verify = verify
         self._copies = RunningCopies()
         self._guard = WriteGuard(self._copies.finish_before_write)
-        self._storages = StorageGuard(self._copies.finish_before_free)
+        self._stop_watching_storages = FREES.add(self, self._copies.finish_before_free)
         self._observer = StepObserver()
         self._renew()
         _stagers.add(self)
@@ -165,7 +165,7 @@ class OverlappedStager(HostStager):
         self._copies.wait()
         self._thread.shutdown(wait=True)
         self._guard.close()
-        self._storages.close()
+        self._stop_watching_storages()
         self._observer.close()
         super().close()
         self._copies.raise_unseen()

@@ -168,10 +168,10 @@ class RunningCopies:
         for copy in list(self._running):
             copy.finish_before_write()
 
-    def finish_before_free(self, storage: torch.UntypedStorage) -> None:
-        """Return when no copy reads from ``storage`` any more."""
+    def finish_before_free(self, x: torch.UntypedStorage | torch.Tensor) -> None:
+        """Return when no copy reads from a storage any more, or from the storage of a tensor."""
         for copy in list(self._running):
-            if copy.reads(storage):
+            if copy.reads(x):
                 copy.finish_before_write()
 
     def fence(self) -> None:

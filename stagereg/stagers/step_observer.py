@@ -8,26 +8,24 @@ first steps of an optimizer; and it is told of what copies find later.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo  # as torch's optimizers use it: it imports the compiler when it is called
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
-from stagereg.kernel.transfer import piece
-from stagereg.stagers.guard import add_load_hook, remove_load_hook, written_by
+from stagereg.stagers.deferred_copy import SAMPLE_BYTES, sample_offsets, sampler
+from stagereg.stagers.guard import written_by
+from stagereg.stagers.method_hooks import LOADS
 
 _log = logging.getLogger(__name__)
 
 _INTERVALS = 32  # between two steps that are observed, after that a write is found by the copy that it meets
-_SAMPLE_BYTES = 64
-_BETWEEN_BYTES = 2**22  # from one sample to the next
 _LEAST_BYTES = 2**14  # smaller tensors in host memory are never copied later
 
 Place = tuple[int, int]
@@ -60,9 +58,11 @@ class StepObserver:
             call(StepObserver._after_step, optimizer)
 
         hooks = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)
-        add_load_hook(id(self), lambda: call(StepObserver._before_load))
-        self._remove = weakref.finalize(self, _remove, hooks, id(self))
-        self._remove.atexit = False
+        steps = [weakref.finalize(self, hook.remove) for hook in hooks]
+        for each in steps:
+            each.atexit = False
+        loads = LOADS.add(self, lambda _: call(StepObserver._before_load))
+        self._removes: list[Callable[[], object]] = [*steps, loads]
 
     def has_observed(self, optimizer: Optimizer) -> bool:
         """Return whether the time from one step of an optimizer to the next was observed."""
@@ -85,7 +85,8 @@ class StepObserver:
 
     def close(self) -> None:
         """Observe no more. Idempotent."""
-        self._remove()
+        for remove in self._removes:
+            remove()
 
     # Steps may be nested, as ZeroRedundancyOptimizer has an optimizer inside: an interval is one without any step.
 
@@ -120,12 +121,6 @@ def _call(reference: weakref.ref[StepObserver], method: Callable[..., None], *ar
     except Exception:
         observer._before = None  # type: ignore[union-attr]
         _log.debug("The tensors of an optimizer could not be observed.", exc_info=True)
-
-
-def _remove(hooks: Iterable[RemovableHandle], key: int) -> None:
-    remove_load_hook(key)
-    for hook in hooks:
-        hook.remove()
 
 
 def _tensors_of(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
@@ -179,17 +174,7 @@ def _can_be_sampled(x: torch.Tensor) -> bool:
 
 def _samples(tensors: Iterable[_Identity]) -> list[bytes]:
     """Return some bytes of each of some dense tensors in host memory."""
-    steps = [(address, nbytes, -(-nbytes // _BETWEEN_BYTES)) for _, address, nbytes in tensors]
-    if not steps:
-        return []
-    starts = [
-        address + (nbytes - _SAMPLE_BYTES) * k // count for address, nbytes, count in steps for k in range(count + 1)
-    ]
-    taken = ctypes.create_string_buffer(_SAMPLE_BYTES * len(starts))
-    piece([(_SAMPLE_BYTES * i, start, _SAMPLE_BYTES) for i, start in enumerate(starts)])(ctypes.addressof(taken))
-    whole, found, at = taken.raw, [], 0
-    for _, _, count in steps:
-        end = at + _SAMPLE_BYTES * (count + 1)
-        found.append(whole[at:end])
-        at = end
-    return found
+    starts = [[address + at for at in sample_offsets(nbytes)] for _, address, nbytes in tensors]
+    every = list(chain.from_iterable(starts))
+    taken, ends = sampler(every, [SAMPLE_BYTES] * len(every))(), accumulate(SAMPLE_BYTES * len(each) for each in starts)
+    return [taken[end - SAMPLE_BYTES * len(each) : end] for each, end in zip(starts, ends, strict=True)]

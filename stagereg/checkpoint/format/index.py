@@ -301,17 +301,18 @@ def _check_chunks(name: str, whole: list[int], elements: int, chunks: list[Any],
             if type(begin) is not int or not 0 <= begin <= limit - size:
                 raise ValueError(f"a chunk of {name!r:.100} lies outside of the tensor")
         if layout not in (None, ARCHIVE, SUBCLASS):
-            _check_strides(shape, layout)
+            expect_strides(shape, layout)
         boxes.append((start, shape))
     if sum(math.prod(shape) for _, shape in boxes) != elements or (len(boxes) > 1 and overlap(boxes)):
         raise ValueError(f"the chunks of {name!r:.100} do not cover it once")
 
 
-def _check_strides(shape: Sequence[int], strides: Any) -> None:
+def expect_strides(shape: Sequence[int], strides: Any) -> None:
+    """Raise ``ValueError`` if the strides do not fit the shape, or leave holes, or have elements overlap."""
     expected = 1
-    if any(type(stride) is not int or not 0 <= stride <= MOST for stride in strides):
+    if len(strides) != len(shape) or any(type(each) is not int or not 0 <= each <= MOST for each in strides):
         raise ValueError("there are no strides where some belong")
-    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+    for stride, size in sorted(pair for pair in zip(strides, shape, strict=True) if pair[1] > 1):
         if stride != expected:
             raise ValueError("the elements of a chunk overlap, or leave holes")
         expected *= size

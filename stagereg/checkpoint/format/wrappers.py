@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stagereg.kernel.state_dict import flatten, has_storage
+from stagereg.stagers.delta import same_elements
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -66,12 +67,8 @@ def name_of(x: torch.Tensor) -> str:
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are of one form, and their inner tensors have the same bytes."""
-    return form_of(one) == form_of(other) and all(map(_same, inner_tensors(one), inner_tensors(other)))
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    mine, theirs = (x.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for x in (one, other))
-    return torch.equal(mine, theirs)
+    with torch.no_grad():
+        return form_of(one) == form_of(other) and all(map(same_elements, inner_tensors(one), inner_tensors(other)))
 
 
 def cloned(x: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,8 @@ def _module(
 
 
 def _optimizer(entry: str, optimizers: Mapping[str, Any], own: Collection[str]) -> dict[str, Any] | None:
-    params = {f"{path}.{name}": path for path, saved in optimizers.items() for name in _params(saved)}
+    groups = {path: saved["param_groups"].values() for path, saved in optimizers.items()}
+    params = (f"{path}.{name}" for path, each in groups.items() for group in each for name in group["params"])
     prefix = _most_alike(entry, params, own)
     if prefix is None:  # they have numbers, or this has no parameters
         return optimizers.get(entry, next(iter(optimizers.values())) if len(optimizers) == 1 else None)
@@ -154,11 +155,3 @@ def _optimizer(entry: str, optimizers: Mapping[str, Any], own: Collection[str]) 
 
     sections = ("param_groups", "optimizers")
     return {"state": _after(inside, saved["state"]), **{key: inner(saved[key]) for key in sections if key in saved}}
-
-
-def _groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [*saved["param_groups"].values()]
-
-
-def _params(saved: Mapping[str, Any]) -> list[str]:
-    return [name for group in _groups(saved) for name in group["params"]]

@@ -373,9 +373,7 @@ def _copy(
 ) -> None:
     """Copy what is wanted of the bytes of a chunk."""
     if chunk.layout == ARCHIVE:
-        stored = pickled.load(name, data)
-        if not isinstance(stored, torch.Tensor) or stored.shape != chunk.shape or stored.dtype != dtype:
-            raise CheckpointError(f"{name!r:.100} has another shape or dtype in its file than was said.")
+        stored = subclasses.load_part(name, chunk, dtype, data)
         if wraps(stored):
             raise CheckpointError(f"{name!r:.100} is a {name_of(stored)}, which is no dense tensor.")
     else:

@@ -7,7 +7,7 @@ own. Values that agree keep the shared memory.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ from stagereg.checkpoint.format.configs import is_config, of_type
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.wrappers import same_bits, wraps
 from stagereg.errors import CheckpointError
+from stagereg.kernel.state_dict import span_of
+from stagereg.stagers.delta import overlapping
 
 
 class _View(NamedTuple):
@@ -76,22 +78,9 @@ def differing(modules: Mapping[str, Sequence[Leaf]], exact: Mapping[str, bool], 
 
 def _overlapping(leaves: Iterable[Leaf]) -> Iterator[list[_View]]:
     """Yield groups of two or more views whose bytes overlap."""
-    by_memory: dict[object, list[_View]] = defaultdict(list)
-    for leaf in leaves:
-        if (view := _view(leaf)) is not None:
-            by_memory[view.local.untyped_storage().data_ptr()].append(view)
-    for views in by_memory.values():
-        views.sort(key=lambda view: view.begin)
-        group, end = [views[0]], views[0].end
-        for view in views[1:]:
-            if view.begin >= end:
-                if len(group) > 1:
-                    yield group
-                group = []
-            group.append(view)
-            end = max(end, view.end)
-        if len(group) > 1:
-            yield group
+    views = filter(None, map(_view, leaves))
+    groups = overlapping((view.local.untyped_storage().data_ptr(), view.begin, view.end, view) for view in views)
+    return (group for group in groups if len(group) > 1)
 
 
 def _view(leaf: Leaf) -> _View | None:
@@ -103,8 +92,7 @@ def _view(leaf: Leaf) -> _View | None:
     if entries.local_part(value).shape != x.shape:
         return None
     begin = int(x.storage_offset()) * x.itemsize
-    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return _View(begin, begin + (last + 1) * x.itemsize, leaf, x)
+    return _View(begin, begin + span_of(x) * x.itemsize, leaf, x)
 
 
 def _in(memory: torch.Tensor, view: _View) -> torch.Tensor:

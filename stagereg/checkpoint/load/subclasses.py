@@ -72,7 +72,7 @@ def _overlap(chunk: Chunk, start: Sequence[int], shape: Sequence[int]) -> bool:
 
 
 def _take(leaf: Leaf, chunk: Chunk, data: bytearray) -> None:
-    leaf.value = _load(leaf, chunk, data)
+    leaf.value = load_part(leaf.name, chunk, leaf.stored.dtype, data)
     if isinstance(leaf.live, DTensor) and leaf.live.shape == leaf.stored.shape:
         try:
             leaf.value = dtensor_like(leaf.live, leaf.value)
@@ -80,10 +80,11 @@ def _take(leaf: Leaf, chunk: Chunk, data: bytearray) -> None:
             raise CheckpointError(f"{leaf.name!r:.100} cannot be in a DTensor: {reason(error)}") from error
 
 
-def _load(leaf: Leaf, chunk: Chunk, data: bytearray) -> torch.Tensor:
-    part = pickled.load(leaf.name, data)
-    if not isinstance(part, torch.Tensor) or part.shape != chunk.shape or part.dtype != leaf.stored.dtype:
-        raise CheckpointError(f"{leaf.name!r:.100} has another shape or dtype in its file than was said.")
+def load_part(name: str, chunk: Chunk, dtype: torch.dtype, data: bytearray) -> torch.Tensor:
+    """Return the tensor in the archive of a chunk. Raises: ``CheckpointError`` if it is not what the index has."""
+    part = pickled.load(name, data)
+    if not isinstance(part, torch.Tensor) or part.shape != chunk.shape or part.dtype != dtype:
+        raise CheckpointError(f"{name!r:.100} has another shape or dtype in its file than was said.")
     return part
 
 
@@ -110,12 +111,13 @@ def _wholes_of_parts(leaf: Leaf, start: Sequence[int], parts: Sequence[Chunk]) -
     def take(chunk: Chunk, target: torch.Tensor, data: bytearray) -> None:
         try:
             with torch.no_grad():
-                source = _common(_load(leaf, chunk, data), chunk.start, start, local.shape)
+                part = load_part(leaf.name, chunk, leaf.stored.dtype, data)
+                source = _common(part, chunk.start, start, local.shape)
                 target.copy_(source)
                 copied.append((chunk, source))
                 # Slices may be copies, and parts may share an inner tensor, such as one scale for all of it.
                 same = len(copied) < len(parts) or all(
-                    same_bits(_common(copy, start, each.start, each.shape), part) for each, part in copied
+                    same_bits(_common(copy, start, each.start, each.shape), own) for each, own in copied
                 )
         except Exception as error:
             raise CheckpointError(f"{refusal}: parts of it cannot be copied ({reason(error)}).") from error

@@ -28,10 +28,8 @@ from stagereg.checkpoint.ranks.shares import ShareBook
 from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy, Target
 from stagereg.checkpoint.save.save_thread import SaveThread
-from stagereg.checkpoint.state.looking import only_looks
 from stagereg.checkpoint.state.nested import Spreader, expect_reachable
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
-from stagereg.checkpoint.state.stale_numbers import StaleNumbers
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.crash_report import summarize_exception
 from stagereg.data import LoadsEveryRank
@@ -104,7 +102,7 @@ class Saver:
         self._warned = target.ranks.rank > 0  # of a state dict in the place of its optimizer
         self._looked = target.ranks.rank > 0  # at what is looked at in a first save
         self._went_back = target.ranks.rank > 0  # which was said
-        self._stale = StaleNumbers()
+        self._stale = first_save.StaleNumbers()
         if isinstance(target.storage, Storage) and isinstance(stager, ReservesPadding):
             stager.reserve_padding(*target.storage.padding)
         if isinstance(stager, ReleasesCopies):
@@ -138,7 +136,7 @@ class Saver:
                     value.register_step_post_hook(lambda *_, taken=self._taken, name=name: taken.update([name]))
         return state
 
-    @only_looks
+    @first_save.only_looks
     def _warn_of_copies(self, state: Mapping[str, Any]) -> None:
         copies = [name for name, value in state.items() if isinstance(value, Mapping) and value.keys() >= _OPTIMIZER]
         if copies and not self._warned:

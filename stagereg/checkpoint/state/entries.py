@@ -131,17 +131,14 @@ def value_of(state: Mapping[str, Any], name: str) -> Any:
 def current_value(state: Mapping[str, Any], name: str, names: ParameterNames) -> Any:
     """Return the state dict of an object that has one, else the value itself."""
     value = value_of(state, name)
-    if modules := module_state.modules_of(value):
-        try:
+    try:
+        if modules := module_state.modules_of(value):
             return module_state.state_of(modules)
-        except CheckpointError as error:
-            raise CheckpointError(f"{name!r}: {error}") from error
-    if optimizers := optimizer_state.optimizers_of(value):
-        try:
+        if optimizers := optimizer_state.optimizers_of(value):
             each = [optimizer_state.state_of(one, names.for_optimizer(one, state)) for one in optimizers]
             return optimizer_forms.joined(each)
-        except CheckpointError as error:
-            raise CheckpointError(f"{name!r}: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{name!r}: {error}") from error
     return value.state_dict() if is_stateful(value) else value
 
 

@@ -1,15 +1,18 @@
-"""What is looked at in the first save of a run, and logged where a resume would not bring the run back.
+"""Checks of the first saves of a run. They log a warning if a resume would not bring the run back.
 
-A stager that changes dtypes or shapes makes checkpoints that the objects refuse, and an optimizer of other parameters
-than those in the state trains what is not saved. Both would be found by the next run only. A check that fails is
-skipped.
+A stager that changes dtypes or shapes makes checkpoints that the objects refuse. An optimizer of parameters that are
+not in the state trains what no save has. A number in the state, as in ``state = {"samples": samples}``, keeps its first
+value while the program counts on. The next run would be the first to find these. A check that fails is skipped.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
-from collections.abc import Mapping
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -17,11 +20,30 @@ import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 from stagereg.checkpoint.format.encoding import leaves
 from stagereg.checkpoint.state.entries import TensorKind, memory_of
-from stagereg.checkpoint.state.looking import only_looks
 from stagereg.data import is_stateful
 from stagereg.errors import listed
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _log = logging.getLogger(__name__)
+
+_LOOKS = 10  # saves; a counter has changed by then
+_SEEN = 2  # values of the variable other than the one in the state
+
+
+def only_looks(check: Callable[P, T]) -> Callable[P, T | None]:
+    """Have a check that raises return None, with a debug log: the save reports what is wrong with an entry."""
+
+    @functools.wraps(check)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        try:
+            return check(*args, **kwargs)
+        except Exception:
+            _log.debug("stagereg: skipped the check %s, which raised an error.", check.__qualname__, exc_info=True)
+            return None
+
+    return run
 
 
 @only_looks
@@ -87,3 +109,51 @@ def warn_of_foreign_parameters(state: Mapping[str, Any], captured: Mapping[str, 
                 len(trained),
                 name,
             )
+
+
+class StaleNumbers:
+    """The numbers that a state had in the saves so far, and the values that variables of their names had.
+
+    A dict that is given to save after save and has the same number in it may hold a constant. It does not if the
+    caller has a variable of the same name whose value changes meanwhile. Nothing else tells the two apart.
+    """
+
+    def __init__(self) -> None:
+        self._state = 0  # which dict it was; by its address, since a reference would keep all objects in it alive
+        self._seen: dict[str, tuple[float, set[float]]] = {}
+        self._left = _LOOKS
+
+    @only_looks
+    def look(self, state: Mapping[str, Any]) -> None:
+        """Log those that do not follow their variables, once. On the thread of the program, below its call of save."""
+        if not self._left:
+            return
+        self._left -= 1
+        if id(state) != self._state:
+            numbers = {name: value for name, value in state.items() if type(value) in (int, float)}
+            self._state, self._seen = id(state), {name: (value, set()) for name, value in numbers.items()}
+        self._seen = {name: each for name, each in self._seen.items() if state.get(name) == each[0]}
+        for name, value in _variables(self._seen).items():
+            saved, others = self._seen[name]
+            others |= {value} - {saved}
+            if len(others) == _SEEN:
+                self._left = 0
+                _log.warning(
+                    "stagereg: %r in the state is %r in each checkpoint so far, and the variable %s of the program is "
+                    "%r by now. A number in the state stays what it was when the dict was made: write state[%r] = %s "
+                    "before each save, or make a new dict for it.",
+                    *(name, saved, name, value, name, name),
+                )
+
+
+def _variables(names: Iterable[str]) -> dict[str, float]:
+    """Return those variables of the function that calls the package which are numbers, its module's among them."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("stagereg."):
+        frame = frame.f_back
+    own: Any = frame.f_locals
+    found = {name: space[name] for space in (frame.f_globals, own) for name in names if name in space}
+    # Until Python 3.12 this is a dict that the frame keeps, and with it all tensors; the program may have it, too.
+    if type(own) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(own) <= 3:
+        own.clear()
+    return {name: value for name, value in found.items() if type(value) in (int, float)}

@@ -6,9 +6,9 @@ The state is saved as bytes or text, so each rank has its own where ranks differ
 
 from __future__ import annotations
 
+import copy
 import json
 import random
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,7 +65,7 @@ class GeneratorState:
                 "generator of that kind, or leave this one out of the state"
             )
         try:
-            _set(_fresh(self._generator), saved[_STATE])
+            _set(copy.deepcopy(self._generator), saved[_STATE])
         except Exception as error:
             raise CheckpointError(f"the generator refuses it: {error}") from error
 
@@ -73,18 +73,6 @@ class GeneratorState:
 def generator_state(value: Any) -> GeneratorState | None:
     """Return the state of a generator as an object; ``None`` if ``value`` is something else."""
     return GeneratorState(value) if is_generator(value) else None
-
-
-def _fresh(generator: Any) -> Any:
-    """Return another generator of the same kind."""
-    if isinstance(generator, torch.Generator):
-        return torch.Generator(device=generator.device)
-    if isinstance(generator, random.Random):
-        return random.Random()
-    numpy = sys.modules["numpy"]
-    if hasattr(generator, "bit_generator"):
-        return numpy.random.Generator(type(generator.bit_generator)())
-    return numpy.random.RandomState(type(generator._bit_generator)())
 
 
 def _set(generator: Any, state: Any) -> None:

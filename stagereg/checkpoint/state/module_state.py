@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -108,13 +109,14 @@ def unfilled(x: torch.Tensor) -> str:
 
 def has_flat_parameters(modules: Iterable[torch.nn.Module]) -> bool:
     """Whether FSDP1 keeps parameters of some module, whose state torch alone can put together."""
+    return any(isinstance(each, FullyShardedDataParallel) for each in _every(modules))
+
+
+def _every(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
     left = [*modules]  # not modules(), which makes names
     while left:
-        module = left.pop()
-        if isinstance(module, FullyShardedDataParallel):
-            return True
+        yield (module := left.pop())
         left += [each for each in module._modules.values() if each is not None]
-    return False
 
 
 def state_of(modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
@@ -142,7 +144,7 @@ def _state(module: torch.nn.Module) -> dict[str, Any]:
     if has_flat_parameters([module]):
         return get_model_state_dict(module)
     state: dict[str, Any] = module.state_dict()
-    if _has_split_parameters(module):
+    if any(map(is_split, chain.from_iterable(each._parameters.values() for each in _every([module])))):
         for name, param in module.named_parameters(remove_duplicate=False):
             if isinstance(state.get(name), torch.Tensor):  # which torch 2.13 leaves without the attributes
                 carry(param, state[name])
@@ -155,16 +157,6 @@ def _state(module: torch.nn.Module) -> dict[str, Any]:
         raise CheckpointError(f"Two values of the module are called {twice!r} once wrappers are left out.")
     _set_versions(plain, {plain_name(module, path): each for path, each in _versions(state).items()})
     return plain
-
-
-def _has_split_parameters(module: torch.nn.Module) -> bool:
-    left = [module]  # not modules(), which makes names
-    while left:
-        each = left.pop()
-        if any(map(is_split, each._parameters.values())):
-            return True
-        left += [inner for inner in each._modules.values() if inner is not None]
-    return False
 
 
 def load(modules: Sequence[torch.nn.Module], loaded: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from stagereg.checkpoint.format.encoding import PLAIN, REPLICATED, Leaf, walk
+from stagereg.checkpoint.format.index import expect_strides
 from stagereg.checkpoint.format.split_tensors import carry, is_split
 from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.errors import CheckpointError
@@ -129,21 +130,11 @@ def mark(entry: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
             dotted = ".".join(map(str, path))
             leaf.placed = placed.get(dotted)
             if dotted in strides:
-                leaf.strides = _checked(dotted, leaf.stored.shape, strides[dotted])
-
-
-def _checked(path: str, shape: torch.Size, strides: Any) -> tuple[int, ...]:
-    expected = 1
-    if (
-        type(strides) is list
-        and len(strides) == len(shape)
-        and all(type(each) is int and each >= 0 for each in strides)
-    ):
-        for stride, size in sorted(pair for pair in zip(strides, shape, strict=True) if pair[1] > 1):
-            expected = expected * size if stride == expected else -1
-        if expected > 0:
-            return tuple(strides)
-    raise CheckpointError(f"{path!r:.100} has strides that do not fit its shape")
+                try:
+                    expect_strides(leaf.stored.shape, strides[dotted])
+                except (TypeError, ValueError):
+                    raise CheckpointError(f"{dotted!r:.100} has strides that do not fit its shape") from None
+                leaf.strides = tuple(strides[dotted])
 
 
 def kept_dtypes(notes: Mapping[str, Any], source: Mapping[str, str]) -> dict[str, Any]:

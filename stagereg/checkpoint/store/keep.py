@@ -16,7 +16,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.crash_report import summarize_exception
-from stagereg.errors import ConfigError, RegistryError, nearest
+from stagereg.errors import ConfigError, RegistryError, at_least, one_of
 from stagereg.registry import register
 from stagereg.sizes import ByteSize
 from stagereg.spec import check
@@ -68,15 +68,10 @@ class Keep:
     budget: ByteSize | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("newest", 1), ("every", 1), ("best", 0)):
-            value = getattr(self, name)
-            if name == "every" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"checkpoint.keep.{name} must be a whole number of at least {least}, not {value!r}.")
-        if self.direction not in ("min", "max"):
-            near = nearest(str(self.direction), ("min", "max"))
-            raise ConfigError(f"checkpoint.keep.direction must be one of min, max, not {self.direction!r}.{near}")
+        at_least(1, "checkpoint.keep.newest", self.newest)
+        at_least(1, "checkpoint.keep.every", 1 if self.every is None else self.every)
+        at_least(0, "checkpoint.keep.best", self.best)
+        one_of("checkpoint.keep.direction", self.direction, ("min", "max"))
         if bool(self.best) != bool(self.metric) or not isinstance(self.metric, (str, type(None))):
             raise ConfigError(
                 "checkpoint.keep.best and checkpoint.keep.metric go together: how many stay, and the name that rank 0 "

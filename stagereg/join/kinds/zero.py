@@ -13,18 +13,14 @@ from typing import Any
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from stagereg.errors import JoinError
-from stagereg.join.joinable import BuiltInHook, BuiltInJoinable, Joinable, JoinHook
+from stagereg.join.joinable import BuiltInJoinable, Joinable, JoinHook
+from stagereg.join.kinds.step import StepHook
 from stagereg.registry import register
 
 
 @register("join_hook", "zero")
-class ZeroHook(BuiltInHook["ZeroJoinable"]):
-    """Steps the optimizer once per step of the active ranks."""
-
-    def main_hook(self) -> None:
-        """Step this rank's shard and take part in the broadcasts."""
-        if self.joinable.is_due():
-            self.joinable.optimizer.step()
+class ZeroHook(StepHook):
+    """Steps this rank's shard, and takes part in the broadcasts, once per step of the active ranks."""
 
 
 @register("joinable", "zero")
@@ -52,6 +48,7 @@ class ZeroJoinable(BuiltInJoinable):
             raise JoinError(f"the zero joinable needs a ZeroRedundancyOptimizer, not a {type(optimizer).__name__}")
         super().__init__(hook, optimizer.join_process_group, optimizer.join_device, optimizer)
         self.optimizer = optimizer
+        self.step = lambda: optimizer.step()  # looked up in each step: a scheduler replaces the method
         self.after = after
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

@@ -63,6 +63,16 @@ def test_values_that_agree_keep_the_shared_memory(tmp_path: Path) -> None:
     assert flat.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
 
 
+def test_a_single_element_of_any_stride_keeps_the_shared_memory(tmp_path: Path) -> None:
+    def state(value: float) -> dict[str, Any]:
+        x = torch.empty_strided((1,), (7,)).fill_(value)
+        return {"one": {"x": x}, "other": [x]}
+
+    live = restored(tmp_path, state(3.0), state(0.0))
+    assert live["one"]["x"] is live["other"][0]
+    assert live["one"]["x"].tolist() == [3.0]
+
+
 @pytest.mark.parametrize("top", [True, False])
 def test_overlapping_views_get_the_values_that_were_saved(tmp_path: Path, top: bool) -> None:
     memory = torch.zeros(6)
