@@ -24,7 +24,6 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -63,13 +62,8 @@ class Block:
 
     @property
     def address(self) -> int:
-        """Address of the first byte, a multiple of 4096; in a forked child, ask for it after :meth:`view`."""
+        """Address of the first byte, a multiple of 4096."""
         return self._memory.data_ptr()
-
-    @property
-    def idle(self) -> bool:
-        """Whether it may be lent again, once it has come back in this process."""
-        return True
 
     def view(self) -> memoryview:
         """A new view of the whole block. The block lives while any view does."""
@@ -185,7 +179,6 @@ class Pool:
             logged once.
         threads: threads that touch new pages.
         reserve: bytes of a first block that is made at once, in the background; 0 for none.
-        make: makes a block of so many bytes, page-locked or not, with so many threads.
 
     Attributes:
         readers_release: whether the reader has promised to :meth:`release` its copies; False at first.
@@ -200,7 +193,6 @@ class Pool:
         pin: bool | None = None,
         threads: int = 2,
         reserve: int = 0,
-        make: Callable[[int, bool, int], Block] = Block,
     ) -> None:
         if max_in_flight is not None and max_in_flight < 1:
             raise StagingError([], f"stager.max_in_flight must be at least 1, not {max_in_flight}")
@@ -212,7 +204,7 @@ class Pool:
         # Of the ranks on this machine, which would all log the same, the first does.
         if keep and pin is not False and not there and os.environ.get("LOCAL_RANK", "0") == "0":
             log.info("stagereg: no accelerator here, so copies are staged in pre-faulted memory, not page-locked")
-        self._make = lambda nbytes: make(nbytes, pin is not False and there, threads)
+        self._make = lambda nbytes: Block(nbytes, pin is not False and there, threads)
         self._keep = keep
         # Finalizers on any thread change these two, by one atomic step each.
         self._out: weakref.WeakSet[Lease] = weakref.WeakSet()
@@ -233,9 +225,8 @@ class Pool:
 
     @property
     def in_flight(self) -> int:
-        """Copies that are still out, in this process or in another one that reads them."""
-        self._trim()
-        return len(self._out) + sum(not block.idle for block in self._free)
+        """Copies that are still out."""
+        return len(self._out)
 
     def lease(self) -> Lease:
         """Return a lease for one more copy, waiting if ``max_in_flight`` are out."""
@@ -256,7 +247,7 @@ class Pool:
             self.expected = nbytes
             self._free = [block for block in self._free if block.nbytes >= nbytes]
         self._trim()
-        fitting = [block for block in self._free if nbytes <= block.nbytes <= at_most and block.idle]
+        fitting = [block for block in self._free if nbytes <= block.nbytes <= at_most]
         if fitting:
             block = min(fitting, key=lambda block: block.nbytes)
             self._free.remove(block)

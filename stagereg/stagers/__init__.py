@@ -1,8 +1,7 @@
 """Stagers: one plugin a file, each a choice of when, and into which memory, the kernel copies.
 
 ``async_stager`` has the protocol; ``host`` the body of those that copy before they return (``blocking``,
-``pinned_cached``, ``shared``). ``bounded`` copies what fits into a bound on memory. ``incremental`` shares what did not
+``pinned_cached``). ``bounded`` copies what fits into a bound on memory. ``incremental`` shares what did not
 change (``delta``). ``overlapped`` copies later (``deferred_copy``); ``guard`` knows what only an optimizer writes and
-calls before it does. ``shared`` lets other processes read (``shared_memory``). ``torch_default`` is
-torch's own.
+calls before it does. ``torch_default`` is torch's own.
 """

@@ -40,7 +40,7 @@ def made(layout: int, step: int) -> dict[str, Any]:
 @example(steps=[1, LAZY], stager="pinned_cached")
 @given(
     steps=st.lists(st.sampled_from(range(LAZY + 1)), min_size=3, max_size=8),
-    stager=st.sampled_from(["pinned_cached", "overlapped", "blocking", "shared"]),
+    stager=st.sampled_from(["pinned_cached", "overlapped", "blocking"]),
 )
 def test_every_copy_loads_with_torch_whatever_lay_there_before(steps: list[int], stager: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
