@@ -321,9 +321,7 @@ def _expect_filled(name: str, dtype: torch.dtype, layout: torch.layout, verb: st
 @functools.cache
 def _default_stager() -> Any:
     """The stager of all writers: a program may make one a checkpoint, and fresh memory costs more than a copy."""
-    stager = build("stager", "overlapped")
-    stager.reserve_padding(*DcpStorage.padding)
-    return stager
+    return build("stager", "overlapped")
 
 
 def _expect_sole(path: Path) -> None:

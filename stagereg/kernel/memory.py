@@ -25,7 +25,6 @@ import os
 import time
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -331,34 +330,3 @@ def _inherit_copies(inherited: bool) -> None:
 
 _pools = RenewedInChild(Pool.renew)
 os.register_at_fork(before=lambda: _inherit_copies(True), after_in_parent=lambda: _inherit_copies(False))
-
-
-@dataclass(frozen=True, slots=True)
-class Padding:
-    """The free bytes around the staged tensors in a block, for a storage that writes a file's image in place."""
-
-    address: int  # of the whole block, a multiple of 4096
-    nbytes: int  # likewise
-    before: int  # bytes next to a tensor's first byte that nothing else uses
-    after: int  # bytes next to its last
-    spans: dict[int, int]  # offset in the block and bytes of each tensor that has such bytes to itself
-
-
-# Global, since a storage has nothing but the tensor to find its padding by.
-_padded: dict[int, Padding] = {}
-
-
-def register_padding(view: memoryview, margins: tuple[int, int], spans: dict[int, int]) -> None:
-    """Record padding for :func:`padding_around`, as long as ``view``, of a whole block, lives; see :class:`Padding`."""
-    address = torch.frombuffer(view, dtype=torch.uint8, count=1).data_ptr()
-    _padded[id(view)] = Padding(address, view.nbytes, *margins, spans)
-    weakref.finalize(view, _padded.pop, id(view), None).atexit = False
-
-
-def padding_around(x: torch.Tensor) -> Padding | None:
-    """Return the padding of a contiguous staged tensor; None where it has none, or shares its memory."""
-    if x.device.type != "cpu" or x.layout is not torch.strided or not x.is_contiguous():
-        return None
-    address = x.data_ptr()
-    found = (each for each in tuple(_padded.values()) if each.spans.get(address - each.address) == x.nbytes)
-    return next(found, None)

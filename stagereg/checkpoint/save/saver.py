@@ -32,7 +32,6 @@ from stagereg.checkpoint.state.looking import only_looks
 from stagereg.checkpoint.state.nested import Spreader, expect_reachable
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.checkpoint.state.stale_numbers import StaleNumbers
-from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.crash_report import summarize_exception
 from stagereg.data import LoadsEveryRank
 from stagereg.errors import CheckpointError, StageregError, reason
@@ -40,7 +39,6 @@ from stagereg.stagers.async_stager import (
     AsyncStager,
     ConfirmsCopies,
     ReleasesCopies,
-    ReservesPadding,
     UnconfirmedCopy,
 )
 
@@ -105,8 +103,6 @@ class Saver:
         self._looked = target.ranks.rank > 0  # at what is looked at in a first save
         self._went_back = target.ranks.rank > 0  # which was said
         self._stale = StaleNumbers()
-        if isinstance(target.storage, Storage) and isinstance(stager, ReservesPadding):
-            stager.reserve_padding(*target.storage.padding)
         if isinstance(stager, ReleasesCopies):
             stager.expect_release()
         self._confirms = stager if isinstance(stager, ConfirmsCopies) else None
