@@ -47,7 +47,6 @@ nightly: $(HYDRA_1_4)/.ready docs stores  ## three hundred kills, five hundred s
 	$(BIN)/python tests/benchmarks/kills.py --kills 300
 	$(MAKE) slurm
 	$(MAKE) bench-endurance
-	$(MAKE) bench-endurance ARGS="--stager shared"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --hypothesis-profile=explore $(WORKERS)
 	PYENV_VERSION=$$(pyenv versions --bare 2>/dev/null | paste -sd:) $(BIN)/python -m nox
 

@@ -32,7 +32,6 @@ _BUILT_IN = {
     ("stager", "incremental"): "stagereg.stagers.incremental:IncrementalStager",
     ("stager", "overlapped"): "stagereg.stagers.overlapped:OverlappedStager",
     ("stager", "pinned_cached"): "stagereg.stagers.pinned_cached:PinnedCachedStager",
-    ("stager", "shared"): "stagereg.stagers.shared:SharedStager",
     ("stager", "torch_default"): "stagereg.stagers.torch_default:TorchDefaultStager",
     ("joinable", "auto"): "stagereg.join.adapt:auto",
     ("on_commit", "copy_to"): "stagereg.on_commit.copy_to:CopyTo",

@@ -56,7 +56,6 @@ REQUIRED = {
 
 OPTIONAL = {
     "stager": [
-        "def reserve_padding(self, before: int, after: int) -> None",
         "def expect_release(self) -> None",
         "def release(self, staged) -> None",
         "def watch(self, optimizer) -> None",
@@ -77,7 +76,6 @@ OPTIONAL = {
         "@property\n    def repeats(self) -> bool",
         "@property\n    def finished(self) -> bytes",
         "def finish_again(self, finished: bytes) -> None",
-        "padding: tuple[int, int] = (0, 0)",
         "remote: bool = False",
     ],
 }

@@ -117,7 +117,7 @@ def test_a_misspelt_member_beside_an_inherited_one_is_refused() -> None:
 
 def test_every_optional_member_is_declared_in_a_protocol() -> None:
     declared = {
-        "stager": (stager.ReservesPadding, stager.ReleasesCopies, stager.WatchesOptimizers),
+        "stager": (stager.ReleasesCopies, stager.WatchesOptimizers),
         "join_hook": (stagereg.JoinHook,),
         "joinable": (stagereg.Joinable,),
         "storage": (storage.Storage,),

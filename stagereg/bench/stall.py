@@ -34,7 +34,7 @@ BASE = "none"
 """The row without a checkpoint: A/A."""
 
 _TORCHS = ("torch:async_save", "torch:process")
-_STAGERS = ("blocking", "pinned_cached", "overlapped", "shared")
+_STAGERS = ("blocking", "pinned_cached", "overlapped")
 _STORAGES = ("dcp", "torch_dcp")
 
 

@@ -38,27 +38,21 @@ def cases(state: State, folder: Path) -> list[Case]:
     """The cases of one state dict, the ceiling first and once more last; nothing is made before its first sample."""
 
     @functools.cache
-    def copy(padding: tuple[int, int] | None = None) -> dict[str, Any]:
-        stager = build("stager", "pinned_cached" if padding else "blocking")
-        if padding:
-            stager.reserve_padding(*padding)
+    def copy() -> dict[str, Any]:
+        stager = build("stager", "blocking")
         staged: dict[str, Any] = stager.stage(state.tree)
         stager.close()  # the copy outlives it
         return staged
 
-    def registered(name: str, padded: bool = False) -> _Save:
+    def registered(name: str) -> _Save:
         storage, planner = build("storage", name), StatePlanner()
-        given = (storage.padding,) if padded else ()
-        return lambda path: save(
-            copy(*given), checkpoint_id=path, storage_writer=storage, planner=planner, no_dist=True
-        )
+        return lambda path: save(copy(), checkpoint_id=path, storage_writer=storage, planner=planner, no_dist=True)
 
     def torchs(threads: int) -> _Save:
         return lambda path: save(copy(), storage_writer=FileSystemWriter(path, thread_count=threads), no_dist=True)
 
     makes: dict[str, Callable[[], _Save]] = {name: functools.partial(registered, name) for name in storages()}
     makes |= {
-        "dcp:padding": functools.partial(registered, "dcp", padded=True),
         "torch:dcp": lambda: torchs(1),
         "torch:dcp_2": lambda: torchs(2),
         "torch:save": lambda: lambda path: torch.save(copy(), path / "state.pt"),

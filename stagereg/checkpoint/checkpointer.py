@@ -362,11 +362,10 @@ class Checkpointer:
             self._background.newest = step
         return step
 
-    def close(self, stored: int | None = None) -> None:
+    def close(self) -> None:
         """Wait for every save, no longer than ``timeout``, end the thread and close the stager. Twice is harmless.
 
-        ``stored`` is the step up to which others keep the run: what the tier has goes if it is no newer. Raises:
-        ``CheckpointError`` if a save failed, and no call has raised that yet; everything is closed nevertheless.
+        Raises: ``CheckpointError`` if a save failed, and no call has raised that yet; all is closed nevertheless.
         """
         if self._closed:
             return
@@ -384,7 +383,7 @@ class Checkpointer:
         if self.preemption is not None:
             self.preemption.close()
         self._background.close()
-        self._tiering.close(stored if ended else None)
+        self._tiering.close()
         if ended:  # else a thread hangs, and no other run may write before this process ends
             self._crashes.leave()
             self._hold.let_go()

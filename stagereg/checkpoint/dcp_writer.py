@@ -12,7 +12,6 @@ import functools
 import logging
 import os
 import shutil
-import sys
 import threading
 import time
 import weakref
@@ -42,14 +41,17 @@ from stagereg.stagers.async_stager import AsyncStager, StateDict
 
 _CHECKSUMS = "checksums.json"
 _METADATA = ".metadata"
-_PATIENCE_S = 1.0  # for the end of a save that has just failed
+_PATIENCE_S = 1.0  # for the end of the thread of a save that has just failed
 _LOOK_S = 0.01
 _FILLED = frozenset({torch.strided, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 _log = logging.getLogger(__name__)
 _lock, _staging = threading.Lock(), threading.Lock()
 _saving: weakref.WeakValueDictionary[Path, threading.Thread] = weakref.WeakValueDictionary()
-"""By path, who was the last to save there, if it was not the main thread, in a process that is the coordinator."""
+"""By path, the thread that saves there, if it is not the main thread, in a process that is the coordinator.
+
+A save that fails before :meth:`DcpWriter.finish` leaves its thread here until that thread ends or saves again.
+"""
 
 
 class DcpWriter(StorageWriter, AsyncStager):
@@ -173,6 +175,13 @@ class DcpWriter(StorageWriter, AsyncStager):
         Raises:
             CheckpointError: a file is not there as it was written. ``OSError``.
         """
+        try:
+            self._commit(metadata, results)
+        finally:
+            with _lock:
+                _forget(threading.current_thread())
+
+    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         assert self._save.path is not None
         beside, path = Path(self._save.storage.path), self._save.path
         marks = [each for part in results for each in part if isinstance(each, _FileResult)]
@@ -301,29 +310,34 @@ def _expect_filled(name: str, dtype: torch.dtype, layout: torch.layout, verb: st
 @functools.cache
 def _default_stager() -> Any:
     """The stager of all writers: a program may make one a checkpoint, and fresh memory costs more than a copy."""
-    stager = build("stager", "overlapped")
-    stager.reserve_padding(*DcpStorage.padding)
-    return stager
+    return build("stager", "overlapped")
 
 
 def _expect_sole(path: Path) -> None:
-    """Note that this thread saves to ``path``. Raises: ``CheckpointError`` if another one still does."""
-    this, until = threading.current_thread(), time.monotonic() + _PATIENCE_S
+    """Note that this thread saves to ``path``. Raises: ``CheckpointError`` if another live thread does."""
+    until = time.monotonic() + _PATIENCE_S
+    while not _take(path):
+        if time.monotonic() > until:
+            raise CheckpointError(
+                f"An earlier save to {path} is still being written: wait for its future first. If that save has "
+                "failed, save again from its thread, or end that thread."
+            )
+        time.sleep(_LOOK_S)
+
+
+def _take(path: Path) -> bool:
+    """Note that this thread saves to ``path``, and nowhere else any more; return False if another live thread does."""
+    this = threading.current_thread()
     with _lock:
         other = _saving.get(path)
-        while other is not None and other is not this and _is_saving(other):
-            if time.monotonic() > until:
-                raise CheckpointError(f"An earlier save to {path} is still being written: wait for its future first.")
-            time.sleep(_LOOK_S)
-        for earlier in [each for each, thread in _saving.items() if thread is this]:
-            del _saving[earlier]
+        if other is not None and other is not this and other.is_alive():
+            return False
+        _forget(this)
         if this is not threading.main_thread():  # which comes to a save when its last one has ended, or has failed
             _saving[path] = this
+        return True
 
 
-def _is_saving(thread: threading.Thread) -> bool:
-    """Whether a thread is in torch's code; a save that fails on another rank leaves it without a call to the writer."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint."):
-        frame = frame.f_back
-    return frame is not None
+def _forget(thread: threading.Thread) -> None:
+    for path in [each for each, saves in _saving.items() if saves is thread]:
+        del _saving[path]

@@ -176,7 +176,6 @@ class Survivors:
         copy.settled.set()
         target = _SurvivorsTarget(self._target, _RanksLeft(made), made, lost, self._whole)
         save = PendingSave(made.step, target, until=made.told.until, copy=copy)
-        save.hurried.set()
         began, nbytes = write_and_commit(save) or (0.0, 0)
         record.emit("write", step=made.step, start=began, seconds=record.now() - began, bytes=nbytes, dir=target.where)
         if made.leads and target.committed is not None:

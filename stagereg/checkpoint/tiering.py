@@ -112,10 +112,8 @@ class Tiering:
         except CheckpointError as error:
             _log.warning("stagereg: %s", error)
 
-    def close(self, stored: int | None = None) -> None:
-        """End its threads and let go of its folder, after :meth:`finish` if there is a step. Twice is harmless."""
-        if stored is not None:
-            self.finish(stored)
+    def close(self) -> None:
+        """End its threads and let go of its folder. Twice is harmless."""
         if self.near is not None:
             self.near.close()
 

@@ -79,7 +79,7 @@ def run(asked: argparse.Namespace) -> int:
     if asked.kind == _PROGRAM:
         steps = {
             f"{enter} && python train.py": "train it on two local ranks, with checkpoints",
-            "python train.py data=uneven train.steps=60 stager=shared": "another stager, on uneven inputs",
+            "python train.py data=uneven train.steps=60 stager=pinned_cached": "another stager, on uneven inputs",
             "python train.py --help": "what can be set",
         }
     else:

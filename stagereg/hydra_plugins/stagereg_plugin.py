@@ -1,4 +1,4 @@
-"""What Hydra finds of stagereg: its options, and its sweepers.
+"""What Hydra finds of stagereg: its options, and its sweeper.
 
 Packaging puts this file into the namespace package ``hydra_plugins``, which Hydra scans, so an app that never imports
 stagereg has the options too. In a checkout that is merely on the path ``import stagereg`` calls :func:`offer`.
@@ -8,11 +8,10 @@ from hydra.core.plugins import Plugins
 
 from stagereg.config.source import RegistrySearchPath, RegistrySource
 from stagereg.sweep.interleaved import InterleavedSweeper
-from stagereg.sweep.optuna_sweeper import OptunaSweeper
 
 
 def offer() -> None:
     """Register the plugins with Hydra in this process; twice is harmless."""
     plugins = Plugins.instance()
-    for plugin in (RegistrySource, RegistrySearchPath, InterleavedSweeper, OptunaSweeper):
+    for plugin in (RegistrySource, RegistrySearchPath, InterleavedSweeper):
         plugins.register(plugin)

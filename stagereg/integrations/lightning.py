@@ -28,8 +28,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.hold import SCRATCH
-from stagereg.checkpoint.options import Leave, Restore, check_all, component
-from stagereg.checkpoint.tiers.tier import NoTier, Tier
+from stagereg.checkpoint.options import Leave, Restore, check_all
 from stagereg.errors import ConfigError, nearest
 from stagereg.integrations.agreed import agreed, expect_known
 from stagereg.integrations.lightning_resume import RESUME
@@ -41,15 +40,12 @@ from stagereg.spec import instead
 
 __all__ = ["StageregCheckpointIO", "UnevenInputs"]
 
-_OPTIONS = ("stager", "storage", "restore", "failure", "replicas", "tier")
+_OPTIONS = ("stager", "storage", "restore", "failure", "replicas")
 _LIGHTNINGS = (
     "ModelCheckpoint(dirpath=, every_n_train_steps=, save_top_k=, save_last=), fit(ckpt_path=) or the strategy"
 )
-_NO_TIER = (
-    "Fabric calls nobody at the end of a step, so nothing could be saved in a tier: use the Trainer, or "
-    "Checkpointer(dir, every=..., tier=...) with its maybe_save in your loop."
-)
 _FOLLOW = "`stagereg follow DIR/last.ckpt -- COMMAND` runs a command on each complete checkpoint there"
+_TIER = "a training loop of your own saves to a tier, with stagereg.Checkpointer(dir, every=..., tier=...)"
 _SAVING: dict[type, tuple[str, ...]] = {
     **dict.fromkeys((Strategy, ModelParallelStrategy), ("self", "checkpoint", "filepath", "storage_options")),
     **dict.fromkeys((FabricStrategy, FabricModelParallel), ("self", "path", "state", "storage_options", "filter")),
@@ -67,12 +63,10 @@ class StageregCheckpointIO(CheckpointIO):
 
     Args:
         **checkpoint_options: those of :class:`stagereg.Checkpointer` that Lightning has none for: ``stager``,
-            ``storage``, ``restore``, ``failure``, ``replicas`` and ``tier``. ``stager`` and ``storage`` may be names;
-            an object serves one directory and one ``fit``, which closes it. A ``tier`` is for the ``Trainer``; it gets
-            global steps by ``tier.every``, and ``fit(ckpt_path="last")`` goes on from what was saved last anywhere.
+            ``storage``, ``restore``, ``failure`` and ``replicas``. ``stager`` and ``storage`` may be names; an object
+            serves one directory and one ``fit``, which closes it.
 
     Attributes:
-        tier: as given, ``None`` for none.
         chosen: the directory that :meth:`load_checkpoint` has read last; ``None`` for what Lightning itself wrote.
 
     Raises:
@@ -87,13 +81,11 @@ class StageregCheckpointIO(CheckpointIO):
         for name in checkpoint_options.keys() - _OPTIONS:
             known = name in inspect.signature(Checkpointer).parameters
             usual = f"in Lightning that is said by {_LIGHTNINGS}"
-            said_by = {"on_commit": _FOLLOW}.get(name, usual)
+            said_by = {"on_commit": _FOLLOW, "tier": _TIER}.get(name, usual)
             grouped = instead(name, Checkpointer, repr(checkpoint_options[name]))
             why = f": {said_by}." if known else f".{grouped or nearest(name, _OPTIONS)}"
             raise ConfigError(f"StageregCheckpointIO takes no {name!r}{why}")
-        tier = component("tier", checkpoint_options.pop("tier", None), "none")
         check_all(checkpoint_options)
-        self.tier: Tier | None = None if isinstance(tier, NoTier) else tier
         self._options = checkpoint_options
         self._used: set[str] = set()
         self.chosen: str | None = None
@@ -113,8 +105,6 @@ class StageregCheckpointIO(CheckpointIO):
                 f"StageregCheckpointIO saves shards: leave out {kind.__name__}(save_distributed_checkpoint=False). "
                 "`stagereg convert` makes one file of a checkpoint."
             )
-        if self.tier is not None and not isinstance(strategy, Strategy):
-            raise ConfigError(_NO_TIER)
         self._strategy, attached = strategy, saving(self, strategy)
         for name in [name for name in dir(saving) if not name.startswith("_")]:
             setattr(strategy, name, getattr(attached, name))
@@ -172,14 +162,14 @@ class StageregCheckpointIO(CheckpointIO):
         """Return the checkpoints of a directory, the same on all ranks, which call this together."""
         directory = self._directories.get(parent)
         if directory is None or not directory.is_open:
-            directory = NamedCheckpoints(parent, self._strategy.is_global_zero, self.build_options(*_OPTIONS))
+            directory = NamedCheckpoints(parent, self._strategy.is_global_zero, self._build_options())
             self._directories[parent] = directory
         return directory
 
     def choose(self, path: str | Path, verify: bool = True) -> str | None:
         """Return the directory of the checkpoint to read, a good one; ``None`` for what Lightning itself wrote."""
         NamedCheckpoints.wait_for_all()
-        verify = verify and self.option("restore", Restore()).verify == "full"
+        verify = verify and self._options.get("restore", Restore()).verify == "full"
         return self.agree(lambda: choose(str(path), verify))
 
     def restore(self, chosen: str, state: dict[str, Any]) -> None:
@@ -187,7 +177,7 @@ class StageregCheckpointIO(CheckpointIO):
         # Reading takes no lock where another run may write.
         scratch = self.agree(lambda: tempfile.mkdtemp(prefix=SCRATCH))
         options = {name: self._options[name] for name in self._options.keys() & {"failure"}}
-        how, leave = replace(self.option("restore", Restore()), verify="fast"), Leave(grace=None)
+        how, leave = replace(self._options.get("restore", Restore()), verify="fast"), Leave(grace=None)
         try:
             reading = Checkpointer(scratch, resume=chosen, restore=how, leave=leave, **options)
             with contextlib.closing(reading):  # its end is not that of a run, of which there would be something to say
@@ -200,13 +190,9 @@ class StageregCheckpointIO(CheckpointIO):
         """Return what ``decide`` returns on rank 0, or raise its error, on all ranks."""
         return agreed(decide, self._strategy.is_global_zero, self._strategy.broadcast)
 
-    def option(self, name: str, usual: Any) -> Any:
-        """Return an option of a checkpointer as it was given."""
-        return self._options.get(name, usual)
-
-    def build_options(self, *wanted: str) -> dict[str, Any]:
+    def _build_options(self) -> dict[str, Any]:
         """Return options for one more checkpointer. Raises: ``ConfigError`` if one of them serves another already."""
-        options = {name: self._options[name] for name in self._options.keys() & wanted}
+        options = dict(self._options)
         for kind in options.keys() & {"stager", "storage"}:
             if isinstance(options[kind], str):
                 options[kind] = build(kind, options[kind])

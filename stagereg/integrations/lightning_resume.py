@@ -53,18 +53,10 @@ class ResumedFit:
         with open_checkpoint(chosen) as opened:
             as_many = opened.manifest is not None and opened.manifest.world_size == ranks
             has_own = rank_name(RESUME, 0) in opened.entries
-        self.load(lambda own: load({**objects, **(own if has_own else {})}), as_many)
-
-    def load(self, load: Callable[[dict[str, Any]], Any], as_many: bool = False) -> Any:
-        """Return what ``load`` does, which is given the entry of this rank to load; leave the generators as they are.
-
-        They are set later if ``as_many`` ranks have saved, which that entry shows, too: no other number gets it.
-        """
         own = per_rank(dict[str, Any]())
         with isolate_rng():
-            loaded = load({RESUME: own})
-            self._loaded = {**own.value, "saved": _generators()} if as_many or own.value else None
-        return loaded
+            load({**objects, **({RESUME: own} if has_own else {})})
+            self._loaded = {**own.value, "saved": _generators()} if as_many else None
 
     def begin_training(self) -> None:
         """Set the generators, where a checkpoint is gone on from; called when all is set up."""

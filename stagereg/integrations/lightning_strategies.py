@@ -20,7 +20,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from stagereg.checkpoint.load.opened import open_checkpoint
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.integrations.lightning_resume import RESUME, ResumedFit
-from stagereg.integrations.lightning_tier import FitTier
 
 
 class WholeSaving:
@@ -51,58 +50,26 @@ class _WholeFit(WholeSaving):
     def __init__(self, plugin: Any, strategy: Any) -> None:
         super().__init__(plugin, strategy)
         self._resumed = ResumedFit()
-        self._tier = None if plugin.tier is None else FitTier(plugin, plugin.tier, self._parts)
 
     def setup(self, trainer: Any) -> None:
         self._resumed.follow(trainer.fit_loop)
-        if self._tier is not None and self._fits:
-            self._tier.follow(trainer)
         type(self.strategy).setup(self.strategy, trainer)
 
     def on_train_start(self) -> None:
         type(self.strategy).on_train_start(self.strategy)
         self._resumed.begin_training()
-        if self._tier is not None:
-            self._tier.begin()
-
-    def on_validation_end(self) -> None:
-        type(self.strategy).on_validation_end(self.strategy)
-        if self._tier is not None:
-            self._tier.end_step()
 
     def teardown(self) -> None:
         self._resumed.forget()
-        try:
-            type(self.strategy).teardown(self.strategy)
-        finally:
-            if self._tier is not None:
-                self._tier.close()
+        type(self.strategy).teardown(self.strategy)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, **kwargs: Any) -> None:
-        self._save(checkpoint, filepath, **kwargs)
-        if self._tier is not None:
-            self._tier.stored(checkpoint, filepath)
-
-    def load_checkpoint(self, checkpoint_path: Any, **more: Any) -> dict[str, Any]:
-        near = None
-        if self._tier is not None and self._fits:
-            trainer = self.strategy.lightning_module.trainer
-            near = self._tier.load(trainer, checkpoint_path, self._resumed, self._objects())
-        return self._load(checkpoint_path, **more) if near is None else near
-
-    def _parts(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        return checkpoint, self._resumed.state(checkpoint)
-
-    def _objects(self, model_only: bool = False) -> dict[str, Any]:
-        return {}
-
-    def _save(self, checkpoint: dict[str, Any], filepath: Any, **kwargs: Any) -> None:
         own = self._resumed.state(checkpoint)
         type(self.strategy).save_checkpoint(self.strategy, {**checkpoint, **own}, filepath, **kwargs)
         if not self.strategy.is_global_zero:
             self.plugin.save(own, None, storage_options=kwargs.get("storage_options"))
 
-    def _load(self, checkpoint_path: Any, **more: Any) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, **more: Any) -> dict[str, Any]:
         loaded: dict[str, Any] = type(self.strategy).load_checkpoint(self.strategy, checkpoint_path, **more)
         if self.plugin.chosen is not None and self._fits:
             self._restore(self.plugin.chosen, {})
@@ -126,18 +93,15 @@ class _Sharded(_WholeFit):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return {}  # the optimizer itself is saved
 
-    def _save(self, checkpoint: dict[str, Any], filepath: Any, **refused: Any) -> None:
-        rest, own = self._parts(checkpoint)
-        self.plugin.save({**(rest if self.strategy.is_global_zero else {}), **own}, filepath, **refused)
-
-    def _parts(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, **refused: Any) -> None:
         module, rest = self.strategy.lightning_module, dict(checkpoint)
         if rest.pop("state_dict").keys() != module.state_dict().keys():
             raise CheckpointError("on_save_checkpoint has changed state_dict; of a sharded model all of it is saved.")
         objects = self._objects(model_only=rest.pop("optimizer_states", None) is None)
-        return rest, {**objects, **self._resumed.state(checkpoint)}
+        own = {**objects, **self._resumed.state(checkpoint)}
+        self.plugin.save({**(rest if self.strategy.is_global_zero else {}), **own}, filepath, **refused)
 
-    def _load(self, checkpoint_path: Any, **more: Any) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, **more: Any) -> dict[str, Any]:
         chosen = self.plugin.choose(checkpoint_path)
         if chosen is None:
             return type(self.strategy).load_checkpoint(self.strategy, checkpoint_path, **more)

@@ -31,8 +31,6 @@ from stagereg.errors import CheckpointError, ConfigError, kind_of
 _log = logging.getLogger(__name__)
 
 STORE = ".stagereg"
-NEAR = "last-near.ckpt"
-"""What stands for the newest checkpoint of a directory and of the tier; see :mod:`.lightning_tier`."""
 _STEPS = "step-*"
 _NUMBER = re.compile(r"step-(\d+)(\.[0-9a-f]+)?")
 _PLACEHOLDER = re.compile(r"/proc/\d+/comm")
@@ -73,11 +71,6 @@ class NamedCheckpoints:
     def is_open(self) -> bool:
         """Whether it is not closed."""
         return self._open.get(str(self._parent)) is self
-
-    @property
-    def begun(self) -> int:
-        """How many saves to the directory there have been, with those of earlier runs; on rank 0."""
-        return self._begun
 
     @classmethod
     def wait_for_all(cls) -> None:
@@ -185,9 +178,8 @@ def choose(path: str, verify: bool) -> str | None:
     and there is no good checkpoint at it, the newest good one beside it. ``verify``: compare checksums of all files.
     """
     there = os.path.realpath(path)
-    is_near = os.path.basename(path) == NEAR
-    own = _beside(path) if is_near else _newest_first(Path(there).glob(_STEPS))
-    taken = os.path.exists(there) and not _PLACEHOLDER.fullmatch(there) and not is_near
+    own = _newest_first(Path(there).glob(_STEPS))
+    taken = os.path.exists(there) and not _PLACEHOLDER.fullmatch(there)
     if taken and not own and not os.path.exists(f"{there}/manifest.json"):
         return None
     first: CheckpointError | None = None
@@ -216,11 +208,6 @@ def _candidates(path: str, own: list[Path]) -> Iterator[Path]:
     yield from own
     if split(path)[1].startswith("last"):
         yield from (each for each in _beside(path) if each not in own)
-
-
-def is_empty(directory: str) -> bool:
-    """Whether there is no checkpoint in a directory."""
-    return not any(Path(directory).glob(f"*/{_STEPS}"))
 
 
 def _beside(path: str) -> list[Path]:

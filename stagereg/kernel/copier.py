@@ -23,7 +23,7 @@ import torch
 
 from stagereg.errors import StagingError
 from stagereg.kernel.layout import Layout, Region, plan_layout, region_bytes, signature, tensors_over
-from stagereg.kernel.memory import Lease, Pool, register_padding
+from stagereg.kernel.memory import Lease, Pool
 from stagereg.kernel.state_dict import Recognizer, TreeSpec, flatten, path_to
 from stagereg.kernel.transfer import CopyEngine
 
@@ -80,14 +80,8 @@ class HostCopier:
         self.engine = CopyEngine(threads)
         self.pool = pool
         self.type_check = type_check
-        self.margins = (0, 0)
         self.layout: Layout | None = None
         self._recognizer: Recognizer | None = None
-
-    def reserve_padding(self, before: int, after: int) -> None:
-        """Leave bytes free around each tensor from the next copy on, see :func:`.memory.padding_around`."""
-        self.margins = (before, after)
-        self.forget()
 
     def copy(self, state: Any) -> Any:
         """Return an independent copy of ``state`` in host memory; after an error the copier stays usable."""
@@ -119,10 +113,7 @@ class HostCopier:
         """Return memory for a copy that is laid out so; from ``memory``, if it is to be other memory."""
         lease = self.pool.lease()
         ref = (memory or self.pool).take(layout.nbytes)
-        view = lease.view(ref)
-        if self.margins != (0, 0):
-            register_padding(view, self.margins, layout.spans)
-        return PendingCopy(tensors, layout, lease, view, ref.block.address, spec)
+        return PendingCopy(tensors, layout, lease, lease.view(ref), ref.block.address, spec)
 
     def fill(self, pending: PendingCopy) -> None:
         """Copy the bytes; return when they are there."""
@@ -151,7 +142,7 @@ class HostCopier:
         rows = signature(tensors)
         if self.layout is not None and self.layout.signature == rows:
             return False
-        self.layout = plan_layout(tensors, rows, self.margins)
+        self.layout = plan_layout(tensors, rows)
         return True
 
 

@@ -67,7 +67,6 @@ class Layout:
     packed: list[int]  # the tensors that are copied element by element
     nbytes: int  # host memory needed
     alone: list[tuple[torch.dtype, int, int] | None]  # dtype, elements, offset; None of tensors that share memory
-    spans: dict[int, int]  # offset and bytes of those that share none
     unfinished: list[int]  # the tensors that are something else than neighbouring elements in one dimension
 
 
@@ -84,8 +83,8 @@ def signature(tensors: Sequence[torch.Tensor]) -> Signature:
     return rows
 
 
-def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature, margins: tuple[int, int] = (0, 0)) -> Layout:
-    """Plan host memory for plain strided tensors, with the bytes of ``margins`` left free before and after each region.
+def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature) -> Layout:
+    """Plan host memory for plain strided tensors.
 
     Raises:
         StagingError: a tensor reaches beyond its storage, as after its storage was freed; ``path`` is the index.
@@ -107,13 +106,12 @@ def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature, margins: tuple
 
     regions = _merge(runs, rows)
     packed = _adopt(holed, regions, rows)
-    nbytes, alone = _assign(regions, packed, tensors, rows, pieces, margins)
+    nbytes, alone = _assign(regions, packed, tensors, rows, pieces)
     local = [r for r in regions if tensors[r.source].device.type == "cpu"]
     remote = [r for r in regions if tensors[r.source].device.type != "cpu"]
     batch = Batch([(r.offset, r.address, r.nbytes) for r in local])
-    spans = {piece.offset: piece.nbytes for piece, its_own in zip(pieces, alone, strict=True) if its_own}
     unfinished = [i for i, piece in enumerate(pieces) if alone[i] is None or piece.stride != (1,)]
-    return Layout(rows, pieces, local, batch, remote, packed, nbytes, alone, spans, unfinished)
+    return Layout(rows, pieces, local, batch, remote, packed, nbytes, alone, unfinished)
 
 
 def _merge(runs: list[_Run], rows: Signature) -> list[Region]:
@@ -151,15 +149,13 @@ def _assign(
     tensors: Sequence[torch.Tensor],
     rows: Signature,
     pieces: list[Piece],
-    margins: tuple[int, int],
 ) -> tuple[int, list[tuple[torch.dtype, int, int] | None]]:
     """Assign host offsets. Return the bytes needed, and ``Layout.alone``."""
-    before, after = _aligned(margins[0]), margins[1]
     alone: list[tuple[torch.dtype, int, int] | None] = [None] * len(pieces)
     cursor = 0
     for region in regions:
-        region.offset = cursor + before
-        cursor = _aligned(region.offset + region.nbytes + after)
+        region.offset = cursor
+        cursor += _aligned(region.nbytes)
         for i in region.members:
             piece, size = pieces[i], tensors[i].element_size()
             start = (rows[i][0] - region.address) // size

@@ -24,9 +24,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,13 +61,8 @@ class Block:
 
     @property
     def address(self) -> int:
-        """Address of the first byte, a multiple of 4096; in a forked child, ask for it after :meth:`view`."""
+        """Address of the first byte, a multiple of 4096."""
         return self._memory.data_ptr()
-
-    @property
-    def idle(self) -> bool:
-        """Whether it may be lent again, once it has come back in this process."""
-        return True
 
     def view(self) -> memoryview:
         """A new view of the whole block. The block lives while any view does."""
@@ -185,7 +178,6 @@ class Pool:
             logged once.
         threads: threads that touch new pages.
         reserve: bytes of a first block that is made at once, in the background; 0 for none.
-        make: makes a block of so many bytes, page-locked or not, with so many threads.
 
     Attributes:
         readers_release: whether the reader has promised to :meth:`release` its copies; False at first.
@@ -200,7 +192,6 @@ class Pool:
         pin: bool | None = None,
         threads: int = 2,
         reserve: int = 0,
-        make: Callable[[int, bool, int], Block] = Block,
     ) -> None:
         if max_in_flight is not None and max_in_flight < 1:
             raise StagingError([], f"stager.max_in_flight must be at least 1, not {max_in_flight}")
@@ -212,7 +203,7 @@ class Pool:
         # Of the ranks on this machine, which would all log the same, the first does.
         if keep and pin is not False and not there and os.environ.get("LOCAL_RANK", "0") == "0":
             log.info("stagereg: no accelerator here, so copies are staged in pre-faulted memory, not page-locked")
-        self._make = lambda nbytes: make(nbytes, pin is not False and there, threads)
+        self._make = lambda nbytes: Block(nbytes, pin is not False and there, threads)
         self._keep = keep
         # Finalizers on any thread change these two, by one atomic step each.
         self._out: weakref.WeakSet[Lease] = weakref.WeakSet()
@@ -233,9 +224,8 @@ class Pool:
 
     @property
     def in_flight(self) -> int:
-        """Copies that are still out, in this process or in another one that reads them."""
-        self._trim()
-        return len(self._out) + sum(not block.idle for block in self._free)
+        """Copies that are still out."""
+        return len(self._out)
 
     def lease(self) -> Lease:
         """Return a lease for one more copy, waiting if ``max_in_flight`` are out."""
@@ -256,7 +246,7 @@ class Pool:
             self.expected = nbytes
             self._free = [block for block in self._free if block.nbytes >= nbytes]
         self._trim()
-        fitting = [block for block in self._free if nbytes <= block.nbytes <= at_most and block.idle]
+        fitting = [block for block in self._free if nbytes <= block.nbytes <= at_most]
         if fitting:
             block = min(fitting, key=lambda block: block.nbytes)
             self._free.remove(block)
@@ -340,34 +330,3 @@ def _inherit_copies(inherited: bool) -> None:
 
 _pools = RenewedInChild(Pool.renew)
 os.register_at_fork(before=lambda: _inherit_copies(True), after_in_parent=lambda: _inherit_copies(False))
-
-
-@dataclass(frozen=True, slots=True)
-class Padding:
-    """The free bytes around the staged tensors in a block, for a storage that writes a file's image in place."""
-
-    address: int  # of the whole block, a multiple of 4096
-    nbytes: int  # likewise
-    before: int  # bytes next to a tensor's first byte that nothing else uses
-    after: int  # bytes next to its last
-    spans: dict[int, int]  # offset in the block and bytes of each tensor that has such bytes to itself
-
-
-# Global, since a storage has nothing but the tensor to find its padding by.
-_padded: dict[int, Padding] = {}
-
-
-def register_padding(view: memoryview, margins: tuple[int, int], spans: dict[int, int]) -> None:
-    """Record padding for :func:`padding_around`, as long as ``view``, of a whole block, lives; see :class:`Padding`."""
-    address = torch.frombuffer(view, dtype=torch.uint8, count=1).data_ptr()
-    _padded[id(view)] = Padding(address, view.nbytes, *margins, spans)
-    weakref.finalize(view, _padded.pop, id(view), None).atexit = False
-
-
-def padding_around(x: torch.Tensor) -> Padding | None:
-    """Return the padding of a contiguous staged tensor; None where it has none, or shares its memory."""
-    if x.device.type != "cpu" or x.layout is not torch.strided or not x.is_contiguous():
-        return None
-    address = x.data_ptr()
-    found = (each for each in tuple(_padded.values()) if each.spans.get(address - each.address) == x.nbytes)
-    return next(found, None)

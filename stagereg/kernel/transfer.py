@@ -1,7 +1,7 @@
 """Moving bytes: the compiled part or ``memmove`` on a few threads, and non-blocking copies on side streams.
 
 Without the compiled part, one large ``memmove`` still uses the C library's non-temporal path, which ``Tensor.copy_``
-never does, and many small pieces are copied by one system call. ctypes lets go of the GIL during each of these.
+never does. ctypes lets go of the GIL during each of these.
 A :class:`CopyEngine` knows addresses and nothing of state dicts; ``layout`` decides which bytes go where.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import threading
 from array import array
 from collections import deque
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
-from typing import Any
 
 import torch
 
@@ -30,13 +28,7 @@ COPY_THREADS = "stagereg-copy"  # how the names of copying threads begin
 _Move = tuple[int, int, int]  # offset in host memory, address of the source, bytes
 _Piece = Callable[[int], None]  # work on a block of memory, called with the address of its first byte
 
-_SMALL_BYTES = 2**16  # below this, a call of memmove costs more than the copying
 _WORTH_A_THREAD = 2**20  # less than this, and another thread costs more than it saves
-_AT_ONCE = 1024  # pieces that one system call takes (IOV_MAX)
-
-_readv: Any = ctypes.CDLL(None).process_vm_readv
-_readv.restype = ctypes.c_ssize_t
-_readv.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
 
 
 class CopyEngine:
@@ -150,44 +142,21 @@ class Batch:
         """Return the moves as a :class:`CopyTask` takes them: a single piece, or enough for some threads."""
         if not self._pieces:
             is_much = sum(nbytes for *_, nbytes in self._moves) >= _WORTH_A_THREAD
-            apart = _SMALL_BYTES if is_much and not compiled.copy else 0
-            small = [move for move in self._moves if move[2] < apart]
-            shares = _split([move for move in self._moves if move[2] >= apart], threads if is_much else 1)
-            runs = [_small_moves(small[at : at + _AT_ONCE]) for at in range(0, len(small), _AT_ONCE)]
-            self._pieces = [*map(piece, filter(None, shares)), *runs]
+            self._pieces = [*map(piece, filter(None, _split(self._moves, threads if is_much else 1)))]
         return self._pieces
 
 
 def piece(moves: Sequence[_Move]) -> _Piece:
     """Return what makes ``moves`` one after the other on the thread that calls it."""
     if compiled.copy:
-        return functools.partial(compiled.copy, _table(chain.from_iterable(moves)), len(moves))
+        table = array("Q", chain.from_iterable(moves))
+        return functools.partial(compiled.copy, (ctypes.c_uint64 * len(table)).from_buffer(table), len(moves))
     return functools.partial(_move, moves)
 
 
 def _move(moves: Sequence[_Move], base: int) -> None:
     for to, source, nbytes in moves:
         ctypes.memmove(base + to, source, nbytes)
-
-
-def _small_moves(moves: Sequence[_Move]) -> _Piece:
-    """Return what makes up to 1024 moves by one system call, or one by one where a sandbox refuses that."""
-    count, total = len(moves), sum(nbytes for *_, nbytes in moves)
-    theirs = _table(chain.from_iterable(move[1:] for move in moves))  # of struct iovec
-    # Blocks of memory are used in turns, so the last few are remembered.
-    ours = functools.lru_cache(4)(lambda base: _table(chain.from_iterable((base + to, n) for to, _, n in moves)))
-
-    def run(base: int) -> None:
-        # `process_vm_readv` copies from one process to another, or within one, which is always allowed.
-        if _readv(os.getpid(), ours(base), count, theirs, count, 0) != total:
-            _move(moves, base)
-
-    return run
-
-
-def _table(numbers: Iterable[int]) -> Any:
-    table = array("Q", numbers)
-    return (ctypes.c_uint64 * len(table)).from_buffer(table)
 
 
 def _split(moves: Sequence[_Move], ways: int) -> list[list[_Move]]:

@@ -70,17 +70,6 @@ class AsyncStager(Protocol):
 
 
 @runtime_checkable
-class ReservesPadding(Protocol):
-    """A stager that can leave bytes free around tensors, for a storage that writes a file's image in place."""
-
-    def reserve_padding(self, before: int, after: int) -> None:
-        """Leave so many bytes free before and after each tensor in the copies to come.
-
-        :func:`stagereg.kernel.memory.padding_around` finds them. A tensor that shares its memory has none.
-        """
-
-
-@runtime_checkable
 class ReleasesCopies(Protocol):
     """A stager whose reader may say when it is done with a copy, instead of only dropping it."""
 

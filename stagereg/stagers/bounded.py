@@ -129,7 +129,7 @@ class BoundedCopier(HostCopier):
             lent = {i for region in staying for i in region.members}
             others = [i for i in range(len(tensors)) if i not in lent]
             part = [tensors[i] for i in others]
-            self._part = whole, staying, others, plan_layout(part, signature(part), self.margins)
+            self._part = whole, staying, others, plan_layout(part, signature(part))
         return self._part[1:]
 
     def _memory_beyond(self, nbytes: int) -> Pool:

@@ -7,7 +7,7 @@ A group is treated in one of three ways:
 - ``compare``: its bytes are compared with those of its last copy, which is shared if they are equal;
 - ``always``: copied on every call, with all others of its kind into one block.
 
-Shared memory is never written again, and has no padding: a group that is copied anew gets other memory. Which tensors
+Shared memory is never written again: a group that is copied anew gets other memory. Which tensors
 may be treated how is for the stager to decide.
 """
 
@@ -25,7 +25,7 @@ from stagereg.errors import StagingError
 from stagereg.forks import RenewedInChild
 from stagereg.kernel.copier import HostCopier, PendingCopy, naming, no_collection
 from stagereg.kernel.layout import ALIGNMENT, Layout, Signature, plan_layout, signature, tensors_over
-from stagereg.kernel.memory import BlockRef, Lease, Pool, register_padding
+from stagereg.kernel.memory import BlockRef, Lease, Pool
 from stagereg.kernel.state_dict import span_of
 from stagereg.kernel.transfer import CopyEngine
 
@@ -126,7 +126,7 @@ class DeltaCopier(HostCopier):
         rows, treatments = signature(tensors), self._treat(state, tensors)
         if (rows, treatments) == (self._signature, self._treatments):
             return False
-        groups = _deal(tensors, rows, treatments, self.margins)
+        groups = _deal(tensors, rows, treatments)
         before = {group.key: group for group in self._groups}
         for group in groups:
             if group.key in before:
@@ -185,8 +185,6 @@ class DeltaCopier(HostCopier):
                 self.fill(pending)
             if group.treatment != "always":
                 group.ref, group.base = ref, base
-            elif self.margins != (0, 0):
-                register_padding(pending.view, self.margins, group.layout.spans)
             for i, x in zip(group.members, pending.staged, strict=True):
                 staged[i] = x
         return staged
@@ -210,17 +208,14 @@ _copiers = RenewedInChild(DeltaCopier.forget)  # a forked child does not share t
 # -- groups
 
 
-def _deal(
-    tensors: Sequence[torch.Tensor], rows: Signature, treatments: Sequence[Treatment], margins: tuple[int, int]
-) -> list[_Group]:
+def _deal(tensors: Sequence[torch.Tensor], rows: Signature, treatments: Sequence[Treatment]) -> list[_Group]:
     dealt: dict[Treatment, list[list[int]]] = {"once": [], "compare": [], "always": []}
     for members in _overlapping(tensors):
         dealt[_treatment_of(members, tensors, treatments)].append(members)
     compared = _batches(dealt["compare"], lambda members: sum(tensors[i].nbytes for i in members), _COMPARED_TOGETHER)
 
     def group(members: list[int], treatment: Treatment) -> _Group:
-        padding = margins if treatment == "always" else (0, 0)
-        return _Group(members, treatment, _layout_of(members, tensors, rows, padding))
+        return _Group(members, treatment, _layout_of(members, tensors, rows))
 
     groups = [group(members, "once") for members in dealt["once"]]
     groups += [group(sorted(chain.from_iterable(batch)), "compare") for batch in compared]
@@ -229,11 +224,9 @@ def _deal(
     return groups
 
 
-def _layout_of(
-    members: Sequence[int], tensors: Sequence[torch.Tensor], rows: Signature, margins: tuple[int, int]
-) -> Layout:
+def _layout_of(members: Sequence[int], tensors: Sequence[torch.Tensor], rows: Signature) -> Layout:
     try:
-        return plan_layout([tensors[i] for i in members], [rows[i] for i in members], margins)
+        return plan_layout([tensors[i] for i in members], [rows[i] for i in members])
     except StagingError as error:
         raise StagingError([members[int(str(error.path[0]))]], error.reason) from error
 

@@ -57,10 +57,6 @@ class HostStager(AsyncStager):
         copied: StateDict = self._copier.copy(state_dict)
         return copied
 
-    def reserve_padding(self, before: int, after: int) -> None:
-        """Leave so many bytes free around each tensor, see :class:`.ReservesPadding`."""
-        self._copier.reserve_padding(before, after)
-
     def expect_release(self) -> None:
         """Wait longer for this reader, which promises to release each copy, see :class:`.ReleasesCopies`."""
         self._copier.pool.readers_release = True

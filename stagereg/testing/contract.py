@@ -8,10 +8,10 @@ and ``on_commit_contract``.
 
 from __future__ import annotations
 
+import faulthandler
 import inspect
-import sys
+import tempfile
 import threading
-import traceback
 import unittest
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -138,8 +138,16 @@ class Contract:
         thread.start()
         thread.join(limit_s)
         if thread.is_alive():
-            frame = sys._current_frames().get(thread.ident or 0)
-            stack = traceback.extract_stack(frame)[-3:] if frame else []
-            places = " -> ".join(f"{each.filename}:{each.lineno} in {each.name}" for each in stack)
+            places = " -> ".join(reversed(_stack_of(thread)[:3]))
             self.broken(f"it did not come back within {limit_s:g} s; it is at {places or 'its end'}")
         return futures.pop().result()
+
+
+def _stack_of(thread: threading.Thread) -> list[str]:
+    """Return where a thread is, the innermost call first. Python may crash if one thread walks another's frames."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        begins = f"Thread 0x{thread.ident or 0:016x} "
+        lines = file.read().partition(begins)[2].partition("\n\n")[0].splitlines()
+    return [line.strip().removeprefix("File ") for line in lines[1:]]

@@ -7,7 +7,6 @@ stager of the project, and makes no claim about speed.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import re
@@ -27,9 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.utils._pytree import tree_map
 
 from stagereg.errors import RegistryError, StageregError
-from stagereg.kernel.memory import padding_around
 from stagereg.spec import check
-from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesPadding, StateDict, WatchesOptimizers
+from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, StateDict, WatchesOptimizers
 from stagereg.testing.stager_fidelity import StagerFidelity
 from stagereg.testing.stager_trial import difference, on_a_rank
 
@@ -189,18 +187,6 @@ class StagerContract(StagerFidelity):
                 self.broken(f"after release(), the copy still has the entries {list(copied)}")
         for noted, tensors in held:
             self.agree(tensors, noted, "after its release, with its tensors held and other copies made")
-
-    def test_reserved_padding_belongs_to_no_other_tensor(self) -> None:
-        """If it has reserve_padding(): what is written into the padding of a tensor shows in no tensor."""
-        stager, source = self.opened(), {str(n): self.counted(n) for n in (100, 7, 1000)}
-        if not isinstance(stager, ReservesPadding):
-            return
-        stager.reserve_padding(64, 32)
-        with self.kept(stager, source, "after the padding of its tensors was written") as copied:
-            for x in copied.values():
-                if (padding := padding_around(x)) is not None:
-                    ctypes.memset(x.data_ptr() - padding.before, 255, padding.before)
-                    ctypes.memset(x.data_ptr() + x.nbytes, 255, padding.after)
 
     def test_memory_is_given_back(self) -> None:
         """The memory of dropped copies is freed or used again; after close() only that of held copies is kept."""

@@ -285,10 +285,9 @@ def targets(found: dict[str, Any], device: str) -> list[tuple[str, str, bool | N
     share = large["bytes_per_s"] / link if large and link else None
     size = f"{large.get('bytes', 0) / 1e9:.2f} GB in {large.get('tensors', 0)} tensors" if large else "10 GB"
     add(f"`overlapped`, {size}: copied at 0.95 of the link", share, f"{share or 0:.2f}", lambda x: x >= 0.95)
-    ratios = _ratios(found["staging"], "large", ("pinned_cached", "shared"))
-    for name in ("pinned_cached", "shared"):
-        speed = 1 / ratios[name] if ratios.get(name) else None
-        add(f"`{name}`, state `large`: 0.95 of one copy", speed, f"{speed or 0:.2f}", lambda x: x >= 0.95)
+    ratio = _ratio(found["staging"], "large", "pinned_cached")
+    speed = 1 / ratio if ratio else None
+    add("`pinned_cached`, state `large`: 0.95 of one copy", speed, f"{speed or 0:.2f}", lambda x: x >= 0.95)
     blocked = large.get("blocked_s")
     add(f"`overlapped`, {size}: 2 ms in the call", blocked, f"{(blocked or 0) * 1e3:.2f} ms", lambda x: x <= 2e-3)
     slower = large.get("slower")
@@ -297,11 +296,9 @@ def targets(found: dict[str, Any], device: str) -> list[tuple[str, str, bool | N
     return rows
 
 
-def _ratios(staging: dict[str, Any], state: str, names: Sequence[str]) -> dict[str, float]:
-    groups = [group for group in staging.get("groups", ()) if group["name"] == state]
-    return {
-        row["row"]: row["ratio"] for group in groups for row in group["rows"] if row["row"] in names and "ratio" in row
-    }
+def _ratio(staging: dict[str, Any], state: str, name: str) -> float | None:
+    groups = (group for group in staging.get("groups", ()) if group["name"] == state)
+    return next((row.get("ratio") for group in groups for row in group["rows"] if row["row"] == name), None)
 
 
 def page(done: Sequence[Piece], device: str) -> str:

@@ -239,7 +239,6 @@ class Real:
             step, self.target, copy=StagedCopy(entries), sharing=Sharing(book, compares=compares, buffers=())
         )
         save.copy.settled.set()
-        save.hurried.set()  # there is no training to wait for
         self.work = _Work(save, None)
         self.work.begin()
         found = clock(self.work.prepare)

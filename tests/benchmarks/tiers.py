@@ -133,7 +133,6 @@ def written(rounds: int, scale: float, folder: Path) -> list[Group]:
     for kind, root in (("memory", Path(tempfile.mkdtemp(dir=_SHM))), ("disk", folder)):
         state = make("large", scale / 6)
         stager, storage = build("stager", "pinned_cached"), DcpStorage(direct="never" if kind == "memory" else "auto")
-        stager.reserve_padding(*storage.padding)
         copy, planner = stager.stage(state.tree), StatePlanner()
 
         def turn(root: Path = root, storage: Any = storage, copy: Any = copy, planner: Any = planner) -> Iterator[None]:

@@ -297,7 +297,7 @@ def test_a_save_beside_another_to_the_same_path_is_refused(tmp_path: Path) -> No
 
 
 def test_a_save_that_failed_blocks_no_later_one(tmp_path: Path) -> None:
-    """The thread lives on; what fails on another rank, or in the planner, does not call the writer again."""
+    """What fails on another rank, or in the planner, does not call the writer again; torch ends the thread then."""
 
     class Failing(dcp.DefaultSavePlanner):
         def finish_plan(self, *args: Any) -> Any:
@@ -308,7 +308,13 @@ def test_a_save_that_failed_blocks_no_later_one(tmp_path: Path) -> None:
         failed = pool.submit(save, storage_writer=stagereg.DcpWriter(tmp_path / "a"), planner=Failing())
         with pytest.raises(CheckpointException, match="mine"):
             failed.result(60)
+        with pytest.raises(CheckpointException, match="save again from its thread, or end that thread"):
+            save(storage_writer=stagereg.DcpWriter(tmp_path / "a"))
+        pool.submit(save, storage_writer=stagereg.DcpWriter(tmp_path / "a")).result(60)
         save(storage_writer=stagereg.DcpWriter(tmp_path / "a"))
+        with pytest.raises(CheckpointException, match="mine"):
+            pool.submit(save, storage_writer=stagereg.DcpWriter(tmp_path / "a"), planner=Failing()).result(60)
+    save(storage_writer=stagereg.DcpWriter(tmp_path / "a"))
     found = state(0)
     dcp.load(found, storage_reader=stagereg.DcpReader(tmp_path / "a"), no_dist=True)
     assert same(found, state(1))

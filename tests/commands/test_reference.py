@@ -36,6 +36,6 @@ def test_everything_that_can_be_set_is_explained(page: str) -> None:
 
 
 def test_the_page_is_the_same_whatever_else_is_installed(page: str, install: Install) -> None:
-    install("other", "raise SystemExit('imported')", {"stager.shared": "Shared", "stager.other": "Other"})
-    assert "shared@hydra-stagereg" in registry.names("stager")
+    install("other", "raise SystemExit('imported')", {"stager.blocking": "Blocking", "stager.other": "Other"})
+    assert "blocking@hydra-stagereg" in registry.names("stager")
     assert runpy.run_path(str(DOCS / "options.py"))["page"]() == page

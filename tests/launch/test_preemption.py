@@ -82,7 +82,7 @@ def test_a_signal_has_all_ranks_save_and_leave_with_75(program: Program, argumen
         (None, ["workers=1"]),
         (None, ["nproc=1", "to=self", "signal=SIGUSR1"]),
         (TORCHRUN, []),
-        (TORCHRUN, ["workers=1", "stager=shared"]),
+        (TORCHRUN, ["workers=1", "stager=pinned_cached"]),
         (TORCHRUN, ["to=self", "at=[null,30]", "signal=SIGUSR1"]),
         (STAGEREG_RUN, []),
         (STAGEREG_RUN, ["to=self", "at=[null,30]", "signal=SIGUSR1"]),

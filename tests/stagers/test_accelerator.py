@@ -61,7 +61,7 @@ def test_only_kept_memory_is_page_locked_and_used_again(kind: str) -> None:
     assert {x.is_pinned() for x in copy.values()} == {kind != "blocking"}
     address = copy["w"].data_ptr()
     del copy
-    if kind in ("pinned_cached", "shared"):
+    if kind == "pinned_cached":
         assert stager.stage(state)["w"].data_ptr() == address
     stager.close()
 
@@ -236,17 +236,16 @@ def test_incremental_compares_and_shares_tensors_of_the_device(options: dict[str
     stager.close()
 
 
-@pytest.mark.parametrize(("kind", "bound"), [("shared", None), ("blocking", 2**24), ("pinned_cached", 2**24)])
+@pytest.mark.parametrize(("kind", "bound"), [("blocking", 2**24), ("pinned_cached", 2**24)])
 def test_a_checkpoint_has_the_state_of_the_call_beyond_a_bound(
-    kind: str, bound: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, bound: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
     take = bounded.Pool.take
     monkeypatch.setattr(bounded.Pool, "take", lambda pool, nbytes: taken.append(nbytes) or take(pool, nbytes))
     state = {str(i): torch.empty(2**20, device=device()) for i in range(32)}  # 128 MiB
     state["b"] = torch.empty(5, device=device()).bfloat16()
-    options = {} if bound is None else {"host_memory_gb": bound / 2**30}
-    stager = stagereg.build("stager", kind, max_in_flight=2, **options)
+    stager = stagereg.build("stager", kind, max_in_flight=2, host_memory_gb=bound / 2**30)
     with Checkpointer(str(tmp_path), stager=stager) as checkpointer:
         for step in (1, 2, 3):
             keep_busy()
@@ -256,7 +255,7 @@ def test_a_checkpoint_has_the_state_of_the_call_beyond_a_bound(
             for x in state.values():
                 x.fill_(-1)
     assert taken
-    assert bound is None or max(taken) * 2 <= bound
+    assert max(taken) * 2 <= bound
     found = {name: torch.zeros_like(x) for name, x in state.items()}
     with Checkpointer(str(tmp_path)) as reader:
         assert reader.restore(found) == 3

@@ -9,7 +9,7 @@ import pytest
 from ..support.forks import run_forked
 
 ROOT = Path(__file__).parents[2]
-STAGERS = ("pinned_cached", "overlapped", "blocking", "incremental", "shared")
+STAGERS = ("pinned_cached", "overlapped", "blocking", "incremental")
 
 # Programs of their own, which fork before torch has run any thread.
 BEGIN = """

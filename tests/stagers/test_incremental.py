@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from stagereg.errors import StagingError
-from stagereg.kernel.memory import padding_around
 from stagereg.kernel.state_dict import flatten
 from stagereg.stagers.incremental import IncrementalStager, names_of
 from stagereg.testing import run_ranks
@@ -91,15 +90,6 @@ class TestDeclared:
     def test_wrong_options_are_refused(self, wrong: dict[str, Any], message: str) -> None:
         with pytest.raises(StagingError, match=message):
             IncrementalStager(**wrong)
-
-    def test_padding_is_only_where_memory_is_not_shared(self) -> None:
-        stager = build(frozen=["model.base.*"])
-        stager.reserve_padding(704, 300)
-        copy = stager.stage(adapted())["model"]
-        assert padding_around(copy["base"]["w"]) is None
-        found = padding_around(copy["adapter"]["w"])
-        assert found is not None
-        assert (found.before, found.after) == (704, 300)
 
 
 class TestTies:

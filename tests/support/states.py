@@ -18,7 +18,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "incremental_content": {"detect": "content"},
     "overlapped": {},
     "pinned_cached": {},
-    "shared": {},
 }
 """The stagers of the registry, but for torch's own; a name may stand for another set of options."""
 

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map
 
 from stagereg import BlockingAsyncStager
 from stagereg.errors import StagerClosedError, StagingError, UnstageableTypeError
-from stagereg.kernel.memory import register_padding
 
 State = dict[str, Any]
 RELEASE = threading.Event()
@@ -93,22 +92,6 @@ class WithoutSynchronize:
     def __init__(self) -> None:
         self.stager = BlockingAsyncStager()
         self.stage, self.close = self.stager.stage, self.stager.close
-
-
-class PaddingOfNeighbours(Mutant):
-    """Lays tensors side by side and calls each the padding of the next one."""
-
-    def reserve_padding(self, before: int, after: int) -> None:
-        self.margins = before, after
-
-    def change(self, source: State, copied: State) -> State:
-        view, offset, spans = memoryview(bytearray(2**14)), 64, {}
-        for name, x in copied.items():
-            spans[offset] = x.nbytes
-            copied[name] = torch.frombuffer(view, dtype=x.dtype, count=x.numel(), offset=offset).copy_(x)
-            offset += x.nbytes
-        register_padding(view, self.margins, spans)
-        return copied
 
 
 class LooksOnlyAtTensors(Mutant):
@@ -356,7 +339,6 @@ MUTANTS: dict[str, tuple[type[Any], ...]] = {
     "test_held_copies_stay_as_they_are": (OneBlockForAll, LooksOnlyAtTensors, WaitsForThreeToBeDropped),
     "test_copies_outlive_stagers": (SharesItsBuffers, TakesCopiesBack),
     "test_released_copies_end_and_what_is_held_of_them_stays": (ReleasesNothing,),
-    "test_reserved_padding_belongs_to_no_other_tensor": (PaddingOfNeighbours,),
     "test_memory_is_given_back": (KeepsEveryCopy, KeepsTheLast),
     "test_structure_is_kept": (NamesOfTuplesAreLost, KeysAreSorted),
     "test_dtypes_and_strides_are_kept": (Complex64Only, ZeroHasNoSign, EverythingContiguous),

@@ -59,7 +59,6 @@ HELD = [
     registered("incremental", detect="content"),
     registered("overlapped"),
     registered("overlapped", slow=True, verify=True),
-    registered("shared"),
     HeldOverlappedLate,
     contract_of("OfTorchsName", BlockingAsyncStager, cache_staged_state_dict=True),
 ]

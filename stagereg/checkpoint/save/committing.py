@@ -40,8 +40,8 @@ from stagereg.checkpoint.format.wrappers import inner_tensors
 from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, compare, content_digests, double, expect_alike
 from stagereg.checkpoint.ranks.merging import Asked, EntryDigests, Merging, RankEntries, Sent, groups_in
 from stagereg.checkpoint.ranks.shares import DOUBLES, SAMPLES, ShareBook, Shares, cut, shares
-from stagereg.checkpoint.save.backward import short_turns, wait_for_backward
 from stagereg.checkpoint.save.pending_save import PendingSave
+from stagereg.checkpoint.save.scheduling import short_turns
 from stagereg.checkpoint.save.state_planner import from_numbers, join_plans, name_for_each, numbered, split_plan
 from stagereg.checkpoint.state.entries import rng_name
 from stagereg.checkpoint.store.failpoints import failpoint
@@ -55,7 +55,6 @@ _log = logging.getLogger(__name__)
 
 _COMPARING = -1  # in place of the number of the save in which ranks have compared
 _TRYING = 0.5  # of the time-out; the rest is for clearing away and reporting
-_CALM_S = 2.0  # how long one waits for a moment at which training hardly notices
 
 
 class _Prepared(NamedTuple):
@@ -192,8 +191,6 @@ class _Work:
         if self._is_second:
             return self._plan(save.sharing.shares)
         save.at = "waiting for its copy"
-        if save.copy.failure is None:
-            wait_for_backward(save.caller, save.hurried, _CALM_S)
         copy = dict(_expect_whole(save, save.copy.get()))
         save.copy.inspect(copy)
         if (own := rng_name(self._ranks.number)) in copy:

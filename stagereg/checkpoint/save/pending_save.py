@@ -305,8 +305,6 @@ class PendingSave:
     step: int
     to: Target
     called: float = field(default_factory=lambda: record.now())  # when the training loop has asked for it
-    caller: int = field(default_factory=threading.get_ident)  # the thread that has
-    hurried: threading.Event = field(default_factory=threading.Event)  # somebody waits for it
     missed: bool = False  # other ranks have called save, and this one has not
     follows: bool = False  # this rank has left its loop, and saves since others do
     taken: Mapping[str, int] = field(default_factory=dict)  # steps that each optimizer and schedule has taken

@@ -24,11 +24,11 @@ from functools import partial
 
 import stagereg.record as record
 import stagereg.shutdown as shutdown
-from stagereg.checkpoint.save.backward import give_way
 from stagereg.checkpoint.save.committing import WAITING_FOR_OTHERS, write_and_commit
 from stagereg.checkpoint.save.failures import Failures
 from stagereg.checkpoint.save.pending_save import PendingSave, Target
 from stagereg.checkpoint.save.retake import Retake
+from stagereg.checkpoint.save.scheduling import give_way
 from stagereg.checkpoint.store.advice import advice, causes
 from stagereg.errors import CheckpointError, NotSavedInTimeError, WrittenWhileSavedError, kind_of, reason
 
@@ -155,8 +155,6 @@ class SaveThread(ABC):
         """Wait until fewer than ``most`` saves of this thread have not ended; False if one of them takes too long."""
         self.retake.confirm()
         while (first := self._first()) is not None and not first.late and len(self._under_way) >= most:
-            for save in list(self._under_way):
-                save.hurried.set()
             first.over.wait(_LOOK_S)
         return first is None or not first.late
 

@@ -30,7 +30,6 @@ from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Shari
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.state.nested import Spreader, expect_reachable
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
-from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.crash_report import summarize_exception
 from stagereg.data import LoadsEveryRank
 from stagereg.errors import CheckpointError, StageregError, reason
@@ -38,7 +37,6 @@ from stagereg.stagers.async_stager import (
     AsyncStager,
     ConfirmsCopies,
     ReleasesCopies,
-    ReservesPadding,
     UnconfirmedCopy,
 )
 
@@ -103,8 +101,6 @@ class Saver:
         self._looked = target.ranks.rank > 0  # at what is looked at in a first save
         self._went_back = target.ranks.rank > 0  # which was said
         self._stale = first_save.StaleNumbers()
-        if isinstance(target.storage, Storage) and isinstance(stager, ReservesPadding):
-            stager.reserve_padding(*target.storage.padding)
         if isinstance(stager, ReleasesCopies):
             stager.expect_release()
         self._confirms = stager if isinstance(stager, ConfirmsCopies) else None

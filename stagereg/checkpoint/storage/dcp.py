@@ -1,19 +1,15 @@
-"""``dcp``: torch's own format, past the page cache where that can be, and from the staged memory as it lies.
+"""``dcp``: torch's own format, past the page cache where that can be.
 
 The file of a rank is what torch's writer would have made of the same entries, archive by archive (:mod:`.envelope`);
-only the order, and what lies between them, differ. A tensor goes one of three ways:
+only the order, and the zeros between them, differ. A tensor goes one of two ways:
 
-* *In place* (:mod:`.in_place`): what lies between two tensors is zeros, or fewer than 64 bytes of what the stager's
-  memory held there: other tensors of the copy, or what that memory was used for before by this process.
-* *From elsewhere in memory*, behind its head: a large tensor as it lies, others through a buffer, packed if they have
-  holes, copied if an accelerator has them.
+* *From memory*, behind its head: a large tensor as it lies, others through a buffer, packed if they have holes, copied
+  if an accelerator has them.
 * *As torch does it.* The few kinds that :func:`.envelope.envelope` names go through ``torch.save``.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,13 +18,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
-from stagereg.checkpoint.format.encoding import without_gc
 from stagereg.checkpoint.format.index import ArchiveResult, TensorResult
 from stagereg.checkpoint.format.wrappers import owning, wraps
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.envelope import Envelope, envelope
 from stagereg.checkpoint.storage.files import FileStorage, StrPath, write_archive
-from stagereg.checkpoint.storage.in_place import Image, InPlace
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import at_least, one_of
 from stagereg.kernel.memory import view_of
@@ -39,10 +33,9 @@ from stagereg.registry import register
 class DcpStorage(FileStorage):
     """Writes what plain ``torch.distributed.checkpoint.load`` reads, with ``O_DIRECT`` where the file system takes it.
 
-    It takes hardly any processor time from training, and none of its page cache. With a stager that reserves padding
-    (the checkpointer asks it to) the staged memory itself is written; with another one, or without any, small tensors
-    and tensors with holes go through two small buffers. A file system that refuses ``O_DIRECT``, as some network and
-    memory file systems do, is written through the page cache, which is logged once.
+    It takes hardly any processor time from training, and none of its page cache. Large tensors are written from the
+    memory they are in; small tensors and tensors with holes go through two small buffers. A file system that refuses
+    ``O_DIRECT``, as some network and memory file systems do, is written through the page cache, which is logged once.
 
     Args:
         path: the directory or URL; torch and the checkpointer name another for each checkpoint.
@@ -50,37 +43,16 @@ class DcpStorage(FileStorage):
         buffer_mb: MiB of each of the two buffers, at least 1.
     """
 
-    padding = (768, 1024)
-
     def __init__(self, path: StrPath | None = None, direct: str = "auto", buffer_mb: int = 4) -> None:
         auto = one_of("storage.direct", direct, ("auto", "never")) == "auto"
         super().__init__(path, auto, at_least(1, "storage.buffer_mb", buffer_mb) << 20)
-        self._image: Image | None = None  # of the last copy
-        self._placed: tuple[object, list[WriteResult]] = None, []  # where it was put, and the results
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_image": None}
 
     def write_files(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         if not items:
             return []
         name = f"__{rank}_0{DEFAULT_SUFFIX}"
-        addresses = None if self._image is None else self._image.addresses_in(items, planner)
-        if self._image is None or addresses is None:
-            self._image, self._placed = Image(items, planner), (None, [])
-            addresses = self._image.addresses_in(items, planner)
-        runs = [run for block in self._image.blocks for run in block.runs]
-        places: list[int] = []  # where in the file the block of a run would begin
         with self.create(name) as file:
-            results = [_write_item(file, name, item, planner.resolve_data(item)) for item in self._image.others]
-            for block, address in zip(self._image.blocks, addresses or (), strict=True):
-                block.put_around(address)
-                places += [_write_run(file, address, run, planner) for run in block.runs]
-        if self._placed[0] != (name, results, places):
-            with without_gc():
-                found = [_in_place(each, name, at) for at, run in zip(places, runs, strict=True) for each in run]
-            self._placed = (name, results, places), results + found
-        return self._placed[1]
+            return [_write_item(file, name, item, planner.resolve_data(item)) for item in items]
 
 
 @register("storage", "torch_dcp")
@@ -108,7 +80,6 @@ class TorchDcpStorage(FileSystemWriter, Storage):
 
 
 def _write_item(file: AlignedFile, name: str, item: WriteItem, data: Any) -> WriteResult:
-    """Write an item that does not lie in memory as it will in the file."""
     if not isinstance(data, torch.Tensor):
         return write_archive(file, name, item, data)
     if wraps(data):
@@ -141,19 +112,3 @@ def result_of(item: WriteItem, name: str, place: tuple[int, int], x: torch.Tenso
     """Return what is said of a tensor that was written at a place in the file ``name``."""
     stride = None if x.is_contiguous() else around.stride
     return TensorResult(item.index, place[1], _StorageInfo(name, *place), place[0] + len(around.head), stride)
-
-
-def _in_place(x: InPlace, name: str, place: int) -> WriteResult:
-    begin, length = place + x.begin, x.end - x.begin
-    return TensorResult(x.item.index, length, _StorageInfo(name, begin, length), begin + len(x.around.head))
-
-
-def _write_run(file: AlignedFile, address: int, run: Sequence[InPlace], planner: SavePlanner) -> int:
-    """Write memory as it is, of the block at ``address``; return where in the file that would begin."""
-    begin, nbytes = address + run[0].begin, run[-1].end - run[0].begin
-    memory = (ctypes.c_char * nbytes).from_address(begin)
-    memory.owner = [planner.resolve_data(each.item) for each in run]  # type: ignore[attr-defined]
-    file.align(begin, nbytes)
-    offset = file.tell()
-    file.write_memory(memoryview(memory).cast("B"))
-    return offset - run[0].begin

@@ -48,14 +48,10 @@ class Storage(StorageWriter):
 
     Attributes:
         remote: False if it writes only to file systems of this machine. Saving to a URL is then refused.
-        padding: bytes that it writes before and after each tensor, if it can write the image of a file in place, around
-            tensors of the copy. A stager that is a :class:`~stagereg.stagers.async_stager.ReservesPadding` leaves as
-            many free.
         wraps: the storage that it writes through, whose name the manifest gets, and which reads the checkpoint.
     """
 
     remote: bool = True
-    padding: tuple[int, int] = (0, 0)
     wraps: Storage | None = None
 
     @abstractmethod

@@ -140,7 +140,6 @@ def test_nothing_is_committed_before_the_copy_is_confirmed(tmp_path: Path, monke
             run.step(step)
             checkpointer.maybe_save(step, run.state)
         [save] = checkpointer._background._under_way
-        save.hurried.set()
         until = time.monotonic() + WAIT_S
         while not save.at.startswith("waiting until no operation"):
             assert time.monotonic() < until

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 STORAGES = ("dcp", "safetensors")
 STAGERS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in ("blocking", "pinned_cached", "overlapped", "shared")},
+    **{name: (name, {}) for name in ("blocking", "pinned_cached", "overlapped")},
     "incremental": ("incremental", {"detect": "content"}),
     "incremental_frozen": ("incremental", {"frozen": ["model.base.*"]}),
     "bounded": ("pinned_cached", {"host_memory_gb": 2**-12}),
