@@ -104,11 +104,14 @@ class Program:
     def command(self, *arguments: str, start: list[str] | None = None) -> list[str]:
         return [*(start or [sys.executable]), "train.py", *arguments, f"answers={self.answers}"]
 
-    def run(self, *arguments: str, start: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *arguments: str, start: list[str] | None = None, forks_ranks: bool = True
+    ) -> subprocess.CompletedProcess[str]:
         if start is not None:
             return run(self.command(*arguments, start=start), self.folder)
         _, script, *line = self.command(*arguments)
-        return run_forked(Path(script), *line, cwd=self.folder, environment=plain(), timeout_s=LIMIT_S)
+        how: dict[str, Any] = {"environment": plain(), "timeout_s": LIMIT_S, "forks_ranks": forks_ranks}
+        return run_forked(Path(script), *line, cwd=self.folder, **how)
 
     def answers_of(self, rank: int) -> list[dict[str, Any]]:
         """What a rank wrote, a line for each job that it came to."""
