@@ -56,7 +56,7 @@ def train(cfg):
                             signal.signal(signal.SIGINT, signal.SIG_IGN)
                         if rank == size - 1:
                             print("interrupted at", time.time(), flush=True)
-                            os.kill(os.getpid() if size == 1 else os.getppid(), signal.SIGINT)
+                            os.kill(int(os.environ["FORKED_BY"]), signal.SIGINT)
                             time.sleep(600 if rank > 0 else 0)
     finally:
         print(f"rank {rank} left after {time.monotonic() - began:.1f} s\\n", end="", flush=True)

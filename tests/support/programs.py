@@ -54,7 +54,8 @@ def train(cfg):
             dist.all_reduce(total)
             value += total * (int(number) + 1)
             if start == 0 and rank < len(cfg.at) and step == cfg.at[rank]:
-                os.kill(os.getppid() if cfg.to == "parent" else os.getpid(), getattr(signal, cfg.signal))
+                launcher = int(os.environ.get("FORKED_BY") or os.getppid())
+                os.kill(launcher if cfg.to == "parent" else os.getpid(), getattr(signal, cfg.signal))
                 if cfg.what == "freeze":
                     os.kill(os.getpid(), signal.SIGSTOP)
             if cfg.what == "fail_at_signal" and rank == 1 and any(checkpointer.preemption.signal_flags()):
