@@ -10,7 +10,7 @@ import pytest
 
 from ..support.app import App
 
-JOIN_TIMEOUT_S = 20
+JOIN_TIMEOUT_S = 100
 """Within which each message comes, on a busy machine too."""
 
 TRAIN = """
