@@ -10,8 +10,11 @@ DOCS := $(VENV)/docs
 STORES := $(VENV)/stores
 TORCH := torch==2.13.0
 WORKERS := --numprocesses 2 --dist worksteal
-FAST := $(BIN)/python -m pytest -m "not slow" --hypothesis-profile=quick
-THOSE_THAT_FAILED := --last-failed --last-failed-no-failures none
+PARTS := $(BIN)/python tests/support/parts.py
+# By another name, so that `make -n` does not run the parts.
+AGAIN := $(MAKE)
+# Python keeps compiled modules even if the environment forbids that: otherwise every rank compiles the package again.
+export PYTHONDONTWRITEBYTECODE :=
 # What pages of the site load, in place of a CDN: draws diagrams; lets the search run from file://.
 SCRIPTS := mermaid@11.17.2 iframe-worker@1.0.4
 WITH_FRAMEWORKS := tests/integrations tests/benchmarks/test_integrations.py tests/on_commit/test_components.py \
@@ -25,13 +28,12 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 train: $(VENV)/.ready  ## train a small language model on two local ranks
 	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
 
-# Three at once, as on two cores they wait a third of the time; threads of torch wait asleep. A test that fails beside
-# others is run once more by itself, since load may have been why; both outcomes are printed.
+# Three workers, because a worker waits a third of the time; waiting threads of torch sleep.
 test: $(HYDRA_1_4)/.ready  ## the tests
-	OMP_WAIT_POLICY=passive $(FAST) $(WORKERS) --numprocesses 3 || OMP_NUM_THREADS=1 $(FAST) $(THOSE_THAT_FAILED)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "not slow" --hypothesis-profile=quick $(WORKERS) --numprocesses 3
 
-test-all: $(HYDRA_1_4)/.ready frameworks  ## the tests with their longer matrices
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS)
+test-all: $(HYDRA_1_4)/.ready  ## the tests with their longer matrices; a report at the end
+	$(PARTS) "tests" "OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS)" "trainers" "$(AGAIN) frameworks"
 
 frameworks: $(FRAMEWORKS)/.ready  ## the tests of stagereg.integrations, with the trainers installed
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest $(WORKERS) $(WITH_FRAMEWORKS)
@@ -42,13 +44,15 @@ stores: $(STORES)/.ready  ## checkpoints in SeaweedFS (S3), Azurite and fake-gcs
 docs: $(DOCS)/.ready  ## the documentation site, to site/index.html; without network once its environment is there
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
-# The last line finds pyenv's interpreters too.
-nightly: $(HYDRA_1_4)/.ready docs stores  ## three hundred kills, five hundred saves twice, new examples, other versions of torch and Python
-	$(BIN)/python tests/benchmarks/kills.py --kills 300
-	$(MAKE) slurm
-	$(MAKE) bench-endurance
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --hypothesis-profile=explore $(WORKERS)
-	PYENV_VERSION=$$(pyenv versions --bare 2>/dev/null | paste -sd:) $(BIN)/python -m nox
+# The last part finds pyenv's interpreters too.
+nightly: $(HYDRA_1_4)/.ready  ## three hundred kills, five hundred saves twice, new examples, other versions of torch and Python; a report at the end
+	$(PARTS) "documentation" "$(AGAIN) docs" \
+		"object stores" "$(AGAIN) stores" \
+		"kills" "$(BIN)/python tests/benchmarks/kills.py --kills 300" \
+		"Slurm" "$(AGAIN) slurm" \
+		"endurance" "$(AGAIN) bench-endurance" \
+		"new examples" "OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' --hypothesis-profile=explore $(WORKERS)" \
+		"other versions" "PYENV_VERSION=$$(pyenv versions --bare 2>/dev/null | paste -sd:) $(BIN)/python -m nox"
 
 # With ARGS="--help", and so on.
 bench-endurance bench-join bench-noticing bench-replicas bench-tiers: bench-%: $(VENV)/.ready  ## what the project measures to prove itself

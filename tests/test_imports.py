@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -60,7 +61,9 @@ def name_of(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
 
 
-TREES = {name_of(file): ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    return {name_of(file): ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
@@ -79,15 +82,18 @@ def module_of(path: str) -> str | None:
     """The module that an imported path lies in."""
     if path.split(".")[0] != "stagereg":
         return None
-    while path not in TREES and "." in path:
+    while path not in trees() and "." in path:
         path = path.rpartition(".")[0]
-    return path if path in TREES else "stagereg.__init__"
+    return path if path in trees() else "stagereg.__init__"
 
 
-GRAPH = {
-    module: {found for path in imported(tree) if (found := module_of(path)) is not None} - {module}
-    for module, tree in TREES.items()
-}
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    """The modules that each module imports."""
+    return {
+        module: {found for path in imported(tree) if (found := module_of(path)) is not None} - {module}
+        for module, tree in trees().items()
+    }
 
 
 def unit(module: str) -> str:
@@ -95,33 +101,33 @@ def unit(module: str) -> str:
 
 
 def test_imports_point_down() -> None:
-    assert {unit(module) for module in TREES} == set(LEVEL)
-    assert "stagereg.kernel.copier" in GRAPH["stagereg.stagers.host"]
-    assert "stagereg.registry" in GRAPH["stagereg.stagers.blocking"]
-    up = [(module, to) for module, found in GRAPH.items() for to in found if LEVEL[unit(to)] > LEVEL[unit(module)]]
+    assert {unit(module) for module in trees()} == set(LEVEL)
+    assert "stagereg.kernel.copier" in graph()["stagereg.stagers.host"]
+    assert "stagereg.registry" in graph()["stagereg.stagers.blocking"]
+    up = [(module, to) for module, found in graph().items() for to in found if LEVEL[unit(to)] > LEVEL[unit(module)]]
     assert up == []
-    assert not [module for module in TREES if unit(module) == "kernel" and "stagereg.registry" in GRAPH[module]]
+    assert not [module for module in trees() if unit(module) == "kernel" and "stagereg.registry" in graph()[module]]
 
 
 def test_no_modules_or_packages_import_in_a_circle() -> None:
     packages: dict[str, set[str]] = defaultdict(set)
-    for module, found in GRAPH.items():
+    for module, found in graph().items():
         packages[unit(module)] |= {unit(each) for each in found} - {unit(module)}
-    for graph in (GRAPH, packages):
-        TopologicalSorter(graph).prepare()  # its error has the circle
+    for arrows in (graph(), packages):
+        TopologicalSorter(arrows).prepare()  # its error has the circle
 
 
 def test_rooms_of_checkpoint_import_those_below_them_alone_so_save_and_load_do_not_know_each_other() -> None:
-    of = {module: module.split(".")[2] for module in TREES if module.startswith("stagereg.checkpoint.")}
+    of = {module: module.split(".")[2] for module in trees() if module.startswith("stagereg.checkpoint.")}
     assert set(of.values()) == set(FLOOR)
-    assert "stagereg.checkpoint.format.manifest" in GRAPH["stagereg.checkpoint.store.located"]
-    arrows = {(of[module], of[to]) for module in of for to in GRAPH[module] & of.keys() if of[module] != of[to]}
+    assert "stagereg.checkpoint.format.manifest" in graph()["stagereg.checkpoint.store.located"]
+    arrows = {(of[module], of[to]) for module in of for to in graph()[module] & of.keys() if of[module] != of[to]}
     assert [(room, below) for room, below in sorted(arrows) if FLOOR[below] >= FLOOR[room]] == []
 
 
 def test_no_class_name_is_used_twice_in_one_package() -> None:
     modules: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 modules[module.rpartition(".")[0], node.name].append(module)
@@ -168,7 +174,7 @@ def too_large(name: str, node: ast.AST) -> Iterator[str]:
 
 def test_files_functions_and_classes_stay_small() -> None:
     found = {name_of(file) for file in PACKAGE.rglob("*.py") if len(file.read_text().splitlines()) > LINES}
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         found |= set(too_large(module, tree))
     assert found == TOO_LARGE
 

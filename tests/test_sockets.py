@@ -31,7 +31,7 @@ from stagereg.testing import RankFailure, run_ranks
 
 from .support.reference import await_published
 
-SOON_S = 10.0
+SOON_S = 30.0
 
 
 @pytest.fixture

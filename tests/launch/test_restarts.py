@@ -56,7 +56,7 @@ def train(cfg):
                     case "configure":
                         stagereg.registry.find("stager", "no such stager")
                     case "signal":
-                        os.kill(int(os.environ["STAGEREG_LAUNCHER"]), signal.SIGTERM)
+                        os.kill(int(os.environ.get("FORKED_BY") or os.environ["STAGEREG_LAUNCHER"]), signal.SIGTERM)
                         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0:
         torch.save([model.module.state_dict(), optimizer.state_dict()], f"{cfg.answers}/end")

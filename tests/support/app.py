@@ -64,6 +64,7 @@ class App:
             return self.run(*arguments, script=script, given=given, **env)
         environment = {**os.environ, "PYTHONPATH": str(self.folder / "site"), **env}
         how: dict[str, Any] = {"cwd": self.folder, "given": given, "timeout_s": 200, "environment": environment}
+        how["forks_ranks"] = True
         return run_forked(Path(script), *arguments, **how)
 
     def run_each(self, *lines: tuple[str, ...]) -> list[subprocess.CompletedProcess[str]]:

@@ -2,6 +2,10 @@
 
 A program ends as in any interpreter, with all that runs at the end of a process; torch computes on one thread. It must
 not ask whether a module has been imported; the names of the modules that this file imports are there.
+
+If a program starts ranks, the launcher can fork the ranks too, from a second fork of the same process, as it forks the
+ranks of a restart. The parent of such a rank is not the launcher, whose
+id is in ``FORKED_BY``.
 """
 
 from __future__ import annotations
@@ -14,9 +18,11 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +31,7 @@ from typing import Any
 
 _IMPORTED = ["hydra", "torch.distributed.checkpoint", "torch.distributed.run", "stagereg.checkpoint.checkpointer"]
 _IMPORTED += ["torch._dynamo"]  # which an optimizer asks for in its first step
+_IMPORTED += ["stagereg.launch.main", "stagereg.sweep.render", "matplotlib.backends.backend_svg", "jinja2"]
 _PYTHON = [sys.executable, str(Path(__file__))]
 
 
@@ -36,6 +43,7 @@ def run_forked(
     timeout_s: float = 100,
     environment: Mapping[str, str] | None = None,
     ignores_warnings: bool = False,
+    forks_ranks: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program, and return how it ended and what it printed.
 
@@ -47,6 +55,7 @@ def run_forked(
         timeout_s: seconds until it is killed.
         environment: its variables; else those that are here. What is in ``PYTHONPATH`` comes first.
         ignores_warnings: as ``-W ignore``.
+        forks_ranks: whether the launcher in the program forks its ranks.
 
     Raises:
         subprocess.TimeoutExpired: it was killed.
@@ -56,6 +65,7 @@ def run_forked(
         files[0].write_text(given)
         asked = {"program": str(program), "is_file": isinstance(program, Path), "cwd": os.path.abspath(cwd or "")}
         asked |= {"arguments": [*map(str, arguments)], "files": [*map(str, files)], "ignores": ignores_warnings}
+        asked["forks_ranks"] = forks_ranks
         asked["environment"] = dict(os.environ if environment is None else environment)
         server = _server()
         print(json.dumps(asked), file=server.stdin, flush=True)
@@ -106,8 +116,47 @@ def _next_program() -> CodeType:
         else:
             del globals()["__file__"]
         sys.path[:1] = [os.path.dirname(file), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        if asked["forks_ranks"]:
+            _fork_server_of_ranks(os.path.dirname(file))
         return compile(program, file or "<string>", "exec", dont_inherit=True)
     sys.exit()
+
+
+def _fork_server_of_ranks(folder: str) -> None:
+    """Fork the server of ``stagereg.launch.warm``, and have every launcher in this process start its ranks there."""
+    import stagereg.launch.warm as warm
+    from stagereg.launch.local_ranks import LocalRanks
+
+    class Forking(warm.WarmStart):
+        def __init__(self, link: socket.socket) -> None:
+            self._processes, self._answers, self._answered = {}, threading.Condition(), []
+            self._lines, self._ready, self._gone = link.makefile("rwb", buffering=0), True, False
+            self._send([[], folder])
+            self._lines.readline()
+            threading.Thread(target=self._listen, daemon=True).start()
+
+        def close(self) -> None:
+            """Leave the server, which ends with this process, to the next launcher."""
+
+    launcher, (ours, theirs) = os.getpid(), socket.socketpair()
+    os.environ["FORKED_BY"] = str(launcher)
+    if os.fork() == 0:
+        ours.close()
+        os.setsid()
+        warm.end_with(launcher)
+        server = os.getpid()
+        warm._run(warm._Server(theirs).run(), server)
+        sys.exit()
+    theirs.close()
+    found: list[warm.WarmStart] = []
+    enter = LocalRanks.__enter__
+
+    def enter_forking(ranks: LocalRanks) -> LocalRanks:
+        found[:] = found or [Forking(ours)]
+        ranks._warm = found[0]
+        return enter(ranks)
+
+    LocalRanks.__enter__ = enter_forking  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ def train(cfg):
             dist.all_reduce(total)
             value += total * (int(number) + 1)
             if start == 0 and rank < len(cfg.at) and step == cfg.at[rank]:
-                os.kill(os.getppid() if cfg.to == "parent" else os.getpid(), getattr(signal, cfg.signal))
+                launcher = int(os.environ.get("FORKED_BY") or os.getppid())
+                os.kill(launcher if cfg.to == "parent" else os.getpid(), getattr(signal, cfg.signal))
                 if cfg.what == "freeze":
                     os.kill(os.getpid(), signal.SIGSTOP)
             if cfg.what == "fail_at_signal" and rank == 1 and any(checkpointer.preemption.signal_flags()):
@@ -104,11 +105,14 @@ class Program:
     def command(self, *arguments: str, start: list[str] | None = None) -> list[str]:
         return [*(start or [sys.executable]), "train.py", *arguments, f"answers={self.answers}"]
 
-    def run(self, *arguments: str, start: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *arguments: str, start: list[str] | None = None, forks_ranks: bool = True
+    ) -> subprocess.CompletedProcess[str]:
         if start is not None:
             return run(self.command(*arguments, start=start), self.folder)
         _, script, *line = self.command(*arguments)
-        return run_forked(Path(script), *line, cwd=self.folder, environment=plain(), timeout_s=LIMIT_S)
+        how: dict[str, Any] = {"environment": plain(), "timeout_s": LIMIT_S, "forks_ranks": forks_ranks}
+        return run_forked(Path(script), *line, cwd=self.folder, **how)
 
     def answers_of(self, rank: int) -> list[dict[str, Any]]:
         """What a rank wrote, a line for each job that it came to."""

@@ -97,6 +97,7 @@ class App:
         """Run it, with warnings of Hydra's coming releases off; in a fork, unless by another Python."""
         if python == sys.executable:
             how: dict[str, Any] = {"timeout_s": limit_s, "environment": environment(), "ignores_warnings": True}
+            how["forks_ranks"] = "nproc" in (self.folder / "app.yaml").read_text()
             return run_forked(Path("app.py"), *arguments, cwd=self.folder, **how)
         command = [str(python), "-W", "ignore", "app.py", *arguments]
         return subprocess.run(

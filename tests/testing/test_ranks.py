@@ -178,7 +178,7 @@ def test_a_hung_rank_is_named_with_stack_and_no_process_stays(tmp_path):
     started = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 1 hung: still running after 4 s; ended in time: rank 0") as caught:
         run_ranks(hang_on, args=(1, str(tmp_path)), timeout_s=4)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     assert caught.value.returned == {0: 0}
     assert list(caught.value.hung) == [1]
     assert "hang_on" in caught.value.hung[1]

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import stagereg.checkpoint.store.failpoints as failpoints
+import stagereg.testing.ranks as harness
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.load.restoring import _Loading
 from stagereg.checkpoint.load.shared_read import SharedRead
@@ -25,8 +26,8 @@ from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.errors import CheckpointError
 from stagereg.testing import RankFailure, run_ranks
 
-SECONDS = 1.5
-"""Far less than any time-out, and less than a rank that has failed leaves the others of ``run_ranks``."""
+SECONDS = 30.0
+"""Less than any time-out of a save or a restore."""
 
 
 def die(*_: Any) -> Any:
@@ -68,7 +69,10 @@ def on_three_ranks(rank: int, world_size: int, root: str, dying: int, where: str
         (2, "flushed", "Step 2 was not saved: "),
     ],
 )
-def test_a_rank_that_dies_in_an_exchange_is_named_at_once(tmp_path: Path, dying: int, where: str, failing: str) -> None:
+def test_a_rank_that_dies_in_an_exchange_is_named_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dying: int, where: str, failing: str
+) -> None:
+    monkeypatch.setattr(harness, "_LINGER_S", SECONDS)
     with pytest.raises(RankFailure, match=f"1 of 3 ranks failed: rank {dying}") as raised:
         run_ranks(on_three_ranks, 3, args=(str(tmp_path), dying, where))
     texts = raised.value.returned

@@ -159,6 +159,5 @@ def unknown(rank: int, world_size: int, root: str) -> tuple[str, float]:
 
 
 def test_a_rank_without_data_or_state_says_what_to_do(tmp_path: Path) -> None:
-    for text, seconds in run_ranks(unknown, 3, args=(str(tmp_path),), timeout_s=60):
+    for text, _ in run_ranks(unknown, 3, args=(str(tmp_path),), timeout_s=60):
         assert "Call restore(state) before the loop, or loop over join.iterate(loader)." in text
-        assert seconds < 15
