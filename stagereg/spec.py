@@ -75,9 +75,7 @@ OPTIONAL = {
     "storage": [
         "@property\n    def marks(self) -> Mapping[str, FileMark]",
         "wraps: Storage | None = None",
-        "@property\n    def repeats(self) -> bool",
-        "@property\n    def finished(self) -> bytes",
-        "def finish_again(self, finished: bytes) -> None",
+        "@property\n    def finished(self) -> bytes | None",
         "padding: tuple[int, int] = (0, 0)",
         "remote: bool = False",
     ],

@@ -67,7 +67,7 @@ class _Prepared(NamedTuple):
     taken: Mapping[str, int] = {}
     shares_of: int | None = None
     contents: Mapping[tuple[str, bytes], bytes] = {}
-    digests: EntryDigests = EntryDigests({}, {}, {})
+    digests: EntryDigests = EntryDigests({}, {})
     differing: Sequence[EntryContents] = ()
 
 
@@ -164,14 +164,13 @@ class _Work:
                 self.take_answer(answer)
                 self.agreed, began = True, record.now()
                 if passed_over:
-                    last.forget_sent()
+                    last.forget()
                     return None
                 nbytes = last.results.round_trip(self._ranks, failing, self.write, self.commit)
                 to.complete(save.step)
                 failpoint("ended")
-            last.structures = self.entries.structures
         except BaseException:
-            last.forget_sent()
+            last.forget()
             with within(save.until - time.monotonic()):
                 to.discard(save.step)
             raise
@@ -208,7 +207,8 @@ class _Work:
         save.at = WAITING_FOR_OTHERS
         contents = self.entries.contents
         sent = _Prepared(save.step, True, save.follows, save.taken, _COMPARING, content_digests(contents))
-        return sent, [{kind: [piece.name for piece in each.pieces] for kind, each in contents.items()}], ()
+        names = {kind: [piece.name for piece in each.pieces] for kind, each in contents.items()}
+        return sent, (names,), ()
 
     def _cut(self, copy: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's shares of a copy that was not cut when it was staged; all of it, if ranks compare."""
@@ -251,7 +251,7 @@ class _Work:
         if save.copy.nbytes is None:
             save.copy.nbytes = self._to.last.nbytes + self._nbytes_of_doubles()
         save.at = WAITING_FOR_OTHERS
-        digests = self.entries.digests(self._to.last.structures)
+        digests = self.entries.digests()
         of = None if own is None else own.found_in
         sent = _Prepared(save.step, True, save.follows, save.taken, of, {}, digests, differing)
         return sent, (*self._plans, (save.follows, self.entries.kinds)), ()
@@ -311,7 +311,7 @@ class _Work:
         self._more = self._plans if dealt is None else []
         if dealt is not None:
             self._to.last.dealt = from_numbers(dealt, join_plans(self._plans))
-            self._to.last.results.forget_sent()  # the same places may hold something else: of another dtype
+            self._to.last.results.forget()  # the same places may hold something else: of another dtype
 
     def write(self) -> tuple[_Written, Sequence[Any], Sequence[Any]]:
         """Write this rank's files, and let go of its copy."""
@@ -332,7 +332,7 @@ class _Work:
         save.at = "waiting until no operation can have written the state meanwhile"
         save.copy.confirm()
         save.at = WAITING_FOR_OTHERS
-        return (marks, self.entries.structures_for(self.asked, self._to.last.structures)), [self._results], self._more
+        return (marks, self.entries.structures_for(self.asked)), (tuple(self._results),), self._more
 
     def _let_go(self) -> None:
         """Let go of the copy, unless it is written elsewhere as well. Raises: what it has proved bad with."""
@@ -353,7 +353,7 @@ class _Work:
             raise NotSavedInTimeError("it took too long and was given up")
         state = self._merging.put_together([sent for _, sent in written])
         if lasting is None:
-            to.finish(None, [])
+            again = to.finish(self._path, None, [])
         else:
             if self._metadata is None:
                 self._plan_all([plans for _, *plans in lasting])
@@ -361,8 +361,8 @@ class _Work:
             objects = {name for encoded in state.values() for name in encoded.objects}
             to.last.described = json.dumps(tables(metadata, results, objects))
             name_for_each(metadata, results, groups_in(state))
-            to.finish(metadata, results)
-        own = to.marks(self._path, self._results)
+            again = to.finish(self._path, metadata, results)
+        own = {**to.marks(self._path, self._results), **again}
         files = {name: mark for marks, _ in written for name, mark in marks.items()} | own
         index = make_index(to.last.described, state)
         sizes = {name: mark.bytes for name, mark in files.items()}

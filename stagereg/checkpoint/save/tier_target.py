@@ -39,7 +39,7 @@ class TierTarget:
         direct = "auto" if near.tier.durable else "never"
         self._files, self._others = DoubledStorage(direct), DoubledStorage(direct)
         self.storage: Storage = self._files
-        self.last = LastSave(self.storage.repeats)
+        self.last = LastSave(True)
         self._save: SaveId | None = None
         self._index = b""  # on rank 0
 
@@ -81,8 +81,9 @@ class TierTarget:
                     os.unlink(path)
         return results
 
-    def finish(self, metadata: Metadata | None, results: list[list[WriteResult]]) -> None:
+    def finish(self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]) -> Mapping[str, FileMark]:
         """Leave out torch's metadata: nothing reads a tier but this project."""
+        return {}
 
     def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileMark]:
         """Return those that the storage has taken."""
