@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -69,7 +68,6 @@ class Target(Protocol):
     schedule: Schedule  # says when
     last: LastSave
     optional: bool  # what fails there, once all ranks have staged, is a warning
-    doubles: bool  # ranks write others' shares as well
 
     @property
     def where(self) -> str:
@@ -84,21 +82,8 @@ class Target(Protocol):
         """Raise ``OSError`` if it is known that so many bytes of each rank do not fit."""
         ...
 
-    def write(
-        self,
-        plan: SavePlan,
-        planner: SavePlanner,
-        doubled: Collection[str],
-        doubles: Mapping[str, Mapping[str, torch.Tensor]],
-    ) -> list[WriteResult]:
-        """Write this rank's files.
-
-        Args:
-            plan: this rank's share of the plan.
-            planner: has the tensors.
-            doubled: the names of those that another rank writes as well.
-            doubles: the shares of others, by their ranks, and in them by name.
-        """
+    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Write this rank's files: its share of the plan, of which the planner has the tensors."""
         ...
 
     def finish(self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]) -> Mapping[str, FileMark]:
@@ -143,7 +128,6 @@ class SaveTarget:
     """
 
     optional = False
-    doubles = False
 
     def __init__(
         self,
@@ -175,7 +159,7 @@ class SaveTarget:
     def expect_room(self, nbytes: int) -> None:
         """Writing shows it."""
 
-    def write(self, plan: SavePlan, planner: SavePlanner, *_: object) -> list[WriteResult]:
+    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         return self.storage.write_data(plan, planner).wait()
 
     def finish(self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]) -> Mapping[str, FileMark]:
