@@ -73,9 +73,7 @@ OPTIONAL = {
     "storage": [
         "@property\n    def marks(self) -> Mapping[str, FileMark]",
         "wraps: Storage | None = None",
-        "@property\n    def repeats(self) -> bool",
-        "@property\n    def finished(self) -> bytes",
-        "def finish_again(self, finished: bytes) -> None",
+        "@property\n    def finished(self) -> bytes | None",
         "remote: bool = False",
     ],
 }

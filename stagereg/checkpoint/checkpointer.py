@@ -165,7 +165,7 @@ class Checkpointer:
         """Make what saves and exchanges, on all ranks: one group for each kind of exchange, which must not meet."""
         near, first = self._tiering, self._ranks.rank == 0
         warns, cast = self._failure.on_error == "warn", self.restore_options.cast
-        shared = ShareBook(replicas.verify_every, replicas.share, near.copied_to)
+        shared = ShareBook(replicas.verify_every, replicas.share)
         self._background = Background(self._target, self._failure.timeout, warns, near.background)
         self._saver = Saver(self._target, self._stager, self._background, shared, cast, near.target, self._stores)
         self.stats = self._background.stats

@@ -38,7 +38,6 @@ class Tiering:
         near: what the ranks share; ``None`` without a tier, and so are the others.
         target: what is saved to.
         background: the thread that does.
-        copied_to: ranks, and those of a machine that their copies go to.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class Tiering:
         stores: bool,
         failure: Failure,
     ) -> None:
-        self.copied_to: list[tuple[int, list[int]]] = []
         self.near: NearCopies | None = None
         self.target: TierTarget | None = None
         self.background: TierBackground | None = None
@@ -57,7 +55,6 @@ class Tiering:
             return
         ranks = RankGroup(process_group, failure.timeout)
         self.near = NearCopies(tier, ranks, store, stores)
-        self.copied_to = self.near.copied_to()
         schedule = schedule_of(tier.every, failure.mtbf, process_group, "the tier ", in_tier=True)
         self.target = TierTarget(self.near, ranks, schedule)
         self.background = TierBackground(self.target, failure.timeout, failure.on_error == "warn")

@@ -36,13 +36,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import stagereg.checkpoint.ranks.comparing as comparing
 from stagereg.bench.measure import in_own_process
-from stagereg.checkpoint.format.encoding import walk
+from stagereg.checkpoint.format.encoding import walk, without_gc
 from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult
 from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
 from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, HeldTensor, Kind
 from stagereg.checkpoint.ranks.merging import Asked, Sent
 from stagereg.checkpoint.ranks.shares import ShareBook
-from stagereg.checkpoint.ranks.unchanged import Post, RepeatedExchange
+from stagereg.checkpoint.ranks.unchanged import pack, unpack
 from stagereg.checkpoint.save.committing import _Prepared, _Work
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy
 from stagereg.checkpoint.storage.files import FileStorage
@@ -161,7 +161,7 @@ class OfAllRanks(MemoryBackend):
     ranks = 0
 
     def list(self, path: str, files: Iterable[str] = ()) -> dict[str, int | str | None]:
-        return super().list(path) | {f"__{rank}_0.distcp": 10**9 for rank in range(self.ranks)}
+        return super().list(path) | {f"__{rank}_0.distcp": 10**13 for rank in range(self.ranks)}
 
 
 class Nowhere(CheckpointStore):
@@ -182,11 +182,11 @@ class StorageWithoutFiles(FileStorage):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
-    def finish_again(self, finished: bytes) -> None:
+    def _write_metadata(self) -> None:
         pass
 
     def write_files(self, rank: int, items: list[WriteItem], planner: Any) -> list[WriteResult]:
-        self._marks[f"__{rank}_0.distcp"] = FileMark(10**9, 10**9)
+        self._marks[f"__{rank}_0.distcp"] = FileMark(10**13, 10**13)
         return results(items, rank)
 
 
@@ -211,7 +211,7 @@ def contents(entries: dict[str, Any], buffers: Any, objects: Any) -> dict[Kind, 
     found: dict[Kind, EntryContents] = {}
     for name in ("model", "optimizer"):
         for path, x in walk(entries[name], name):
-            part = comparing._part(x) if isinstance(x, torch.Tensor) else None
+            part = comparing._part(x, str(path)) if isinstance(x, torch.Tensor) else None
             if part is not None:
                 local, parts = x.to_local() if isinstance(x, DTensor) else x, comparing._parts_of(x)
                 each = found.setdefault((name, parts == 1), EntryContents([], []))
@@ -252,9 +252,7 @@ class Real:
     def write(self, answer: Any, clock: Clock) -> Any:
         """Return what it sends when it has written."""
         self.work.take_answer(answer)
-        found = clock(self.work.write)
-        self.target.last.structures = self.work.entries.structures
-        return found
+        return clock(self.work.write)
 
 
 class Derived:
@@ -298,25 +296,30 @@ class Derived:
         """What it sends when it has written, beside the places in its file."""
         there = {self._named(name): each for name, each in self.template.work.entries.structures.items()}
         sent: Sent = {name: there[name] for name in asked}
-        return {f"__{self._rank}_0.distcp": FileMark(10**9, 10**9)}, sent
+        return {f"__{self._rank}_0.distcp": FileMark(10**13, 10**13)}, sent
 
 
-class Exchange:
-    """One of the two of a save: what ranks send, and what rank 0 makes of it, as the bytes that go over the network."""
+class Messages:
+    """Those of one of the two exchanges of a save, as the bytes that go over the network."""
 
-    def __init__(self, unchanged: RepeatedExchange) -> None:
-        self._unchanged, self._digests = unchanged, dict[int, bytes]()
+    def __init__(self) -> None:
+        self._sent = dict[int, int]()
 
     def post(self, rank: int, act: Any) -> bytes:
         """What a rank sends; ``act`` without more than a first part if that is as before."""
-        post = Post(act[0], self._digests[rank]) if len(act) == 1 else self._unchanged.post(*act)
-        same, self._digests[rank] = post.digest == self._digests.get(rank), post.digest
-        return pickle.dumps((post._replace(packed=None) if same else post, None))
+        if len(act) == 1:
+            return pickle.dumps(((act[0], None), None))
+        value, lasting, more = act
+        packed = pack(lasting, 2)
+        same, self._sent[rank] = hash(tuple(packed)) == self._sent.get(rank), hash(tuple(packed))
+        return pickle.dumps(((value, None if same else [*packed, *pack(more, 2)]), None))
 
+    @without_gc()
     def answers(self, posts: Sequence[bytes], answer: Callable[..., Any]) -> list[bytes]:
         """What each rank gets."""
-        found = self._unchanged.reply([pickle.loads(post)[0] for post in posts], answer)
-        assert None not in found, "a rank had to send all"
+        values, parts = zip(*(pickle.loads(post)[0] for post in posts), strict=True)
+        assert len({part is None for part in parts}) == 1, "ranks must send all"
+        found = answer(values, None if parts[0] is None else unpack(parts, 2))
         return [pickle.dumps((each, {})) for each in found]
 
 
@@ -336,8 +339,7 @@ class Simulation:
         self.derived = [
             Derived(place, rank, self.reals[templates[id(place.of)]]) for rank, place in enumerate(self.places)
         ]
-        to = self.reals[0].target
-        self.plans, self.results = Exchange(to.last.plans), Exchange(to.last.results)
+        self.plans, self.results = Messages(), Messages()
 
     def save(self, step: int) -> dict[str, float]:
         """Return what a save has cost."""
@@ -347,7 +349,7 @@ class Simulation:
         zero, row = Clock(), Counter[str]()
         sent = {rank: real.prepare(step, step == 1, clocks[rank]) for rank, real in self.reals.items()}
 
-        def exchange(through: Exchange, acts: Iterator[Any], answer: Callable[..., Any]) -> list[Any]:
+        def exchange(through: Messages, acts: Iterator[Any], answer: Callable[..., Any]) -> list[Any]:
             posts = [clocks[rank](through.post, rank, act) for rank, act in enumerate(acts)]
             answers = zero(through.answers, posts, answer)
             row.update(sent=max(map(len, posts[1:])), received=sum(map(len, posts[1:])), got=max(map(len, answers[1:])))
@@ -394,7 +396,7 @@ class Simulation:
         if dealt is None:
             return (derived.written(asked),)
         items = [item for plan in sent[derived.template.rank][1][:-1] for item in derived.plan(plan).items]
-        return derived.written(asked), [results([items[number] for number in dealt.items], rank)], ()
+        return derived.written(asked), (tuple(results([items[number] for number in dealt.items], rank)),), ()
 
 
 def simulate(split: str, ranks: int) -> dict[str, dict[str, float]]:

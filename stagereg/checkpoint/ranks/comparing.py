@@ -83,9 +83,6 @@ class Compared(NamedTuple):
     differing: list[Kind]
     places: dict[Kind, Place]  # of the rank, among those that have the same of a kind
     mixed: set[str]  # the names that are not shared, since ranks have them that have other things beside
-    # the ranks of other machines whose shares this one writes as well, with their numbers
-    doubles: dict[int, dict[Kind, int]]
-    doubled: list[int]  # the ranks that do so with its own
 
 
 def contents(
@@ -206,7 +203,7 @@ def compare(
     lists = {id(one): {kind: tuple(found) for kind, found in one.items()} for one in names}
     each_once = {item for one in lists.values() for item in one.items()}
     counts = Counter(name for _, found in each_once for name in found)
-    told = [Compared([], {}, {name for name, count in counts.items() if count > 1}, {}, []) for _ in digests]
+    told = [Compared([], {}, {name for name, count in counts.items() if count > 1}) for _ in digests]
     groups = alike(digests, range(len(digests)))
     kinds = Counter(key for key, _ in groups)
     for ((name, parts), _), ranks in groups.items():
@@ -224,26 +221,6 @@ def compare(
             if len(sizes[item]) > 1:
                 del each.places[item[0]]
     return told
-
-
-def double(told: Sequence[Compared], pairs: Iterable[tuple[int, Sequence[int]]]) -> None:
-    """Have ranks write the shares of others, which they have as well.
-
-    Args:
-        told: what to tell each rank; changed.
-        pairs: ranks, and those of which one should write the same shares as that rank, if it has all of them.
-    """
-    for rank, others in pairs:
-        places = {kind: place for kind, place in told[rank].places.items() if place.ranks > 1}
-
-        def has_all(other: int, places: Mapping[Kind, Place] = places) -> bool:
-            there = told[other].places
-            return all(kind in there and there[kind].first == place.first for kind, place in places.items())
-
-        if places and (able := [*filter(has_all, others)]):
-            writer = able[rank % len(able)]
-            told[writer].doubles[rank] = {kind: place.number for kind, place in places.items()}
-            told[rank].doubled.append(writer)
 
 
 def expect_alike(tables: Mapping[int, Sequence[EntryContents]]) -> None:

@@ -1,8 +1,7 @@
 """Puts together what ranks have of one entry: pipeline stages its parts, all of them what differs between ranks.
 
 Each rank sends digests of its structures (:mod:`.encoding`); of alike ones rank 0 asks for one, and for none that it
-has from the save before. One that it does not have is sent as a whole, or by its :class:`Changes` to one that it has: a
-learning rate that a schedule sets is a few bytes between the names of all parameters. Mappings are joined, key by key.
+has from the save before. Mappings are joined, key by key.
 A plain value that differs between ranks, such as a loss, is kept for each of them (``per_rank``). In an optimizer that
 goes for numbers of floating point in its state alone, such as the last loss of LBFGS: what else differs (tensors,
 counters, options of groups) means that the ranks train different models, and is refused.
@@ -23,48 +22,21 @@ from stagereg.errors import CheckpointError, DisagreementError, name_ranks
 
 Structures: TypeAlias = dict[tuple[str, bytes], Encoded]
 """Those that ranks have, each by the name of its entry and its digest."""
-_BETWEEN = ", "  # the parts of a text; JSON has it between the items of containers
 
 
 class EntryDigests(NamedTuple):
     """What a rank sends of its entries first: digests of their structures."""
 
     structures: dict[str, bytes]  # by name
-    before: dict[str, bytes]  # of those that have changed, their digests in the save before
     samples: dict[str, int]  # of what ranks share
 
 
-Asked: TypeAlias = dict[str, bytes]
-"""The entries of which rank 0 asks a rank for the structure, each with the digest of what it may send :class:`Changes`
-to; else empty."""
-
-
-class Changes(NamedTuple):
-    """The difference between two structures: the parts of the JSON text that differ, by position."""
-
-    base: bytes  # the digest of the other one
-    parts: dict[int, str]
-
-    @classmethod
-    def between(cls, before: Encoded, encoded: Encoded) -> Changes | None:
-        """Return them; ``None`` if other things have changed than a few values."""
-        old, new = before.text.split(_BETWEEN), encoded.text.split(_BETWEEN)
-        if len(old) != len(new) or before.objects != encoded.objects:
-            return None
-        return cls(digest(before), {i: part for i, part in enumerate(new) if part != old[i]})
-
-    def made_to(self, before: Encoded) -> Encoded:
-        """Return the structure."""
-        parts = before.text.split(_BETWEEN)
-        for i, part in self.parts.items():
-            parts[i] = part
-        return before._replace(text=_BETWEEN.join(parts))
-
-
+Asked: TypeAlias = list[str]
+"""The entries of which rank 0 asks a rank for the structure."""
+Sent: TypeAlias = dict[str, Encoded]
+"""The structures that a rank was asked for."""
 _Differing: TypeAlias = list[tuple[str, bool]]
 """The paths of values that differ, each with whether they are numbers of floating point."""
-Sent: TypeAlias = dict[str, Encoded | Changes]
-"""The structures that a rank was asked for."""
 
 
 class RankEntries:
@@ -90,22 +62,13 @@ class RankEntries:
         self.contents = {} if buffers is None else comparing.contents(copied, buffers, objects)
         self.kinds = digest(([each.objects for each in self.structures.values()], groups_of(copied)))
 
-    def digests(self, before: Mapping[str, Encoded]) -> EntryDigests:
-        """Return what the other ranks have to know of them, given what they were in the save ``before``."""
-        changed = {name: before[name] for name, each in self.structures.items() if before.get(name, each) != each}
-        return EntryDigests(
-            {name: digest(each) for name, each in self.structures.items()},
-            {name: digest(each) for name, each in changed.items()},
-            self._samples,
-        )
+    def digests(self) -> EntryDigests:
+        """Return what the other ranks have to know of them."""
+        return EntryDigests({name: digest(each) for name, each in self.structures.items()}, self._samples)
 
-    def structures_for(self, asked: Asked, before: Mapping[str, Encoded]) -> Sent:
+    def structures_for(self, asked: Asked) -> Sent:
         """Return what rank 0 has asked for."""
-        sent: Sent = {}
-        for name, base in asked.items():
-            own = self.structures[name]
-            sent[name] = (Changes.between(before[name], own) if base else None) or own
-        return sent
+        return {name: self.structures[name] for name in asked}
 
 
 class Merging:
@@ -142,11 +105,10 @@ class Merging:
             CheckpointError: ranks that share an entry have drifted apart.
         """
         shares.expect_samples_alike([each.samples for each in self._digests])
-        asked: list[Asked] = [{} for _ in self._digests]
+        asked: list[Asked] = [[] for _ in self._digests]
         for (name, own), (rank, *_) in self._alike.items():
             if (name, own) not in self._before:
-                base = self._digests[rank].before.get(name, b"")
-                asked[rank][name] = base if (name, base) in self._before else b""
+                asked[rank].append(name)
         return asked
 
     def put_together(self, sent: Sequence[Sent]) -> dict[str, Encoded]:
@@ -159,8 +121,8 @@ class Merging:
         for (name, own), ranks in self._alike.items():
             found = self._before.get((name, own))
             if found is None:
-                found = self._completed(name, sent[ranks[0]][name])
-                if found is None or digest(found) != own:
+                found = sent[ranks[0]][name]
+                if digest(found) != own:
                     raise CheckpointError(
                         f"What {name_ranks(ranks[:1])} sent of {name!r} does not match the digest it sent first. "
                         "Nothing was committed; the next save sends all of it."
@@ -169,12 +131,6 @@ class Merging:
             values = [self._numbers[rank] for rank in ranks if rank not in self._stale]
             parts.setdefault(name, []).append((found, values))
         return {name: merge(name, each) for name, each in parts.items()}
-
-    def _completed(self, name: str, sent: Encoded | Changes) -> Encoded | None:
-        if isinstance(sent, Encoded):
-            return sent
-        before = self._before.get((name, sent.base))
-        return None if before is None else sent.made_to(before)
 
 
 def groups_in(state: Mapping[str, Encoded]) -> dict[str, dict[str, list[str]]]:

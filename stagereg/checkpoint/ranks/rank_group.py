@@ -217,6 +217,19 @@ class RankGroup:
 
         return wait
 
+    def any(self, failing: str, flag: bool) -> bool:
+        """Return whether ``flag`` is set on any rank, as long as the others live. Collective; raises as a round trip.
+
+        ``failing`` is as of :meth:`round_trip`.
+        """
+        if self.size == 1:
+            return flag
+        self._expect_initialized(failing)
+        flags = torch.tensor([flag], dtype=torch.uint8, device="cpu")
+        with self.explaining(failing):
+            self.wait(dist.all_reduce(flags, dist.ReduceOp.MAX, self.group, async_op=True), _PATIENCE)
+        return bool(flags)
+
     @contextlib.contextmanager
     def explaining(self, failing: str) -> Iterator[None]:
         """Use the group inside. Raises ``CheckpointError``, soon on all ranks, with those that are gone or missing."""
@@ -342,10 +355,7 @@ class RankGroup:
             except Exception as error:
                 raise kind_of([error])(f"{failing}: {reason(error)}") from _cause(error)
         post, failure = _post(act)
-        if not dist.is_initialized():
-            raise CheckpointError(
-                f"{failing}: the process group is gone; close() the Checkpointer before destroy_process_group()"
-            )
+        self._expect_initialized(failing)
         # As bytes: what could not be pickled or read on one rank alone must not keep it from the exchange.
         with self.explaining(failing):
             posts = self._collect(post, limit or _PATIENCE)
@@ -363,6 +373,12 @@ class RankGroup:
             cause = next(iter(errors.values())) if failure is None else failure
             raise kind_of(errors.values())(f"{failing}: {_listed(errors)}") from _cause(cause)
         return cast("U", answered)
+
+    def _expect_initialized(self, failing: str) -> None:
+        if not dist.is_initialized():
+            raise CheckpointError(
+                f"{failing}: the process group is gone; close() the Checkpointer before destroy_process_group()"
+            )
 
     def _collect(self, post: bytes, limit: datetime.timedelta) -> list[bytes]:
         """Return on rank 0 the posts of all; torch's ``gather_object`` would fill up each to the longest."""

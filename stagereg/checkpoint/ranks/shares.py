@@ -29,8 +29,6 @@ _SAMPLED = 16  # tensors, and elements of each
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 SAMPLES = "stagereg.samples"
 """The entry of a staged copy that goes into no checkpoint: elements of what ranks share, to be compared each time."""
-DOUBLES = "stagereg.doubles"
-"""Another one: other ranks' shares by their ranks, as tensors by dotted name."""
 
 
 class Cut(NamedTuple):
@@ -52,8 +50,6 @@ class Shares(NamedTuple):
     cuts: dict[Kind, list[Cut]]  # by kind
     parts: dict[str, Part | None]  # where it lies in the whole by dotted name; ``None`` for what others write
     first: dict[Kind, int]  # of the ranks that share a kind, the lowest
-    doubles: dict[int, dict[Kind, list[Cut]]]  # of ranks whose shares this one writes as well, their cuts
-    doubled: bool  # whether a rank does so with this one's
 
 
 class ShareBook:
@@ -66,11 +62,10 @@ class ShareBook:
     Args:
         every: they compare in every that many saves; 0 for the first alone.
         share: whether what is alike is shared.
-        pairs: as for :func:`.comparing.double`.
     """
 
-    def __init__(self, every: int, share: bool, pairs: Sequence[tuple[int, Sequence[int]]] = ()) -> None:
-        self.share, self.pairs = share, pairs
+    def __init__(self, every: int, share: bool) -> None:
+        self.share = share
         self._every = every
         self._numbers = itertools.count()
         self._known: dict[int, Shares | None] = {-2: None, -1: None}  # what goes after the last saves that have ended
@@ -87,10 +82,8 @@ class ShareBook:
         after = None if failed else found or self._known.get(number - 1)
         self._known = {number - 1: self._known.get(number - 1), number: after}
 
-    def cut(
-        self, number: int, entries: Mapping[str, Any], doubles: bool = False
-    ) -> tuple[dict[str, Any], Shares] | None:
-        """Return what this rank writes of entries in a save, with others' shares if it ``doubles``, and its shares.
+    def cut(self, number: int, entries: Mapping[str, Any]) -> tuple[dict[str, Any], Shares] | None:
+        """Return what this rank writes of entries in a save, and its shares.
 
         Returns ``None`` if it is all of it: ranks compare in this save, or, on the training thread, that is not known.
         """
@@ -102,14 +95,13 @@ class ShareBook:
             if before not in known:
                 return None
             shares = known[before]
-            if shares is not None and (found := cut(entries, shares, doubles)) is not None:
+            if shares is not None and (found := cut(entries, shares)) is not None:
                 return found, shares
         return None
 
 
-def cut(entries: Mapping[str, Any], shares: Shares, doubles: bool = False) -> dict[str, Any] | None:
-    """Return entries with shares in place of what others have as well, with samples of these, and, if this rank is to
-    write them (``doubles``), with the shares of others.
+def cut(entries: Mapping[str, Any], shares: Shares) -> dict[str, Any] | None:
+    """Return entries with shares in place of what others have as well, and with samples of these.
 
     Returns ``None`` if a tensor is not there any more, or is another one.
     """
@@ -123,16 +115,6 @@ def cut(entries: Mapping[str, Any], shares: Shares, doubles: bool = False) -> di
             f"{first}.{kind[1]:d}.{kind[0]}": _sample(entries[kind[0]], shares.cuts[kind])
             for kind, first in shares.first.items()
         }
-    if doubles and shares.doubles:
-        found[DOUBLES] = {
-            str(rank): {
-                _name(kind, each): _taken(entries[kind[0]], each)
-                for kind, of_kind in cuts.items()
-                for each in of_kind
-                if each.part is not None
-            }
-            for rank, cuts in shares.doubles.items()
-        }
     return found
 
 
@@ -144,11 +126,6 @@ def _name(kind: Kind, cut: Cut) -> str:
 def _local(value: Any, cut: Cut) -> torch.Tensor:
     """Return what this rank has of a tensor, out of its entry."""
     return local_part(functools.reduce(lambda at, step: at[step], (*cut.holder, cut.key), value)).detach()
-
-
-def _taken(value: Any, cut: Cut) -> torch.Tensor:
-    """Return the share itself."""
-    return _local(value, cut) if cut.rows is None else _local(value, cut).narrow(*cut.rows)
 
 
 def _sample(value: Any, cuts: Sequence[Cut]) -> list[torch.Tensor]:
@@ -212,20 +189,16 @@ def expect_samples_alike(ranks: Sequence[Mapping[str, int]]) -> None:
 
 def shares(number: int, own: Mapping[Kind, EntryContents], compared: Compared, of: Collection[str]) -> Shares:
     """Return this rank's shares of the entries ``of`` which others have as well, as found in the save ``number``."""
-    found = Shares(number, {}, {}, {}, {}, bool(compared.doubled))
+    found = Shares(number, {}, {}, {})
     for kind, (first, ranks, at) in compared.places.items():
+        if ranks == 1 or kind[0] not in of:
+            continue
         pieces = [piece._replace(nbytes=0) if piece.name in compared.mixed else piece for piece in own[kind].pieces]
-
-        def cuts(index: int, pieces: Sequence[HeldTensor] = pieces, count: int = ranks) -> list[Cut]:
-            each = zip(pieces, _cuts(pieces, count, index), strict=True)
-            return [*{piece.name: cut for piece, cut in each if piece.name not in compared.mixed}.values()]
-
-        if ranks > 1 and kind[0] in of and (kept := cuts(at)):
+        each = zip(pieces, _cuts(pieces, ranks, at), strict=True)
+        kept = [*{piece.name: cut for piece, cut in each if piece.name not in compared.mixed}.values()]
+        if kept:
             found.cuts[kind], found.first[kind] = kept, first
             found.parts.update({_name(kind, each): each.part for each in kept})
-            for rank, numbers in compared.doubles.items():
-                if kind in numbers:
-                    found.doubles.setdefault(rank, {})[kind] = cuts(numbers[kind])
     return found
 
 

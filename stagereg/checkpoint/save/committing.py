@@ -37,9 +37,9 @@ from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.format.index import expect_readable, make_index, tables
 from stagereg.checkpoint.format.manifest import FileMark
 from stagereg.checkpoint.format.wrappers import inner_tensors
-from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, compare, content_digests, double, expect_alike
+from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, compare, content_digests, expect_alike
 from stagereg.checkpoint.ranks.merging import Asked, EntryDigests, Merging, RankEntries, Sent, groups_in
-from stagereg.checkpoint.ranks.shares import DOUBLES, SAMPLES, ShareBook, Shares, cut, shares
+from stagereg.checkpoint.ranks.shares import SAMPLES, ShareBook, Shares, cut, shares
 from stagereg.checkpoint.save.pending_save import PendingSave
 from stagereg.checkpoint.save.scheduling import short_turns
 from stagereg.checkpoint.save.state_planner import from_numbers, join_plans, name_for_each, numbered, split_plan
@@ -66,7 +66,7 @@ class _Prepared(NamedTuple):
     taken: Mapping[str, int] = {}
     shares_of: int | None = None
     contents: Mapping[tuple[str, bytes], bytes] = {}
-    digests: EntryDigests = EntryDigests({}, {}, {})
+    digests: EntryDigests = EntryDigests({}, {})
     differing: Sequence[EntryContents] = ()
 
 
@@ -131,7 +131,6 @@ class _Work:
     entries: RankEntries
     asked: Asked
     _copy: dict[str, Any]  # what this rank writes of what it has staged
-    _doubles: dict[str, dict[str, torch.Tensor]]  # and of others' shares, by their ranks and dotted name
     _plans: list[SavePlan]  # what this rank would write
     _more: list[SavePlan]  # that again, if it was not sent before the files
     _results: list[WriteResult]
@@ -142,8 +141,8 @@ class _Work:
         self._metadata: Metadata | None = None
         self._is_second = self.agreed = before is not None
         if before is not None:
-            self._copy, self._doubles, self.entries = before._copy, {}, before.entries
-            before._copy, before._doubles = {}, {}
+            self._copy, self.entries = before._copy, before.entries
+            before._copy = {}
 
     def run(self) -> tuple[float, int] | None:
         """Do it. Returns, and raises, as :func:`write_and_commit`."""
@@ -163,14 +162,13 @@ class _Work:
                 self.take_answer(answer)
                 self.agreed, began = True, record.now()
                 if passed_over:
-                    last.forget_sent()
+                    last.forget()
                     return None
                 nbytes = last.results.round_trip(self._ranks, failing, self.write, self.commit)
                 to.complete(save.step)
                 failpoint("ended")
-            last.structures = self.entries.structures
         except BaseException:
-            last.forget_sent()
+            last.forget()
             with within(save.until - time.monotonic()):
                 to.discard(save.step)
             raise
@@ -196,7 +194,6 @@ class _Work:
         if (own := rng_name(self._ranks.number)) in copy:
             copy[own] = rng.as_tensors(copy[own])
         self._copy = self._cut(copy) if save.sharing.shares is None and save.sharing.book is not None else copy
-        self._doubles = self._copy.pop(DOUBLES, {})
         buffers = save.sharing.buffers if save.sharing.compares else None
         self.entries = RankEntries(self._copy, buffers)  # refuses what cannot be saved
         failpoint("staged")
@@ -205,13 +202,14 @@ class _Work:
         save.at = WAITING_FOR_OTHERS
         contents = self.entries.contents
         sent = _Prepared(save.step, True, save.follows, save.taken, _COMPARING, content_digests(contents))
-        return sent, [{kind: [piece.name for piece in each.pieces] for kind, each in contents.items()}], ()
+        names = {kind: [piece.name for piece in each.pieces] for kind, each in contents.items()}
+        return sent, (names,), ()
 
     def _cut(self, copy: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's shares of a copy that was not cut when it was staged; all of it, if ranks compare."""
         save = self._save
         save.copy.nbytes = self._nbytes(copy, (x for _, x in walk(copy)))
-        found = cast("ShareBook", save.sharing.book).cut(save.sharing.number, copy, self._to.doubles)
+        found = cast("ShareBook", save.sharing.book).cut(save.sharing.number, copy)
         save.sharing.compares = found is None
         copy, save.sharing.shares = found or (copy, None)
         return copy
@@ -220,9 +218,9 @@ class _Work:
         """Return what this rank would write, once it knows what others have as well."""
         save, contents = self._save, self.entries.contents
         save.sharing.shares = shares(save.sharing.number, contents, compared, save.sharing.replicated)
-        if (found := cut(self._copy, save.sharing.shares, self._to.doubles)) is None:  # a holder is no mapping by text
-            save.sharing.shares, found = Shares(save.sharing.number, {}, {}, {}, {}, False), self._copy
-        self._copy, self._doubles = found, found.pop(DOUBLES, {})
+        if (found := cut(self._copy, save.sharing.shares)) is None:  # a holder is no mapping by text
+            save.sharing.shares, found = Shares(save.sharing.number, {}, {}, {}), self._copy
+        self._copy = found
         return self._plan(save.sharing.shares, [contents[kind] for kind in compared.differing])
 
     def _plan(
@@ -246,9 +244,9 @@ class _Work:
             self._to.last.sent = [plan] if self._ranks.size == 1 else split_plan(plan, self._ranks.number)
         self._plans = self._to.last.sent
         if save.copy.nbytes is None:
-            save.copy.nbytes = self._to.last.nbytes + self._nbytes_of_doubles()
+            save.copy.nbytes = self._to.last.nbytes
         save.at = WAITING_FOR_OTHERS
-        digests = self.entries.digests(self._to.last.structures)
+        digests = self.entries.digests()
         of = None if own is None else own.found_in
         sent = _Prepared(save.step, True, save.follows, save.taken, of, {}, digests, differing)
         return sent, (*self._plans, (save.follows, self.entries.kinds)), ()
@@ -257,9 +255,6 @@ class _Work:
         """Return the bytes of tensor data in a copy, without this rank's random number generators."""
         own: Mapping[str, torch.Tensor] = copy.get(rng_name(self._ranks.number), {})
         return sum(part.nbytes for x in leaves for part in _parts(x)) - sum(x.nbytes for x in own.values())
-
-    def _nbytes_of_doubles(self) -> int:
-        return sum(x.nbytes for share in self._doubles.values() for x in share.values())
 
     def share_out(self, prepared: Sequence[_Prepared], lasting: Sequence[Sequence[Any]] | None) -> Sequence[Any]:
         """Return what each rank writes, ``None`` for the same as in the save before, and what it is asked for.
@@ -279,9 +274,7 @@ class _Work:
                 "next save compares it anew."
             )
         if prepared[0].shares_of == _COMPARING:
-            told = compare([each.contents for each in prepared], [names for [names] in lasting or ()])
-            double(told, cast("ShareBook", self._save.sharing.book).pairs)
-            return told
+            return compare([each.contents for each in prepared], [names for [names] in lasting or ()])
         # Of what several ranks have alike the first one's is stored: numbers are stale on one that has left its loop.
         self._follows = [rank for rank, each in enumerate(prepared) if each.follows]
         self._order = sorted(range(len(prepared)), key=lambda rank: prepared[rank].follows)
@@ -308,19 +301,17 @@ class _Work:
         self._more = self._plans if dealt is None else []
         if dealt is not None:
             self._to.last.dealt = from_numbers(dealt, join_plans(self._plans))
-            self._to.last.results.forget_sent()  # the same places may hold something else: of another dtype
+            self._to.last.results.forget()  # the same places may hold something else: of another dtype
 
     def write(self) -> tuple[_Written, Sequence[Any], Sequence[Any]]:
         """Write this rank's files, and let go of its copy."""
         save = self._save
         failpoint("agreed")
-        self._to.expect_room(self._to.last.nbytes + self._nbytes_of_doubles())
+        self._to.expect_room(self._to.last.nbytes)
         save.at = "writing its files"
         own = self.planner.finish_plan(cast("SavePlan", self._to.last.dealt))
-        shares = save.sharing.shares
-        doubled = {} if shares is None or not shares.doubled else shares.parts
-        self._results = self._to.write(own, self.planner, doubled, self._doubles)
-        self.planner.state_dict, self._doubles = {}, {}
+        self._results = self._to.write(own, self.planner)
+        self.planner.state_dict = {}
         self._let_go()
         marks = (
             self._to.marks(self._path, self._results) if self._ranks.rank > 0 else {}
@@ -329,7 +320,7 @@ class _Work:
         save.at = "waiting until no operation can have written the state meanwhile"
         save.copy.confirm()
         save.at = WAITING_FOR_OTHERS
-        return (marks, self.entries.structures_for(self.asked, self._to.last.structures)), [self._results], self._more
+        return (marks, self.entries.structures_for(self.asked)), (tuple(self._results),), self._more
 
     def _let_go(self) -> None:
         """Let go of the copy, unless it is written elsewhere as well. Raises: what it has proved bad with."""
@@ -350,7 +341,7 @@ class _Work:
             raise NotSavedInTimeError("it took too long and was given up")
         state = self._merging.put_together([sent for _, sent in written])
         if lasting is None:
-            to.finish(None, [])
+            again = to.finish(self._path, None, [])
         else:
             if self._metadata is None:
                 self._plan_all([plans for _, *plans in lasting])
@@ -358,8 +349,8 @@ class _Work:
             objects = {name for encoded in state.values() for name in encoded.objects}
             to.last.described = json.dumps(tables(metadata, results, objects))
             name_for_each(metadata, results, groups_in(state))
-            to.finish(metadata, results)
-        own = to.marks(self._path, self._results)
+            again = to.finish(self._path, metadata, results)
+        own = {**to.marks(self._path, self._results), **again}
         files = {name: mark for marks, _ in written for name, mark in marks.items()} | own
         index = make_index(to.last.described, state)
         sizes = {name: mark.bytes for name, mark in files.items()}

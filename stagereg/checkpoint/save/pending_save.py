@@ -15,22 +15,21 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 import stagereg.record as record
-from stagereg.checkpoint.format.encoding import Encoded
 from stagereg.checkpoint.format.index import INDEX, ArchiveResult, Readable, TensorResult
 from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
 from stagereg.checkpoint.ranks.merging import Structures
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.shares import ShareBook, Shares
-from stagereg.checkpoint.ranks.unchanged import RepeatedExchange
+from stagereg.checkpoint.ranks.unchanged import Exchange
 from stagereg.checkpoint.save.logged_metrics import LoggedMetrics
 from stagereg.checkpoint.save.schedule import Schedule
 from stagereg.checkpoint.save.state_planner import StatePlanner
+from stagereg.checkpoint.storage.files import METADATA
 from stagereg.checkpoint.storage.protocol import Storage, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.failpoints import failpoint
@@ -43,23 +42,22 @@ class LastSave:
     """What a rank keeps of its last save, so that in the next one it need not send again what has not changed."""
 
     def __init__(self, repeats: bool) -> None:
-        self.plans, self.results = RepeatedExchange(repeats), RepeatedExchange(repeats)
+        self.plans, self.results = Exchange(repeats), Exchange(repeats)
         self.planner = StatePlanner()
         self.plan: SavePlan | None = None  # what this rank would have written
         self.sent: list[SavePlan] = []  # the same, as it is sent
         self.nbytes = 0  # of the tensors in it, without the states of generators
         self.dealt: SavePlan | None = None  # what it was told to write
-        self.structures: dict[str, Encoded] = {}  # that this rank had
         self.entries: Structures = {}  # on rank 0: those that ranks had
-        self.finished = b""  # on rank 0: what the storage's ``finish_again`` needs
+        self.finished = b""  # on rank 0: torch's metadata, as the storage has written it
         self.described = ""  # on rank 0: the tensors in the index
         self.readable = Readable()  # on rank 0: the index, as far as it is known that the reader accepts it
 
-    def forget_sent(self) -> None:
+    def forget(self) -> None:
         """Send everything in the next save: this one has failed."""
-        self.plans.forget_sent()
-        self.results.forget_sent()
-        self.structures, self.entries = {}, {}
+        self.plans.forget()
+        self.results.forget()
+        self.entries = {}
 
 
 class Target(Protocol):
@@ -70,7 +68,6 @@ class Target(Protocol):
     schedule: Schedule  # says when
     last: LastSave
     optional: bool  # what fails there, once all ranks have staged, is a warning
-    doubles: bool  # ranks write others' shares as well
 
     @property
     def where(self) -> str:
@@ -85,25 +82,15 @@ class Target(Protocol):
         """Raise ``OSError`` if it is known that so many bytes of each rank do not fit."""
         ...
 
-    def write(
-        self,
-        plan: SavePlan,
-        planner: SavePlanner,
-        doubled: Collection[str],
-        doubles: Mapping[str, Mapping[str, torch.Tensor]],
-    ) -> list[WriteResult]:
-        """Write this rank's files.
-
-        Args:
-            plan: this rank's share of the plan.
-            planner: has the tensors.
-            doubled: the names of those that another rank writes as well.
-            doubles: the shares of others, by their ranks, and in them by name.
-        """
+    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Write this rank's files: its share of the plan, of which the planner has the tensors."""
         ...
 
-    def finish(self, metadata: Metadata | None, results: list[list[WriteResult]]) -> None:
-        """Write what the storage writes last; ``None`` if that is as in the save before. On rank 0."""
+    def finish(self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]) -> Mapping[str, FileMark]:
+        """Write what the storage writes last; ``None`` if that is as in the save before. On rank 0.
+
+        Returns the marks that the storage does not have.
+        """
         ...
 
     def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileMark]:
@@ -141,7 +128,6 @@ class SaveTarget:
     """
 
     optional = False
-    doubles = False
 
     def __init__(
         self,
@@ -157,10 +143,9 @@ class SaveTarget:
         self._storage_name = name_of(storage)  # for manifests
         self._tokens = random.Random(token)  # the same on all ranks without an exchange
         self._token = ""
-        self._repeats = isinstance(storage, Storage) and storage.repeats
         self.metrics = LoggedMetrics()
         self.committed: Checkpoint | None = None
-        self.last = LastSave(self._repeats)
+        self.last = LastSave(isinstance(storage, Storage) and storage.finished is not None)
 
     @property
     def where(self) -> str:
@@ -174,16 +159,15 @@ class SaveTarget:
     def expect_room(self, nbytes: int) -> None:
         """Writing shows it."""
 
-    def write(self, plan: SavePlan, planner: SavePlanner, *_: object) -> list[WriteResult]:
+    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         return self.storage.write_data(plan, planner).wait()
 
-    def finish(self, metadata: Metadata | None, results: list[list[WriteResult]]) -> None:
+    def finish(self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]) -> Mapping[str, FileMark]:
         if metadata is None:
-            self.storage.finish_again(self.last.finished)
-            return
+            return {METADATA: self.store.put(path, METADATA, self.last.finished)}
         self.storage.finish(metadata, results)
-        if self._repeats:
-            self.last.finished = self.storage.finished
+        self.last.finished = (self.storage.finished if isinstance(self.storage, Storage) else None) or b""
+        return {}
 
     def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileMark]:
         """Return those that the storage has taken; other files are flushed and read.
@@ -200,7 +184,7 @@ class SaveTarget:
     def commit(self, step: int, path: str, files: dict[str, FileMark], index: bytes) -> None:
         store = self.store
         files[INDEX] = store.put(path, INDEX, index)
-        there = store.backend.list(path, [".metadata"])  # and what else the storage has written, such as torch's index
+        there = store.backend.list(path, [METADATA])  # and what else the storage has written, such as torch's index
         files |= {name: store.mark(path, name) for name in there if name not in files}
         failpoint("marked")
         store.notes.add_metrics(self.metrics.late_metrics())

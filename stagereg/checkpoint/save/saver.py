@@ -280,8 +280,7 @@ class Saver:
 
     def _share(self, save: PendingSave, captured: dict[str, Any]) -> dict[str, Any]:
         """Return what this rank stages of what it has, and note what the save has to know of it."""
-        to_tier = save.copy.near or save.before is not None
-        if (found := self._replicas.cut(save.sharing.number, captured, to_tier)) is not None:
+        if (found := self._replicas.cut(save.sharing.number, captured)) is not None:
             captured, save.sharing.shares = found
         elif not save.follows:
             state = self.state or {}

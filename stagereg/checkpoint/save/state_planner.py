@@ -11,7 +11,6 @@ import dataclasses
 import io
 import marshal
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -232,9 +231,7 @@ def join_plans(plans: Sequence[SavePlan]) -> SavePlan:
 
 
 def numbered(dealt: SavePlan, given: SavePlan) -> SavePlan:
-    """Return what a rank was dealt, with the numbers that items have in the plan that it has ``given``, to be sent."""
-    if len(dealt.items) == len(given.items) and all(map(operator.is_, dealt.items, given.items)):
-        return dataclasses.replace(dealt, items=range(len(given.items)), planner_data=None)  # type: ignore[arg-type]
+    """Return the plan that a rank was dealt, with numbers of items of the plan that it has ``given``, to be sent."""
     numbers = {id(item): number for number, item in enumerate(given.items)}
     items: list[Any] = [numbers.get(id(item), item) for item in dealt.items]
     return dataclasses.replace(dealt, items=items, planner_data=None)

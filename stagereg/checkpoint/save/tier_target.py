@@ -6,13 +6,10 @@ Nobody waits for its copies: the next save finds out how far they have come.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -22,7 +19,7 @@ from stagereg.checkpoint.format.manifest import FileMark
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.pending_save import Begun, LastSave
 from stagereg.checkpoint.save.schedule import Schedule
-from stagereg.checkpoint.storage.doubled import DoubledStorage, doubled_name
+from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.local_files import sync
 from stagereg.checkpoint.tiers.near import NearCopies
@@ -32,14 +29,14 @@ from stagereg.checkpoint.tiers.part import Part, PartFile, SaveId
 class TierTarget:
     """The tier ``near`` of one checkpointer; a :class:`.Target`."""
 
-    optional = doubles = True
+    optional = True
 
     def __init__(self, near: NearCopies, ranks: RankGroup, schedule: Schedule) -> None:
         self.near, self.ranks, self.schedule = near, ranks, schedule
         direct = "auto" if near.tier.durable else "never"
-        self._files, self._others = DoubledStorage(direct), DoubledStorage(direct)
+        self._files = DcpStorage(direct=direct)
         self.storage: Storage = self._files
-        self.last = LastSave(self.storage.repeats)
+        self.last = LastSave(True)
         self._save: SaveId | None = None
         self._index = b""  # on rank 0
 
@@ -60,29 +57,12 @@ class TierTarget:
         if why := self.near.lacking(nbytes * self.near.ranks_here):
             raise OSError(errno.ENOSPC, why)
 
-    def write(
-        self,
-        plan: SavePlan,
-        planner: SavePlanner,
-        doubled: Collection[str],
-        doubles: Mapping[str, Mapping[str, torch.Tensor]],
-    ) -> list[WriteResult]:
-        self._files.doubled = doubled
-        assert self._save is not None
-        results = self._files.write_data(plan, planner).wait()
-        for rank, tensors in doubles.items():
-            name, folder = doubled_name(int(rank)), self.near.folder
-            path = folder.double_path(self._save, name)
-            try:
-                file = PartFile(*self._others.write_double(path, tensors))
-                folder.note_double(Part(self._save, int(rank), {name: file}))
-            except OSError:  # then it is sent, and needs the room
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
-        return results
+    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        return self.storage.write_data(plan, planner).wait()
 
-    def finish(self, metadata: Metadata | None, results: list[list[WriteResult]]) -> None:
+    def finish(self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]) -> Mapping[str, FileMark]:
         """Leave out torch's metadata: nothing reads a tier but this project."""
+        return {}
 
     def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileMark]:
         """Return those that the storage has taken."""

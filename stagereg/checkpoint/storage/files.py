@@ -37,7 +37,8 @@ from stagereg.errors import CheckpointError
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
-_METADATA = ".metadata"
+METADATA = ".metadata"
+"""The file of torch's metadata."""
 
 _log = logging.getLogger(__name__)
 
@@ -77,10 +78,11 @@ class FileStorage(Storage):
         return True
 
     @property
-    def repeats(self) -> bool:
+    def finished(self) -> bytes | None:
         # A subclass with ways of its own is called each time.
         own, kind = FileStorage, type(self)
-        return kind.finish is own.finish and kind.prepare_global_plan is own.prepare_global_plan
+        is_own = kind.finish is own.finish and kind.prepare_global_plan is own.prepare_global_plan
+        return self._metadata if is_own else None
 
     @property
     def marks(self) -> Mapping[str, FileMark]:
@@ -134,18 +136,11 @@ class FileStorage(Storage):
         metadata.storage_data = {result.index: result.storage_data for share in results for result in share}
         with without_gc():
             self._metadata = pickle.dumps(metadata)
-        self.finish_again(self._metadata)
+        retrying("writing", self.path, self._write_metadata) if is_url(self.path) else self._write_metadata()
 
-    @property
-    def finished(self) -> bytes:
-        return self._metadata
-
-    def finish_again(self, finished: bytes) -> None:
-        def write() -> None:
-            with self.create(_METADATA) as file:
-                file.write(finished)
-
-        retrying("writing", self.path, write) if is_url(self.path) else write()
+    def _write_metadata(self) -> None:
+        with self.create(METADATA) as file:
+            file.write(self._metadata)
 
     def reader(self, path: StrPath) -> StorageReader:
         if is_url(path):

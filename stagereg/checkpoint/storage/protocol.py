@@ -63,22 +63,14 @@ class Storage(StorageWriter):
         """
 
     @property
-    def repeats(self) -> bool:
-        """Whether it has :meth:`finish_again`, and ``prepare_global_plan`` makes the same of the same plans."""
-        return False
+    def finished(self) -> bytes | None:
+        """The content of ``.metadata`` of the last ``finish``, empty before it; ``None``: every save calls ``finish``.
 
-    @property
-    def finished(self) -> bytes:
-        """What the last ``finish`` leaves for :meth:`finish_again`, which a storage with that has to have."""
-        raise NotImplementedError
-
-    def finish_again(self, finished: bytes) -> None:
-        """Do as a ``finish`` before, in another directory: nothing in its arguments has changed.
-
-        Only ranks that write the same as in the save before, at the same places, have it called. So they need not send
-        one another what that is.
+        Otherwise ``finish`` may write this file alone, and ``finish`` and ``prepare_global_plan`` have to make the same
+        of the same arguments. If all ranks write the same values as in the previous save, at the same places, they do
+        not send these arguments again, and the checkpointer writes this content.
         """
-        raise NotImplementedError
+        return None
 
     @property
     def marks(self) -> Mapping[str, FileMark]:

@@ -139,10 +139,10 @@ class CopyThread:
         return len(done) == self._wanted(copying)
 
     def _send(self, copying: _Copying, machine: str, done: Sequence[str]) -> bool:
-        part, error, sent = copying.part, "", 0
+        part, error = copying.part, ""
         start, began = record.now(), time.monotonic()
         try:
-            sent = self._peer(machine).put(part, copying.directory)
+            self._peer(machine).put(part, copying.directory)
             failpoint("acknowledged")
             self._folder.note_copied(part, [*copying.have, *done, machine])
             failpoint("copied")
@@ -154,7 +154,7 @@ class CopyThread:
             self._failing.add(machine)
         record.emit(
             "copy",
-            **{"step": part.save.step, "rank": part.rank, "to": machine, "bytes": part.nbytes, "sent": sent},
+            **{"step": part.save.step, "rank": part.rank, "to": machine, "bytes": part.nbytes},
             **{"start": start, "seconds": time.monotonic() - began, **({"error": error} if error else {})},
         )
         return not error

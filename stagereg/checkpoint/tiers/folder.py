@@ -31,7 +31,6 @@ NOTE = ".run.json"
 BOOT = ".boot"
 """Notes since which boot the folder of a run is there, where files do not outlive one."""
 _COPIED = ".copied"
-_DOUBLE = ".double"
 _RECEIVED = ".received"
 
 
@@ -104,31 +103,6 @@ class MachineFolder:
     def note_copied(self, part: Part, machines: Sequence[str]) -> None:
         """Note which machines have acknowledged a copy of an own part; the last call holds."""
         self._replace(self.directory(part.save), manifest_name(part.rank) + _COPIED, "\n".join(machines))
-
-    def double_path(self, save: SaveId, name: str) -> str:
-        """Return the path at which a rank of this machine writes a file that is another one's too."""
-        return f"{self.directory(save)}/.{name}"
-
-    def note_double(self, part: Part) -> None:
-        """Note that the files of a part, which another rank writes, were written here too, at their paths for that."""
-        noted = Path(self.directory(part.save), f".{manifest_name(part.rank)}{_DOUBLE}")
-        noted.write_text(part.dumps())
-
-    def take_double(self, part: Part, directory: str) -> set[tuple[str, int]]:
-        """Move what was written here of a part into ``directory``; return which blocks of which files are right."""
-        noted = Path(self.directory(part.save), f".{manifest_name(part.rank)}{_DOUBLE}")
-        found: set[tuple[str, int]] = set()
-        with contextlib.suppress(OSError, ValueError):
-            here = Part.loads(noted.read_bytes())
-            noted.unlink()
-            for name, file in here.files.items():
-                if name not in part.files or file.nbytes != part.files[name].nbytes:
-                    _discard(self.double_path(part.save, name))
-                    continue
-                os.rename(self.double_path(part.save, name), f"{directory}/{name}")
-                pairs = enumerate(zip(file.blocks, part.files[name].blocks, strict=True))
-                found |= {(name, number) for number, (own, known) in pairs if own == known}
-        return found
 
     def delete(self, saves: Collection[str], keep: bool = False) -> None:
         """Delete the folders of these saves, by :attr:`.SaveId.folder`; with ``keep`` all others. Raises nothing."""

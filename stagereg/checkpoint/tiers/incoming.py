@@ -27,7 +27,6 @@ class IncomingPart:
     Attributes:
         part: as given.
         token: tells it from all others, and is known to its sender alone.
-        here: the blocks that this machine has already, since one of its ranks has written them too.
         left: bytes that are yet to come.
         touched: when something came last, of ``time.monotonic``.
 
@@ -42,10 +41,8 @@ class IncomingPart:
         self._turn = threading.Lock()  # of a file the system lets one write at a time, and has others spin
         self._hidden = f"{folder.directory(part.save)}/.{self.token}.tmp"
         os.makedirs(self._hidden, mode=0o700)
-        self.here = folder.take_double(part, self._hidden)
-        blocks = {(name, number) for name, file in part.files.items() for number in range(len(file.blocks))}
-        self._missing = blocks - self.here
-        self.left = sum(len(part.files[name].block(number)) for name, number in self._missing)
+        self._missing = {(name, number) for name, file in part.files.items() for number in range(len(file.blocks))}
+        self.left = part.nbytes
         self._half = len(self._missing) // 2
         for name in part.files:
             os.close(os.open(f"{self._hidden}/{name}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))

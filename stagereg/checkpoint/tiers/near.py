@@ -203,15 +203,6 @@ class NearCopies:
             )
         return self.tier.lacking(nbytes)
 
-    def copied_to(self) -> list[tuple[int, list[int]]]:
-        """Return each rank, once for each machine that its copies go to if all works, with the ranks of that."""
-        return [
-            (rank, self._ranks_on[other])
-            for machine, ranks in self._ranks_on.items()
-            for other in self._partners[machine][: self.tier.copies]
-            for rank in ranks
-        ]
-
     # -- branches
 
     def go_on_from(self, step: int | None) -> None:

