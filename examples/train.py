@@ -150,8 +150,8 @@ def train(cfg: DictConfig) -> float:
                     step += 1
                     if count and step % LOG_EVERY == 0:
                         stagereg.log(step, loss=losses[-1])
+                    report(step)  # before the save: a checkpoint has the metrics that were logged by then
                     checkpointer.maybe_save(step, state)
-                    report(step)
         except stagereg.UnevenInputsError:  # with join.throw, all ranks are here, at the same step
             if step not in (start, checkpointer.saved):
                 checkpointer.save(step, state)

@@ -150,8 +150,9 @@ def now() -> float:
 def log(step: int, **values: SupportsFloat) -> None:
     """Record numbers of your own for a training step; ``loss`` and ``samples`` are taken up by ``stagereg report``.
 
-    A tensor on an accelerator is waited for, so log every so often rather than at each step. What rank 0 logs about a
-    step that a :class:`stagereg.Checkpointer` saves is kept with the checkpoint, also where nothing records.
+    A tensor on an accelerator is waited for, so log every so often rather than at each step. A checkpoint has the
+    values that rank 0 logs for its step before :class:`stagereg.Checkpointer` saves it, also where nothing records; a
+    value that is logged later is not part of the checkpoint.
 
     Args:
         step: the training step, as given to ``Checkpointer.maybe_save``.

@@ -20,6 +20,7 @@ import stagereg.checkpoint.load.choosing as choosing
 import stagereg.checkpoint.load.restoring as restoring
 import stagereg.checkpoint.options as options
 import stagereg.launch.phases as phases
+import stagereg.record as record
 from stagereg.checkpoint.end_report import describe_end, expect_usable, log_end, warn_of_unclosed
 from stagereg.checkpoint.hold import Hold, warn_of_earlier_run
 from stagereg.checkpoint.load.crashes import is_in_order
@@ -171,13 +172,12 @@ class Checkpointer:
         self.stats = self._background.stats
         self._crashes = near.counter(self._store, self.restore_options.give_up_after, first, self._background)
         if first:
-            self._target.metrics.listen(self._background.note_metrics)
+            record.listen(self._target.metrics)
         self._survivors: Any = self._stores and Survivors(self._target, near.target, self._saver, self._background)
         parts = self._target.token, self._ranks, self._saver, self._leave.grace, self._background, self._follow
         self._together = Together(process_group, *parts)
         self.preemption = self._together.preemption
-        on_commit = components if first else {}, self._background, self._target.metrics
-        self._calls = CommitCalls(*on_commit, self.preemption)
+        self._calls = CommitCalls(components if first else {}, self._background, self.preemption)
         warn = first and self._leave.save_last
         self._unclosed = weakref.finalize(self, warn_of_unclosed, self.dir, self._saver, self._pid) if warn else None
         if self._ranks.group is not None:
@@ -206,7 +206,6 @@ class Checkpointer:
         if not self._enabled:
             return False
         self._saver.end_step(step)
-        self._calls.at_step(step)
         leaves, again = self.preemption is not None and self.preemption.agreed_at(step), self._saver.retakes_at(step)
         stores = ((self._target.schedule.due(step) or again) and self._stores) or leaves
         near = self._tiering.due(step)

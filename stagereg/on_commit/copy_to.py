@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import IO
@@ -61,7 +60,7 @@ class CopyTo:
         with target.lock():
             there = [_identity(one.manifest) for one in target.checkpoints()[0]]
             missing = [*takewhile(lambda one: _identity(one.manifest) not in there, source.checkpoints()[0])]
-            wanted = self.keep.kept(missing, {one.path: source.notes.metrics_of(one.manifest) for one in missing})
+            wanted = self.keep.kept(missing, {one.path: one.manifest.metrics for one in missing})
             copies = {one.path: _place(one, target) for one in missing if one.path in wanted}
             target.sweep(but=copies.values())
             target.retention.spared.clear()
@@ -86,7 +85,7 @@ class CopyTo:
             if found != manifest.files[name]:
                 _copy_file(f"{one.path}/{name}", f"{place}/{name}", manifest.files[name])
                 _expect(manifest.files[name], target.mark(place, name), f"{place}/{name}")
-        target.publish(place, replace(manifest, metrics=source.notes.metrics_of(manifest)), self.keep)
+        target.publish(place, manifest, self.keep)
         target.retention.clear()
 
 

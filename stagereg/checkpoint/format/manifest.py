@@ -24,7 +24,6 @@ SWEEP_JOB = ".sweep-job.json"
 KEPT = "kept.json"
 LATEST = "latest"
 MANIFEST = "manifest.json"
-METRICS = "metrics.json"
 _FORMAT = 2
 _STEP_NAME = re.compile(r"step-(?P<step>\d+)(\.[0-9a-f]+)?", re.ASCII)  # a token, where a step has several
 _BLOCK_BYTES = 1 << 20
@@ -54,7 +53,7 @@ class Manifest:
         files: their marks, by the name inside the directory.
         storage: the name of the storage that reads it.
         time: when it was committed, whole seconds since the epoch.
-        metrics: what rank 0 had logged about the step by then; may have NaN, so two manifests are compared without.
+        metrics: what rank 0 logged about the step before the save; may have NaN, so two manifests are compared without.
         lost: in a survivors' save the ranks that were lost, each with what of it is missing, or not exact, in words.
     """
 

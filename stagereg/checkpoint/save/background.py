@@ -6,8 +6,6 @@ They are two, so that saves to the tier go on while a slow store takes one.
 from __future__ import annotations
 
 import datetime
-import logging
-import os
 from collections.abc import Callable
 
 import stagereg.record as record
@@ -15,8 +13,6 @@ from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-
-_log = logging.getLogger(__name__)
 
 
 class TierBackground(SaveThread):
@@ -50,23 +46,12 @@ class Background(SaveThread):
         super().__init__(target, timeout, warns, ahead)
         self.on_committed: Callable[[Checkpoint, CheckpointStore], None] | None = None
         self._store_target = target
-        self._late, self._noted = 0, 0  # metrics that were logged late: how often, and as often as they are written
-
-    def note_metrics(self) -> None:
-        """Have metrics written that were logged after the manifest of their step. Any thread."""
-        if not self._closed:
-            self._late += 1
-            self._queue.put(self._write_metrics)
 
     def note_lost(self, step: int, store: CheckpointStore) -> str:
         """Note that the checkpoint of a step is gone or damaged; return a sentence on the newest good one."""
         if self.newest == step and store is self._store_target.store:
             self.newest = next((each.manifest.step for each in store.checkpoints()[0]), None)
         return self.describe_newest()
-
-    def _is_busy(self) -> bool:
-        late = self._noted < self._late and not self._closed
-        return super()._is_busy() or (late and os.getpid() == self._process)
 
     def _completed(self, save: PendingSave, began: float, ended: float, nbytes: int) -> None:
         to = self._store_target
@@ -80,12 +65,3 @@ class Background(SaveThread):
 
     def _clear(self) -> None:
         self._store_target.store.retention.clear()
-
-    def _write_metrics(self) -> None:
-        asked = self._late
-        try:
-            self._store_target.store.notes.add_metrics(self._store_target.metrics.late_metrics())
-            self._store_target.store.notes.write_metrics()
-        except Exception as error:
-            _log.warning("stagereg: metrics are not written in %s yet: %s", self._store_target.store.root, error)
-        self._noted = asked

@@ -20,8 +20,8 @@ class CommittedCheckpoint:
         step: the training step.
         path: its directory, or its URL as text in an object store. It is not deleted while a call for it runs.
         manifest: of its files, with their sizes and checksums.
-        metrics: what rank 0 has logged about that step (:func:`stagereg.log`), what came after the manifest included;
-            values may be NaN or infinite.
+        metrics: the values that rank 0 logged for that step (:func:`stagereg.log`) before the step was saved; values
+            may be NaN or infinite.
     """
 
     step: int

@@ -1,9 +1,8 @@
 """Calls the ``on_commit`` components of a checkpointer for each checkpoint that is complete; on rank 0.
 
-Each component has a thread of its own, so nothing waits for it (docs/checkpoints.md). A call begins when the training
-step is over too (the next ``due`` or ``maybe_save``), so that what an evaluation after ``maybe_save`` logs is in its
-metrics. It is made on a further thread, since a thread that hangs cannot be ended. What a call raises, ``SystemExit``
-included, and whatever else goes wrong is logged and counted.
+Each component has a thread of its own, so nothing waits for it (docs/checkpoints.md). A call is made on a further
+thread, since a thread that hangs cannot be ended. What a call raises, ``SystemExit`` included, and whatever else goes
+wrong is logged and counted.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ import os
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.save.background import Background
-from stagereg.checkpoint.save.logged_metrics import LoggedMetrics
 from stagereg.checkpoint.save.on_commit import CommittedCheckpoint, OnCommit
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.located import path_of
@@ -38,15 +34,6 @@ _DELETED = (
 )
 
 
-@dataclass
-class _Commit:
-    """A checkpoint that is complete, and whether its training step is over."""
-
-    checkpoint: Checkpoint
-    store: CheckpointStore
-    step_over: threading.Event = field(default_factory=threading.Event)
-
-
 class CommitCalls:
     """The calls of all components, by the names that messages have for them, for the saves of ``background``."""
 
@@ -54,13 +41,10 @@ class CommitCalls:
         self,
         components: Mapping[str, OnCommit],
         background: Background,
-        metrics: LoggedMetrics,
         preemption: PreemptionConsensus | None,
     ) -> None:
         self._background, self._preemption = background, preemption
-        self._callers = [_Caller(name, each, background, metrics) for name, each in components.items()]
-        self._step: int | None = None  # that training is in
-        self._waiting: deque[_Commit] = deque()  # for their steps to be over
+        self._callers = [_Caller(name, each, background) for name, each in components.items()]
         self._process, self._leaving = os.getpid(), False
         if components:
             background.on_committed = self.committed
@@ -68,24 +52,13 @@ class CommitCalls:
 
     def committed(self, checkpoint: Checkpoint, store: CheckpointStore) -> None:
         """Have every component called for a checkpoint; on the thread that saves."""
-        commit = _Commit(checkpoint, store)
         if self._leaving:
             _log.warning(
                 "stagereg: on_commit is not called for step %d: the run is preempted", checkpoint.manifest.step
             )
             return
-        if checkpoint.manifest.step == self._step:
-            self._waiting.append(commit)
-        else:
-            commit.step_over.set()
         for caller in self._callers:
-            caller.add(commit)
-
-    def at_step(self, step: int | None) -> None:
-        """Training has come to the end of ``step``, so those before it are over; ``None``: all are."""
-        self._step = step
-        while self._waiting and self._waiting[0].checkpoint.manifest.step != step:
-            self._waiting.popleft().step_over.set()
+            caller.add((checkpoint, store))
 
     def leave(self) -> None:
         """Begin no more calls, and wait for none: the run is preempted."""
@@ -98,7 +71,6 @@ class CommitCalls:
         if os.getpid() != self._process or not self._callers:
             return True
         self._background.finish()
-        self.at_step(None)
         until = time.monotonic() + self._background.timeout_s
         while any(caller.busy for caller in self._callers):
             if time.monotonic() > until or self._is_signalled():
@@ -120,12 +92,12 @@ class CommitCalls:
 class _Caller:
     """The thread of one component."""
 
-    def __init__(self, name: str, component: OnCommit, background: Background, metrics: LoggedMetrics) -> None:
+    def __init__(self, name: str, component: OnCommit, background: Background) -> None:
         self.limit_s = background.timeout_s  # of a call
         self._stopped = ""  # why no further call begins
-        self._name, self._component, self._metrics = name, component, metrics
+        self._name, self._component = name, component
         self._background, self._stats = background, background.stats
-        self._queue: queue.SimpleQueue[_Commit | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Checkpoint, CheckpointStore] | None] = queue.SimpleQueue()
         self._added = self._done = 0
         self._thread = threading.Thread(target=self._work, name=f"stagereg-on-commit-{name}", daemon=True)
         self._thread.start()  # now, since a process that ends starts none any more
@@ -142,7 +114,7 @@ class _Caller:
         """Whether a call has not returned, given up or not."""
         return self._call is not None and self._call.is_alive()
 
-    def add(self, commit: _Commit | None) -> None:
+    def add(self, commit: tuple[Checkpoint, CheckpointStore] | None) -> None:
         """Call the component for a checkpoint after those before it; ``None`` ends the thread."""
         if commit is not None:
             self._added += 1
@@ -158,11 +130,11 @@ class _Caller:
 
     def _work(self) -> None:
         while (commit := self._queue.get()) is not None:
-            commit.step_over.wait(self.limit_s)
+            checkpoint, store = commit
             try:
-                self._take(commit.checkpoint, commit.store)
+                self._take(checkpoint, store)
             except Exception as error:  # of the store, for one
-                self._fail(commit.checkpoint.manifest.step, f"was not called: {error}")
+                self._fail(checkpoint.manifest.step, f"was not called: {error}")
             self._done += 1
 
     def _take(self, checkpoint: Checkpoint, store: CheckpointStore) -> None:
@@ -197,12 +169,11 @@ class _Caller:
 
     def _run(self, checkpoint: Checkpoint, store: CheckpointStore, failures: list[BaseException | str]) -> None:
         manifest = checkpoint.manifest
-        metrics = manifest.metrics | self._metrics.late_metrics().get(manifest.serial, {})
         try:
             while (path := path_of(store, checkpoint)) is not None:
                 with store.readers.reading(path):
                     if path_of(store, checkpoint) == path:  # else it has got its plain name just before
-                        given = CommittedCheckpoint(manifest.step, path_or_url(path), manifest, metrics)
+                        given = CommittedCheckpoint(manifest.step, path_or_url(path), manifest, manifest.metrics)
                         self._component.committed(given)
                         return
             failures.append(_DELETED)

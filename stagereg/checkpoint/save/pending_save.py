@@ -187,9 +187,7 @@ class SaveTarget:
         there = store.backend.list(path, [METADATA])  # and what else the storage has written, such as torch's index
         files |= {name: store.mark(path, name) for name in there if name not in files}
         failpoint("marked")
-        store.notes.add_metrics(self.metrics.late_metrics())
         self.committed = store.publish(path, self.manifest(step, files), self.keep)
-        self.metrics.committed(self.committed.manifest, store.retention.serials)
 
     def manifest(self, step: int, files: dict[str, FileMark]) -> Manifest:
         """Return the manifest to publish."""

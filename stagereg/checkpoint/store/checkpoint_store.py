@@ -220,7 +220,6 @@ class CheckpointStore:
                 failpoint("pointed")
             finally:  # or a file system without links would fill up
                 stay = self.retention.retire(before, made, policy)
-            self.notes.write_metrics(self.retention.serials)
             made = Checkpoint(self.retention.use_plain_names(stay).get(made.path, made.path), manifest)
         except Exception as error:
             text = (

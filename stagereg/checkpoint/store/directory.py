@@ -17,7 +17,6 @@ from stagereg.checkpoint.format.manifest import (
     KEPT,
     LATEST,
     MANIFEST,
-    METRICS,
     RESTORED,
     SWEEP_JOB,
     Checkpoint,
@@ -31,7 +30,7 @@ from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.local_files import local_path, mark_file, sync
 from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
 
-_NOTES = (KEPT, METRICS, RESTORED, SWEEP_JOB)
+_NOTES = (KEPT, RESTORED, SWEEP_JOB)
 
 
 class Directory:

@@ -37,7 +37,7 @@ class KeepRule(Protocol):
 
         Args:
             checkpoints: the complete ones, the newest first, which is the new one.
-            metrics: of each, by its path, what was logged.
+            metrics: of each, by its path, the values that were logged before it was saved.
         """
 
 
@@ -50,8 +50,8 @@ class Keep:
         newest: so many of the newest, at least 1.
         every: for good, those whose step is a positive multiple of this.
         best: so many with the best values of ``metric`` among those that are there; of equal ones the newer.
-        metric: the name under which rank 0 logs it for the step of a checkpoint, with :func:`stagereg.log`. One that
-            was not logged for a step, or is NaN, makes that none of the best.
+        metric: the name under which rank 0 logs it for the step of a checkpoint, with :func:`stagereg.log`, before the
+            step is saved. A checkpoint without the metric, or with NaN, is not one of the best.
         direction: ``"min"`` if the least values are the best, ``"max"`` for the greatest.
         budget: of all that stay together, such as ``"500GiB"``; the least recent go first, and the newest stays even
             if it is larger. While a checkpoint is written, the disk needs space for one more.

@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 from stagereg.checkpoint.format.damage import Condition
 from stagereg.checkpoint.format.manifest import KEPT, LATEST, Checkpoint, plain_name
@@ -32,7 +32,7 @@ class Retention:
 
     Args:
         backend: where the checkpoints lie.
-        notes: has their metrics, and why some are kept.
+        notes: has why some are kept.
         readers: knows which are read.
 
     Attributes:
@@ -40,14 +40,12 @@ class Retention:
             crashes, which retention neither counts nor deletes; whoever finds them adds them.
         spared: full paths of checkpoints that were there at the start, which retention neither counts nor deletes
             before the run has come to their step; cleared by whoever knows that the run goes on from them.
-        serials: of the manifests that there are beside the last one committed.
         check: raises if the lock of the store is lost; called before each checkpoint that goes.
     """
 
     def __init__(self, backend: Backend, notes: Notes, readers: Readers) -> None:
         self.distrusted: set[str] = set()
         self.spared: set[str] = set()
-        self.serials: set[int] = set()
         self.check: Callable[[], object] = lambda: None
         self._backend, self._notes, self._readers = backend, notes, readers
         self._why: dict[str, str] = {}  # the last save has kept checkpoints, by their paths
@@ -68,9 +66,7 @@ class Retention:
         if not self._backend.in_place and made.name != plain_name(made.name):
             self._again.add(made.manifest.step)
         self._why, old = self._choose(before, made, keep)
-        stay = self._remove(before, old)
-        self.serials = {each.manifest.serial for each in stay if each.manifest is not None}
-        return [*stay, Condition(made.path, made.manifest)]
+        return [*self._remove(before, old), Condition(made.path, made.manifest)]
 
     def use_plain_names(self, there: list[Condition]) -> dict[str, str]:
         """Give steps that were saved again their plain names, if these are free; return the new paths by the old ones.
@@ -129,10 +125,9 @@ class Retention:
         trusted = self.trusted(before)
         replaced = _replaced(before, trusted) - spared | {each.path for each in before if each.step == step}
         counted = [each for each in trusted if each.path not in replaced | spared]
-        metrics = {each.path: self._notes.metrics_of(each.manifest) for each in [made, *counted]}
+        why = keep.kept([made, *counted], {each.path: each.manifest.metrics for each in [made, *counted]})
         if isinstance(keep, Keep):
-            self._warn_of_policy(keep, made, metrics)
-        why = keep.kept([made, *counted], metrics)
+            self._warn_of_policy(keep, made, [each for each in counted if each.path not in why])
         old = {each.path for each in counted} - why.keys() | replaced
         return why | dict.fromkeys(spared, "earlier run"), old
 
@@ -160,15 +155,16 @@ class Retention:
     def _is_read(self, name: str) -> bool:
         return name in self._readers.found(delete=True)
 
-    def _warn_of_policy(self, keep: Keep, made: Checkpoint, metrics: Mapping[str, Mapping[str, float]]) -> None:
+    def _warn_of_policy(self, keep: Keep, made: Checkpoint, old: list[Checkpoint]) -> None:
         """Warn, once, of a policy that cannot do what it is for."""
         root = self._backend.root
-        lacks = not any(keep.metric in known for known in metrics.values())
-        if keep.metric is not None and lacks and len(metrics) > keep.newest:
-            near = nearest(keep.metric, {name for known in metrics.values() for name in known})
+        lacking = [each for each in old if keep.metric is not None and keep.metric not in each.manifest.metrics]
+        if keep.metric is not None and lacking:
+            near = nearest(keep.metric, lacking[0].manifest.metrics)
             self._warn_once(
-                f"no checkpoint in {root} has the metric {keep.metric!r}, so checkpoint.keep.best keeps none. Log "
-                f"it on rank 0: stagereg.log(step, {keep.metric}=...).{near}"
+                f"a checkpoint without the metric {keep.metric!r} is deleted in {root}: {lacking[0].name}. "
+                "checkpoint.keep.best does not rate checkpoints without the metric. Log the metric on rank 0 before "
+                f"the save: stagereg.log(step, {keep.metric}=...).{near}"
             )
         if keep.budget is not None and made.manifest.nbytes > keep.budget:
             self._warn_once(

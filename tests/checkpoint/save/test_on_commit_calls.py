@@ -68,20 +68,6 @@ def test_it_is_called_with_the_complete_checkpoint(tmp_path: Path) -> None:
     assert (checkpointer.stats.on_commit_calls, checkpointer.stats.on_commit_failures) == (3, 0)
 
 
-def test_it_gets_what_is_logged_after_maybe_save(tmp_path: Path) -> None:
-    seen: dict[int, Any] = {}
-    with Checkpointer(
-        str(tmp_path), every=1, keep=9, on_commit=lambda c: seen.update({c.step: dict(c.metrics)})
-    ) as checkpointer:
-        for step in (1, 2, 3):
-            checkpointer.maybe_save(step, {"x": step})
-            checkpointer.wait()  # it is complete, and the evaluation has still to come
-            assert not threading.Event().wait(0.3)
-            assert step not in seen
-            stagereg.log(step, held_out=1 / step)
-    assert seen == {step: {"held_out": 1 / step} for step in (1, 2, 3)}
-
-
 def test_the_block_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "checkpoints.md").read_text().partition("\n## After a checkpoint: on_commit\n")[2]

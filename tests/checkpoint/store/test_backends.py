@@ -255,13 +255,10 @@ def test_notes_and_metrics_are_of_the_store(kind: str) -> None:
         assert CheckpointStore(backend).notes.read(".note.json") == b"1"
         store.notes.write(".note.json", b"")
         assert store.notes.read(".note.json") == b""
-        first = save(store, 1, keep, loss=1.0)
-        store.notes.add_metrics({1: {"loss": 9.0}})
-        store.notes.write_metrics()
-        assert CheckpointStore(backend).notes.metrics_of(first.manifest) == {"loss": 9.0}
+        first = save(store, 1, keep, loss=9.0)
         save(store, 2, keep, loss=3.0)
         third = save(store, 3, keep, loss=2.0)
         assert [step for step, _ in there(backend)] == [3, 1]
         assert store.retention.kept() == {first.name: "best 1 of 1 by loss=9", third.name: "newest"}
         save(store, 4, 1)
-        assert (there(backend), store.retention.kept(), store.notes.read("metrics.json")) == ([(4, 4)], {}, b"{}\n")
+        assert (there(backend), store.retention.kept()) == ([(4, 4)], {})

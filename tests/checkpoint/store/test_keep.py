@@ -217,13 +217,34 @@ def test_what_a_run_leaves_of_an_earlier_one_is_named(tmp_path: Path, capsys: py
     assert listed(str(tmp_path), capsys) == {6: "earlier run", 5: "earlier run", 1: "newest"}
 
 
-def test_a_metric_logged_late_counts_at_the_next_save(dir: str) -> None:
+def test_a_program_that_logs_late_is_warned_before_a_checkpoint_goes(
+    dir: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with Checkpointer(dir, keep=Keep(newest=1, best=1, metric="loss"), leave=Leave(save_last=False)) as checkpointer:
-        for step, loss in [(1, 0.5), (2, 0.25), (3, 0.75), (4, 1.0)]:
+        for step, loss in [(1, 0.25), (2, 0.5), (3, 0.75)]:
             checkpointer.save(step, {"x": 1})
             checkpointer.wait()
             stagereg.log(step, loss=loss)
-    assert steps(dir) == [2, 4]
+            if step == 1:
+                assert "loss of step 1 was logged after that step was saved" in caplog.text
+                assert steps(dir) == [1]
+    assert steps(dir) == [3]
+    assert "a checkpoint without the metric 'loss' is deleted" in caplog.text
+
+
+def test_a_checkpoint_deleted_without_the_metric_is_named(dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Also if others have the metric: the deleted one may have been the best."""
+    train(dir, Keep(newest=1, best=2, metric="loss"), range(1, 5), {1: 0.5, 2: 0.25, 4: 0.75})
+    assert steps(dir) == [1, 2, 4]
+    [warned] = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert "is deleted in" in warned
+    assert ": step-00000003" in warned
+
+
+def test_no_warning_if_each_checkpoint_has_the_metric(dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    train(dir, Keep(newest=1, best=1, metric="loss"), LOSSES)
+    assert steps(dir) == [2, 6]
+    assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
 
 
 def test_a_metric_that_is_never_logged_is_warned_of_once(dir: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -231,10 +252,11 @@ def test_a_metric_that_is_never_logged_is_warned_of_once(dir: str, caplog: pytes
     train(dir, Keep(newest=1, every=4, best=3, metric="lost"), range(1, 9), losses)
     assert steps(dir) == [4, 8]
     warned = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    assert warned == [
-        f"stagereg: no checkpoint in {open_store(dir).root} has the metric 'lost', so checkpoint.keep.best keeps none. "
-        "Log it on rank 0: stagereg.log(step, lost=...). Did you mean 'loss'?"
-    ]
+    assert len(warned) == 1
+    assert warned[0].startswith(
+        f"stagereg: a checkpoint without the metric 'lost' is deleted in {open_store(dir).root}: step-00000001"
+    )
+    assert warned[0].endswith("before the save: stagereg.log(step, lost=...). Did you mean 'loss'?")
 
 
 def test_a_budget_below_one_checkpoint_keeps_the_newest(dir: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import Manifest, new_token
 from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.save.on_commit import CommittedCheckpoint
+from stagereg.checkpoint.save.on_commit_calls import _Caller
 from stagereg.checkpoint.store.open_store import open_store
 
 from ...support.watching import watching
@@ -200,8 +202,12 @@ def test_who_reads_it_by_the_name_with_a_token_keeps_that(root: Path) -> None:
     assert suffixed.name not in names(root)
 
 
-def test_a_component_whose_turn_comes_later_is_told_the_name_there_is(root: Path) -> None:
+def test_a_component_whose_turn_comes_later_is_told_the_name_there_is(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[tuple[str, bool]] = []
+    turn, take = threading.Event(), _Caller._take
+    monkeypatch.setattr(_Caller, "_take", lambda *given: turn.wait(60) and take(*given))
     store = open_store(root)
     with ExitStack() as held:
         held.enter_context(store.readers.reading(str(root / PLAIN)))
@@ -211,15 +217,13 @@ def test_a_component_whose_turn_comes_later_is_told_the_name_there_is(root: Path
 
         with Checkpointer(str(root), every=1, keep=3, leave=Leave(save_last=False), on_commit=[look]) as checkpointer:
             assert checkpointer.restore({"x": ""}) == 1
-            checkpointer.maybe_save(2, {"x": "second 2"})  # its call waits for the end of the step
+            checkpointer.save(2, {"x": "second 2"})
             checkpointer.wait()
             assert PLAIN in names(root)
             held.close()
-            checkpointer._calls._step, step = 3, checkpointer._calls._step
             checkpointer.save(3, {"x": "third"})
             checkpointer.wait()
-            checkpointer._calls._step = step
-            checkpointer._calls.at_step(3)
+            turn.set()
             checkpointer._calls.finish()
             assert checkpointer.stats.on_commit_failures == 0
     assert told == [(PLAIN, True), ("step-00000003", True)]
