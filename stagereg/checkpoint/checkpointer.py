@@ -42,7 +42,7 @@ from stagereg.checkpoint.store.open_store import open_parent_store, open_store, 
 from stagereg.checkpoint.survivors import Survivors, await_saved
 from stagereg.checkpoint.tiering import Tiering, notes_of
 from stagereg.checkpoint.tiers.tier import Tier
-from stagereg.checkpoint.together import LEAVE, MOVE, NEAR, RESTORE, Together
+from stagereg.checkpoint.together import LEAVE, NEAR, RESTORE, Together
 from stagereg.join.peers import followers
 from stagereg.registry import register
 from stagereg.spec import suggests_arguments
@@ -174,7 +174,7 @@ class Checkpointer:
         if first:
             record.listen(self._target.metrics)
         self._survivors: Any = self._stores and Survivors(self._target, near.target, self._saver, self._background)
-        parts = self._target.token, self._ranks, self._saver, self._leave.grace, self._background, self._follow
+        parts = self._target.token, self._ranks, self._saver, self._leave.grace, self._background, self._save
         self._together = Together(process_group, *parts)
         self.preemption = self._together.preemption
         self._calls = CommitCalls(components if first else {}, self._background, self.preemption)
@@ -235,14 +235,6 @@ class Checkpointer:
             near, self.near_at = step == self.near_at, None
             self._save(self._together.begin_save(checked_step(step), near), step)
 
-    def _follow(self, what: str, where: str) -> None:
-        """Do as ranks in a loop do that this rank has left."""
-        if what == MOVE:
-            self._background.finish_before_exchange("saved")
-            self._move(where)
-        else:
-            self._save(what, int(where), follows=True)
-
     def _save(self, what: str, step: int, follows: bool = False) -> None:
         if self._saver.saved is None:
             warn_of_earlier_run(self._store)
@@ -275,39 +267,6 @@ class Checkpointer:
             self._saver.drop_retake()
             self._background.raise_failure()
 
-    def move_to(self, dir: str | os.PathLike[str]) -> None:
-        """Let saves from now on go to another directory, with the same copies and plans; call it on all ranks.
-
-        Waits for the saves under way, and lets go of the directory that it had. One that is not there yet appears with
-        its first complete checkpoint, and is ``.NAME.tmp`` before.
-
-        Raises:
-            CheckpointError: on all ranks: a save failed, and no call has raised that yet, or another run writes there.
-            ConfigError: the storage cannot write there, or it is not the same directory on all ranks.
-        """
-        expect_usable(self._closed, self._pid)
-        where = os.fspath(dir)
-        options.at_directory(where)
-        if self._enabled and path_or_url(open_store(where).root) != self.dir:
-            self._background.finish_before_exchange("saved")
-            self._together.post(f"{MOVE} {where}")
-            self._move(where)
-
-    def _move(self, dir: str) -> None:
-        store = open_store(dir)
-        expect_fit(self._storage, store.root)
-        options.expect_alike(self._ranks, {"dir": store.root})
-        appears_at = path_or_url(store.root)
-        hold = self._hold.move(store, self.wait)
-        self._crashes.leave()
-        self._hold.let_go()
-        self._hold, self._store, self._target.store, self.dir = hold, store, store, appears_at
-        self._crashes.move(store)
-        self._tiering.move(store)
-        self._saver.reached = -1
-        self._target.metrics.forget_steps()
-        self._background.newest = None
-
     def restore(self, state: MutableMapping[str, Any], source: str | os.PathLike[str] | None = None) -> int | None:
         """Load a checkpoint, chosen by ``resume``, into the objects and values of ``state``; call it on all ranks.
 
@@ -332,7 +291,7 @@ class Checkpointer:
         if not self._enabled:
             return None
         state = self._saver.take(checked_state(state))
-        self._background.finish_before_exchange("restored")
+        self._background.finish_before_restore()
         self._together.post(RESTORE)
         store, resume = choosing.asked_for(self._store, self.resume, source, self._ranks)
         if resume == "never":

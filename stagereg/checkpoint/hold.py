@@ -11,7 +11,6 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
@@ -38,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class Hold:
-    """The hold of one run, which all of its ranks take, change and let go of together."""
+    """The hold of one run, which all of its ranks take and let go of together."""
 
     def __init__(self, ranks: RankGroup, seconds: float, resume: str) -> None:
         self._ranks, self._seconds, self._resume = ranks, seconds, resume
@@ -63,32 +62,6 @@ class Hold:
         scratch = os.path.basename(store.root).startswith(SCRATCH)
         self._expect_one_directory(store, token, named, looks=given is not None and not scratch)
         return token
-
-    def move(self, store: CheckpointStore, wait: Callable[[], None]) -> Hold:
-        """Take another one, when each rank has waited for its saves, and return the hold of that. Collective.
-
-        One that is not there yet appears with its first complete checkpoint. Raises as :meth:`take`.
-        """
-        root, other = store.root, Hold(self._ranks, self._seconds, self._resume)
-
-        def take() -> tuple[bool, str]:
-            hidden, token = not is_url(root) and not os.path.lexists(root), new_token()
-            wait()
-            if hidden and self._ranks.rank == 0:
-                store.hide()
-            other._take(store, token)
-            return hidden, token
-
-        try:
-            hidden, token = self._ranks.run_on_all(f"{root} cannot be written to", take)[0]
-        except BaseException:
-            if other._lock is not None:
-                other._lock.release()
-            raise
-        if hidden:
-            store.hide()
-        other._expect_one_directory(store, token, root)
-        return other
 
     def let_go(self) -> None:
         """Let other runs write there."""

@@ -88,11 +88,6 @@ class Tiering:
             if self.near.names(path):
                 self.background.newest = step
 
-    def move(self, store: CheckpointStore) -> None:
-        """The run's checkpoints go to another store from now on. Collective."""
-        if self.near is not None and self.near.shared:
-            self.near.move(store)
-
     def finish(self, stored: int | None) -> None:
         """The run has come to its end: delete what is in the tier, if the store has come as far; else have it copied.
 

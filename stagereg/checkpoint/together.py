@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import weakref
 from collections.abc import Callable
-from functools import partial
 
 import torch.distributed as dist
 
@@ -21,16 +20,15 @@ from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.errors import CheckpointError, DisagreementError, name_ranks
 
-SAVE, NEAR, LEAVE, RESTORE, MOVE = "save", "near", "leave", "restore", "move_to"
-"""What a request begins with: to save a step, in the tier alone, or to save it and exit; to restore; to go to another
-directory."""
+SAVE, NEAR, LEAVE, RESTORE = "save", "near", "leave", "restore"
+"""What a request begins with: to save a step, in the tier alone, or to save it and exit; to restore."""
 
 
 class Together:
     """This rank's part.
 
-    ``follow`` is a method that is called with what other ranks do, and the step or directory of that, where this rank
-    has left its loop; the other arguments are the checkpointer's.
+    ``follow`` is a method. After this rank has left its loop, ``follow(what, step, True)`` saves as other ranks
+    do. The other arguments are the checkpointer's.
 
     Attributes:
         preemption: whether the ranks are to leave; ``None`` if signals are left alone.
@@ -44,7 +42,7 @@ class Together:
         saver: Saver,
         grace: datetime.timedelta | None,
         background: Background,
-        follow: Callable[[str, str], None],
+        follow: Callable[[str, int, bool], None],
     ) -> None:
         training, name = None if ranks.group is None else process_group or dist.group.WORLD, f"checkpoint/{token}"
         self.preemption: PreemptionConsensus | None = None
@@ -73,11 +71,11 @@ class Together:
         if self.preemption is not None:
             self.preemption.follow()
         while not self._left and (entry := self._requests.take_next()) is not None:
-            what, _, where = entry.partition(" ")
+            what, _, step = entry.partition(" ")
             if what == RESTORE:
                 self.answer(entry)
             elif (follow := self._follow()) is not None:
-                follow(what, where)
+                follow(what, int(step), True)
 
     def loop_ended(self) -> None:
         """No rank is in the loop of a join any more. Called by the join, on all ranks."""
@@ -87,10 +85,9 @@ class Together:
     def answer(self, entry: str | None) -> None:
         """Have other ranks know that this one does not do what they do."""
         what, _, step = (entry or "").partition(" ")
-        if what in (RESTORE, MOVE):
+        if what == RESTORE:
             with contextlib.suppress(CheckpointError):
-                failing = f"Nothing was {'restored' if what == RESTORE else 'saved'}"
-                self._ranks.run_on_all(failing, partial(self._refuse, what))
+                self._ranks.run_on_all("Nothing was restored", self._refuse_restore)
         elif what:
             self._saver.miss_save(int(step), near=what == NEAR)
 
@@ -122,5 +119,5 @@ class Together:
         with contextlib.suppress(RuntimeError):  # the store is gone
             self.answer_all()
 
-    def _refuse(self, what: str) -> None:
-        raise DisagreementError(f"{name_ranks([self._ranks.rank])} did not call {what}(), which is for all ranks")
+    def _refuse_restore(self) -> None:
+        raise DisagreementError(f"{name_ranks([self._ranks.rank])} did not call restore(), which is for all ranks")

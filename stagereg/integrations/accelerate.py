@@ -4,34 +4,39 @@
     + stagereg.integrations.accelerate.attach(accelerator, join=True)
 
 accelerate's own hooks replace the model's file alone, so :func:`attach` replaces methods of that one Accelerator; the
-program stays as it is. ``save_state(dir)`` returns when the state is staged; ``dir`` appears when its first checkpoint
-is complete, and a later save to it puts another one beside that. ``load_state(dir)`` takes the newest undamaged one in
-it, and what accelerate alone has saved goes to accelerate's own method.
+program stays as it is. ``save_state(dir)`` returns when the state is staged; ``dir`` appears when its checkpoint is
+complete, and a later save to ``dir`` replaces that checkpoint (:mod:`.named`). ``load_state(dir)`` also loads what
+accelerate alone has saved, by accelerate's own method.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-import shutil
 import sys
-import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
+import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import DistributedType
 
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.hold import SCRATCH
-from stagereg.checkpoint.options import Leave, check_all
+from stagereg.checkpoint.format.manifest import LATEST, MANIFEST
+from stagereg.checkpoint.options import Leave, check_all, expect_alike
+from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.ranks.requests import Requests
 from stagereg.checkpoint.state.entries import per_rank
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.integrations.accelerate_join import AcceleratorJoin, inner
 from stagereg.integrations.agreed import agreed, expect_known
+from stagereg.integrations.named import NamedCheckpoints, newest_in, restore, split
+from stagereg.join.peers import followers
 from stagereg.spec import refuse_unknown
 
 __all__ = ["attach"]
@@ -58,6 +63,8 @@ _DECIDED = {  # of a Checkpointer's options
     "resume": "load_state says what to load",
     "process_group": "all ranks of the Accelerator save together",
 }
+_OF_A_PROJECT = ("keep", "on_commit")  # options for checkpoints that stay in the directory they are written to
+_NUMBERS = itertools.count()  # of the calls of attach; the same on all ranks
 _ORDER = "synchronized_generator"  # what a loader's order is drawn from, if that goes on from epoch to epoch
 _STEP, _OLD_NAME = re.compile(r"step-(\d+)"), re.compile(r"checkpoint_(\d+)")
 
@@ -70,9 +77,11 @@ def attach(accelerator: Accelerator, join: bool = False, **checkpoint_options: A
     is raised by the next ``save_state`` or ``load_state``, by ``end_training``, or at the end of the process. What was
     saved is loaded on any number of ranks; random numbers and the state of data loaders on as many alone.
 
-    ``save_state(dir)`` makes ``dir/step-00000000`` and counts on, by ``project_configuration.iteration``, which
-    ``load_state`` sets. With ``automatic_checkpoint_naming`` the directory is ``project_dir/checkpoints``, and
-    ``total_limit`` is ``keep``.
+    ``save_state(dir)`` replaces the checkpoint in ``dir``, and deletes nothing else there. The name of the checkpoint,
+    as in ``dir/step-00000007``, counts the saves to the directory above ``dir``; the saves are written in
+    ``.stagereg`` there. With ``automatic_checkpoint_naming``, ``save_state()`` makes
+    ``project_dir/checkpoints/step-00000000`` and counts on, by ``project_configuration.iteration``, which
+    ``load_state`` sets; ``total_limit`` is ``keep``.
 
     A ``tier`` wants ``automatic_checkpoint_naming``. It gets what ``save_state()`` saves, and ``load_state()`` takes
     the newest of both. With ``every`` as well, ``save_state()`` is called after each optimizer step: then these calls
@@ -83,8 +92,9 @@ def attach(accelerator: Accelerator, join: bool = False, **checkpoint_options: A
         join: replace ``join_uneven_inputs`` too. A rank that has run out of data then repeats for every step of the
             others what its own last step did after ``backward``: ``accelerator.clip_grad_norm_``, steps of optimizers
             and schedulers. So all of their states stay equal; at the end of the block this is compared.
-        **checkpoint_options: of :class:`stagereg.Checkpointer`. ``keep`` is how many stay in one directory. ``leave``
-            has no ``grace`` here, if not given: a signal could be answered in ``save_state`` only.
+        **checkpoint_options: of :class:`stagereg.Checkpointer`. ``keep`` and ``on_commit`` want
+            ``automatic_checkpoint_naming``. ``leave`` has no ``grace`` here, if not given: a signal could be answered
+            in ``save_state`` only. A ``stager`` that is not a name serves one directory.
 
     Raises:
         ConfigError: what the Accelerator is configured for cannot be kept (DeepSpeed, XLA, ``save_on_each_node``, hooks
@@ -108,49 +118,84 @@ class _Attached:
         self._automatic = bool(self._project.automatic_checkpoint_naming)
         self._has_tier, self._asks = options.get("tier") is not None, "every" in options
         options = {"leave": Leave(grace=None), **self._checked(options)}
-        options["leave"] = replace(options["leave"], save_last=False)
-        if self._has_tier:  # which has to know the run from the beginning
-            self._discard_empty: Callable[[], object] = lambda: None
-            self._checkpointer = Checkpointer(self._where(None), **options)
-        else:  # a Checkpointer has a directory from the beginning; the first save leaves this one
-            empty = self._agreed(lambda: tempfile.mkdtemp(prefix=SCRATCH))
-            self._discard_empty = weakref.finalize(self, shutil.rmtree, empty, ignore_errors=True)
-            self._checkpointer = Checkpointer(empty, resume="never", **options)
+        self._options = {**options, "leave": replace(options["leave"], save_last=False)}
+        self._named: NamedCheckpoints | None = None  # of the directory that a save went to last
+        self._checkpointer: Checkpointer | None = None  # the open one
+        if self._has_tier:  # whose notes of the run begin with the run
+            self._checkpointer = Checkpointer(self._where(None), **self._options)
         self._goes_on = False  # whether its checkpoints are of this run
+        self._requests = Requests(
+            dist.group.WORLD if dist.is_available() and dist.is_initialized() else None, f"accelerate/{next(_NUMBERS)}"
+        )
         self._open.add(self)
+        followers.add(self)
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
         accelerator.end_training, accelerator.free_memory = self.end_training, self.free_memory
         accelerator.register_save_state_pre_hook = accelerator.register_load_state_pre_hook = _refuse_hook
         if join:
-            joins = AcceleratorJoin(accelerator, lambda: self._checkpointer.remember(self._state()))
-            accelerator.join_uneven_inputs = joins.join
+            accelerator.join_uneven_inputs = AcceleratorJoin(accelerator).join
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Path:
         """As :meth:`Accelerator.save_state`; returns the directory, which may appear later."""
         _refuse_arguments("save_state", kwargs | ({} if safe_serialization else {"safe_serialization": False}))
         where = self._where(None if self._automatic else output_dir)
+        self._requests.post(where)
+        self._save(where)
+        return Path(where)
+
+    def follow(self) -> None:
+        """Save as ranks do that still have data; on a rank of a join that has none."""
+        while (where := self._requests.take_next()) is not None:
+            self._save(where)
+
+    def loop_ended(self) -> None:
+        """Nothing is left to do when no rank of a join has data."""
+
+    def _save(self, where: str) -> None:
+        if self._automatic:
+            self._save_to_project(where)
+        else:
+            expect_alike(self._ranks, {"dir": where})
+            parent, name = self._agreed(lambda: split(where if "://" in where else os.path.realpath(where)))
+            named = self._open_named(parent)
+            named.save(self._state(), self._agreed(lambda: named.begin(name)))
+        self._project.iteration += 1
+
+    def _save_to_project(self, where: str) -> None:
         step = self._project.iteration
-        newest = -1 if self._goes_on or not self._automatic else self._agreed(lambda: _highest(where, _STEP))
+        newest = -1 if self._goes_on else self._agreed(lambda: _highest(where, _STEP))
         if step <= newest:
             raise CheckpointError(
                 f"{where} has checkpoints of an earlier run, the newest {newest}: call load_state() to go on from it, "
                 f"set project_configuration.iteration to {newest + 1}, or give this run another project_dir."
             )
         self._goes_on = True
-        self._checkpointer.move_to(where)
-        self._discard_empty()
-        if self._asks:
-            self._checkpointer.maybe_save(step, self._state())
-        else:
-            self._checkpointer.save(step, self._state())
-        self._project.iteration += 1
-        return Path(where)
+        if self._checkpointer is None:
+            self._checkpointer = Checkpointer(where, resume="never", **self._options)
+        save = self._checkpointer.maybe_save if self._asks else self._checkpointer.save
+        save(step, self._state())
+
+    def _open_named(self, parent: str) -> NamedCheckpoints:
+        """Return the checkpoints in ``parent``. Others are closed: a stager of each would hold memory. Collective."""
+        if self._named is None or not self._named.is_open or self._named.parent != parent:
+            if self._named is not None:
+                self._named.close()
+                if not isinstance(self._options.get("stager"), str | None):
+                    raise ConfigError(
+                        "The stager given to attach serves one directory above those that are saved to, and one "
+                        "Accelerator. Give a name, as in stager='overlapped': one is built for each."
+                    )
+            first = self._accelerator.process_index == 0
+            self._named = NamedCheckpoints(parent, first, self._options, replaces_files=False)
+            self._checkpointer = self._named.checkpointer
+        return self._named
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         """As :meth:`Accelerator.load_state`, of what was saved here or by accelerate alone."""
         where = self._where(input_dir)
+        NamedCheckpoints.wait_for_all(self._agreed)
         for each in [*self._open]:  # an Accelerator before this one may have saved what is loaded
-            each._checkpointer.wait()
+            each._wait()
         source, ours = self._agreed(lambda: _sought(where, input_dir is None, self._has_tier))
         if source is None:
             raise ConfigError(f"There is no checkpoint in {where}.")
@@ -160,8 +205,7 @@ class _Attached:
         else:
             _refuse_arguments("load_state", kwargs | ({"load_kwargs": load_kwargs} if load_kwargs else {}))
             state = self._state()
-            near = self._has_tier and input_dir is None
-            step = self._checkpointer.restore(state, None if near else source)
+            step = self._restore(state, None if self._has_tier and input_dir is None else source)
             if step is None:
                 raise CheckpointError(f"There is no complete checkpoint in {source}.")
             self._accelerator.step = state["accelerator"]["step"]
@@ -170,23 +214,38 @@ class _Attached:
                 loader.iteration = done
                 if seed is not None:
                     loader.get_sampler().initial_seed = seed
-        if step is not None:
+        if step is not None and self._automatic:
             self._project.iteration = step + 1
         self._goes_on = True
+
+    def _restore(self, state: dict[str, Any], source: str | None) -> int | None:
+        if self._checkpointer is not None and (self._named is None or self._named.is_open):
+            return self._checkpointer.restore(state, source)
+        assert source is not None  # a tier has a Checkpointer
+        options = {name: self._options[name] for name in self._options.keys() & {"restore", "failure", "storage"}}
+        return restore(source, state, self._agreed, self._accelerator.process_index == 0, **options)
 
     def end_training(self) -> None:
         """As :meth:`Accelerator.end_training`, once the last save has ended."""
         self._open.discard(self)
         try:
-            self._checkpointer.close()
+            if self._named is not None:
+                self._named.close()
+            elif self._checkpointer is not None:
+                self._checkpointer.close()
         finally:
             type(self._accelerator).end_training(self._accelerator)
 
     def free_memory(self, *objects: Any) -> Any:
         """As :meth:`Accelerator.free_memory`, once the last save has ended."""
-        self._checkpointer.wait()
-        self._checkpointer.remember({})
+        self._wait()
+        if self._checkpointer is not None:
+            self._checkpointer.remember({})
         return type(self._accelerator).free_memory(self._accelerator, *objects)
+
+    def _wait(self) -> None:
+        if self._checkpointer is not None and (self._named is None or self._named.is_open):
+            self._checkpointer.wait()
 
     def _state(self) -> dict[str, Any]:
         """Return all that accelerate saves, live."""
@@ -225,17 +284,28 @@ class _Attached:
             raise ConfigError(f"attach takes no {name}: {_DECIDED[name]}.")
         refuse_unknown("attach", options, Checkpointer)
         check_all(options)
-        limit = self._project.total_limit
         if not self._automatic:
+            for name in options.keys() & set(_OF_A_PROJECT):
+                raise ConfigError(
+                    f"attach takes {name} for an Accelerator with automatic_checkpoint_naming alone: save_state(dir) "
+                    "replaces the checkpoint in dir."
+                )
             return options
+        limit = self._project.total_limit
         usual = {"keep": sys.maxsize if limit is None else limit, **options}
         if limit not in (None, usual["keep"]):
             raise ConfigError(f"total_limit={limit} and keep={usual['keep']} say different things: give one.")
         return usual
 
+    @cached_property
+    def _ranks(self) -> RankGroup:
+        """The ranks, for exchanges that do not meet those of training. The first use is collective."""
+        return RankGroup()
+
     def _agreed(self, look: Callable[[], Any]) -> Any:
         """Return what rank 0 sees, or raise its error. Collective."""
-        return agreed(look, self._accelerator.process_index == 0, lambda found: broadcast_object_list([found])[0])
+        ranks, failing = self._ranks, "The ranks could not agree on a directory"
+        return agreed(look, ranks.rank == 0, lambda found: ranks.run_on_all(failing, lambda: found)[0])
 
 
 class _Positions:
@@ -301,7 +371,9 @@ def _sought(where: str, is_project: bool, has_tier: bool) -> tuple[str | None, b
         found = _OLD_NAME.fullmatch(Path(where).name)  # as accelerate would have called it
         same = None if found is None else Path(where).with_name(f"step-{int(found[1]):08d}")
         return (None, False) if same is None or not same.is_dir() else (str(same), True)
-    return where, "://" in where or (Path(where) / "manifest.json").exists() or _highest(where, _STEP) >= 0
+    if "://" not in where and not os.path.lexists(f"{where}/{LATEST}") and (saved := newest_in(Path(where))):
+        return str(saved), True
+    return where, "://" in where or (Path(where) / MANIFEST).exists() or _highest(where, _STEP) >= 0
 
 
 def _highest(directory: str, pattern: re.Pattern[str]) -> int:

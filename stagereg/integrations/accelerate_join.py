@@ -24,10 +24,10 @@ _ELSE = "For any other loop there is stagereg.Join with join.iterate."
 
 
 class AcceleratorJoin:
-    """Joins the loops of one Accelerator. ``entering`` is called first, on all ranks."""
+    """Joins the loops of one Accelerator."""
 
-    def __init__(self, accelerator: Any, entering: Callable[[], object]) -> None:
-        self._accelerator, self._entering = accelerator, entering
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
         self._last_step = _LastStep()
 
     @contextlib.contextmanager
@@ -46,7 +46,6 @@ class AcceleratorJoin:
         stepped = [inner(each) for each in accelerator._optimizers]  # as the loop does it
         others = [each for each in joinables if not any(each is one for one in (*models, *stepped))]
         enable = not (accelerator.even_batches if even_batches is None else even_batches)
-        self._entering()
         with contextlib.ExitStack() as after:
             if even_batches is not None:
                 after.callback(_override_even_batches(accelerator._dataloaders, even_batches))
@@ -58,19 +57,17 @@ class AcceleratorJoin:
 
     def _compare(self) -> None:
         """Have ranks go on only if they have done the same. Collective."""
-        project = self._accelerator.project_configuration
         counts = [each.scheduler.last_epoch for each in self._accelerator._schedulers]
         own = {"did in its last step": self._last_step.names, "has counted in its schedulers": counts}
-        found = gather_object([(own, project.iteration)])
-        for rank, (theirs, _) in enumerate(found):
-            for what, first in found[0][0].items():
+        found = gather_object([own])
+        for rank, theirs in enumerate(found):
+            for what, first in found[0].items():
                 if theirs[what] != first:
                     raise JoinError(
                         f"The ranks have drifted apart: what rank 0 {what} is {first}, and of rank {rank} it is "
                         f"{theirs[what]}. A rank without data repeats its own last step, so each step has to do the "
                         f"same; schedulers that step once an epoch do so after the block. {_ELSE}"
                     )
-        project.iteration = max(iteration for _, iteration in found)  # a rank that had left saved with the others
 
 
 class _LastStep:

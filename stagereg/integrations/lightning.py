@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,14 +25,13 @@ from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.hold import SCRATCH
-from stagereg.checkpoint.options import Leave, Restore, check_all
+from stagereg.checkpoint.options import Restore, check_all
 from stagereg.errors import ConfigError, nearest
 from stagereg.integrations.agreed import agreed, expect_known
 from stagereg.integrations.lightning_resume import RESUME
 from stagereg.integrations.lightning_strategies import SHARDED, kind_of, read_entries
 from stagereg.integrations.lightning_uneven import UnevenInputs
-from stagereg.integrations.named import NamedCheckpoints, choose, delete, split
+from stagereg.integrations.named import NamedCheckpoints, choose, delete, restore, split
 from stagereg.registry import build, names
 from stagereg.spec import instead
 
@@ -168,23 +165,15 @@ class StageregCheckpointIO(CheckpointIO):
 
     def choose(self, path: str | Path, verify: bool = True) -> str | None:
         """Return the directory of the checkpoint to read, a good one; ``None`` for what Lightning itself wrote."""
-        NamedCheckpoints.wait_for_all()
+        NamedCheckpoints.wait_for_all(self.agree)
         verify = verify and self._options.get("restore", Restore()).verify == "full"
         return self.agree(lambda: choose(str(path), verify))
 
     def restore(self, chosen: str, state: dict[str, Any]) -> None:
         """Load into the objects of ``state``, each rank its own shards."""
-        # Reading takes no lock where another run may write.
-        scratch = self.agree(lambda: tempfile.mkdtemp(prefix=SCRATCH))
         options = {name: self._options[name] for name in self._options.keys() & {"failure"}}
-        how, leave = replace(self._options.get("restore", Restore()), verify="fast"), Leave(grace=None)
-        try:
-            reading = Checkpointer(scratch, resume=chosen, restore=how, leave=leave, **options)
-            with contextlib.closing(reading):  # its end is not that of a run, of which there would be something to say
-                reading.restore(state)
-        finally:
-            if self._strategy.is_global_zero:
-                shutil.rmtree(scratch, ignore_errors=True)
+        options["restore"] = replace(self._options.get("restore", Restore()), verify="fast")
+        restore(chosen, state, self.agree, self._strategy.is_global_zero, **options)
 
     def agree(self, decide: Callable[[], Any]) -> Any:
         """Return what ``decide`` returns on rank 0, or raise its error, on all ranks."""

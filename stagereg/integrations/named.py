@@ -1,9 +1,10 @@
-"""Checkpoints at paths that a trainer chooses, written by a :class:`stagereg.Checkpointer`, for :mod:`.lightning`.
+"""Checkpoints at paths that a trainer chooses, written by a :class:`stagereg.Checkpointer`.
 
 What is saved to ``DIR/last.ckpt`` is written in ``DIR/.stagereg`` and, when complete, moved by one atomic rename to
 ``DIR/last.ckpt/step-00000007``, the seventh save to ``DIR``; then the one that was there goes, or with a later save if
-somebody reads it. A path that is not there yet is a link to a file of this process until then: it counts as taken, and
-as missing if the process dies. What is half-deleted has no checkpoint's name. Rank 0 alone looks after paths.
+somebody reads it. For Lightning, a path that is not there yet is a link to a file of this process until then: it counts
+as taken, and as missing if the process dies. What is half-deleted has no checkpoint's name. Rank 0 alone looks after
+paths.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -21,6 +23,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.format.manifest import LATEST, MANIFEST
+from stagereg.checkpoint.hold import SCRATCH
 from stagereg.checkpoint.load.opened import open_checkpoint
 from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -32,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 STORE = ".stagereg"
 _STEPS = "step-*"
-_NUMBER = re.compile(r"step-(\d+)(\.[0-9a-f]+)?")
+_NUMBER = re.compile(r"step-(\d{8,})(\.[0-9a-f]+)?")
 _PLACEHOLDER = re.compile(r"/proc/\d+/comm")
 _ALL = 10**9  # checkpoints are kept: none of them stays in the directory that they are written in
 
@@ -42,17 +46,21 @@ class NamedCheckpoints:
 
     It closes the one that this process has of the same directory, of another trainer. ``parent`` is a real path, made
     if need be; ``is_first``: whether this is rank 0; ``options`` are those of the :class:`stagereg.Checkpointer`.
+    ``replaces_files``: whether a save replaces a file or a link at its path, and makes a link there at once.
     """
 
     _open: ClassVar[dict[str, NamedCheckpoints]] = {}
 
-    def __init__(self, parent: str, is_first: bool, options: Mapping[str, Any]) -> None:
+    def __init__(self, parent: str, is_first: bool, options: Mapping[str, Any], *, replaces_files: bool = True) -> None:
         if parent in self._open:
             self._open[parent].close()
-        self._parent, self._is_first = Path(parent), is_first
+        self.parent = parent
+        self._parent, self._is_first, self._replaces_files = Path(parent), is_first, replaces_files
         self._store = self._parent / STORE
-        leave = Leave(grace=None, save_last=False)
-        self.checkpointer = Checkpointer(str(self._store), keep=_ALL, resume="never", leave=leave, **options)
+        if self._store.is_symlink():
+            raise ConfigError(f"{self._store} is a link, and must be a directory that stagereg made: delete the link.")
+        options = {"leave": Leave(grace=None, save_last=False), **options}
+        self.checkpointer = Checkpointer(str(self._store), keep=_ALL, resume="never", **options)
         self._stores: dict[Path, CheckpointStore] = {}  # which know since when somebody reads there
         self._lock = threading.Lock()
         self._waiting: list[tuple[int, Callable[[], None]]] = []  # for the save of that number, or a later one
@@ -61,7 +69,7 @@ class NamedCheckpoints:
         if is_first:
             latest = self._store / "latest"  # where the last one of all was moved from
             self._begun = self._placed = number_of(Path(os.readlink(latest))) if latest.is_symlink() else 0
-            for path in self._store.glob(_STEPS):  # of a run that was killed before it moved them
+            for path in _saved_in(self._store):  # of a run that was killed before it moved them
                 delete(path, self._store)
             self._clear_placeholders()
             self.checkpointer.listen(self._complete)
@@ -73,16 +81,30 @@ class NamedCheckpoints:
         return self._open.get(str(self._parent)) is self
 
     @classmethod
-    def wait_for_all(cls) -> None:
-        """Wait for the saves of all directories that are open. Raises as :meth:`stagereg.Checkpointer.wait`."""
+    def wait_for_all(cls, agree: Callable[[Callable[[], object]], object]) -> None:
+        """Wait for the saves of all directories that are open. ``agree`` raises the error of rank 0 on all ranks.
+
+        Raises ``CheckpointError`` if a save failed and no call has raised that yet.
+        """
         for each in list(cls._open.values()):
             each.checkpointer.wait()
+            agree(each._raise_failure)
 
     def begin(self, name: str) -> int:
-        """Return the number of a save that is to be found under ``name``, for :meth:`save`; on rank 0."""
+        """Return the number of a save that is to be found under ``name``, for :meth:`save`; on rank 0.
+
+        Raises:
+            CheckpointError: an earlier checkpoint could not be moved to its path.
+            ConfigError: a Checkpointer saves to that path, or it must not be replaced and is a file.
+        """
         self._raise_failure()
         path = self._parent / name
-        if not os.path.lexists(path):
+        if os.path.lexists(path / LATEST):
+            raise ConfigError(f"{path} has the checkpoints of a Checkpointer: save to another path, or delete them.")
+        if not self._replaces_files:
+            if os.path.lexists(path) and not path.is_dir():
+                raise ConfigError(f"{path} is a file, and must be the path of a directory.")
+        elif not os.path.lexists(path):
             with contextlib.suppress(OSError):  # where there are no links it is taken only when the save is complete
                 path.symlink_to(f"/proc/{os.getpid()}/comm")
         with self._lock:
@@ -149,7 +171,7 @@ class NamedCheckpoints:
             return  # it has failed, and a later one has not
         if path.is_dir() and not path.is_symlink():
             read = self._stores.setdefault(path, open_store(path)).readers.found()
-            before = [each for each in path.glob(_STEPS) if each.name not in read]
+            before = [each for each in _saved_in(path) if each.name not in read]
             made.rename(path / made.name)
             sync(path)
         else:
@@ -157,10 +179,35 @@ class NamedCheckpoints:
             beside.mkdir()
             made.rename(beside / made.name)
             sync(beside)
-            before = [exchange(beside, path, path.with_name(f".{path.name}.old"))]
+            try:
+                before = self._replace(path, beside)
+            except OSError:
+                (beside / made.name).rename(made)  # for the next try
+                raise
             sync(self._parent)
         for each in before:
             delete(each, self._store)
+
+    def _replace(self, path: Path, beside: Path) -> list[Path]:
+        """Give ``beside`` the name ``path``; return the path of the file that had that name."""
+        if self._replaces_files:
+            return [exchange(beside, path, path.with_name(f".{path.name}.old"))]
+        beside.rename(path)  # fails unless nothing, or an empty directory, is there
+        return []
+
+
+def restore(
+    source: str, state: dict[str, Any], agree: Callable[[Callable[[], Any]], Any], is_first: bool, **options: Any
+) -> int | None:
+    """Load ``source`` as :meth:`stagereg.Checkpointer.restore` does; no lock is taken on any directory. Collective."""
+    scratch = agree(lambda: tempfile.mkdtemp(prefix=SCRATCH))
+    try:
+        reading = Checkpointer(scratch, leave=Leave(grace=None), **options)
+        with contextlib.closing(reading):  # its end is not that of a run, of which there would be something to say
+            return reading.restore(state, source)
+    finally:
+        if is_first:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def split(path: Any) -> tuple[str, str]:
@@ -222,6 +269,17 @@ def number_of(path: Path) -> int:
     """Return the number in the name of a checkpoint, 0 of anything else."""
     found = _NUMBER.fullmatch(path.name)
     return int(found[1]) if found else 0
+
+
+def newest_in(path: Path) -> Path | None:
+    """Return the directory of the checkpoint that was saved to ``path`` last; ``None`` if there is none."""
+    return max(_saved_in(path), key=number_of, default=None)
+
+
+def _saved_in(path: Path) -> list[Path]:
+    """Return the checkpoints in a directory; no links, and nothing that a program gave a like name."""
+    found = path.glob(_STEPS)
+    return [each for each in found if number_of(each) and not each.is_symlink() and (each / MANIFEST).is_file()]
 
 
 def _hidden(store: Path) -> Path:

@@ -127,6 +127,10 @@ def alone() -> Iterator[None]:
     GradientState._reset_state()
 
 
+def visible(path: Path) -> list[str]:
+    return sorted(name for name in os.listdir(path) if name != ".stagereg")
+
+
 def reset() -> None:
     AcceleratorState._reset_state()
     GradientState._reset_state()
@@ -142,26 +146,142 @@ def test_a_directory_for_each_save_state(tmp_path: Path) -> None:
         assert program.accelerator.save_state(str(tmp_path / f"checkpoint-{step}")) == tmp_path / f"checkpoint-{step}"
         state = program.seen()
     program.accelerator.end_training()
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-10", "checkpoint-20", "checkpoint-30"]
+    assert visible(tmp_path) == ["checkpoint-10", "checkpoint-20", "checkpoint-30"]
     other = Program(seed=1)
     other.accelerator.load_state(tmp_path / "checkpoint-30")
     assert other.seen() == state
 
 
-def test_one_directory_keeps_the_newest(tmp_path: Path) -> None:
-    program = Program(options={"keep": 2})
+def test_a_later_save_replaces_the_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    last = tmp_path / "last"
+    others = ["step-00000001", "step-100", "notes.txt"]  # of the program, the first two directories
+    for name in others[:2]:
+        (last / name / "deep").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/manifest.json").write_text("{}")
+    (last / "step-00000002").symlink_to(tmp_path / "elsewhere")
+    (last / others[2]).write_text("")
+    program = Program()
     for _ in range(4):
         program.train()
-        program.accelerator.save_state(tmp_path / "last")
+        program.accelerator.save_state(last)
         state = program.seen()
     program.accelerator.end_training()
-    assert sorted(os.listdir(tmp_path / "last")) == ["latest", "step-00000002", "step-00000003"]
+    assert visible(last) == sorted([*others, "step-00000002", "step-00000006"])
+    assert (tmp_path / "elsewhere/manifest.json").exists()
     other = Program(seed=1)
-    other.accelerator.load_state(tmp_path / "last")
+    other.accelerator.load_state(last)
     assert other.seen() == state
-    other.accelerator.save_state(tmp_path / "last")
+    other.accelerator.save_state(last)
     other.accelerator.end_training()
-    assert sorted(os.listdir(tmp_path / "last")) == ["latest", "step-00000003", "step-00000004"]
+    assert visible(last) == sorted([*others, "step-00000002", "step-00000007"])
+
+
+def test_a_link_is_followed_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").mkdir()
+    link = tmp_path / "run/last"
+    link.symlink_to(tmp_path / "disk/last")
+    program = Program()
+    for _ in range(2):
+        program.train()
+        program.accelerator.save_state(link)
+        state = program.seen()
+    program.accelerator.end_training()
+    assert link.is_symlink()
+    assert visible(tmp_path / "disk/last") == ["step-00000002"]
+    assert os.listdir(tmp_path / "run") == ["last"]
+    other = Program(seed=1)
+    other.accelerator.load_state(link)
+    assert other.seen() == state
+
+
+def test_what_a_program_makes_meanwhile_stays(tmp_path: Path) -> None:
+    """A directory is made between ``save_state(dir)`` and the end of that save: with files in it, or without."""
+    program, goes_on = Program(), threading.Event()
+    watch(lambda point: threading.current_thread() is threading.main_thread() or goes_on.wait(60))
+    try:
+        program.accelerator.save_state(tmp_path / "a")
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a/tokenizer.json").write_text("{}")
+    finally:
+        goes_on.set()
+        watch(None)
+    program.accelerator.end_training()
+    assert visible(tmp_path / "a") == ["step-00000001", "tokenizer.json"]
+
+
+def test_a_path_that_becomes_a_file_fails_the_save_and_keeps_the_file(tmp_path: Path) -> None:
+    program, goes_on = Program(), threading.Event()
+    watch(lambda point: threading.current_thread() is threading.main_thread() or goes_on.wait(60))
+    try:
+        program.accelerator.save_state(tmp_path / "a")
+        (tmp_path / "a").write_text("mine")
+    finally:
+        goes_on.set()
+        watch(None)
+    with pytest.raises(CheckpointError, match="could not be changed"):
+        program.accelerator.load_state(tmp_path / "a")
+    assert (tmp_path / "a").read_text() == "mine"
+    (tmp_path / "a").unlink()
+    program.accelerator.save_state(tmp_path / "b")  # after which what failed is done again
+    program.accelerator.end_training()
+    assert visible(tmp_path) == ["a", "b"]
+    assert visible(tmp_path / "a") == ["step-00000001"]
+
+
+def test_directories_with_different_parents(tmp_path: Path) -> None:
+    program = Program()
+    states = []
+    for name in ("1/state", "2/state", "1/state"):
+        program.train()
+        program.accelerator.save_state(tmp_path / name)
+        states.append(program.seen())
+    program.accelerator.end_training()
+    for name, state in (("1/state", states[2]), ("2/state", states[1])):
+        other = Program(seed=1)
+        other.accelerator.load_state(tmp_path / name)
+        assert other.seen() == state
+    program = Program(options={"stager": stagereg.build("stager", "overlapped")})
+    program.accelerator.save_state(tmp_path / "1/state")
+    with pytest.raises(ConfigError, match="serves one directory"):
+        program.accelerator.save_state(tmp_path / "2/state")
+
+
+@pytest.mark.parametrize("at", ["writing", "described", "committed", "retained"])
+def test_a_crash_leaves_the_previous_checkpoint_complete(tmp_path: Path, at: str) -> None:
+    command = [sys.executable, "-c", KILLED, tmp_path / "a", at]
+    assert subprocess.run(command, timeout=LIMIT_S).returncode == -signal.SIGKILL
+    assert visible(tmp_path) == ["a"]
+    with stagereg.open_checkpoint(tmp_path / "a", verify=True) as checkpoint:
+        assert (checkpoint["model.weight"] == 1).all()
+    accelerator: Any = Accelerator(cpu=True)
+    attach(accelerator)
+    model = accelerator.prepare(torch.nn.Linear(10, 10))
+    accelerator.load_state(tmp_path / "a")
+    assert (model.weight == 1).all()
+    accelerator.save_state(tmp_path / "b")
+    accelerator.end_training()
+    assert not list((tmp_path / ".stagereg").glob("*step-*")), "what the killed run left is deleted"
+
+
+KILLED = """
+import os, signal, sys, torch
+from accelerate import Accelerator
+from stagereg.checkpoint.store.failpoints import watch
+from stagereg.integrations.accelerate import attach
+accelerator = Accelerator(cpu=True)
+attach(accelerator)
+model = accelerator.prepare(torch.nn.Linear(10, 10))
+for value in (1.0, 2.0):
+    torch.nn.init.constant_(model.weight, value)
+    if value == 2.0:
+        accelerator.free_memory()  # waits
+        model = accelerator.prepare(model)
+        watch(lambda point: point == sys.argv[2] and os.kill(os.getpid(), signal.SIGKILL))
+    accelerator.save_state(sys.argv[1])
+accelerator.end_training()
+"""
 
 
 def test_what_is_loaded_goes_on_alike(tmp_path: Path) -> None:
@@ -176,18 +296,19 @@ def test_what_is_loaded_goes_on_alike(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    program = Program()
+    config = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True}
+    program = Program(**config)
     states = []
     for _ in range(2):
         program.train()
-        program.accelerator.save_state(tmp_path / "last")
+        program.accelerator.save_state()
         states.append(program.seen())
     program.accelerator.end_training()
-    file = next((tmp_path / "last/step-00000001").glob("*.distcp"))
+    file = next((tmp_path / "checkpoints/step-00000001").glob("*.distcp"))
     file.write_bytes(b"x" + file.read_bytes()[1:])
     other = Program(seed=1)
     with caplog.at_level(logging.WARNING):
-        other.accelerator.load_state(tmp_path / "last")
+        other.accelerator.load_state(tmp_path / "checkpoints")
     assert other.seen() == states[0]
     assert "step-00000001 is damaged and passed over" in caplog.text
 
@@ -336,6 +457,7 @@ def test_a_shuffled_epoch_goes_on_where_it_was(tmp_path: Path) -> None:
         ({"dir": "x"}, "save_state\\(dir\\) says where"),
         ({"kepe": 10}, "Did you mean 'keep'"),
         ({"keep": 0}, "at least 1"),
+        ({"keep": 2}, "automatic_checkpoint_naming alone"),
         ({"tier": "memory"}, "automatic_checkpoint_naming"),
     ],
 )
@@ -389,6 +511,24 @@ def test_arguments_without_a_use_are_refused(tmp_path: Path) -> None:
     accelerator.save_state(tmp_path / "a")
     with pytest.raises(ConfigError, match="strict=False"):
         accelerator.load_state(tmp_path / "a", strict=False)
+    with pytest.raises(ConfigError, match="is a URL"):
+        accelerator.save_state("memory://bucket/a")
+
+
+def test_paths_that_must_not_be_replaced_are_refused(tmp_path: Path) -> None:
+    with stagereg.Checkpointer(str(tmp_path / "run")) as checkpointer:
+        checkpointer.save(1, {"n": 1})
+    (tmp_path / "file").write_text("")
+    accelerator: Any = Program().accelerator
+    for name, why in (("run", "has the checkpoints of a Checkpointer"), ("file", "is a file")):
+        with pytest.raises(ConfigError, match=why):
+            accelerator.save_state(tmp_path / name)
+    accelerator.end_training()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/.stagereg").symlink_to(tmp_path / "run")
+    with pytest.raises(ConfigError, match="is a link"):
+        Program().accelerator.save_state(tmp_path / "linked/a")
+    assert stagereg.open_checkpoint(tmp_path / "run", verify=True).step == 1
 
 
 def test_a_changed_accelerate_is_named_with_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,7 +551,7 @@ def test_a_failed_save_is_raised_by_the_next_call(tmp_path: Path) -> None:
         program.accelerator.save_state(tmp_path / "c")
         with pytest.raises(CheckpointError, match="custom"):
             program.accelerator.end_training()
-    assert sorted(os.listdir(tmp_path)) == ["a", "file"]
+    assert visible(tmp_path) == ["a", "file"]
 
 
 def test_what_another_accelerator_still_writes_is_loaded(tmp_path: Path) -> None:
@@ -442,7 +582,7 @@ accelerator.save_state(sys.argv[1])
 def test_the_end_of_the_process_waits_for_the_last_save(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", SCRIPT, tmp_path / "a"], check=True, timeout=LIMIT_S)
     assert stagereg.open_checkpoint(str(tmp_path / "a"), verify=True)["model.weight"].shape == (1000, 1000)
-    assert os.listdir(tmp_path) == ["a"]
+    assert visible(tmp_path) == ["a"]
 
 
 def test_freed_objects_are_not_kept(tmp_path: Path) -> None:
@@ -484,7 +624,7 @@ def saves(rank: int, world_size: int, root: str, fsdp: bool) -> list[Any]:
 def test_ranks_go_on_alike(tmp_path: Path, fsdp: bool) -> None:
     for state, again, other in run_ranks(saves, 2, args=(str(tmp_path), fsdp), timeout_s=LIMIT_S):
         assert state == again == other
-    assert sorted(os.listdir(tmp_path)) == ["0", "1", "2", "3"]
+    assert visible(tmp_path) == ["0", "1", "2", "3"]
 
 
 def loads(rank: int, world_size: int, root: str) -> list[Any]:
@@ -684,7 +824,7 @@ def killed_and_resumed(dir: Path, seed: int, kills: int) -> tuple[list[str], dic
 @pytest.mark.timeout(300)  # for four runs of the example, each of which has its own limit
 def test_stopped_killed_and_resumed_ends_bit_for_bit_alike(uninterrupted: Any, tmp_path: Path) -> None:
     example(tmp_path / "run", 1)
-    assert newest(tmp_path / "run") == 2
+    assert newest(tmp_path / "run") == 3
     assert killed_and_resumed(tmp_path / "run", 1, kills=1) == uninterrupted
 
 

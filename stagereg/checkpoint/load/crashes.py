@@ -221,11 +221,6 @@ class CrashCounter:
             if self.give_up_after is not None:
                 self._write()
 
-    def move(self, store: CheckpointStore) -> None:
-        """Count in another directory from now on, after :meth:`leave`."""
-        self._store, self._note, self._restored = store, None, ""
-        self._saved.clear()
-
     def finish(self) -> bool:
         """At the end of the job or the process: :meth:`leave`, unless an error has ended it."""
         if is_in_order(getattr(sys, "last_value", None)):

@@ -194,7 +194,7 @@ class SaveTarget:
         return Manifest(step, self.ranks.size, 0, files, self._storage_name, metrics=self.metrics.of_step(step))
 
     def complete(self, step: int) -> None:
-        self.store.appeared()
+        """Nothing is left to do."""
 
     def discard(self, step: int) -> None:
         if self.ranks.rank == 0:

@@ -197,12 +197,12 @@ class SaveThread(ABC):
             return f"This run has no complete checkpoint in {self.where} yet."
         return f"The newest good checkpoint is step {here}, in {self.where}."
 
-    def finish_before_exchange(self, done: str) -> None:
+    def finish_before_restore(self) -> None:
         """Wait for every save, on the training thread, which then meets the other ranks in an exchange."""
         self.finish()
         if self.hanging:  # in an exchange with the other ranks, which another one must not meet
             self.raise_failure()
-            raise CheckpointError(f"Nothing was {done}: a save has not ended yet, since the storage hangs.")
+            raise CheckpointError("Nothing was restored: a save has not ended yet, since the storage hangs.")
 
     def close(self) -> None:
         """End the thread after its last save; one that hangs commits nothing, should it ever go on."""

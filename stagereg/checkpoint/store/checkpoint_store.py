@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 
 import stagereg.checkpoint.store.conditions as conditions
 from stagereg.checkpoint.format.checksum import crc32
@@ -23,8 +21,7 @@ from stagereg.checkpoint.format.manifest import LATEST, Checkpoint, FileMark, Ma
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.keep import Keep, KeepRule
-from stagereg.checkpoint.store.local_files import sync
-from stagereg.checkpoint.store.lock import LOCK, Owner, StoreLock
+from stagereg.checkpoint.store.lock import Owner, StoreLock
 from stagereg.checkpoint.store.notes import Notes
 from stagereg.checkpoint.store.readers import Readers
 from stagereg.checkpoint.store.retention import Retention
@@ -50,7 +47,6 @@ class CheckpointStore:
         self.retention = Retention(backend, self.notes, self.readers)
         self._lock: StoreLock | None = None
         self._serial: int | None = None  # of the checkpoint committed last, as this run knows since it has the lock
-        self._appears_as = ""  # what publish renames a hidden root to
 
     @property
     def root(self) -> str:
@@ -114,17 +110,6 @@ class CheckpointStore:
 
     # -- writing
 
-    def hide(self) -> None:
-        """Have a store that is not there yet appear with its first checkpoint; before :meth:`lock`, on all ranks."""
-        if not self._appears_as:
-            folder, _, name = self.root.rpartition("/")
-            self.backend.root, self._appears_as = f"{folder}/.{name}.tmp", self.root
-
-    def appeared(self) -> None:
-        """Note that a hidden store has its first checkpoint; on all ranks, after :meth:`publish`."""
-        if self._appears_as:
-            self.backend.root, self._appears_as = self._appears_as, ""
-
     def holder(self) -> Owner | None:
         """Return who holds the lock at this moment, or ``None``; neither waits nor locks."""
         return self.backend.holder()
@@ -144,9 +129,7 @@ class CheckpointStore:
 
         With the lock held. Returns the full paths of what it deleted.
         """
-        hidden = self.backend.list(self.root) if self._appears_as else {}
-        left = [f"{self.root}/{name}" for name in hidden if name != LOCK] or self.leftovers()
-        left = [path for path in left if path not in but]
+        left = [path for path in self.leftovers() if path not in but]
         for path in left:
             self.backend.discard(path)
         left += self.backend.tidy()
@@ -227,22 +210,13 @@ class CheckpointStore:
                 "checkpoints); the next save makes up for it: %s"
             )
             _log.warning(text, manifest.step, made.path, error)
-        if self._appears_as:
-            os.rename(self.root, self._appears_as)
-            if self._lock is not None:
-                self._lock.moved(self._appears_as)
-            self.appeared()
-            sync(Path(self.root).parent)
-            made = Checkpoint(f"{self.root}/{made.name}", manifest)
         failpoint("retained")
         return made
 
     def settle(self) -> None:
         """Before the lock is released: give steps that were saved again their plain names, where somebody has read the
-        old one until now, and delete a hidden store whose first save has failed. Raises nothing.
+        old one until now. Raises nothing.
         """
-        if self._appears_as:
-            self.backend.discard(self.root)
         try:
             if self._lock is not None:
                 self.retention.settle(self._lock)

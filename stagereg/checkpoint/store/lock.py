@@ -138,11 +138,6 @@ class StoreLock:
             )
         _log.warning("stagereg: %s/%s was deleted while this run held it; it is held again.", self.root, LOCK)
 
-    def moved(self, root: str) -> None:
-        """Note that the directory has another name now."""
-        _held[_key(root)] = _held.pop(self._key)
-        self.root, self._key, self._path = root, _key(root), f"{root}/{LOCK}"
-
     def release(self) -> None:
         """Let others lock it. Twice is harmless."""
         if self._process == os.getpid():

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import stagereg.checkpoint.tiers.inventory as inventory
 import stagereg.record as record
-from stagereg.checkpoint.format.manifest import MOST, new_token, step_of
+from stagereg.checkpoint.format.manifest import new_token, step_of
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.lock import StoreLock
@@ -221,12 +221,6 @@ class NearCopies:
         self._lineage = self._lineage.branched(step, stored)
         self._serial, self._fresh = 0, False
         self._ranks.run_on_all(failing, self._note)
-
-    def move(self, store: CheckpointStore) -> None:
-        """Have another store know the run, whose checkpoints go there from now on. Collective."""
-        self._store = store
-        if not self._fresh:
-            self._begin_branch(MOST)  # nothing was given up
 
     def _note(self) -> None:
         text = self._lineage.dumps()
