@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from .support.app import App
-from .support.wheels import ROOT, build, environment, run
+from .support.wheels import ROOT, build, environment, plain, run
 
 # The train.py of a user: own folder, own config, nothing of the checkout on the path.
 TRAIN = """
@@ -90,6 +90,7 @@ print(bool(compiled.way), all(torch.equal(staged[name], x) for name, x in state.
 """
 
 
+@pytest.mark.slow
 def test_a_wheel_is_built_with_and_without_a_compiler(
     wheel: Path, installed: Path, uncompiled: Path, tmp_path: Path
 ) -> None:
@@ -144,7 +145,7 @@ def test_a_foreign_stagereg_in_the_folder_is_an_error(installed: Path, tmp_path:
     try:
         run(*tried, cwd=tmp_path)
         foreign = foreign.rename(site / "stagereg-2.0.dist-info")
-        done = subprocess.run(tried, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(tried, cwd=tmp_path, env=plain(), capture_output=True, text=True, timeout=60)
     finally:
         foreign.rmdir()
     assert done.returncode != 0

@@ -13,8 +13,13 @@ COPIED = ("stagereg", "conf", "examples", "tests")
 LEFTOVERS = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "outputs", "multirun", "*.so")
 
 
+def plain() -> dict[str, str]:
+    """The variables of this process, without a checkout on the path of imports."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 def run(*command: str | Path, cwd: Path, **variables: str) -> str:
-    environment = {**os.environ, **variables}
+    environment = plain() | variables
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=100
     )

@@ -277,7 +277,7 @@ def train(rank: int, world: int, root: str, steps: int, kills: int | None, point
     return start
 
 
-@pytest.mark.parametrize(("kills", "point"), [(1, "load"), (0, "load"), (1, "staged"), (0, "written")])
+@pytest.mark.parametrize(("kills", "point"), [(1, "load"), (0, "written")])
 def test_ranks_killed_before_the_commit_count(tmp_path: Path, kills: int, point: str) -> None:
     assert run_ranks(train, 2, args=(str(tmp_path), 2, None, "")) == [0, 0]
     for number in (1, 2, 3):
@@ -334,17 +334,7 @@ def test_a_launcher_that_ends_the_other_ranks_hides_no_crash(tmp_path: Path, oth
     assert began == ["began 200"] * 3 + ["began 100"], ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("ends", "crashes"),
-    [
-        (("sys.exit()", "1 / 0", "import os; os._exit(0)"), [False, True, True]),
-        pytest.param(("", "raise KeyboardInterrupt"), [False, False], marks=pytest.mark.slow),
-    ],
-    ids=["exits", "others"],
-)
-def test_a_process_without_with_counts_its_errors_alone(
-    tmp_path: Path, ends: tuple[str, ...], crashes: list[bool]
-) -> None:
+def test_a_process_without_with_counts_its_errors_alone(tmp_path: Path) -> None:
     save(tmp_path, 100)
     program = (
         "import sys, torch; from stagereg import Checkpointer\n"
@@ -352,11 +342,11 @@ def test_a_process_without_with_counts_its_errors_alone(
         "assert checkpointer.restore({'x': torch.zeros(50), 'n': 0}) == 100\n"
     )
     counted = []
-    for more in ends:
+    for more in ("sys.exit()", "1 / 0", "import os; os._exit(0)"):
         run_forked(program + more, tmp_path, timeout_s=60)
         counted.append(json.loads((tmp_path / NOTE).read_text())["restored"] != "" if known(tmp_path) else False)
-    assert counted == crashes
-    assert known(tmp_path) == ({"step-00000100": "2 crashes after it was restored"} if any(crashes) else {})
+    assert counted == [False, True, True]
+    assert known(tmp_path) == {"step-00000100": "2 crashes after it was restored"}
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")

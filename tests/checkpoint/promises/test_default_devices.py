@@ -63,7 +63,6 @@ def values(x: Any) -> list[torch.Tensor]:
     return [each if isinstance(each, torch.Tensor) else torch.tensor(each) for each in leaves if each is not None]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize(("default", "world"), [*((default, 1) for default in DEFAULTS), ("meta", 2)])
 def test_a_state_comes_back_as_it_was_saved(default: str, world: int, tmp_path: Path) -> None:
     assert run_ranks(saves, world, args=(tmp_path, default), timeout_s=90) == [[]] * world
