@@ -169,13 +169,6 @@ def test_what_has_no_contract_is_not_shown(install: Install, check: Check) -> No
     assert found["metadata"] == ("kept", "")
 
 
-@pytest.mark.parametrize("name", ["none", *(pytest.param(each, marks=pytest.mark.slow) for each in ("disk", "memory"))])
-def test_a_built_in_tier_is_tried_where_its_medium_is(name: str, check: Check) -> None:
-    result = check(f"tier/{name}", code=0)
-    assert set(result["counts"]) == ({"kept", "skipped"} if name == "none" else {"kept"})
-    assert len(result["cases"]) > (1 if name == "none" else 9)
-
-
 @pytest.mark.slow
 def test_a_tier_without_a_contract_is_built_from_its_folder(tmp_path: Path, check: Check) -> None:
     file = tmp_path / "many.py"
@@ -207,14 +200,6 @@ def test_errors_in_the_metadata_of_a_package_are_reported(install: Install, chec
     assert found["metadata"][0] == "broken"
     assert "Did you mean 'stager'?" in found["metadata"][1]
     assert "is no class that inherits stagereg.testing.StagerContract" in found["contract"][1]
-
-
-@pytest.mark.slow
-def test_a_package_that_requires_the_unrelated_project_is_told(install: Install, check: Check) -> None:
-    install("older", STAGER.format(name="other"), {"stager.older": "Mine"}, requires="stagereg")
-    found = rows(check("older", code=1))
-    assert "requires 'stagereg', which is an unrelated project" in found["metadata"][1]
-    assert found["loads"][0] == "broken"
 
 
 BROKEN = """

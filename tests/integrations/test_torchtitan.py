@@ -81,27 +81,6 @@ def test_a_stopped_run_comes_to_the_same_end(uninterrupted: str, tmp_path: Path)
     assert digest == uninterrupted
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
-def test_a_killed_run_comes_to_the_same_end(uninterrupted: str, tmp_path: Path, seed: int) -> None:
-    at = random.Random(seed).randint(20, 55)
-    run = start(tmp_path)
-    assert run.stdout is not None
-    try:
-        for line in run.stdout:
-            if line.startswith(f"step {at} "):
-                break
-    finally:
-        ranks = subprocess.run(["ps", "-o", "pid=", "--ppid", str(run.pid)], capture_output=True, text=True, check=True)
-        for pid in (*map(int, ranks.stdout.split()), run.pid):
-            os.kill(pid, signal.SIGKILL)
-        run.wait(timeout=30)
-        run.stdout.close()
-    digest, steps = finish(start(tmp_path))
-    assert 1 < steps[0] < 61
-    assert steps[0] % 5 == 1
-    assert digest == uninterrupted
-
-
 # -- the manager
 
 
@@ -431,16 +410,6 @@ def test_a_load_in_mid_run_waits_for_the_save_under_way(tmp_path: Path, monkeypa
         waited.set()
         watch(before)
     assert {**run.content(), "data": saved["data"]} == saved
-    run.manager.close()
-
-
-def test_the_future_is_done_when_all_saves_are(tmp_path: Path) -> None:
-    run = Run(tmp_path).train(2)
-    future = run.manager.save_future
-    run.train(4).manager.maybe_wait_for_saving()
-    assert future.done()
-    assert run.manager.save_future is None
-    assert steps_in(tmp_path) == ["step-00000002", "step-00000004"]
     run.manager.close()
 
 
