@@ -585,13 +585,10 @@ def test_what_is_of_no_use_is_refused_at_the_start(tmp_path: Path, options: dict
 @pytest.mark.parametrize(
     "options",
     [
-        {"folder": "  "},
         {"interval": 0},
-        {"keep_latest_k": -1},
         {"keep_latest_k": 1},
         {"exclude_from_loading": ["model"]},
         {"initial_load_path": "relative"},
-        {"initial_load_in_hf": True, "initial_load_model_only": False},
         {"initial_load_in_hf_quantized": True},
         {"last_save_in_hf": True, "last_save_model_only": False},
         {"last_save_in_hf": True, "folder": "gs://bucket"},

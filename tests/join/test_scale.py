@@ -107,14 +107,6 @@ class Script:
         own = len(self.batches) + self.quits
         return max(0, own + (self.announced or 0)) if own else 0
 
-    def presence(self, step: int) -> str:
-        """What a counted join knows of this rank from the step."""
-        if step >= self.steps:
-            return "absent"
-        if self.announced is None:
-            return "unsure"
-        return "more" if step + 1 < self.length else "last"
-
 
 Scripts = tuple[Script, ...]
 """Of all ranks, in one loop."""
