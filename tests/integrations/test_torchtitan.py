@@ -294,21 +294,6 @@ def test_torchtitans_manager_and_this_load_each_others(tmp_path: Path) -> None:
     run_ranks(both_ways, nproc=2, args=(str(tmp_path),), timeout_s=90)
 
 
-def test_another_number_of_ranks_restores_the_model(tmp_path: Path) -> None:
-    saved = Run(tmp_path, stager="pinned_cached", checkpoint_options={"restore": {"verify": "fast"}}).train(4)
-    saved.manager.close()
-    options = {"exclude_from_loading": ["dataloader"]}
-    assert run_ranks(excluded, nproc=2, args=(str(tmp_path), options)) == [saved.weights()] * 2
-
-
-def excluded(rank: int, world_size: int, root: str, options: dict[str, Any]) -> dict[str, Any]:
-    run = Run(root, seed=1, **options)
-    assert run.manager.load()
-    found = run.weights()
-    run.manager.close()
-    return found
-
-
 def test_a_folder_of_torchtitans_manager_is_gone_on_from(tmp_path: Path) -> None:
     run_ranks(migrated, nproc=1, args=(str(tmp_path),), timeout_s=60)
     assert steps_in(tmp_path) == ["step-00000006", "step-00000008", "step-2", "step-4"]
