@@ -178,20 +178,6 @@ def passed(sampler: ResumableSampler, size: int = 2, **options: Any) -> list[int
     return [index for batch in found for index in batch.tolist()]
 
 
-def test_a_restored_epoch_goes_on_in_its_middle_and_then_ends() -> None:
-    sampler = ResumableSampler(range(10))
-    sampler.set_epoch(3)
-    begun = passed(sampler, limit=2)
-    again = ResumableSampler(range(10))
-    again.load_state_dict(sampler.state_dict())
-    for epoch in range(again.epoch, 5):
-        again.set_epoch(epoch)
-        found = passed(again)
-        assert sorted(found + begun if epoch == 3 else found) == [*range(10)]
-    assert (again.epoch, passed(again, epochs=5)) == (4, [])
-    assert len(passed(again, epochs=7)) == 20
-
-
 def test_drop_last_gives_all_ranks_as_many() -> None:
     ranks = [ResumableSampler(range(11), 4, rank, drop_last=True) for rank in range(4)]
     shares = [passed(sampler) for sampler in ranks]

@@ -1,7 +1,7 @@
 """No tensor of the project depends on the defaults of torch for devices and dtypes.
 
 These are ``torch.set_default_device``, ``set_default_dtype`` and ``set_default_tensor_type``. Each call that creates a
-tensor names its device and dtype. Tests of programs that set them are in ``checkpoint/promises`` and ``join``.
+tensor names its device and dtype. Tests of programs that set them are in ``checkpoint/promises``.
 """
 
 from __future__ import annotations

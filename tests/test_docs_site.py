@@ -7,7 +7,6 @@ import json
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -151,23 +150,6 @@ def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
     command = [MKDOCS, "-m", *line.split(), "--site-dir", site]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=LIMIT_S)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(LIMIT_S)
-@pytest.mark.skipif(not MKDOCS.exists(), reason="make docs sets it up")
-def test_dead_links_and_pages_without_a_menu_end_the_build(tmp_path: Path) -> None:
-    shutil.copytree(DOCS, tmp_path / "docs")
-    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
-    for name in (*BESIDE, "examples", "stagereg"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    links = ("nowhere.md", "guide.md#nowhere", "../examples/nowhere.py", "../NOWHERE.md")
-    (tmp_path / "docs" / "lost.md").write_text("".join(f"[x]({link})\n" for link in links))
-    built = build(tmp_path, tmp_path / "site")
-    assert built.returncode == 1
-    for wrong in ("- lost.md", "'nowhere.md'", "'guide.md#nowhere'", "examples/nowhere.py'", "NOWHERE.md'"):
-        assert wrong in built.stderr
-    assert "in strict mode" in built.stderr + built.stdout
 
 
 @pytest.mark.slow

@@ -53,19 +53,6 @@ with socket.create_connection((sys.argv[1], 5000), 0.5) as connection:
         left -= len(connection.recv(1 << 16))
     print(time.monotonic() - started)
 """
-REDUCE = """
-import os, socket, torch, torch.distributed as dist
-from stagereg.machine import machine_name
-dist.init_process_group("gloo")
-total, names = torch.tensor([dist.get_rank() + 1.0]), [None] * dist.get_world_size()
-dist.all_reduce(total)
-dist.all_gather_object(names, machine_name())
-print(socket.gethostname(), total.item(), len({*names}), flush=True)
-dist.barrier()
-if os.environ["STAY"]:
-    os.kill(os.getpid(), __import__("signal").SIGSTOP)
-dist.destroy_process_group()
-"""
 
 
 @pytest.fixture
@@ -119,26 +106,6 @@ def test_machines_differ_in_all_but_the_files_that_they_share(lab: Lab, tmp_path
     assert (tmp_path / "all").read_text() == "x\n" * 3
 
 
-def test_disk_and_shared_memory_have_the_sizes_that_were_asked_for(lab: Lab) -> None:
-    for folder, size in (("/dev/shm", 1 << 20), (LOCAL, 2 << 20)):
-        fill = f"dd if=/dev/zero of={folder}/fill bs=64K count=64 2>/dev/null; stat -c %s {folder}/fill"
-        process = lab.machines[1].start(["sh", "-c", fill])
-        process.wait(20)
-        assert int(process.output) == size
-
-
-def test_a_cut_loses_packets_until_it_is_healed(lab: Lab, answering: Process) -> None:
-    assert seconds(lab, asks=1) is not None
-    lab.machines[1].cut(lab.machines[0])
-    assert seconds(lab, asks=1) is None
-    assert seconds(lab, asks=2) is not None
-    lab.machines[1].heal()
-    lab.machines[0].cut()
-    assert seconds(lab, asks=1) is None
-    lab.machines[0].heal()
-    assert seconds(lab, asks=1) is not None
-
-
 def test_a_slow_machine_takes_as_long_as_its_rate_says(lab: Lab, answering: Process) -> None:
     lab.machines[0].slow(mbit=8)
     slow = seconds(lab, asks=1, size=500_000)
@@ -147,15 +114,6 @@ def test_a_slow_machine_takes_as_long_as_its_rate_says(lab: Lab, answering: Proc
     assert slow is not None
     assert fast is not None
     assert slow > max(0.4, 2 * fast)
-
-
-def test_frozen_processes_go_on_when_they_are_thawed(lab: Lab, answering: Process) -> None:
-    lab.machines[0].freeze()
-    process = lab.machines[1].start([sys.executable, "-c", ASK, lab.machines[0].address, "1"])
-    assert process.wait(20) == 1
-    assert "TimeoutError" in process.output
-    lab.machines[0].thaw()
-    assert seconds(lab, asks=1) is not None
 
 
 def test_without_power_all_processes_and_the_memory_are_gone_and_the_disk_is_not(lab: Lab) -> None:
@@ -193,31 +151,6 @@ def test_others_hear_nothing_of_a_power_loss(
     lab.machines[0].replace()
     lab.machines[0].start([sys.executable, "-c", ANSWER]).await_output("listens", 20)
     assert seconds(lab, asks=1) is not None
-
-
-@pytest.mark.slow
-def test_ranks_of_two_machines_reduce_and_a_job_ends_when_one_loses_its_power(lab: Lab, tmp_path: Path) -> None:
-    (tmp_path / "reduce.py").write_text(REDUCE)
-    job = lab.torchrun(["reduce.py"], machines=[0, 2], env={"STAY": "yes"}, cwd=tmp_path)
-    for machine, process in job.processes.items():
-        process.await_output(f"{machine.name} 3.0 2", 60)
-    lab.machines[2].kill()
-    with pytest.raises(AssertionError, match="still runs after"):
-        job.wait(0.1)
-    assert job.returncodes == [128 + signal.SIGKILL] * 2
-    assert processes_in(namespaces(lab.machines[0].pid)) == 2  # those that hold it
-
-
-def test_nothing_is_left_of_a_lab() -> None:
-    with Lab(machines=2) as lab:
-        for machine in lab.machines:
-            machine.start(["sh", "-c", "setsid sleep 1000 & echo on; wait"]).await_output("on", 20)
-        spaces = namespaces(lab.pid, *(machine.pid for machine in lab.machines))
-        assert processes_in(spaces) == 1 + 2 * 5  # the switch; those that hold a machine, and what was started
-        lab.machines[0].freeze()
-    assert processes_in(spaces) == 0
-    assert LOCAL not in Path("/proc/self/mountinfo").read_text()
-    assert b"lab0" not in subprocess.check_output(["ip", "link"])
 
 
 def test_nothing_is_left_of_a_lab_whose_test_was_killed() -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import stagereg.bench.measure as measure
 from stagereg.bench.measure import Case, Series, interleave, peaks, spread
 from stagereg.bench.report import of_series
 
@@ -64,17 +63,6 @@ def test_cases_take_turns_and_later_rounds_count() -> None:
     assert (first.samples, second.samples) == ([1.0, 2.0], [3.0, 4.0])
 
 
-def test_a_shuffled_order_is_another_in_each_round() -> None:
-    orders = []
-    for _ in range(2):
-        clock, log = Clock(), []
-        interleave([Worker(row, clock, log, *[1.0] * 9) for row in "ABCDEFGH"], 8, clock=clock)
-        orders.append(["".join(log[i : i + 8]) for i in range(0, len(log), 8)])
-    assert orders[0] == orders[1]
-    assert len(set(orders[0])) == 9
-    assert {"".join(sorted(order)) for order in orders[0]} == {"ABCDEFGH"}
-
-
 def test_a_ratio_is_of_medians_and_a_spread_the_middle_half() -> None:
     ceiling, row = Series("ceiling", [1.0, 4.0, 2.0]), Series("row", [3.0, 1.0, 100.0])
     lines = of_series("name", "title", [ceiling, row], "ceiling", {row.row: 2.0}).lines
@@ -83,14 +71,6 @@ def test_a_ratio_is_of_medians_and_a_spread_the_middle_half() -> None:
     assert [line.cells[-1].strip() for line in lines] == ["-", "2.00"]
     assert spread([5.0, 1.0, 2.0, 4.0, 3.0]) == (2.0, 4.0)
     assert spread([7.0]) == (7.0, 7.0)
-
-
-def test_freed_memory_goes_back_before_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-    monkeypatch.setattr(measure, "_malloc_trim", lambda pad: log.append("trim"))
-    clock = Clock()
-    interleave([Worker(row, clock, log, 1.0, 1.0) for row in "AB"], 1, clock=clock)
-    assert log[::2] == ["trim"] * 4
 
 
 def test_a_case_that_fails_is_left_out_and_the_others_go_on() -> None:

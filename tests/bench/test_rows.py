@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -96,22 +94,6 @@ def test_lost_is_a_segment_less_the_one_without_a_checkpoint() -> None:
     assert mine.figures == {"step": 1.0}  # the median segment without a checkpoint has four steps
     assert [cell.strip() for cell in mine.cells] == ["200.00", "1000.00", "402.70", "750.00 -  1500.00", "1.00"]
     assert (theirs.samples, theirs.failure) == ({}, "no process")
-
-
-def test_pairs_have_the_segment_without_a_checkpoint_before_and_behind_in_turns(tmp_path: Path) -> None:
-    seen: list[str] = []
-
-    class Noted(stall.Segment):
-        def save(self) -> Any:
-            seen.append("save")
-            return lambda: seen.append("durable")
-
-    training = mock.Mock(step=lambda: seen.append("step"), segment=lambda: seen.append("segment"))
-    case = Noted("mine", training, tmp_path)
-    for _ in range(2):
-        assert [*case.sample(lambda: None, time.perf_counter)] == ["mine:alone", "mine:blocked", "mine"]
-    with_one = ["save", "segment", "durable"]
-    assert seen == ["step", "segment", *with_one, "step", *with_one, "step", "segment"]
 
 
 @pytest.mark.slow

@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import stagereg.commands.following as following_module
-from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.open_store import open_store
 
-from ..support.pages import Page
 from .checkpoint_directories import path_of, save
 from .conftest import Command
 
@@ -322,17 +319,3 @@ def test_what_cannot_work_is_refused_at_once(tmp_path: Path, command: Command) -
     command("follow", tmp_path / "never", "--idle", "0", "--", "true")
     assert not (tmp_path / "never").exists()
     assert open_store(root).leftovers() == []
-
-
-@pytest.mark.slow
-def test_the_evaluation_of_the_page_reads_what_was_saved(tmp_path: Path, command: Command) -> None:
-    [program] = [each for each in Page("checkpoints.md").of("python") if each.startswith("# evaluate.py")]
-    seen = f"open({str(tmp_path / 'seen')!r}, 'a').write(f'{{model.bias[0]}} ')"
-    (tmp_path / "evaluate.py").write_text(program + seen)
-    model = torch.nn.Linear(64, 64)
-    with Checkpointer(str(tmp_path / "run")) as checkpointer:
-        for step in (1, 2):
-            torch.nn.init.constant_(model.bias, step)
-            checkpointer.save(step, {"model": model})
-    command("follow", tmp_path / "run", "--idle", "0", "--", sys.executable, tmp_path / "evaluate.py")
-    assert (tmp_path / "seen").read_text() == "1.0 2.0 "

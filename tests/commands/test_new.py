@@ -79,14 +79,6 @@ def test_a_new_package_passes_its_own_tests_and_check(kind: str, made: Path, pyt
     assert int(passed[1]) > sum(name.startswith("test_") for name in kept) >= 6
 
 
-@pytest.mark.slow
-def test_the_new_packages_are_known_by_name_from_any_folder(python: Path, tmp_path: Path) -> None:
-    listed = run(python, "-m", "stagereg", "list", "--json", cwd=tmp_path)
-    assert listed.returncode == 0, listed.stderr
-    for kind in KINDS:
-        assert f"my_{kind}" in listed.stdout
-
-
 def test_the_new_packages_are_linted_and_formatted(packages: Path) -> None:
     for package in packages.iterdir():
         for command in (["check"], ["format", "--check"]):

@@ -284,17 +284,6 @@ accelerator.end_training()
 """
 
 
-def test_what_is_loaded_goes_on_alike(tmp_path: Path) -> None:
-    program = Program()
-    program.train()
-    program.accelerator.save_state(tmp_path / "a")
-    program.train()
-    state = program.seen()
-    program.accelerator.load_state(tmp_path / "a")
-    program.train()
-    assert program.seen() == state
-
-
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True}
     program = Program(**config)
@@ -364,21 +353,6 @@ def test_a_tier_has_its_own_interval_in_calls_of_save_state(tmp_path: Path) -> N
     other.accelerator.load_state()
     assert other.seen() == state
     assert other.accelerator.project_configuration.iteration == 11
-    other.accelerator.end_training()
-
-
-def test_a_tier_has_what_the_directory_has_and_more_if_that_is_lost(tmp_path: Path) -> None:
-    program = Program(**near(tmp_path))
-    for _ in range(3):
-        program.train(1)
-        program.accelerator.save_state()
-        state = program.seen()
-    program.accelerator.end_training()
-    for path in (tmp_path / "checkpoints").glob("step-*"):
-        path.rename(tmp_path / path.name)
-    other = Program(seed=1, **near(tmp_path))
-    other.accelerator.load_state()
-    assert other.seen() == state
     other.accelerator.end_training()
 
 
@@ -826,10 +800,3 @@ def test_stopped_killed_and_resumed_ends_bit_for_bit_alike(uninterrupted: Any, t
     example(tmp_path / "run", 1)
     assert newest(tmp_path / "run") == 3
     assert killed_and_resumed(tmp_path / "run", 1, kills=1) == uninterrupted
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", range(2, 10))
-def test_killed_at_more_moments(uninterrupted: Any, tmp_path: Path, seed: int) -> None:
-    assert killed_and_resumed(tmp_path / "run", seed, kills=1) == uninterrupted

@@ -110,12 +110,6 @@ def test_resumed_training_ends_bit_for_bit_as_uninterrupted(tmp_path):
     kill_and_go_on(tmp_path / "c", expected, seed=1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 10))
-def test_killed_training_goes_on_to_the_same_end(tmp_path, seed):
-    kill_and_go_on(tmp_path / "b", weights(start(EXAMPLE, "--dir", tmp_path / "a")), seed)
-
-
 def kill_and_go_on(folder, expected, seed):
     killed = start(EXAMPLE, "--dir", folder)
     drawn = random.Random(seed)

@@ -355,13 +355,6 @@ def test_a_killed_run_goes_on_to_the_same_end(tmp_path: Path, on_two_ranks: dict
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(4 * LIMIT_S)
-@pytest.mark.parametrize("seed", range(10, 16))
-def test_kills_at_any_step_change_nothing(tmp_path: Path, seed: int, on_two_ranks: dict[str, Any]) -> None:
-    expect_same_end_after_a_kill(tmp_path, seed, on_two_ranks["uninterrupted"])
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_the_example_runs_below_torchrun(tmp_path: Path, on_two_ranks: dict[str, Any]) -> None:
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -192,12 +192,6 @@ def test_items_go_with_their_samples_and_stay_in_an_example() -> None:
     assert example["names"] == ["a"]
 
 
-def test_an_empty_tensor_keeps_no_memory_of_its_source() -> None:
-    empty = emptied([(torch.ones(1000, 3, requires_grad=True) * 2)[:0]])[0]
-    assert (empty.shape, empty.requires_grad, empty.is_leaf) == ((0, 3), True, True)
-    assert empty.untyped_storage().nbytes() == 0
-
-
 X = torch.zeros(7, 3)
 CIRCLE: list[Any] = []
 CIRCLE.append(CIRCLE)

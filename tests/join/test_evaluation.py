@@ -7,7 +7,6 @@ import re
 import time
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,12 +29,6 @@ class Cell(NamedTuple):
     who: str = "nobody"
     where: str = ""
     how: str = ""
-
-    @property
-    def exists(self) -> bool:
-        """Whether there is anything to try."""
-        shadowed = self.what != "plain" or self.mode != "torch" or self.throw
-        return shadowed and (self.how != "module" or "ddp" in self.what) and (self.who != "without" or not self.throw)
 
     @property
     def refused(self) -> str:
@@ -135,12 +128,6 @@ def outcomes(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[list[f
     return seen
 
 
-WHATS = ("ddp", "ddp, buffers", "fsdp2", "plain")
-MODES = ("planned", "counted", "torch")
-HOWS = ("no_grad", "inference_mode", "eval", "module", "several", "graph")
-PLACES = tuple(itertools.product(("rank 0", "all", "without"), ("first", "between", "last")))
-
-
 def tried(cells: list[Cell]) -> None:
     """Try cells, each beside the same training with no evaluation."""
     plain = list(dict.fromkeys(cell._replace(who="nobody", where="", how="") for cell in cells))
@@ -159,7 +146,7 @@ def tried(cells: list[Cell]) -> None:
 
 
 def test_an_evaluation_changes_nothing_or_soon_ends_with_its_cause() -> None:
-    """The cells that users meet first; the whole table is slow."""
+    """The cells that users meet first."""
     tried(
         [
             Cell("ddp", "planned", True, "rank 0", "first", "no_grad"),
@@ -194,13 +181,3 @@ def trained_without_outputs(rank: int, world_size: int) -> list[float]:
 def test_a_loss_of_no_samples_that_uses_no_output_is_no_stray_step() -> None:
     one, other = run_ranks(trained_without_outputs, 2)
     assert one == other
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("throw", [False, True], ids=["uneven", "throw"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("what", WHATS)
-def test_the_whole_table_of_evaluations(what: str, mode: str, throw: bool) -> None:
-    cells = [Cell(what, mode, throw, who, where, how) for (who, where), how in itertools.product(PLACES, HOWS)]
-    tried([cell for cell in cells if cell.exists])

@@ -290,10 +290,6 @@ BEFORE = -1
 """For a step: before the loop."""
 
 
-def slow_but(*quick: str) -> list[object]:
-    return [way if way in quick else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
-
-
 def model() -> DistributedDataParallel:
     torch.manual_seed(0)
     return DistributedDataParallel(mlp().double())
@@ -345,8 +341,7 @@ def raising(rank: int, world_size: int, way: str, lengths: tuple[int, ...], fail
 # loop's gradients; and "before" the loop of rank 1, the others have begun theirs.
 @pytest.mark.parametrize(
     ("way", "lengths", "fails_at"),
-    [("torch's wire", LENGTHS, 3), ("counted", (1, 3, 3), 1), ("iterate", LENGTHS, 3), ("iterate", LENGTHS, BEFORE)]
-    + [pytest.param(way, LENGTHS, 3, marks=pytest.mark.slow) for way in ("counted", "planned")],
+    [("torch's wire", LENGTHS, 3), ("counted", (1, 3, 3), 1), ("iterate", LENGTHS, 3), ("iterate", LENGTHS, BEFORE)],
 )
 def test_an_exception_on_one_rank_is_reported_on_all(way: str, lengths: tuple[int, ...], fails_at: int) -> None:
     joined, failed, active = run_ranks(raising, 3, args=(way, lengths, fails_at), timeout_s=100)
@@ -407,10 +402,9 @@ LOST = {
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("number", LOST)
-@pytest.mark.parametrize("way", slow_but("iterate"))
-def test_a_rank_that_is_lost_is_named_by_all_others_in_time(way: str, number: int | None, tmp_path: Path) -> None:
+def test_a_rank_that_is_lost_is_named_by_all_others_in_time(number: int | None, tmp_path: Path) -> None:
     with pytest.raises(RankFailure):
-        run_ranks(lost, 3, args=(way, number, str(tmp_path)), timeout_s=100)
+        run_ranks(lost, 3, args=("iterate", number, str(tmp_path)), timeout_s=100)
     for rank in (0, 2):
         kind, seconds, *text = (tmp_path / str(rank)).read_text().splitlines()
         assert kind == "PeerFailedError", text

@@ -44,12 +44,6 @@ def test_every_rank_has_the_numbers_of_a_single_process() -> None:
     assert wrong(runs) == {}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("library", "reshard"), WAYS)
-def test_every_way_has_the_numbers_of_a_single_process(library: str, reshard: bool) -> None:
-    assert wrong({name: (sharded(name, reshard), library) for name in NAMES}) == {}
-
-
 def single(dtype: torch.dtype, root: nn.Module | None = None) -> Any:
     torch.manual_seed(0)
     module: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to(dtype) if root is None else root

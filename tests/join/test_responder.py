@@ -110,20 +110,3 @@ def test_a_rank_that_answers_cannot_request() -> None:
 
     (text,) = on_ranks(1, act)
     assert "passed over an empty batch" in text
-
-
-def test_what_a_rank_waits_for_is_named() -> None:
-    waited: list[str] = []
-    simulation = Simulation(1)
-
-    def waiting(ready: Callable[[float], bool], what: str) -> None:
-        waited.append(what)
-        simulation.waiting(ready, what)
-
-    def act(rank: int) -> None:
-        responder = Responder(simulation.channel(rank, "responder"), 0, waiting)
-        responder.request()
-        responder.close()
-
-    simulation.run(act)
-    assert waited == ["join.mean", "the end of the join"]

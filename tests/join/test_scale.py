@@ -20,7 +20,7 @@ from stagereg.errors import JoinError, PeerFailedError, UnevenInputsError
 from stagereg.kernel.membership import ActiveRanks, StoreMembership
 
 from ..support.examples import examples
-from ..support.simulated import SimulatedChannel, Simulation, Stuck
+from ..support.simulated import SimulatedChannel, Simulation
 
 SEVERAL = settings(
     max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -106,14 +106,6 @@ class Script:
     def length(self) -> int:
         own = len(self.batches) + self.quits
         return max(0, own + (self.announced or 0)) if own else 0
-
-    def presence(self, step: int) -> str:
-        """What a counted join knows of this rank from the step."""
-        if step >= self.steps:
-            return "absent"
-        if self.announced is None:
-            return "unsure"
-        return "more" if step + 1 < self.length else "last"
 
 
 Scripts = tuple[Script, ...]
@@ -398,48 +390,6 @@ def test_a_throw_lets_no_rank_pass_that_has_not_taken_every_step(scenario: Scena
         assert all(len(totals) == len(scenario.totals()) for totals, _ in results)
 
 
-def thrown(scripts: Scripts) -> tuple[int, list[int]] | None:
-    """After how many steps a counted join throws, and which ranks are the reason."""
-    announced = ["unsure"] * len(scripts)
-    for step in range(longest(scripts) + 1):
-        absent = [rank for rank, presence in enumerate(announced) if presence == "absent"]
-        last = [rank for rank, presence in enumerate(announced) if presence == "last"]
-        if absent or (last and "more" in announced):
-            return step, absent or last
-        all_had_more = set(announced) == {"more"}
-        announced = [script.presence(step) for script in scripts]
-        absent = [rank for rank, presence in enumerate(announced) if presence == "absent"]
-        if 0 < len(absent) < len(scripts) and not all_had_more:
-            return step, absent
-    return None
-
-
-@pytest.mark.slow
-@SEVERAL
-@given(scenario=scenarios(throw=True, mode="counted"))
-@example(scenario=crowd([[steps(5), steps(4)]], 64, throw=True, mode="counted"))
-@example(scenario=crowd([[steps(5), steps(4, announced=None)]], 16, throw=True, mode="counted"))
-@example(scenario=crowd([[steps(4), steps(4, announced=None)], MANY[0]], 16, throw=True, mode="counted"))
-@example(scenario=crowd([[steps(6), steps(4, announced=2)]], 16, throw=True, mode="counted"))
-@example(scenario=crowd([[Script((True, True, True, False)), steps(5)]], 16, throw=True, mode="counted"))
-def test_all_throw_in_the_same_step_and_can_join_again(scenario: Scenario) -> None:
-    expected = next(((loop, *why) for loop, each in enumerate(scenario.loops) if (why := thrown(each))), None)
-    loop, taken, gone = expected or (len(scenario.loops), 0, [])
-    calm = replace(scenario, throw=False, averages=True)
-    caught, results = play(scenario, calm)
-    for rank, (totals, error) in enumerate(caught):
-        assert totals == about(scenario.totals())[: len(scenario.totals(loop)) + taken]
-        assert isinstance(error, UnevenInputsError) == (expected is not None)
-        if rank in gone:
-            assert error.rank == rank
-            assert f"after {taken} steps" in str(error)
-        elif gone:
-            assert str(error).startswith(f"Rank {', '.join(map(str, gone))} exhausted all inputs")
-            assert f"after step {taken}." in str(error)
-    for totals, _ in results:
-        assert totals == about(calm.totals())
-
-
 @SEVERAL
 @given(scenario=scenarios(odd=True, mode="counted"))
 @example(scenario=crowd([[steps(5)]], 64, odd=True, mode="counted", cycle=2))
@@ -463,22 +413,3 @@ def test_schedules_that_differ_are_an_error_on_every_rank(scenario: Scenario) ->
         assert f"in step {step + 1}, " in str(result)
         assert "Decide by the number of the step" in str(result)
         assert len(totals) <= len(scenario.totals(loop)) + step + (not reads)
-
-
-@pytest.mark.parametrize(
-    ("meetings", "stuck"),
-    [
-        ([[0], []], r"no thread can go on\nrank 0 waits for \('sum', 0\) for gradients"),
-        ([[0], [1]], r"call 0 on the channel for gradients is .* on rank"),
-        ([[], [None]], r"calls of each rank on the channel for gradients: \[0, 1\]"),
-    ],
-)
-def test_the_simulation_reports_calls_that_do_not_match(meetings: list[list[int | None]], stuck: str) -> None:
-    def act(rank: int) -> None:
-        for at in meetings[rank]:
-            channel = simulation.channel(rank, "gradients")
-            channel.add([1.0]) if at is None else channel.meet(at, 1.0)
-
-    simulation = Simulation(2)
-    with pytest.raises(Stuck, match=stuck):
-        simulation.run(act)

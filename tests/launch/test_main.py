@@ -269,9 +269,8 @@ def test_an_error_of_a_single_process_is_printed_once(called, name, stderr):
     assert name in ("an error of ours", "another error") or called[name]["answers"] == {}
 
 
-@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_failed_job_ends_the_sweep_with_its_error_once(app, nproc):
-    ended = app.run("-m", "lr=1", "what=fail_everywhere", f"nproc={nproc}")
+def test_a_failed_job_ends_the_sweep_with_its_error_once(app):
+    ended = app.run("-m", "lr=1", "what=fail_everywhere", "nproc=1")
     assert ended.returncode == 1
     assert re.fullmatch(r"Error executing job.*\nrank [01]: no shelf for cheese\n", ended.stderr)
 

@@ -94,10 +94,9 @@ def test_a_stager_that_fails_is_named_with_its_line(app: App) -> None:
     assert ": stage() of mine.Less returned a copy without 'optimizer'. This run has no complete checkpoint" in less
 
 
-@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_stager_that_hangs_ends_the_run_within_the_timeout(nproc: int, app: App) -> None:
+def test_a_stager_that_hangs_ends_the_run_within_the_timeout(app: App) -> None:
     began = time.monotonic()
-    done = app.fork("plugins=[mine]", "stager=hangs", "checkpoint.failure.timeout=2s", f"nproc={nproc}")
+    done = app.fork("plugins=[mine]", "stager=hangs", "checkpoint.failure.timeout=2s", "nproc=1")
     assert done.returncode == 1
     assert time.monotonic() - began < 60
     said = "rank 0: Step 10 was not saved: stage() of mine.Hangs has not returned for 2 s (checkpoint.failure.timeout)"

@@ -26,7 +26,7 @@ from stagereg.launch.main import _follow
 from stagereg.launch.rank import Rank
 from stagereg.launch.run_store import RunStore
 
-from ..support.programs import LIMIT_S, SAVING, TORCHRUN, Program, await_gone, await_job, await_port, free_port, run
+from ..support.programs import LIMIT_S, SAVING, TORCHRUN, Program, await_port, free_port, run
 
 
 class Agents(Program):
@@ -107,40 +107,6 @@ def test_a_restarted_run_reports_once_and_resumes_in_its_folder(agents: Agents) 
     assert [{about["value"] for about in attempt} for attempt in attempts] == [{0.0}, {9.0}, {45.0}]
     assert len({(about["run"], about["stamp"]) for attempt in attempts for about in attempt}) == 1
     assert len(agents.run_folders()) == len(list(agents.folder.rglob("train.log"))) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_preempted_run_resumes_when_it_is_started_again(agents: Agents) -> None:
-    kept = f"checkpoint.dir={agents.folder / 'kept'}"
-    agents.start("what=go_on", kept)
-    await_job(agents.running, 1)
-    for agent in agents.running:
-        agent.send_signal(signal.SIGTERM)
-    assert all(code != 0 for code, _, _ in agents.end())
-    assert await_gone(*(agents.answer(rank)["pid"] for rank in range(2)))
-    for code, _, stderr in agents.run_both(kept):
-        assert code == 0, stderr
-    assert agents.answer(0)["start"] == agents.answer(1)["start"] == 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("lost", [0, 1])
-def test_ranks_of_a_killed_agent_end_and_are_named_as_lost(agents: Agents, lost: int) -> None:
-    agents.start("what=go_on")
-    await_job(agents.running, 1)
-    about = agents.answer(lost)
-    agent = agents.folders.index(Path(about["agent"]))
-    agents.running[agent].kill()
-    ended = agents.end()
-    assert await_gone(about["pid"])
-    code, _, stderr = ended[1 - agent]
-    assert code != 0
-    if lost:
-        assert re.search(rf"^rank 0: lost rank 1 \(process {about['pid']} on .*\)", stderr, re.MULTILINE), stderr
-    else:
-        assert re.search("^rank 1: lost rank 0's torchrun or machine", stderr, re.MULTILINE), stderr
 
 
 @pytest.mark.slow

@@ -55,9 +55,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def start_of(folder: Path, *more: str, number: int = 0, start: tuple[str, ...] = ("program/script.py",)) -> Start:
+def start_of(folder: Path, *more: str, number: int = 0) -> Start:
     variables = {**os.environ, "OWN": str(number), "OMP_NUM_THREADS": "1"}
-    return Start([sys.executable, "-B", *start, str(folder / f"said{number}"), *more], str(folder), variables)
+    return Start(
+        [sys.executable, "-B", "program/script.py", str(folder / f"said{number}"), *more], str(folder), variables
+    )
 
 
 @pytest.fixture(scope="module")
@@ -80,15 +82,10 @@ def started(server: WarmStart, start: Start) -> WarmProcess:
     return found[0]
 
 
-@pytest.mark.parametrize("how", ["script", pytest.param("module", marks=pytest.mark.slow)])
-def test_a_program_finds_what_it_would_find_in_a_process_of_its_own(server: WarmStart, folder: Path, how: str) -> None:
-    if how == "module":
-        for name in ("script", "beside"):
-            (folder / f"{name}.py").write_text((folder / f"program/{name}.py").read_text())
-    named = ("program/script.py",) if how == "script" else ("-m", "script")
+def test_a_program_finds_what_it_would_find_in_a_process_of_its_own(server: WarmStart, folder: Path) -> None:
     found = []
     for number in range(2):
-        start = start_of(folder, "returns", number=number, start=named)
+        start = start_of(folder, "returns", number=number)
         fresh = subprocess.run(start.command, cwd=folder, env={**start.variables, "STAGEREG_LAUNCHER": "0"}, check=True)
         of_its_own = json.loads((folder / f"said{number}").read_text())
         process = started(server, start)

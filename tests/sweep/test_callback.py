@@ -82,21 +82,6 @@ def test_a_result_has_the_job_its_machine_and_its_command(mixed: Any) -> None:
     assert {key: again[key] for key in kept} == {key: job[key] for key in kept}
 
 
-@pytest.mark.parametrize(
-    ("setting", "line"),
-    [
-        ("sweep.metric=stal_ms", "stagereg: There is no metric 'stal_ms'. Did you mean 'stall_ms'?"),
-        ("sweep.repeats=many", "sweep.repeats=many is no number of repeats: use 1 or more, such as sweep.repeats=3"),
-    ],
-)
-def test_a_wrong_setting_stops_the_sweep_before_any_job(setting: str, line: str, app: App) -> None:
-    ended = app.sweep("a=fine,raise", setting)
-    assert ended.returncode == 1
-    assert ended.stderr.startswith(line)
-    assert "Traceback" not in ended.stderr
-    assert not (app.folder / "out").exists()
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not HYDRA_1_4.exists(), reason=f"Hydra 1.4 is not installed beside: no {HYDRA_1_4}")
 def test_a_sweep_ends_in_its_table_on_hydra_1_4(app: App) -> None:

@@ -26,17 +26,3 @@ def test_a_launcher_elsewhere_changes_nothing_of_the_end(name: str, tmp_path: Pa
     assert jobs[2]["error"] == "left by sys.exit(3)"
     assert jobs[0]["command"].endswith("app.py a=fine b=2")
     assert "Best by returned.score: a=fine" in ended.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_ranks_start_below_a_launchers_worker(name: str, tmp_path: Path) -> None:
-    pytest.importorskip(f"hydra_plugins.hydra_{name}_launcher")
-    ranks = App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
-    ended = ranks.sweep(*LAUNCHERS[name], "stager=overlapped", "sweep.repeats=2", limit_s=220)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    jobs = ranks.results()
-    assert [(job["repeat"], job["again"]) for job in jobs] == [(0, False), (0, True), (1, False)]
-    assert all(job["figures"]["stall_ms"] > 0 for job in jobs)
-    assert "Best by stall_ms: " in ended.stdout

@@ -134,31 +134,6 @@ class Stale(Sum):
     hook_kind = Inert
 
 
-@breaks("0, 2 batches", "uneven_inputs")
-class Lazy(Sum):
-    """Begins with its first batch, and so never does on a rank that has none."""
-
-    active = False
-
-    def take(self, mine: torch.Tensor) -> None:
-        dist.all_reduce(mine)
-        self.total += mine if self.steps or self.active else 0.0
-        self.steps += 1
-
-    def add(self, value: float) -> None:
-        self.active = True
-        super().add(value)
-
-
-@breaks("2, 0 batches", "uneven_inputs")
-class HighestWins(Sum):
-    """Takes the highest rank for the one with the most data."""
-
-    class hook_kind(Inert):
-        def post_hook(self, is_last_joiner: bool) -> None:
-            dist.broadcast(self.joinable.total, dist.get_world_size() - 1)
-
-
 @breaks("after join 2", "join_after_join")
 class OnlyOnce(Sum):
     """Does its work in the first join only."""
@@ -221,16 +196,6 @@ class OursOnly(Sum):
             self.before_step = SumHook(joinable).main_hook
 
 
-@breaks("mode=torch", "torchs_join", timeout_s=3.0)
-class SendsMore(Sum):
-    """Sends more where its own rank runs stagereg's join."""
-
-    def take(self, mine: torch.Tensor) -> None:
-        if self.session is not None:
-            dist.all_reduce(mine.clone())
-        super().take(mine)
-
-
 @breaks("unexpected keyword arguments ['colour']", "uneven_inputs")
 class Picky(Sum):
     """Refuses keyword arguments that are for others."""
@@ -281,26 +246,6 @@ class OwnThrowError(Sum):
             raise StopIteration("no more data") from None
 
 
-@breaks("of a single process", "throw")
-class Late(Sum):
-    """Changes something before it announces."""
-
-    def add(self, value: float) -> None:
-        self.total += 0.5
-        super().add(value)
-        self.total -= 0.5
-
-
-@breaks("that was the last one", "throw")
-class Thrower(Sum):
-    """Throws for even inputs too."""
-
-    def take(self, mine: torch.Tensor) -> None:
-        super().take(mine)
-        if self._join_config.throw_on_early_termination and self.steps == 3:
-            raise stagereg.UnevenInputsError("that was the last one")
-
-
 # -- leaves no trace
 
 
@@ -311,29 +256,6 @@ class Bound(Sum):
     def take(self, mine: torch.Tensor) -> None:
         if self._join_config.enable:
             super().take(mine)
-
-
-@breaks("in a join that is off", "training_without_a_join")
-class Expectant(Sum):
-    """Takes being the first joinable for being in a join that is on."""
-
-    def take(self, mine: torch.Tensor) -> None:
-        if self._join_config.is_first_joinable and not self._join_config.enable:
-            raise AssertionError("in a join that is off")
-        super().take(mine)
-
-
-@breaks("Flagged.joined: was False, is True", "leaves_no_trace")
-class Flagged(Sum):
-    """Leaves a flag of its own set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.joined = False
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        self.joined = True
-        return SumHook(self)
 
 
 @breaks("forward hooks", "leaves_no_trace")

@@ -33,11 +33,11 @@ def contract_of(name: str, make: Callable[..., Any], *args: Any, **options: Any)
     return contract
 
 
-def registered(stager: str, slow: bool = False, **options: Any) -> Any:
+def registered(stager: str, **options: Any) -> Any:
     """The contract of a registered stager, which waits briefly for copies to be dropped."""
     name = "_".join(["Held", stager, *options])
     contract = contract_of(name, stagereg.build, "stager", stager, wait_s=0.1, **options)
-    return pytest.param(contract, id=name, marks=[pytest.mark.slow] if slow else [])
+    return pytest.param(contract, id=name)
 
 
 class HeldOverlappedLate(StagerContract):
@@ -52,13 +52,10 @@ class HeldOverlappedLate(StagerContract):
 
 HELD = [
     registered("blocking"),
-    registered("blocking", slow=True, host_memory_gb=1.0, threads=1),
     registered("pinned_cached"),
-    registered("pinned_cached", slow=True, max_in_flight=1, reserve_gb=0.01),
     registered("incremental"),
     registered("incremental", detect="content"),
     registered("overlapped"),
-    registered("overlapped", slow=True, verify=True),
     HeldOverlappedLate,
     contract_of("OfTorchsName", BlockingAsyncStager, cache_staged_state_dict=True),
 ]
@@ -72,7 +69,7 @@ def test_it_keeps(contract: type[StagerContract], promise: str) -> None:
 
 
 def test_every_stager_of_the_project_is_held_to_it() -> None:
-    held = {each.id.split("_threads")[0] for each in HELD[:-2]}
+    held = {each.id for each in HELD[:-2]}
     assert held >= {f"Held_{name}" for name in stagereg.names("stager") if name != "torch_default"}
 
 

@@ -42,19 +42,9 @@ class MadeAtOnce(DiskTier):
         self.prepare()
 
 
-class Relative(DiskTier):
-    def prepare(self) -> str:
-        return os.path.relpath(super().prepare())
-
-
 class OnlyNamed(DiskTier):
     def prepare(self) -> str:
         return self.dir
-
-
-class WithoutOptions(DiskTier):
-    def __init__(self, dir: str, keep: int = 2, **options: Any) -> None:
-        super().__init__(dir, keep=keep)
 
 
 class TakesAnything(DiskTier):
@@ -66,22 +56,6 @@ class FolderOfAProcess(DiskTier):
     def prepare(self) -> str:
         self.dir = f"{self.dir}/{os.getpid()}"
         return super().prepare()
-
-
-class EndsWithItsProcess(DiskTier):
-    """Clears the folder as the process that wrote there ends."""
-
-    def prepare(self) -> str:
-        folder = super().prepare()
-        if "RANK" in os.environ:
-            real, others = os._exit, int(os.environ["RANK"])
-
-            def leave(code: int) -> None:
-                Path(folder, str(others)).unlink(missing_ok=True)
-                real(code)
-
-            os._exit = leave  # type: ignore[assignment]
-        return folder
 
 
 class StartsAnew(DiskTier):
@@ -115,16 +89,6 @@ class NeverLacks(DiskTier):
         return ""
 
 
-class AlwaysLacks(DiskTier):
-    def lacking(self, nbytes: int) -> str:
-        return "full"
-
-
-class LacksNothingSaid(DiskTier):
-    def lacking(self, nbytes: int) -> Any:
-        return nbytes > 1 << 50
-
-
 class TriesByWriting(DiskTier):
     def lacking(self, nbytes: int) -> str:
         Path(self.dir, "trial").write_bytes(b"x")
@@ -137,10 +101,6 @@ class GoesElsewhere(DiskTier):
             return super().prepare()
         except OSError:
             return tempfile.gettempdir()
-
-
-class Perhaps(DiskTier):
-    durable = "perhaps"  # type: ignore[assignment]
 
 
 class DurableMemory(MemoryTier):
@@ -164,23 +124,17 @@ WRONG = [
     (promise, of(kind))
     for promise, kind in [
         ("test_making_it_touches_no_disk", MadeAtOnce),
-        ("test_making_it_touches_no_disk", Relative),
         ("test_making_it_touches_no_disk", OnlyNamed),
         ("test_making_it_touches_no_disk", Hangs),
-        ("test_options", WithoutOptions),
         ("test_options", TakesAnything),
         ("test_one_folder_a_machine", FolderOfAProcess),
-        ("test_one_folder_a_machine", EndsWithItsProcess),
         ("test_what_is_there_stays", StartsAnew),
         ("test_what_is_there_stays", SweepsHiddenFiles),
         ("test_for_this_user_alone", OpenToAll),
         ("test_ordinary_files", NoFiles),
         ("test_lacking", NeverLacks),
-        ("test_lacking", AlwaysLacks),
-        ("test_lacking", LacksNothingSaid),
         ("test_lacking", TriesByWriting),
         ("test_no_place", GoesElsewhere),
-        ("test_durable", Perhaps),
         ("test_durable", DurableMemory),
     ]
 ]
