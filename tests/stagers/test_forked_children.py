@@ -134,6 +134,8 @@ for _ in range(3):
     address = copy["w"].data_ptr()
     assert "dc" in flags(address), flags(address)
     del copy
+    if hasattr(stager, "_thread"):  # it refers to the memory until it is idle
+        stager._thread.submit(int).result(60)
 away, here = os.pipe()
 if not (worker := os.fork()):
     os.close(here)
