@@ -144,6 +144,8 @@ def _fork_server_of_ranks(folder: str) -> None:
         ours.close()
         os.setsid()
         warm.end_with(launcher)
+        if not theirs.recv(1, socket.MSG_PEEK):  # the program ended without a launcher
+            os._exit(0)
         server = os.getpid()
         warm._run(warm._Server(theirs).run(), server)
         sys.exit()

@@ -63,7 +63,8 @@ HELD = [
 
 @pytest.mark.parametrize("contract", HELD)
 @pytest.mark.parametrize("promise", StagerContract.promises())
-def test_it_keeps(contract: type[StagerContract], promise: str) -> None:
+def test_it_keeps(contract: type[StagerContract], promise: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "timeout_s", 100.0)
     outcome = contract.outcome(promise)
     assert outcome.kept, outcome.seen
 
