@@ -79,19 +79,6 @@ def test_a_member_has_to_fit_and_be_spelt_right(kind: str, line: str) -> None:
         refused(kind, f"'{slip}' is no member of a {kind}. Did you mean '{name}'", **{slip: nothing})
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "given"),
-    [
-        ("stager", "stage", nothing),
-        ("joinable", "join_hook", nothing),
-        ("joinable", "join_hook", lambda self, divide: None),
-        ("join_hook", "main_hook", staticmethod(nothing)),
-    ],
-)
-def test_a_method_has_to_take_the_call(kind: str, name: str, given: Any) -> None:
-    refused(kind, f"method {name}.* does not fit", **{name: given})
-
-
 def test_a_method_may_take_more_and_an_attribute_be_a_property() -> None:
     for given in (lambda self, state_dict, *, extra=None: None, staticmethod(nothing)):
         spec.check("stager", "mine", type("Mine", (Stager,), {"stage": given}))
