@@ -149,7 +149,7 @@ class _Attached:
             self._save(where)
 
     def loop_ended(self) -> None:
-        """Nothing is left to do when no rank of a join has data."""
+        """Do nothing: :meth:`follow` has met every save."""
 
     def _save(self, where: str) -> None:
         if self._automatic:
