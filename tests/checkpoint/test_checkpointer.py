@@ -19,7 +19,6 @@ from stagereg.checkpoint.options import Failure, Leave, Replicas, Restore
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError, ConfigError, UnknownNameError
-from stagereg.stagers.async_stager import AsyncStager
 
 
 def names(root: Path) -> list[str]:
@@ -264,33 +263,6 @@ def test_leftovers_of_a_killed_run_are_deleted_and_nothing_else(tmp_path: Path) 
     (tmp_path / "step-notes").touch()
     Checkpointer(str(tmp_path)).close()
     assert names(tmp_path) == [".mine.json.tmp", ".mine.tmp", "step-notes"]
-
-
-class Recording(AsyncStager):
-    """Copies nothing; reports what was called."""
-
-    def __init__(self, wait: bool) -> None:
-        self.calls: list[str] = []
-        self._synchronize_after_execute = wait
-
-    def stage(self, state_dict: dict[str, Any]) -> Any:
-        self.calls.append("stage")
-        return state_dict
-
-    def synchronize_staging(self) -> None:
-        self.calls.append("synchronize")
-
-    def close(self) -> None:
-        self.calls.append("close")
-
-
-def test_the_stager_is_synchronised_if_it_asks_and_closed_once(tmp_path: Path) -> None:
-    for wait, calls in ((True, ["stage", "synchronize", "close"]), (False, ["stage", "close"])):
-        stager = Recording(wait=wait)
-        with Checkpointer(str(tmp_path), stager=stager) as checkpointer:
-            checkpointer.save(1, {"x": 1})
-        checkpointer.close()
-        assert stager.calls == calls
 
 
 def test_use_after_close_is_an_error_and_closing_twice_is_not(tmp_path: Path) -> None:

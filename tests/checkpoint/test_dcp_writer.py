@@ -6,11 +6,7 @@ import gc
 import logging
 import os
 import pickle
-import signal
-import subprocess
-import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -447,39 +443,3 @@ def test_a_kill_at_any_moment_leaves_all_or_nothing(tmp_path: Path, apart: int) 
     done = run_forked(KILLED, tmp_path / "root", apart, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     assert all(int(count) > 9 for count in done.stdout.split()), done.stdout
-
-
-RANK = """
-import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp, stagereg
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[3]), world_size=2)
-step = 0
-while True:
-    step += 1
-    x = torch.full((200_000,), float(step))
-    dcp.save({"x": x, f"of {sys.argv[3]}": x + 1}, storage_writer=stagereg.DcpWriter(f"{sys.argv[1]}/{step % 2}"))
-    print(step, flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
-def test_ranks_killed_while_they_save_leave_all_or_nothing(tmp_path: Path, seed: int) -> None:
-    root = tmp_path / "root"
-    command = [sys.executable, "-c", RANK, str(root), str(tmp_path / "group")]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True, env=environment) for rank in (0, 1)
-    ]
-    try:
-        assert ranks[0].stdout is not None
-        for _ in range(4):
-            assert ranks[0].stdout.readline()
-        time.sleep(0.013 * seed)  # any moment will do
-    finally:
-        for rank in ranks:
-            rank.send_signal(signal.SIGKILL)
-            rank.wait(timeout=30)
-    for name in ("0", "1"):
-        found = {"x": torch.zeros(200_000), "of 0": torch.zeros(200_000), "of 1": torch.zeros(200_000)}
-        dcp.load(found, storage_reader=stagereg.DcpReader(root / name), no_dist=True)
-        assert len({float(x.min()) for x in found.values()} | {float(found["of 0"].max())}) == 2

@@ -21,44 +21,6 @@ from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import ConfigError
 from stagereg.testing import RankFailure, run_ranks
 
-from ..support.lab import LOCAL, Lab
-
-START = """
-import sys, time, torch.distributed as dist
-import stagereg
-from stagereg.checkpoint.options import Leave
-from stagereg.errors import ConfigError
-
-dist.init_process_group("gloo")
-for folder in sys.argv[1:]:
-    began = time.monotonic()
-    try:
-        stagereg.Checkpointer(folder, leave=Leave(save_last=False)).close()
-        print(f"TOOK {folder}")
-    except ConfigError as error:
-        print(f"REFUSED in {time.monotonic() - began:.0f} s: {error}", flush=True)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_the_same_path_on_disks_of_their_own_is_refused_at_the_start(tmp_path: Path) -> None:
-    (tmp_path / "start.py").write_text(START)
-    with Lab(machines=2) as lab:
-        job = lab.torchrun(["start.py", f"{LOCAL}/c", str(tmp_path / "shared")], cwd=tmp_path)
-        outputs = job.wait(90)
-        assert job.returncodes == [0, 0], "\n".join(outputs)
-        refusal = f"checkpoint.dir={LOCAL}/c is not the same directory on all machines: what rank 0 has made there on "
-        refusal += "machine0 is not there on machine1 (rank 1). Give one that all machines share"
-        for output in outputs:
-            assert output.count(refusal) == 1
-            assert "tier=disk" in output
-            assert int(output.partition("REFUSED in ")[2].split()[0]) < 30
-            assert output.count(f"TOOK {tmp_path}/shared") == 1
-        assert [[*(machine.disk / "c").glob("*")] for machine in lab.machines] == [[], []]
-    assert os.listdir(tmp_path / "shared") == []
-
 
 def refusals(rank: int, world_size: int, root: str) -> str:
     """Take a directory that rank 1 has elsewhere; then one that rank 1 sees a little later."""

@@ -373,12 +373,3 @@ def test_a_run_goes_on_from_what_was_saved_as_if_nothing_had_happened(
     records = (json.loads(line) for path in tmp_path.rglob(record.file_name(0)) for line in path.open())
     origins = [each["origin"] for each in records if "origin" in each]
     assert sorted(origins) == ["", "store" if kill == "error" else "survivors"]
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_lost_while_it_saves_costs_the_save_and_nothing_else(tmp_path: Path) -> None:
-    program = Program(tmp_path, CONFIG, TRAIN)
-    ended = program.run("kill=while saving", "nproc=3")
-    assert ended.returncode == 1
-    assert re.search("rank 0: lost rank 1 .*; rank 2 .*have not saved", ended.stderr), ended.stderr
-    assert said_by(program.run("nproc=3").stdout).startswith("FROM 4\nEND")

@@ -12,31 +12,6 @@ from stagereg.errors import StagingError
 from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
 
-MIB = 2**20
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3, 7])
-def test_bytes_arrive_whole_however_they_are_split(threads: int) -> None:
-    sizes = [1, MIB - 1, MIB, MIB + 1, 3 * MIB + 5, 17, 0, 2 * MIB]
-    state = {str(i): torch.randint(0, 256, (n,), dtype=torch.uint8) for i, n in enumerate(sizes)}
-    copier = HostCopier(Pool(), threads)
-    for _ in range(2):
-        copy = copier.copy(state)
-        assert all(torch.equal(copy[k], x) for k, x in state.items())
-        for x in state.values():
-            x.add_(1)
-    copier.close()
-
-
-def test_a_state_dict_that_stays_as_it_is_is_planned_once() -> None:
-    copier, plans = HostCopier(Pool()), []
-    state = {"w": torch.ones(10), "c": torch.ones(3, dtype=torch.complex64)}
-    for step in range(4):
-        state["w"] = state["w"].clone() if step == 3 else state["w"].add_(1)
-        copier.copy(state)
-        plans.append(copier.layout)
-    assert plans[0] is plans[1] is plans[2] is not plans[3]
-
 
 def test_one_lease_for_one_copy_until_its_last_tensor_is_gone() -> None:
     pool = Pool()

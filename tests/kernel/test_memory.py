@@ -91,21 +91,6 @@ class TestLeases:
         held.clear()
         assert (pool.in_flight, held_bytes(pool)) == (0, 2 * 4096), "no more is kept than may be in flight"
 
-    def test_the_smallest_that_fits_is_taken(self) -> None:
-        pool = Pool(max_in_flight=3)
-        blocks = [borrow(pool, n) for n in (2**14, 2**12, 2**13)]
-        addresses = [block.address for block in blocks]
-        del blocks
-        assert borrow(pool, 2**13 - 1).address == addresses[2]
-
-    def test_memory_too_small_for_a_state_that_grew_is_freed(self) -> None:
-        pool = Pool()
-        borrow(pool, 64)
-        grown = borrow(pool, 8192)
-        assert held_bytes(pool) == 0
-        del grown
-        assert held_bytes(pool) == 8192
-
     def test_nothing_is_kept_after_close_or_without_keep(self) -> None:
         before, pool, other = blocks_alive(), Pool(), Pool(keep=False)
         early, late, plain = (tensor_over(borrow(each, 64)) for each in (pool, pool, other))
@@ -136,20 +121,6 @@ class TestLeases:
 
 
 class TestSharedBlocks:
-    def test_a_block_comes_back_after_the_last_copy_in_it(self) -> None:
-        pool = Pool(max_in_flight=3)
-        ref = pool.take(64)
-        copies = [torch.frombuffer(pool.lease().view(ref), dtype=torch.uint8) for _ in range(2)]
-        address = ref.block.address
-        assert copies[0].data_ptr() == copies[1].data_ptr() == address
-        del ref
-        copies.pop()
-        assert (pool.in_flight, held_bytes(pool)) == (1, 0)
-        assert pool.take(64).block.address != address
-        copies.pop()
-        assert (pool.in_flight, held_bytes(pool)) == (0, 2 * 4096)
-        assert address in {ref.block.address for ref in [pool.take(64), pool.take(64)]}
-
     def test_a_copy_in_many_blocks_is_one_lease(self) -> None:
         pool = Pool(max_in_flight=1)
         lease = pool.lease()
@@ -230,14 +201,6 @@ def test_pageable_memory_is_logged_once_a_machine(
 
 
 class TestBlock:
-    @pytest.mark.parametrize("nbytes", [0, 4095, 4096, 2**22 + 1, 3 * 2**22 + 5])
-    @pytest.mark.parametrize("threads", [1, 3])
-    def test_every_byte_can_be_written(self, nbytes: int, threads: int) -> None:
-        view = Block(nbytes, pin=False, threads=threads).view()
-        assert len(view) == max(-(-nbytes // 4096), 1) * 4096
-        view[0] = view[-1] = 7
-        assert (view[0], view[-1]) == (7, 7)
-
     def test_the_error_for_too_much_memory_has_the_size(self) -> None:
         with pytest.raises(StagingError, match=r"no 4294967296\.00 GiB of host memory"):
             Block(2**72 // 2**10, pin=False)

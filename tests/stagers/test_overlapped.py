@@ -13,7 +13,6 @@ import gc
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
@@ -30,7 +29,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import stagereg
-import stagereg.stagers.deferred_copy as deferred_copy
 from stagereg.errors import StagerClosedError, StagingError, WrittenWhileStagedError
 from stagereg.kernel.layout import plan_layout
 from stagereg.kernel.transfer import Batch
@@ -262,15 +260,6 @@ def test_verify_finds_a_single_element_written_by_a_side_door(at: int, verify: b
             assert future.result()["w"].sum() == 1
 
 
-def test_a_write_after_the_copying_does_no_harm(gate, stager) -> None:
-    gate.set()
-    one = OneWeight(stager)
-    for value in range(5):
-        staged = stager.stage(one.state).result(WAIT_S)
-        one.weight.data.add_(1)
-        assert staged["w"].eq(value).all()
-
-
 @pytest.fixture
 def failed(gate, stager) -> Future[Any]:
     """A copy that failed, that was not reported yet."""
@@ -386,27 +375,6 @@ def test_a_complete_copy_holds_its_source_no_longer(kind: type[torch.Tensor], ga
         assert_same(future.result(WAIT_S), expected)
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2, 4])
-def test_samples_are_prepared_once_for_each_block(max_in_flight: int, monkeypatch) -> None:
-    prepared, prepare = [0], deferred_copy.piece
-
-    def count(moves: Any) -> Callable[[int], None]:
-        prepared[0] += 1
-        return prepare(moves)
-
-    monkeypatch.setattr(deferred_copy, "piece", count)
-    with held_back(max_in_flight=max_in_flight) as (stager, gate):
-        gate.set()
-        one = OneWeight(stager)
-        kept: deque[Any] = deque(maxlen=max_in_flight - 1)
-        for number in range(4 * max_in_flight):
-            kept.append(stager.stage(one.state).result(WAIT_S))
-            if number == 2 * max_in_flight:
-                before = prepared[0]
-        assert prepared[0] == before
-        kept.clear()
-
-
 def test_no_hook_is_left_behind() -> None:
     def places() -> list[Any]:
         hooks = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
@@ -502,19 +470,6 @@ def test_copies_from_a_device_are_queued_by_whoever_comes_first(
         if not writes:
             queued = [("side", "is entered by", "stagereg-copy-deferred"), ("side", "records", 3)]
             assert fake_device == [*in_call, *queued]
-
-
-def test_of_a_device_small_tensors_are_deferred_as_well(
-    fake_device: list[tuple[object, ...]], stager: OverlappedStager
-) -> None:
-    net = Net(2, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    stager.watch(optimizer)
-    stager.stage({"net": net.state_dict()})
-    assert stager._split is not None
-    _, split = stager._split
-    assert {i for region in split.immediate_remote for i in region.members} == {4, 5, 6}, "the norm's buffers"
-    assert len(split.members) == 6
 
 
 @pytest.mark.parametrize("elements", [100, 2**17])

@@ -171,18 +171,6 @@ def test_tensors_given_to_copy_at_once_may_be_written_at_once(gate: threading.Ev
     assert all(written_later(stager, weight, WRITES["max_norm"]) for _ in range(3))
 
 
-def test_no_optimizer_is_trusted_before_its_second_step(gate: threading.Event, stager: OverlappedStager) -> None:
-    gate.set()
-    net = torch.nn.Linear(200, 200)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step in range(3):
-        net(torch.rand(2, 200)).sum().backward()
-        optimizer.step()
-        stager.stage({"net": net.state_dict()}).result(WAIT_S)
-        assert stager._split is not None
-        assert bool(stager._split[1].members) == (step > 0)
-
-
 def test_what_cannot_be_observed_ends_no_step(gate: threading.Event, stager: OverlappedStager) -> None:
 
     gate.set()
@@ -259,16 +247,6 @@ def test_storages_of_no_copy_are_resized_without_waiting(gate: threading.Event, 
     other.untyped_storage().resize_(0)
     [running] = stager._copies._running
     assert running._written is None, "the copy still waits for its thread"
-
-
-def test_a_copy_that_is_done_keeps_no_memory_of_its_source(gate: threading.Event, stager: OverlappedStager) -> None:
-    gate.set()
-    weight = Weight(stager)
-    future = stager.stage(weight.state())
-    future.result(WAIT_S)
-    stager._thread.submit(int).result(WAIT_S)  # the background thread has dropped its last arguments
-    assert future._copy is None
-    assert not stager._copies._running
 
 
 def test_a_reader_that_waits_for_the_bytes_alone_reports_the_failure(

@@ -13,14 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import stagereg.checkpoint.format.index as index
 import stagereg.checkpoint.load.reading as reading
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.checksum import crc32
-from stagereg.checkpoint.format.encoding import Leaf, decode, encode, fill, leaves, marks
+from stagereg.checkpoint.format.encoding import Leaf, decode, encode
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
 from stagereg.checkpoint.load.reading import CheckpointFiles, Transfer
@@ -108,43 +106,6 @@ def test_state_goes_into_the_memory_that_is_there(tmp_path: Path, monkeypatch: p
     assert list(containers[1]) == ["y", "new"]
     assert all(map(torch.equal, tensors(after), tensors(before)))
     assert all(x._version > version for x, version in zip(tensors(after), versions, strict=True))
-
-
-def go_on_from_shards(rank: int, world_size: int, root: str) -> None:
-    """Rows that two ranks cannot have half of each; restored before and after the first step, and then trained."""
-    found, mesh, memory_for = [], init_device_mesh("cpu", (world_size,)), reading.memory_for
-
-    def in_place(leaf: Leaf) -> torch.Tensor:
-        memory = memory_for(leaf)
-        assert memory is leaf.live or not leaf.name.startswith("model."), leaf.name
-        return memory
-
-    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-        for number in steps:
-            optimizer.zero_grad()
-            model(torch.full((2, 3), float(number + rank))).square().sum().backward()
-            optimizer.step()
-
-    reading.memory_for = in_place
-    for trained in (3, 0, 1):
-        torch.manual_seed(trained)
-        model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 1))
-        fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.Adam(model.parameters())
-        train(model, optimizer, range(trained))
-        with Checkpointer(root, stager=BlockingAsyncStager()) as checkpointer:
-            state = {"model": model, "optimizer": optimizer}
-            if trained == 3:
-                checkpointer.save(3, state)
-            else:
-                assert checkpointer.restore(state) == 3
-        train(model, optimizer, range(3, 5))
-        found.append([x.full_tensor().tolist() for x in model.parameters()])
-    assert found[0] == found[1] == found[2]
-
-
-def test_shards_are_read_into_place_and_train_on(tmp_path: Path) -> None:
-    run_ranks(go_on_from_shards, nproc=2, args=(str(tmp_path),))
 
 
 class Tolerant(torch.nn.Linear):
@@ -276,24 +237,6 @@ def test_a_model_may_replace_its_meta_tensors_in_load_state_dict(tmp_path: Path)
     assert torch.equal(model.weight, trained.weight)
 
 
-class Several(torch.optim.SGD):
-    """An optimizer whose state dict has a form of its own."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"first": super().state_dict(), "count": 1}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict["first"])
-
-
-def test_an_optimizer_may_have_a_state_dict_of_another_form(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    with saved(tmp_path, {"optimizer": Several(model.parameters(), lr=0.5)}) as checkpointer:
-        other = Several(model.parameters(), lr=0.1)
-        checkpointer.restore({"optimizer": other})
-    assert other.param_groups[0]["lr"] == 0.5
-
-
 def test_a_missing_name_is_reported_with_the_saved_names(tmp_path: Path) -> None:
     with saved(tmp_path / "own", {"loader.rank0": {"at": 3}}) as checkpointer:
         assert "by each rank for itself: restore it into per_rank(loader)" in refused(checkpointer, {"loader": {}})
@@ -350,20 +293,6 @@ def test_numbers_of_numpy_keep_their_types() -> None:
     for other in (numpy.longdouble(3), numpy.timedelta64(1, "ns"), numpy.ones(2)):
         with pytest.raises(CheckpointError, match="would not load back"):
             encode({"x": other}, "x")
-
-
-def test_tensors_are_leaves_and_objects_are_listed() -> None:
-    x = torch.ones(2)
-    state = {"a": x, "b": [x, {"c": 1}], 3: {"pair": (x, 1)}}
-    encoded = encode(state, "s")
-    assert encoded.objects == ["s.3.pair"]
-    structure = decode(json.loads(encoded.text), "s")
-    assert [leaf.name for leaf in marks(structure)] == ["s.a", "s.b.0", "s.3.pair"]
-    assert [name for name, _ in leaves(state, "s")] == [name for name, _ in leaves(structure, "s")]
-    for leaf in marks(structure):
-        leaf.value = leaf.name
-    assert fill(structure) == {"a": "s.a", "b": ["s.b.0", {"c": 1}], 3: {"pair": "s.3.pair"}}
-    assert isinstance(decode({}, "s"), Leaf)
 
 
 def test_versions_of_modules_are_kept() -> None:

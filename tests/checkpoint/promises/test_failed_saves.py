@@ -29,7 +29,6 @@ from stagereg.registry import build
 from stagereg.stagers.async_stager import AsyncStager
 
 from ...support.forks import run_forked
-from ...support.watching import watching
 
 
 @pytest.fixture
@@ -291,18 +290,3 @@ def test_the_named_failpoints_are_exactly_those_in_the_code() -> None:
     sources = Path(stagereg.__file__).parent.rglob("*.py")
     reached = {name for source in sources for name in CALL.findall(source.read_text())}
     assert reached == {*failpoints.POINTS, *failpoints.TIER_POINTS}
-
-
-def test_a_save_reaches_its_failpoints_in_their_listed_order(tmp_path: Path) -> None:
-    seen: list[str] = []
-    with watching(seen.append), Checkpointer(str(tmp_path), keep=1) as checkpointer:
-        checkpointer.save(1, {"x": 1})
-        checkpointer.wait()
-        first = list(dict.fromkeys(seen))
-        seen.clear()
-        checkpointer.save(2, {"x": 2})
-        checkpointer.wait()
-    of_a_step_again = ("named", "repointed")
-    later = [name for name in failpoints.POINTS if name not in ("locked", "swept", *of_a_step_again)]
-    assert first == ["locked", "swept", *(name for name in later if name != "hidden")]
-    assert list(dict.fromkeys(seen)) == later

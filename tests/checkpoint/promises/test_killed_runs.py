@@ -36,10 +36,3 @@ def kill(tmp_path: Path, limit_s: float, *asked: str) -> dict[str, list[str]]:
 @pytest.mark.timeout(400)
 def test_nothing_is_lost_by_twenty_kills(tmp_path: Path) -> None:
     assert int(kill(tmp_path, 380, "--few", "--kills", "20")["all"][2]) >= 20
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_nothing_is_lost_by_three_hundred_kills(tmp_path: Path) -> None:
-    seed = str(int.from_bytes(os.urandom(3)))
-    assert int(kill(tmp_path, 3500, "--kills", "300", "--seed", seed)["all"][2]) >= 300

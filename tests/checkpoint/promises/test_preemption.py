@@ -31,7 +31,6 @@ import stagereg.checkpoint.ranks.preemption_consensus as preemption_consensus
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import Preempted, Stopped
-from stagereg.launch.preemption import PreemptionHandler
 from stagereg.testing import run_ranks
 
 from ...support.forks import run_forked
@@ -438,16 +437,6 @@ def test_a_preempted_process_has_ended_when_its_grace_is_over(tmp_path: Path) ->
         "twice": "it came twice, so nothing more is saved",
     }.items():
         assert re.search(f"stopped by SIGTERM: {text}", seen[name], re.MULTILINE), seen[name]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_alone_with_the_signal_reports_else_rank_0_does(rank: int) -> None:
-    with mock.patch.object(preemption_consensus, "PreemptionHandler") as handler:
-        consensus = preemption_consensus.PreemptionConsensus(mock.Mock(rank=rank, size=2), 1.0, str, mock.Mock())
-        handler.return_value.reports = PreemptionHandler(1.0, str).reports
-        assert handler.return_value.reports
-        consensus._update([1.0, 0.0])
-        assert handler.return_value.reports == (rank == 0)
 
 
 @pytest.mark.parametrize("left", [Preempted(7, "runs/x", TERM), Stopped(USR1, "the disk is full")])

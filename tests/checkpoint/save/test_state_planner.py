@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stagereg.checkpoint.save.state_planner import StatePlanner, from_numbers, join_plans, numbered, split_plan
+from stagereg.checkpoint.save.state_planner import StatePlanner
 from stagereg.errors import CheckpointError
 
 STATE: dict[str, Any] = {
@@ -96,33 +96,6 @@ def test_shards_make_up_a_whole_and_replicas_are_left_out() -> None:
     global_plans, metadata = StatePlanner().create_global_plan(plans([half], [other], [half]))
     assert [plan.items for plan in global_plans] == [[half], [other], []]
     assert metadata.state_dict_metadata["x"].chunks == [half.tensor_data.chunk, other.tensor_data.chunk]  # type: ignore[union-attr]
-
-
-def test_what_ranks_have_planned_alike_is_planned_once() -> None:
-    local: list[SavePlan] = []
-    for rank in range(3):
-        planner = StatePlanner()
-        planner.set_up_planner({f"rng.rank{rank}": {"torch": torch.ones(2), "more": 1}, **STATE}, None, rank == 0)
-        local.append(planner.create_local_plan())
-    parts = [split_plan(plan, rank) for rank, plan in enumerate(local)]
-    assert parts[0][0] == parts[1][0] == parts[2][0]
-    again = StatePlanner().create_global_plan([x for _, own in parts for x in (parts[0][0], own)])
-    each = [join_plans(again[0][at : at + 2]) for at in (0, 2, 4)]
-    expected = StatePlanner().create_global_plan(local)
-    for one, other in zip(each, expected[0], strict=True):
-        assert {item.index for item in one.items} == {item.index for item in other.items}
-        assert one.planner_data == other.planner_data
-    assert again[1] == expected[1]
-
-
-@pytest.mark.parametrize("dealt", [[0, 1, 2], [2, 0], []])
-def test_what_is_dealt_out_travels_as_numbers(dealt: list[int]) -> None:
-    given = SavePlan([shard("x", i, i + 1, 3) for i in range(3)], planner_data={"x": ("x",)})
-    plan = SavePlan([given.items[i] for i in dealt], storage_data=7)
-    sent = numbered(plan, given)
-    assert [*sent.items] == dealt
-    back = from_numbers(sent, given)
-    assert (back.items, back.storage_data, back.planner_data) == (plan.items, 7, given.planner_data)
 
 
 @pytest.mark.parametrize(

@@ -326,14 +326,6 @@ def test_options_whose_names_are_no_text_come_back(tmp_path: Path) -> None:
         restore(tmp_path, model=saved, optimizer=other)
 
 
-def test_a_column_major_value_comes_back_so(tmp_path: Path) -> None:
-    save(tmp_path, x={"a": [torch.arange(6.0).view(2, 3).t()]})
-    state: dict[str, Any] = {"x": None}
-    with Checkpointer(str(tmp_path)) as keeper:
-        keeper.restore(state)
-    assert shown(state["x"]["a"][0]) == shown(torch.arange(6.0).view(2, 3).t())
-
-
 # -- several ranks
 
 

@@ -172,20 +172,6 @@ def test_several_models_and_optimizers_keep_apart(tmp_path: Path) -> None:
     assert alike(state["head"][0], fresh["head"][0], *pairs)
 
 
-def test_adapters_on_a_frozen_model(tmp_path: Path) -> None:
-    def made(seed: int) -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
-        model = net(seed, 3, 4, 2).requires_grad_(False)
-        model[0].register_module("lora", net(seed, 3, 1, 4))
-        return model, torch.optim.AdamW([x for x in model.parameters() if x.requires_grad])
-
-    (model, optimizer), (other, fresh) = made(1), made(2)
-    save(tmp_path, model=model, optimizer=stepped(optimizer))
-    restore(tmp_path, model=other, optimizer=fresh)
-    assert all(map(torch.equal, model.parameters(), other.parameters()))
-    assert alike(optimizer, fresh, *zip(model[0].lora.parameters(), other[0].lora.parameters(), strict=True))
-    assert len(fresh.state) == 4
-
-
 def test_numbers_are_matched_by_position(tmp_path: Path) -> None:
     model, other = net(1, 3, 4), net(2, 3, 4)
     optimizer = stepped(torch.optim.AdamW(model.parameters(), lr=0.3))
@@ -265,21 +251,3 @@ def test_a_scaler_that_was_off_when_it_was_saved_may_begin_from_scratch(tmp_path
     assert "state dict is empty" in refused(tmp_path, **state)
     with Checkpointer(str(tmp_path), restore=Restore(fresh=["scaler"])) as keeper:
         assert keeper.restore(state) == 1
-
-
-def test_optimizers_of_different_kinds_beside_each_other_are_restored(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-
-    def optimizers() -> list[torch.optim.Optimizer]:
-        return [torch.optim.Adam([model.bias]), torch.optim.AdamW([model.weight], weight_decay=0.1)]
-
-    state: dict[str, Any] = {"model": model, "optimizer": optimizers()}
-    model(torch.ones(2)).sum().backward()
-    for each in state["optimizer"]:
-        each.step()
-    with Checkpointer(str(tmp_path)) as checkpointer:
-        checkpointer.save(1, state)
-    again: dict[str, Any] = {"model": model, "optimizer": optimizers()}
-    with Checkpointer(str(tmp_path)) as checkpointer:
-        assert checkpointer.restore(again) == 1
-    assert [len(each.state) for each in again["optimizer"]] == [1, 1]

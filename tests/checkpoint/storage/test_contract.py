@@ -149,25 +149,6 @@ def test_a_checkpoint_is_of_its_step_while_training_goes_on(tmp_path: Path, stor
         assert plain(state) == expected, step
 
 
-def test_the_checkpointer_releases_its_copies_as_promised(tmp_path: Path) -> None:
-    class Recording(type(stagereg.build("stager", "pinned_cached"))):  # type: ignore[misc]
-        def release(self, staged: dict[str, Any]) -> None:
-            released.append(bool(staged))
-            super().release(staged)
-            in_flight.append(self._copier.pool.in_flight)
-
-    released: list[bool] = []
-    in_flight: list[int] = []
-    stager = Recording()
-    with Checkpointer(str(tmp_path), stager=stager) as saving:
-        assert stager._copier.pool.readers_release
-        for step in range(3):
-            saving.save(step, {"x": torch.full((1000,), float(step))})
-            saving.wait()
-    assert released == [True] * 3
-    assert in_flight == [0] * 3
-
-
 @each
 def test_files_are_flushed_before_the_commit_and_not_read_for_it(
     tmp_path: Path, storage: str, monkeypatch: pytest.MonkeyPatch

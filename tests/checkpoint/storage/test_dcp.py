@@ -210,15 +210,6 @@ def test_an_option_without_sense_is_refused(given: dict[str, Any]) -> None:
         DcpStorage(**given)
 
 
-def test_torch_is_asked_once_for_each_kind_of_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.Size] = []
-    real = torch.save
-    monkeypatch.setattr(torch, "save", lambda x, *more: (asked.append(x.shape), real(x, *more)))
-    for step in range(2):
-        save({name: torch.full((17, 19, 23), step) for name in "ab"}, tmp_path / str(step), WRITER)
-    assert asked == [torch.Size((17, 19, 23))]
-
-
 def test_a_tensor_beyond_4_gib_has_an_envelope_too(tmp_path: Path) -> None:
     shape = torch.Size((5, 1 << 30))
     around = _asked(torch.uint8, shape, (1 << 30, 1))

@@ -228,12 +228,6 @@ def test_a_config_chooses_the_rule_of_copies(tmp_path: Path) -> None:
     assert "OfSteps" in stagereg.instantiate(config.checkpoint.on_commit.backup).keep.name
 
 
-def test_the_program_passes_a_rule(tmp_path: Path) -> None:
-    rule = OfSteps([1])
-    with stagereg.instantiate(composed(tmp_path).checkpoint, keep=rule) as checkpointer:
-        assert rule_of(checkpointer) is rule
-
-
 def test_a_rule_in_a_plain_mapping_has_its_own_defaults(tmp_path: Path) -> None:
     keep = {"_target_": OF_STEPS, "steps": [1]}
     plain = {"_target_": "stagereg.checkpoint.checkpointer.Checkpointer", "dir": str(tmp_path), "keep": keep}

@@ -147,10 +147,6 @@ def test_each_byte_is_asked_for_about_once_when_it_is_restored(
 # -- failures
 
 
-class KilledError(BaseException):
-    """As if the process ended here."""
-
-
 def counting(monkeypatch: pytest.MonkeyPatch, at: int, error: Callable[[], BaseException]) -> list[str]:
     """Raise ``error`` right before the change of the store that has the number ``at``; return a list that grows."""
     made: list[str] = []
@@ -171,33 +167,6 @@ def counting(monkeypatch: pytest.MonkeyPatch, at: int, error: Callable[[], BaseE
     for name in ("pipe_file", "rm_file", "rm", "_open"):
         around(name)
     return made
-
-
-def test_a_kill_at_any_change_leaves_complete_checkpoints(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    killed = committed = 0
-    for at in range(100):
-        root = f"{url}/{at}"
-        store = open_store(root)
-        publish(store, 1, "aa")
-        publish(store, 2, "bb")
-        with monkeypatch.context() as patched:
-            made = counting(patched, at, KilledError)
-            try:
-                publish(store, 2, "cc", keep=1)
-            except KilledError:
-                killed += 1
-            else:
-                break
-        found = store.checkpoints()[0]
-        assert found[0].manifest.step == 2
-        assert not any(store.look(checkpoint.path, content=True).damages for checkpoint in found)
-        committed += found[0].name.endswith(".cc")
-        open_store(root).sweep()
-        assert store.leftovers() == []
-        assert store.latest() == store.checkpoints()[0][0] == found[0]
-        assert store.checkpoints()[1] == []
-    assert killed == len(made)
-    assert 3 <= committed < killed
 
 
 @pytest.mark.parametrize("again", [0, 1])

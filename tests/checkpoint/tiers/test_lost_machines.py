@@ -7,11 +7,7 @@ torchrun; the others fork the ranks, since they start many.
 
 from __future__ import annotations
 
-import contextlib
-import re
 import shutil
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -105,20 +101,6 @@ def test_another_split_gets_the_same_bits(
 
 
 @pytest.mark.slow
-def test_a_machine_that_returns_with_old_steps_vetoes_none(make_runs: Callable[..., Runs], lab: Lab) -> None:
-    runs = make_runs(tier="disk")
-    runs.hold(at=7)
-    lab.machines[2].kill()
-    runs.end()
-    assert runs.hold(at=11, machines=[0, 1]).step == 6
-    runs.end()
-    lab.machines[2].reboot()
-    assert [each.step for each in runs.left([2])] == [6, 4]
-    assert runs.hold(at=13, machines=[2, 1, 0]).step == 10
-    assert 6 not in {each.step for each in runs.left([2])}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("store", [True, False], ids=["store", "no store"])
 def test_an_abandoned_branch_stays_abandoned(
     make_runs: Callable[..., Runs], lab: Lab, tmp_path: Path, store: bool
@@ -144,29 +126,6 @@ def test_an_abandoned_branch_stays_abandoned(
     assert (found.step, abandoned.name in found.path) == (6 if store else 8, False)
     runs.end()
     assert runs.finish(more=1).step == (9 if store else 8)  # each save to the store is one to the tier, too
-
-
-@pytest.mark.slow
-def test_what_was_in_memory_before_a_reboot_is_void(make_runs: Callable[..., Runs], lab: Lab, tmp_path: Path) -> None:
-    place = {"dir": f"{LOCAL}/t"}  # which outlives a reboot here, as the boot id does not
-    runs = make_runs(**place, store=tmp_path / "store", store_every=3)
-    runs.hold(at=5)
-    for machine in lab.machines:
-        machine.reboot()
-    assert runs.hold(at=8).step == 3
-    assert "before a reboot" in runs.output
-    runs.end()
-    lab.machines[1].reboot()  # one alone: others have what it had
-    assert runs.finish(more=1).step == 8
-
-
-@pytest.mark.slow
-def test_what_was_on_disks_before_a_reboot_is_not(make_runs: Callable[..., Runs], lab: Lab) -> None:
-    runs = make_runs(tier="disk")
-    runs.hold(at=5)
-    for machine in lab.machines:
-        machine.reboot()
-    assert runs.finish(more=1).step == 4
 
 
 # -- kills at each moment of a copy
@@ -198,21 +157,6 @@ def test_nothing_copied_is_lost_by_a_kill_at_any_moment(
     assert runs.finish(more=1).step == newest
 
 
-@pytest.mark.slow
-def test_two_machines_may_be_lost_with_two_copies(tmp_path: Path) -> None:
-    with Lab(machines=4) as lab:
-        runs, newest = Runs(lab, tmp_path, copies=2), None
-        for lost in ((0, 1), (1, 2), (3, 0)):
-            assert runs.hold(at=(newest or 0) + 3).step == newest
-            newest = runs.copied(copies=2, since=0)
-            assert newest is not None
-            for each in lost:
-                lab.machines[each].kill(silent=each > 1)
-            runs.end()
-            for each in lost:
-                lab.machines[each].replace()
-
-
 # -- damaged copies
 
 
@@ -228,14 +172,6 @@ def cut(part: Path) -> None:
     """Take the last byte of what a rank wrote."""
     file = part.with_name(f"__{part.stem.removeprefix('part-')}_0.distcp")
     file.write_bytes(file.read_bytes()[:-1])
-
-
-def unmark(part: Path) -> None:
-    """Take a checksum out of the part's manifest."""
-    part.write_text(re.sub(r'"blocks": \[\d+', '"blocks": [', part.read_text(), count=1))
-
-
-DAMAGE = {"a flipped bit": flip, "a cut file": cut, "a missing checksum": unmark}
 
 
 class Damaged:
@@ -294,169 +230,10 @@ def test_a_damaged_copy_gives_way_to_the_next_best(make_runs: Callable[..., Runs
     check_damage(state, tmp_path, cut, "both and store")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tier", ["memory", "disk"])
-def test_any_damage_of_any_copy_gives_way_to_the_next_best(
-    make_runs: Callable[..., Runs], lab: Lab, tmp_path: Path, tier: str
-) -> None:
-    state = Damaged(make_runs(store=tmp_path / "store", store_every=3, tier=tier), lab, tmp_path)
-    for damage in DAMAGE.values():
-        for where in ("own", "peer", "both", "both and store"):
-            check_damage(state, tmp_path, damage, where)
-
-
 # -- full, slow, cut off
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tier", ["memory", "disk"])
-def test_a_machine_without_room_costs_copies_and_no_run(tmp_path: Path, tier: str) -> None:
-    size = 48 << 20
-    with Lab(machines=3, shm_bytes=size, disk_bytes=size) as lab:
-        runs = Runs(lab, tmp_path, tier=tier, width=700, step_s=0.1, calm="false")
-        job = runs.start(more=40)
-        runs.restored(job)
-        assert comes_true(lambda: runs.copied(1, 0) is not None, START_S)
-        before = runs.copied(1, 0)
-        fill = runs.tier_of(lab.machines[1]).parent / "fill"
-        with contextlib.suppress(OSError), fill.open("wb", 0) as file:
-            while True:
-                file.write(bytes(1 << 16))
-        outputs = job.wait(2 * START_S)
-        assert job.returncodes == [0, 0, 0], outputs
-        assert any("No space left" in output or "left, and" in output for output in outputs), outputs[0]
-        left = runs.newest()
-        assert left is not None
-        assert left >= (before or 0)
-        fill.unlink()
-        assert runs.hold(at=left + 3).step == left
-        assert (runs.newest() or 0) > left
-
-
-@pytest.mark.slow
-def test_a_slow_network_loses_nothing(make_runs: Callable[..., Runs], lab: Lab) -> None:
-    runs = make_runs(width=500, every=1, calm="false", step_s=0.0)
-    lab.machines[1].slow(mbit=10)
-    job = runs.start(more=6)
-    outputs = job.wait(4 * START_S)
-    assert job.returncodes == [0, 0, 0], outputs
-    lab.machines[1].heal()
-    left = runs.newest()
-    assert left is not None
-    assert runs.finish(more=1).step == left
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", [3.0, 14.0])  # shorter, and longer than a transfer waits for a byte
-def test_a_cut_that_heals_costs_copies_and_no_run(make_runs: Callable[..., Runs], lab: Lab, seconds: float) -> None:
-    runs = make_runs(width=500, every=1, calm="false", step_s=0.05)
-    job = runs.start(hold=60)
-    runs.restored(job)
-    assert comes_true(lambda: runs.copied(1, 0) is not None, START_S)
-    before = runs.done()
-    lab.machines[1].cut()
-    time.sleep(seconds)
-    lab.machines[1].heal()
-    for process in job.processes.values():
-        process.await_output("HOLDS at 60", 4 * START_S)
-    assert runs.done() > before
-    copied = runs.copied(1, 0) or 0
-    assert copied > before
-    lab.machines[1].kill()
-    runs.end()
-    assert (runs.finish(machines=[2, 0], more=1).step or 0) >= copied
-
-
-@pytest.mark.slow
-def test_a_machine_that_is_lost_while_it_receives_is_replaced(make_runs: Callable[..., Runs], lab: Lab) -> None:
-    runs = make_runs(width=700, every=1)
-    job = runs.start(failpoint="receiving:1:6")
-    [*job.processes.values()][1].await_output("ENDS at", START_S)
-    lab.machines[1].kill()
-    runs.end()
-    newest = runs.newest()
-    lab.machines[1].replace()
-    assert runs.hold(at=(newest or 0) + 2).step == newest
-
-
 # -- others
-
-
-STRANGER = """
-import socket, sys, os, time
-sys.path.insert(0, sys.argv[3])
-from stagereg.checkpoint.tiers import wire
-address, ports = sys.argv[1], [int(each) for each in sys.argv[2].split(",")]
-kept = []
-for port in ports:
-    for what in [b"", b"GET / HTTP/1.0\\r\\n\\r\\n", os.urandom(1 << 16), bytes(4096)]:
-        for _ in range(8):
-            caller = socket.create_connection((address, port), 5)
-            try:
-                caller.sendall(what)
-            except OSError:
-                pass
-            kept.append(caller)
-    try:
-        wire.connect((address, port), b"x" * 32)
-        print("LET IN")
-    except OSError as error:
-        print("refused:", error)
-print("called", flush=True)
-time.sleep(1000)
-"""
-
-
-@pytest.mark.slow
-def test_strangers_disturb_nothing(make_runs: Callable[..., Runs], lab: Lab) -> None:
-    runs = make_runs(every=1, calm="false")
-    job = runs.start(machines=[0, 1], hold=1000, steps=2000)
-    runs.restored(job)
-    tcp = "".join(Path(f"/proc/{lab.machines[0].pid}/net/{name}").read_text() for name in ("tcp", "tcp6"))
-    lines = [line.split() for line in tcp.splitlines()]
-    ports = sorted({int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == "0A"} - {29400})
-    [server] = [port for port in ports if is_tier(lab, port)]
-    stranger = lab.machines[2].start(
-        [sys.executable, "-c", STRANGER, lab.machines[0].address, str(server), str(CHECKOUT)]
-    )
-    stranger.await_output("called", START_S)
-    assert "LET IN" not in stranger.output
-    assert "refused" in stranger.output
-    at = runs.done()
-    assert comes_true(lambda: (runs.copied(1, 0) or 0) > at + 20, START_S)
-    assert "sent away" in next(iter(job.processes.values())).output
-
-
-def is_tier(lab: Lab, port: int) -> bool:
-    """Whether what listens at a port of the first machine greets as a tier does."""
-    ask = f"import socket; s = socket.create_connection(('{lab.machines[0].address}', {port}), 2); print(s.recv(13))"
-    process = lab.machines[2].start([sys.executable, "-c", ask])
-    process.wait(START_S)
-    return "stagereg-tier" in process.output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tier", ["memory", "disk"])
-def test_another_run_in_the_same_folder_is_left_alone(
-    make_runs: Callable[..., Runs], lab: Lab, tmp_path: Path, tier: str
-) -> None:
-    folders = [tmp_path / "one", tmp_path / "other"]
-    for folder in folders:
-        folder.mkdir()
-    one, other = (Runs(lab, folder, tier=tier, store=folder / "store", store_every=1000) for folder in folders)
-    one.hold(at=5)
-    one.end()
-    kept = {path: path.read_bytes() for machine in lab.machines for path in one.parts(machine)}
-    assert other.hold(at=3, width=32).step is None
-    other.end()
-    # and what somebody has copied from one into the other is refused by its id
-    [there] = {path.parents[1] for path in one.parts(lab.machines[0]) if path in kept}
-    [here] = {path.parents[1] for path in one.parts(lab.machines[0]) if path not in kept}
-    for step in there.glob("step-00000004.*"):
-        shutil.copytree(step, here / step.name)
-    assert other.finish(more=1, width=32).step == 2
-    assert {path: path.read_bytes() for path in kept} == kept
-    assert one.finish(more=1).step == 4
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +23,6 @@ from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError
 
 from .conftest import READER_KEYS, Fault, Store
-
-BOUND_S = 120
 
 
 def state(step: int, elements: int = 100) -> dict[str, Any]:
@@ -113,39 +109,6 @@ def test_one_of_several_writers_makes_an_object(store: Store) -> None:
         made = list(pool.map(lambda number: objects.create(url, str(number).encode()), range(8)))
     assert sum(made) == 1
     assert objects.get(url) == str(made.index(True)).encode()
-
-
-HOLD = """
-import sys
-from stagereg.checkpoint.store.open_store import open_store
-store = open_store(sys.argv[1])
-try:
-    store.lock()
-except Exception as error:
-    print("refused", error, flush=True)
-else:
-    print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.slow
-def test_one_of_two_runs_that_start_at_once_gets_the_lease(store: Store) -> None:
-    command = [sys.executable, "-c", HOLD, store.url]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    runs = [subprocess.Popen(command, **pipes) for _ in range(2)]  # type: ignore[call-overload]
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            said = sorted(pool.map(lambda run: run.stdout.readline(), runs, timeout=BOUND_S))
-    finally:
-        for run in runs:
-            run.kill()
-            run.communicate()
-    assert said[0] == "held\n"
-    assert said[1].startswith("refused")
-    assert "is in use" in said[1]
-    save(store, 1)  # the owner has ended, which this machine knows at once
-    assert committed(store) == [1]
 
 
 @pytest.mark.slow  # Azure's own package waits 15 seconds before its second try
@@ -249,17 +212,3 @@ def test_a_store_that_lists_late_loses_nothing(store: Store, hidden: str) -> Non
     assert committed(store) == [1, 2, 3]
     store.proxy.hidden = hidden.replace("2", "3")
     expect_restored(store, 3)
-
-
-@pytest.mark.slow  # ten minutes against Azurite on two busy cores
-@pytest.mark.timeout(1800)
-def test_ten_thousand_objects_are_listed(store: Store) -> None:
-    objects = ObjectStore(store.url)
-    save(store, 1)
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda number: objects.put(f"{store.url}/aside-{number:05}/x", b"x"), range(10_000)))
-    save(store, 2)
-    assert len(objects.listing(store.url)) == 10_003
-    expect_restored(store, 2)
-    objects.delete_below(store.url)
-    assert store.names() == []
