@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from stagereg.checkpoint.format.encoding import Encoded, encode
 from stagereg.checkpoint.ranks.comparing import digest
-from stagereg.checkpoint.ranks.merging import Changes, EntryDigests, Merging, RankEntries, Sent, groups_in
+from stagereg.checkpoint.ranks.merging import Changes, Merging, RankEntries, Sent, groups_in
 from stagereg.errors import CheckpointError
 
 OPTIONS = {"betas": (0.9, 0.95), "fused": True, "params": [f"stages.0.{i}.weight" for i in range(50)]}
@@ -50,12 +49,6 @@ def test_whatever_has_changed_arrives_as_it_is(after: Any) -> None:
     assert exchanged(optimizer(0.5), after)[1] == encode(after, "optimizer").text
 
 
-def test_what_is_as_before_is_not_asked_for() -> None:
-    sent, text = exchanged(optimizer(0.5), optimizer(0.5))
-    assert sent is None
-    assert json.loads(text) == json.loads(encode(optimizer(0.5), "optimizer").text)
-
-
 def test_another_base_than_the_rank_has_is_not_built_upon() -> None:
     sent, text = exchanged(optimizer(0.5), optimizer(0.25), known=structures(optimizer(0.75)))
     assert isinstance(sent, Encoded)
@@ -86,9 +79,3 @@ def test_what_does_not_make_up_the_structure_is_refused(what: str) -> None:
 
     with pytest.raises(CheckpointError, match="What rank 0 sent of 'optimizer' does not match the digest"):
         exchanged(optimizer(0.5), optimizer(0.25), change=damage)
-
-
-def test_of_ranks_that_have_the_same_the_first_is_asked() -> None:
-    every = [RankEntries({"optimizer": optimizer(lr)}, None).digests({}) for lr in (0.5, 0.25, 0.5)]
-    merging = Merging([EntryDigests(*each) for each in every], [2, 0, 1], (), {})
-    assert [sorted(each) for each in merging.ask_ranks()] == [[], ["optimizer"], ["optimizer"]]

@@ -200,31 +200,6 @@ def test_who_reads_it_by_the_name_with_a_token_keeps_that(root: Path) -> None:
     assert suffixed.name not in names(root)
 
 
-def test_a_component_whose_turn_comes_later_is_told_the_name_there_is(root: Path) -> None:
-    told: list[tuple[str, bool]] = []
-    store = open_store(root)
-    with ExitStack() as held:
-        held.enter_context(store.readers.reading(str(root / PLAIN)))
-
-        def look(each: CommittedCheckpoint) -> None:
-            told.append((Path(each.path).name, (Path(each.path) / "index.json").exists()))
-
-        with Checkpointer(str(root), every=1, keep=3, leave=Leave(save_last=False), on_commit=[look]) as checkpointer:
-            assert checkpointer.restore({"x": ""}) == 1
-            checkpointer.maybe_save(2, {"x": "second 2"})  # its call waits for the end of the step
-            checkpointer.wait()
-            assert PLAIN in names(root)
-            held.close()
-            checkpointer._calls._step, step = 3, checkpointer._calls._step
-            checkpointer.save(3, {"x": "third"})
-            checkpointer.wait()
-            checkpointer._calls._step = step
-            checkpointer._calls.at_step(3)
-            checkpointer._calls.finish()
-            assert checkpointer.stats.on_commit_failures == 0
-    assert told == [(PLAIN, True), ("step-00000003", True)]
-
-
 def test_where_files_cannot_be_linked_the_name_with_a_token_stays(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
