@@ -16,7 +16,7 @@ import torch
 
 import stagereg.kernel.memory as memory
 from stagereg.errors import StagerClosedError, StagingError
-from stagereg.kernel.memory import WAIT_WITHOUT_RELEASE_S, Block, Pool
+from stagereg.kernel.memory import Block, Pool
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +45,6 @@ def held_bytes(pool: Pool) -> int:
 
 def tensor_over(block: Borrowed, n: int = 16) -> torch.Tensor:
     return torch.frombuffer(block.view, dtype=torch.float32, count=n)
-
-
-def warnings(caplog: pytest.LogCaptureFixture) -> int:
-    return sum("copies are still held" in record.message for record in caplog.records)
 
 
 HOLDERS: dict[str, Callable[[torch.Tensor], object]] = {
@@ -120,52 +116,7 @@ class TestLeases:
         assert held_bytes(pool) == 400 * 4096
 
 
-class TestSharedBlocks:
-    def test_a_copy_in_many_blocks_is_one_lease(self) -> None:
-        pool = Pool(max_in_flight=1)
-        lease = pool.lease()
-        tensors = [torch.frombuffer(lease.view(pool.take(64)), dtype=torch.uint8) for _ in range(3)]
-        del lease
-        while tensors:
-            assert pool.in_flight == 1
-            tensors.pop()
-        assert pool.in_flight == 0
-
-    def test_unused_blocks_are_kept_for_the_copies_in_flight(self) -> None:
-        pool = Pool(max_in_flight=2)
-        pool.expected = 3 * 4096
-        blocks = [pool.take(64) for _ in range(10)]
-        del blocks
-        assert held_bytes(pool) == 6 * 4096
-
-
-class TestWaiting:
-    @pytest.fixture
-    def clock(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-        """The seconds that a pool has waited; none of them passes."""
-        clock = [0.0]
-        monkeypatch.setattr(memory, "WAIT_WITHOUT_RELEASE_S", WAIT_WITHOUT_RELEASE_S)
-        monkeypatch.setattr(memory.time, "monotonic", lambda: clock[0])
-        monkeypatch.setattr(memory.time, "sleep", lambda s: clock.__setitem__(0, clock[0] + s))
-        return clock
-
-    @pytest.mark.parametrize(
-        ("wait_s", "promised", "waited_s"),
-        [(60.0, False, [1, 1, 1]), (0.5, False, [0.5, 0.5, 0.5]), (60.0, True, [60, 120, 180])],
-    )
-    def test_a_reader_is_waited_for_a_second_once_or_as_it_promised(
-        self, wait_s: float, promised: bool, waited_s: list[float], clock: list[float], caplog
-    ) -> None:
-        pool = Pool(max_in_flight=1, wait_s=wait_s)
-        if promised:
-            pool.readers_release = True
-        kept = [borrow(pool, 64)]
-        for so_far in waited_s:
-            kept.append(borrow(pool, 64))
-            assert clock[0] == pytest.approx(so_far, abs=0.1)
-        assert len({block.address for block in kept}) == 4
-        assert warnings(caplog) == 1
-
+class TestReleasing:
     def test_release_ends_the_lease_but_not_of_what_is_held(self) -> None:
         for holds in (False, True):
             pool = Pool(max_in_flight=1)

@@ -87,12 +87,6 @@ def copied_on_a_rank(rank: int, world_size: int, says_how_many: bool) -> int:
     return bytes_copied(16)
 
 
-@pytest.mark.parametrize(("ranks", "mib"), [("1", 8), ("2", 4), ("4", 2), ("100", 0)])
-def test_the_ranks_of_a_machine_share_the_bound(ranks: str, mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert bytes_copied(16) == mib * 2**20
-
-
 @pytest.mark.parametrize("says_how_many", [True, False], ids=["launched", "unknown"])
 def test_ranks_together_copy_no_more_than_the_bound(says_how_many: bool) -> None:
     # Two copies of each of two ranks may be in flight, so 4 MiB each.

@@ -240,15 +240,6 @@ def test_a_storage_that_is_freed_past_torchs_methods_is_an_error_with_its_path(
     assert stager.stage(weight.state()).result(WAIT_S)["weight"].shape == (ROWS, WIDTH)
 
 
-def test_storages_of_no_copy_are_resized_without_waiting(gate: threading.Event, stager: OverlappedStager) -> None:
-    weight = Weight(stager)
-    stager.stage(weight.state())
-    other = torch.ones(ROWS, WIDTH)
-    other.untyped_storage().resize_(0)
-    [running] = stager._copies._running
-    assert running._written is None, "the copy still waits for its thread"
-
-
 def test_a_reader_that_waits_for_the_bytes_alone_reports_the_failure(
     gate: threading.Event, stager: OverlappedStager
 ) -> None:

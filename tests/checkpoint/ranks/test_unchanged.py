@@ -157,7 +157,6 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run_ranks(scheduled, 2, args=(str(tmp_path_factory.mktemp("root") / "x"),), timeout_s=120)
 
 
-<<<<<<< HEAD
 def test_rates_and_random_numbers_do_not_send_the_plan_again(stages: Any) -> None:
     for counts, index, same, _ in stages:
         assert same == [True, True]
@@ -170,8 +169,6 @@ def test_a_directory_is_listed_twice_a_save_and_by_rank_zero(stages: Any) -> Non
     assert [listed for *_, listed in stages] == [12, 0]
 
 
-=======
->>>>>>> wt-t2
 def test_what_ranks_send_alike_arrives_as_one_object() -> None:
     arrived = unpack([pack([{"x": [1, 2]}, rank], 3) for rank in range(3)], 3)
     assert arrived[0][0] is arrived[1][0] is arrived[2][0]
@@ -207,13 +204,8 @@ def test_what_changed_is_sent_anew_and_comes_back(ran: dict[str, Any], case: str
     assert nbytes[6] > 3000, nbytes
 
 
-<<<<<<< HEAD
 def test_a_change_on_one_rank_costs_no_further_round(ran: dict[str, Any]) -> None:
     assert ran["one rank has more"][0][1][6] == 4
-=======
-def test_a_rank_that_has_nothing_new_sends_all_when_asked(ran: dict[str, Any]) -> None:
-    assert ran["one rank has more"][0][1][6] > 4, "a further round"
->>>>>>> wt-t2
 
 
 def test_a_state_of_the_same_kinds_has_the_plan_of_the_last_one() -> None:

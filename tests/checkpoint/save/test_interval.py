@@ -141,15 +141,6 @@ def test_a_save_by_the_program_itself_begins_a_new_interval() -> None:
     assert rank.steps(26, 25 + plan)[2:] == [25 + plan]
 
 
-def test_a_plan_is_made_without_committed_checkpoints() -> None:
-    rank = Training(step_s=0.5, stall_s=0.2, write_s=2.0)
-    rank.schedule.ended(None)
-    rank.schedule.held(1, 0.2)
-    rank.schedule.ended(None)
-    rank.schedule.held(2, 0.2)
-    assert rank.schedule.every >= 1
-
-
 def many_runs(rank: int, world_size: int, seeds: int) -> list[list[int]]:
     runs = []
     ranks = RankGroup()
@@ -279,13 +270,6 @@ def test_a_config_takes_a_number_of_steps_or_auto(every: object, tmp_path: Path)
 # In units of the mean time between failures, which the formulas scale with.
 COSTS = st.floats(-6, 0.3).map(lambda power: 10.0**power)
 MTBFS = st.floats(0, 7).map(lambda power: 10.0**power)
-
-
-@pytest.mark.parametrize(("mtbf_h", "minutes"), [(24.0, 117), (6.0, 57), (0.25, 9.1)])
-def test_daly_gives_the_figures_of_his_paper(mtbf_h: float, minutes: float) -> None:
-    # Figures 3 to 5 of the paper: dumps of 5 minutes.
-    digits = 1 if minutes < 10 else 0
-    assert round(interval.daly(300, mtbf_h * 3600) / 60, digits) == minutes
 
 
 @settings(deadline=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from typing import Any
 
 import numpy
@@ -160,29 +159,6 @@ class Extra(torch.nn.Module):
 )
 def test_what_can_be_taken_at_the_end_of_a_step_only_is_never_whole(value: Any, why: str) -> None:
     assert Trained(more=value).whole.hold().startswith(why)
-
-
-def test_an_optimizer_waits_once_the_step_is_held() -> None:
-    trained = Trained()
-    assert trained.whole.hold() == ""
-    was = trained.model[0].weight.clone()
-    thread = threading.Thread(target=trained.optimizer.step, daemon=True)
-    thread.start()
-    thread.join(0.2)
-    assert thread.is_alive()
-    assert torch.equal(was, trained.model[0].weight)
-    assert trained.whole.note(2, trained.state) is False
-    assert trained.taken()["stagereg.step"] == 1
-    trained.whole._guard.close()  # the process goes on to other tests
-
-
-def test_only_alike_tensors_are_of_one_kind() -> None:
-    kinds = [Trained().whole.kinds for _ in range(2)]
-    assert kinds[0] == kinds[1]
-    trained = Trained()
-    trained.model.append(torch.nn.Linear(1, 1))
-    assert trained.whole.note(2, {**trained.state, "other": torch.nn.Linear(1, 1)})
-    assert trained.whole.kinds != kinds[0]
 
 
 def test_names_of_parameters_are_as_a_save_finds_them() -> None:

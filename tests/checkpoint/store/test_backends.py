@@ -7,7 +7,6 @@ import os
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg.checkpoint.store.directory as directory
-from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import Checkpoint, Manifest, new_token
-from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.bucket import Bucket
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -180,24 +177,6 @@ def test_a_commit_that_fails_half_way_harms_nothing_and_the_next_save_works(
         save(store, step)
         assert there(backend)[0] == (step, 3)
         assert store.leftovers() == []
-
-
-@pytest.mark.parametrize(("kind", "at"), HALVES)
-def test_the_error_of_a_save_says_that_its_commit_failed(
-    kind: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dir = str(tmp_path / "run") if kind == "directory" else f"memory://{uuid.uuid4().hex}/run"
-    with Checkpointer(dir, leave=Leave(save_last=False)) as checkpointer:
-        checkpointer.save(1, {"x": 1})
-        checkpointer.wait()
-        with monkeypatch.context() as patch:
-            fail_half_way(kind, checkpointer._store.backend, at, patch)
-            checkpointer.save(2, {"x": 2})
-            with pytest.raises(CheckpointError, match=r"(?s)Step 2 was not saved.*Permission denied"):
-                checkpointer.wait()
-        checkpointer.save(3, {"x": 3})
-        checkpointer.wait()
-        assert [step for step, _ in there(checkpointer._store.backend)] == [3, 1]
 
 
 @each_backend

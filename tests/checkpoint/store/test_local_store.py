@@ -12,7 +12,6 @@ import pytest
 
 import stagereg.checkpoint.store.directory as local
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.format.damage import WHOLE
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_store
@@ -48,16 +47,6 @@ def test_a_directory_that_may_not_be_entered_is_reported(root: Path, monkeypatch
     complete, refused = open_store(root).checkpoints()
     assert complete == []
     assert ["Permission denied" in str(each) for each in refused] == [True, True]
-
-
-def test_a_file_is_flushed_to_be_marked_and_not_to_be_verified(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flushed: list[Path] = []
-    monkeypatch.setattr(local, "sync", flushed.append)
-    path, name = root / "step-00000002", "__0_0.distcp"
-    assert open_store(root).contents(str(path), {name: WHOLE}) == {name: local.mark_file(path / name)}
-    assert flushed == []
-    assert open_store(root).mark(str(path), name) == local.mark_file(path / name)
-    assert flushed == [path / name]
 
 
 def save(root: Path, *steps: int, keep: int = 2, text: str = "") -> None:
@@ -138,21 +127,3 @@ def test_old_checkpoints_are_deleted_also_without_links(
     save(root, 3, 4, keep=1)
     assert sorted(os.listdir(root)) == [*left, "step-00000004"]
     assert "step 4 is saved" in caplog.text
-
-
-@pytest.mark.parametrize("step", [2, 3])
-def test_a_rename_that_cannot_be_flushed_is_undone(root: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    sync = local.sync
-
-    def fails(path: Path) -> None:
-        if path == root:
-            raise OSError(5, "Input/output error")
-        sync(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(local, "sync", fails)
-        with pytest.raises(CheckpointError, match=f"Step {step} was not saved"):
-            save(root, step)
-    complete, refused = open_store(root).checkpoints()
-    assert ([one.manifest.serial for one in complete], refused) == ([2, 1], [])
-    assert sorted(os.listdir(root)) == ["latest", "step-00000001", "step-00000002"]

@@ -88,19 +88,6 @@ def test_copies_that_a_loss_has_cost_are_made_again_at_once(make_runs: Callable[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tier", ["memory", "disk"])
-@pytest.mark.parametrize("shards", [("fsdp2", 2, "fsdp2", 1), ("ddp", 1, "fsdp2", 2), ("fsdp2", 1, "ddp", 1)], ids=str)
-def test_another_split_gets_the_same_bits(
-    make_runs: Callable[..., Runs], tier: str, shards: tuple[str, int, str, int]
-) -> None:
-    before, nproc, after, then = shards
-    runs = make_runs(tier=tier, width=1000)
-    runs.hold(at=5, machines=[0, 1], nproc=nproc, shard=before)
-    runs.end()
-    assert runs.finish(machines=[1, 0], nproc=then, shard=after, more=1).step == 4
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("store", [True, False], ids=["store", "no store"])
 def test_an_abandoned_branch_stays_abandoned(
     make_runs: Callable[..., Runs], lab: Lab, tmp_path: Path, store: bool
