@@ -19,6 +19,7 @@ from stagereg.checkpoint.options import Failure, Leave, Replicas, Restore
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError, ConfigError, UnknownNameError
+from stagereg.stagers.async_stager import AsyncStager
 
 
 def names(root: Path) -> list[str]:
@@ -382,3 +383,30 @@ def test_what_a_program_no_longer_wants_saved_is_not_kept_in_memory(tmp_path: Pa
         del model
         gc.collect()
         assert gone() is None
+
+
+class Recording(AsyncStager):
+    """Copies nothing; reports what was called."""
+
+    def __init__(self, wait: bool) -> None:
+        self.calls: list[str] = []
+        self._synchronize_after_execute = wait
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        self.calls.append("stage")
+        return state_dict
+
+    def synchronize_staging(self) -> None:
+        self.calls.append("synchronize")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_the_stager_is_synchronised_if_it_asks_and_closed_once(tmp_path: Path) -> None:
+    for wait, calls in ((True, ["stage", "synchronize", "close"]), (False, ["stage", "close"])):
+        stager = Recording(wait=wait)
+        with Checkpointer(str(tmp_path), stager=stager) as checkpointer:
+            checkpointer.save(1, {"x": 1})
+        checkpointer.close()
+        assert stager.calls == calls

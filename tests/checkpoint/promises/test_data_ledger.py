@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 from collections import Counter
 from pathlib import Path
@@ -19,6 +20,7 @@ from stagereg.data import ResumableSampler
 from stagereg.testing import RankFailure, run_ranks
 
 LENGTH, EPOCHS, SIZE, EVERY = 101, 3, 2, 3
+MOMENTS = ("taken", "trained", "saved")
 """When a rank is killed: it has its batch, it has trained on it, or the save of the step may be under way."""
 
 
@@ -101,6 +103,17 @@ def expect_each_sample_once_an_epoch(root: Path, lives: list[tuple[int, Kill]], 
 
 def test_a_killed_run_sees_each_sample_once_an_epoch(tmp_path: Path) -> None:
     assert expect_each_sample_once_an_epoch(tmp_path, [(3, Kill(1, 11, "trained"))], 2, streams=False) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [False, True], ids=["epochs", "stream"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_kills_and_sizes_see_each_sample_once(tmp_path: Path, seed: int, streams: bool) -> None:
+    draw, lives = random.Random(f"{seed} {streams}"), []
+    for _ in range(6):
+        world_size = draw.randint(1, 4)
+        lives.append((world_size, Kill(draw.randrange(world_size), draw.randint(4, 12), draw.choice(MOMENTS))))
+    assert expect_each_sample_once_an_epoch(tmp_path, lives, draw.randint(1, 4), streams) >= 1
 
 
 def last_saved(rank: int, world_size: int, root: str, throws: bool) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -24,6 +26,16 @@ def test_another_split_restores_a_checkpoint_bit_for_bit(tmp_path: Path) -> None
     wholes = results[0][1]
     assert len(wholes) == 9
     assert len({len(wholes[name]) for name, _ in pairs}) == len({len(wholes[name]) for name, _ in trained}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("storage", ["dcp", "safetensors"])
+def test_every_split_restores_every_other(tmp_path: Path, storage: str) -> None:
+    pairs = [*itertools.product(splits.SPLITS, splits.SPLITS), *itertools.product(splits.TRAINED, splits.TRAINED)]
+    results = run_ranks(splits.restore_all, nproc=4, args=(str(tmp_path), pairs, storage), timeout_s=600)
+    assert [differing for differing, _ in results] == [[]] * 4
+    assert len(results[0][1]) == len({source for source, _ in pairs})
 
 
 def adafactor(rank: int, world_size: int, root: str) -> list[list[list[float]]]:
