@@ -45,9 +45,11 @@ class LoggedMetrics:
                 elif not self._warned:
                     self._warned = True
                     _log.warning("stagereg: checkpoints are without the metric %.60r: %d names a step", name, _NAMES)
-            is_late = step in self._saved and len(self._late) < _NAMES
-            late = (known.keys() & values) - self._late if is_late else set()
-            self._late |= late
+            late: set[str] = set()
+            if (saved := self._saved.get(step)) is not None and len(self._late) < _NAMES:
+                changed = {name for name in known.keys() & values if repr(saved.get(name)) != repr(known[name])}
+                late = changed - self._late  # compared as texts, since NaN differs from NaN
+                self._late |= late
         if late:
             _log.warning(_LATE, ", ".join(sorted(late)), step)
 

@@ -49,6 +49,7 @@ def test_a_value_logged_after_the_save_is_left_out_with_a_warning(tmp_path: Path
         assert reached.wait(30)
         stagereg.log(1, held_out=2.5)
         stagereg.log(1, held_out=2.5)
+        stagereg.log(1, loss=0.5)  # the checkpoint has this value
         stagereg.log(2, held_out=3.5)
         go_on.set()
         checkpointer.save(2, {"x": 2})
