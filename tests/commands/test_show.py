@@ -131,7 +131,7 @@ def test_a_built_in_component_is_described_in_full(kind: str, name: str) -> None
             "zzz",
             "No component named 'zzz'.\n`stagereg list` lists what there is; --plugins MODULE imports a module first.",
         ),
-        ("shared@nobody", "No stager named 'shared@nobody'."),
+        ("blocking@nobody", "No stager named 'blocking@nobody'."),
     ],
 )
 def test_a_name_of_no_component_is_refused(asked: str, seen: str, command: Command) -> None:

@@ -86,9 +86,11 @@ class Compared(NamedTuple):
 
 
 def contents(
-    copied: Mapping[str, Any], buffers: Collection[str], objects: Collection[str]
+    copied: Mapping[str, Any], buffers: Collection[str], objects: Collection[str], known: Collection[str] = ()
 ) -> dict[Kind, EntryContents]:
     """Return what this rank has of the entries of a staged copy, without ``buffers`` and what is no dense tensor.
+
+    Values whose dotted names are in ``known`` are left out.
 
     A tensor whose name ends like a buffer's, as in a moving average of the module's state, counts as a buffer. What is
     never shared out is compared under a name of its own, as pieces without bytes: ``objects`` that JSON cannot carry,
@@ -99,6 +101,8 @@ def contents(
     for name, value in copied.items():
         for path, x in walk(value, name):
             dotted = ".".join(map(str, path))
+            if dotted in known:
+                continue
             if not isinstance(x, torch.Tensor):
                 if dotted in objects:
                     others = found.setdefault((_OBJECTS, True), EntryContents([], []))

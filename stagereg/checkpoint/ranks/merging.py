@@ -44,22 +44,24 @@ class RankEntries:
 
     Args:
         copied: the staged copy.
-        buffers: names of tensors in which ranks may differ; ``None`` in a save in which they do not compare.
+        buffers: names of tensors in which ranks may differ; ``None`` if nothing is compared.
+        known: dotted names of values that were compared in an earlier save.
 
     Attributes:
         structures: of each entry.
-        contents: of each entry's tensors, in a save in which ranks compare.
+        contents: of each entry's tensors that are to be compared.
         kinds: a digest of the objects in them, and the groups of optimizers.
 
     Raises:
         CheckpointError: something in them could not be read back.
     """
 
-    def __init__(self, copied: Mapping[str, Any], buffers: Collection[str] | None) -> None:
+    def __init__(self, copied: Mapping[str, Any], buffers: Collection[str] | None, known: Collection[str] = ()) -> None:
         self._samples = shares.sampled(copied)
         self.structures = {name: encode(value, name) for name, value in copied.items() if name != shares.SAMPLES}
         objects = {name for each in self.structures.values() for name in each.objects}
-        self.contents = {} if buffers is None else comparing.contents(copied, buffers, objects)
+        entries = {name: copied[name] for name in self.structures}
+        self.contents = {} if buffers is None else comparing.contents(entries, buffers, objects, known)
         self.kinds = digest(([each.objects for each in self.structures.values()], groups_of(copied)))
 
     def digests(self) -> EntryDigests:

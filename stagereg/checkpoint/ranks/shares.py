@@ -50,6 +50,7 @@ class Shares(NamedTuple):
     cuts: dict[Kind, list[Cut]]  # by kind
     parts: dict[str, Part | None]  # where it lies in the whole by dotted name; ``None`` for what others write
     first: dict[Kind, int]  # of the ranks that share a kind, the lowest
+    names: frozenset[str] = frozenset()  # dotted names of all values of this rank that were compared, shared or not
 
 
 class ShareBook:
@@ -189,7 +190,8 @@ def expect_samples_alike(ranks: Sequence[Mapping[str, int]]) -> None:
 
 def shares(number: int, own: Mapping[Kind, EntryContents], compared: Compared, of: Collection[str]) -> Shares:
     """Return this rank's shares of the entries ``of`` which others have as well, as found in the save ``number``."""
-    found = Shares(number, {}, {}, {})
+    names = frozenset(piece.name for each in own.values() for piece in each.pieces)
+    found = Shares(number, {}, {}, {}, names)
     for kind, (first, ranks, at) in compared.places.items():
         if ranks == 1 or kind[0] not in of:
             continue

@@ -191,14 +191,17 @@ class _Work:
         save.at = "waiting for its copy"
         copy = dict(_expect_whole(save, save.copy.get()))
         save.copy.inspect(copy)
-        if (own := rng_name(self._ranks.number)) in copy:
-            copy[own] = rng.as_tensors(copy[own])
+        if (generators := rng_name(self._ranks.number)) in copy:
+            copy[generators] = rng.as_tensors(copy[generators])
         self._copy = self._cut(copy) if save.sharing.shares is None and save.sharing.book is not None else copy
-        buffers = save.sharing.buffers if save.sharing.compares else None
-        self.entries = RankEntries(self._copy, buffers)  # refuses what cannot be saved
+        own = save.sharing.shares
+        buffers = save.sharing.buffers if save.sharing.compares or own is not None else None
+        # Values that are new since the ranks compared are compared in each save, and not shared. It refuses what cannot
+        # be saved.
+        self.entries = RankEntries(self._copy, buffers, () if own is None else own.names)
         failpoint("staged")
         if not save.sharing.compares:
-            return self._plan(save.sharing.shares)
+            return self._plan(own, [*self.entries.contents.values()])
         save.at = WAITING_FOR_OTHERS
         contents = self.entries.contents
         sent = _Prepared(save.step, True, save.follows, save.taken, _COMPARING, content_digests(contents))
@@ -219,7 +222,7 @@ class _Work:
         save, contents = self._save, self.entries.contents
         save.sharing.shares = shares(save.sharing.number, contents, compared, save.sharing.replicated)
         if (found := cut(self._copy, save.sharing.shares)) is None:  # a holder is no mapping by text
-            save.sharing.shares, found = Shares(save.sharing.number, {}, {}, {}), self._copy
+            save.sharing.shares, found = save.sharing.shares._replace(cuts={}, parts={}, first={}), self._copy
         self._copy = found
         return self._plan(save.sharing.shares, [contents[kind] for kind in compared.differing])
 

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NoReturn
@@ -101,6 +101,7 @@ class Saver:
         self._looked = target.ranks.rank > 0  # at what is looked at in a first save
         self._went_back = target.ranks.rank > 0  # which was said
         self._stale = first_save.StaleNumbers()
+        self._buffers: tuple[dict[str, int], Collection[str]] | None = None  # with the sizes of the entries they are of
         if isinstance(stager, ReleasesCopies):
             stager.expect_release()
         self._confirms = stager if isinstance(stager, ConfirmsCopies) else None
@@ -280,11 +281,15 @@ class Saver:
 
     def _share(self, save: PendingSave, captured: dict[str, Any]) -> dict[str, Any]:
         """Return what this rank stages of what it has, and note what the save has to know of it."""
+        state = self.state or {}
+        if not save.follows:
+            sizes = {name: len(value) for name, value in captured.items() if isinstance(value, Mapping)}
+            if self._buffers is None or self._buffers[0] != sizes:  # walking modules takes milliseconds
+                self._buffers = sizes, entries.buffers(state)
+            save.sharing.buffers = self._buffers[1]
         if (found := self._replicas.cut(save.sharing.number, captured)) is not None:
             captured, save.sharing.shares = found
         elif not save.follows:
-            state = self.state or {}
-            save.sharing.buffers = entries.buffers(state)
             save.sharing.replicated = entries.replicated(state) if self._replicas.share else ()
         return captured
 
