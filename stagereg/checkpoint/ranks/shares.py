@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,10 +70,30 @@ class ShareBook:
         self._every = every
         self._numbers = itertools.count()
         self._known: dict[int, Shares | None] = {-2: None, -1: None}  # what goes after the last saves that have ended
+        self._compared: tuple[int, frozenset[str]] = -1, frozenset()  # a save, and names of values compared in it
 
     def begin_save(self) -> int:
         """Return the number of the save that begins. On any thread."""
         return next(self._numbers)
+
+    def note_compared(self, number: int, names: Iterable[str]) -> None:
+        """Note the dotted names of the values of all ranks that are compared in a save. On rank 0."""
+        self._compared = number, frozenset(names)
+
+    def expect_not_compared(self, found_in: int, names: Iterable[tuple[int, str]]) -> None:
+        """Raise ``DisagreementError`` if a value that is new on a rank was compared among other ranks. On rank 0.
+
+        Args:
+            found_in: the number of the save in which the ranks compared.
+            names: ranks, and the dotted names of values that are new there.
+        """
+        number, compared = self._compared
+        for rank, name in names:
+            if number == found_in and name in compared:
+                raise DisagreementError(
+                    f"{name!r} is new on {name_ranks([rank])}, and other ranks have compared their values of that name "
+                    "before. Nothing was written. Save again: one of the next two saves compares all values."
+                )
 
     def end_save(self, number: int, found: Shares | None = None, failed: bool = False) -> None:
         """Note how a save has ended, once all ranks know it, and the shares found in it. On the background thread.

@@ -276,11 +276,17 @@ class _Work:
                 "The ranks disagree on which of them writes which part of the shared state. Nothing was written; the "
                 "next save compares it anew."
             )
+        sharing = self._save.sharing
         if prepared[0].shares_of == _COMPARING:
+            names = (name for [each] in lasting or () for held in each.values() for name in held)
+            cast("ShareBook", sharing.book).note_compared(sharing.number, names)
             return compare([each.contents for each in prepared], [names for [names] in lasting or ()])
         # Of what several ranks have alike the first one's is stored: numbers are stale on one that has left its loop.
         self._follows = [rank for rank, each in enumerate(prepared) if each.follows]
         self._order = sorted(range(len(prepared)), key=lambda rank: prepared[rank].follows)
+        if sharing.shares is not None and sharing.book is not None and not sharing.compares:
+            new = ((rank, piece.name) for rank in self._order for x in prepared[rank].differing for piece in x.pieces)
+            sharing.book.expect_not_compared(sharing.shares.found_in, new)
         expect_alike({rank: prepared[rank].differing for rank in self._order})
         have, before = [each.digests for each in prepared], self._to.last.entries
         self._merging = Merging(have, self._order, self._follows, before, self._ranks.numbers)

@@ -101,7 +101,7 @@ class Saver:
         self._looked = target.ranks.rank > 0  # at what is looked at in a first save
         self._went_back = target.ranks.rank > 0  # which was said
         self._stale = first_save.StaleNumbers()
-        self._buffers: tuple[dict[str, int], Collection[str]] | None = None  # with the sizes of the entries they are of
+        self._buffers: tuple[dict[str, Any], Collection[str]] | None = None  # keys of entries, and names of buffers
         if isinstance(stager, ReleasesCopies):
             stager.expect_release()
         self._confirms = stager if isinstance(stager, ConfirmsCopies) else None
@@ -283,9 +283,9 @@ class Saver:
         """Return what this rank stages of what it has, and note what the save has to know of it."""
         state = self.state or {}
         if not save.follows:
-            sizes = {name: len(value) for name, value in captured.items() if isinstance(value, Mapping)}
-            if self._buffers is None or self._buffers[0] != sizes:  # walking modules takes milliseconds
-                self._buffers = sizes, entries.buffers(state)
+            keys = {name: tuple(value) for name, value in captured.items() if isinstance(value, Mapping)}
+            if self._buffers is None or self._buffers[0] != keys:  # walking modules takes milliseconds
+                self._buffers = keys, entries.buffers(state)
             save.sharing.buffers = self._buffers[1]
         if (found := self._replicas.cut(save.sharing.number, captured)) is not None:
             captured, save.sharing.shares = found

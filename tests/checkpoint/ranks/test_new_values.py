@@ -53,6 +53,31 @@ def adding(rank: int, world_size: int, root: str, kind: str, differs: bool) -> s
     return ""
 
 
+def adding_later(rank: int, world_size: int, root: str) -> list[str]:
+    """Save a value that rank 0 has from the beginning, and rank 1 from the second save on; return the refusals."""
+    state: dict[str, Any] = {"y": torch.zeros(3)} | ({"x": torch.zeros(3)} if rank == 0 else {})
+    refused = []
+    with Checkpointer(root, every=1, keep=9) as checkpointer:
+        for step in (1, 2, 3, 4, 5):
+            if step > 1 and rank == 1:
+                state["x"] = torch.full((3,), float(step < 5))
+            try:
+                checkpointer.save(step, state)
+                checkpointer.wait()
+            except DisagreementError as error:
+                refused.append(str(error))
+    return refused
+
+
+def test_a_value_that_another_rank_had_before_is_refused(tmp_path: Path) -> None:
+    for refused in run_ranks(adding_later, 2, args=(str(tmp_path),)):
+        first, second, third = refused
+        assert "'x' is new on rank 1" in first
+        assert "'x' is new on rank 1" in second
+        assert "'x' is not the same on ranks 0, 1" in third
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000005"]
+
+
 @pytest.mark.parametrize("kind", ["plain", "nested", "module", "optimizer", "buffer"])
 def test_a_value_added_after_the_first_save_that_differs_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     name = {"plain": "'x'", "nested": "'aux.h.0'", "module": "'net.adapter.weight'", "optimizer": "exp_avg'"}.get(kind)
