@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class Hold:
-    """The hold of one run, which all of its ranks take and let go of together."""
+    """The hold of one run, which all of its ranks take and release together."""
 
     def __init__(self, ranks: RankGroup, seconds: float, resume: str) -> None:
         self._ranks, self._seconds, self._resume = ranks, seconds, resume

@@ -52,7 +52,7 @@ _ALL = Keep(newest=1 << 62)
 
 
 class _Posted(NamedTuple):
-    """What a surviving rank posts: the step that it has, the kinds of its tensors, and why the step is not whole."""
+    """The post of a surviving rank: its step, the kinds of its tensors, and why the step is not whole."""
 
     rank: int
     step: int
@@ -61,7 +61,7 @@ class _Posted(NamedTuple):
 
 
 class _Decided(NamedTuple):
-    """What all do: for each step, the best one first, the ranks that save it; or why there is no such step."""
+    """The decision for all ranks: for each step, the best step first, the ranks that save it; or why no step is saved."""
 
     token: str
     tries: list[tuple[int, list[int]]]

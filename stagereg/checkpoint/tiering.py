@@ -105,7 +105,7 @@ class Tiering:
             _log.warning("stagereg: %s", error)
 
     def close(self) -> None:
-        """End its threads and let go of its folder. Twice is harmless."""
+        """End the threads and release the folder. Idempotent."""
         if self.near is not None:
             self.near.close()
 

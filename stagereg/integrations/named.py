@@ -1,9 +1,9 @@
 """Checkpoints at paths that a trainer chooses, written by a :class:`stagereg.Checkpointer`.
 
-What is saved to ``DIR/last.ckpt`` is written in ``DIR/.stagereg`` and, when complete, moved by one atomic rename to
-``DIR/last.ckpt/step-00000007``, the seventh save to ``DIR``; then the one that was there goes, or with a later save if
-somebody reads it. For Lightning, a path that is not there yet is a link to a file of this process until then: it counts
-as taken, and as missing if the process dies. What is half-deleted has no checkpoint's name. Rank 0 alone looks after
+A save to ``DIR/last.ckpt`` writes in ``DIR/.stagereg``. One atomic rename moves the complete checkpoint to
+``DIR/last.ckpt/step-00000007``, the seventh save to ``DIR``. Then the previous checkpoint at that path is deleted, or
+with a later save if a process reads it. For Lightning, a path that is not there yet is a link to a file of this process until then: it counts
+as taken, and as missing if the process dies. A half-deleted directory does not have the name of a checkpoint. Rank 0 alone looks after
 paths.
 """
 

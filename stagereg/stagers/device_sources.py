@@ -1,4 +1,4 @@
-"""What a deferred copy reads on one accelerator, and a check that no kernel wrote it before the copy had read it.
+"""The sources of a deferred copy on one accelerator, and a check that no kernel wrote them during the copy.
 
 The host queues work long before the device runs it, so version counters do not find a write that moves no counter
 (``tensor.data``): such a kernel can run while the copy engine still reads the tensor. Two means find or prevent it:

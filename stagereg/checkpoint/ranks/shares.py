@@ -32,7 +32,7 @@ SAMPLES = "stagereg.samples"
 
 
 class Cut(NamedTuple):
-    """What one rank stages of a tensor that its replicas have as well."""
+    """The slice that one rank stages of a replicated tensor."""
 
     holder: tuple[str | int, ...]  # the keys that lead to the mapping or list with the tensor, in its entry
     key: str | int  # of the tensor, there
@@ -44,7 +44,7 @@ class Cut(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What one rank stages and writes of what others have as well."""
+    """The slices of replicated tensors that one rank stages and writes."""
 
     found_in: int  # the number of the save in which ranks have compared that
     cuts: dict[Kind, list[Cut]]  # by kind
@@ -104,7 +104,7 @@ class ShareBook:
         self._known = {number - 1: self._known.get(number - 1), number: after}
 
     def cut(self, number: int, entries: Mapping[str, Any]) -> tuple[dict[str, Any], Shares] | None:
-        """Return what this rank writes of entries in a save, and its shares.
+        """Return the slices of entries that this rank writes in a save, and its shares.
 
         Returns ``None`` if it is all of it: ranks compare in this save, or, on the training thread, that is not known.
         """
@@ -122,7 +122,7 @@ class ShareBook:
 
 
 def cut(entries: Mapping[str, Any], shares: Shares) -> dict[str, Any] | None:
-    """Return entries with shares in place of what others have as well, and with samples of these.
+    """Return entries with shares instead of replicated tensors, and with samples of these tensors.
 
     Returns ``None`` if a tensor is not there any more, or is another one.
     """

@@ -221,7 +221,7 @@ class _Work:
         """Return what this rank would write, once it knows what others have as well."""
         save, contents = self._save, self.entries.contents
         save.sharing.shares = shares(save.sharing.number, contents, compared, save.sharing.replicated)
-        if (found := cut(self._copy, save.sharing.shares)) is None:  # a holder is no mapping by text
+        if (found := cut(self._copy, save.sharing.shares)) is None:  # a container has other keys than texts
             save.sharing.shares, found = save.sharing.shares._replace(cuts={}, parts={}, first={}), self._copy
         self._copy = found
         return self._plan(save.sharing.shares, [contents[kind] for kind in compared.differing])
@@ -273,8 +273,8 @@ class _Work:
         _expect_all_up_to_date(self._save.step, prepared)
         if len({each.shares_of for each in prepared}) > 1:
             raise DisagreementError(
-                "The ranks disagree on which of them writes which part of the shared state. Nothing was written; the "
-                "next save compares it anew."
+                "The ranks disagree on which of them writes which part of the shared state. Nothing was written. Save "
+                "again: one of the next two saves compares all values."
             )
         sharing = self._save.sharing
         if prepared[0].shares_of == _COMPARING:

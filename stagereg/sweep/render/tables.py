@@ -1,4 +1,4 @@
-"""A comparison as a table, and that table on the terminal and as CSV with the raw numbers.
+"""A comparison as a table for the terminal, and as CSV with the raw numbers.
 
 One :class:`Table` has the rows of all of these, and of the page and the pictures too. The best of a column has a ``*``
 and what ties with it a ``~``, so that no verdict is a matter of colour alone.
