@@ -61,7 +61,7 @@ class _Posted(NamedTuple):
 
 
 class _Decided(NamedTuple):
-    """The decision for all ranks: for each step, the best step first, the ranks that save it; or why no step is saved."""
+    """The decision for all ranks: by step, the best step first, the ranks that save; or why no step is saved."""
 
     token: str
     tries: list[tuple[int, list[int]]]

@@ -2,9 +2,9 @@
 
 A save to ``DIR/last.ckpt`` writes in ``DIR/.stagereg``. One atomic rename moves the complete checkpoint to
 ``DIR/last.ckpt/step-00000007``, the seventh save to ``DIR``. Then the previous checkpoint at that path is deleted, or
-with a later save if a process reads it. For Lightning, a path that is not there yet is a link to a file of this process until then: it counts
-as taken, and as missing if the process dies. A half-deleted directory does not have the name of a checkpoint. Rank 0 alone looks after
-paths.
+with a later save if a process reads it. For Lightning, a path that does not exist yet is a link to a file of this
+process until then: the path counts as taken, and as missing if the process dies. A half-deleted directory does not have
+the name of a checkpoint. Rank 0 alone handles paths.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def _take(leaf: Leaf, chunk: Chunk, data: bytearray) -> None:
 
 
 def load_part(name: str, chunk: Chunk, dtype: torch.dtype, data: bytearray) -> torch.Tensor:
-    """Return the tensor in the archive of a chunk. Raises: ``CheckpointError`` if the index has another tensor."""
+    """Return the tensor in the archive of a chunk. Raises: ``CheckpointError``: the index has another."""
     part = pickled.load(name, data)
     if not isinstance(part, torch.Tensor) or part.shape != chunk.shape or part.dtype != dtype:
         raise CheckpointError(f"{name!r:.100} has another shape or dtype in its file than in the index.")

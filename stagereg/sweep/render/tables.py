@@ -1,6 +1,6 @@
 """A comparison as a table for the terminal, and as CSV with the raw numbers.
 
-One :class:`Table` has the rows of all of these, and of the page and the pictures too. The best of a column has a ``*``
+One :class:`Table` has the rows of all of these, and of the page and the plots too. The best of a column has a ``*``
 and what ties with it a ``~``, so that no verdict is a matter of colour alone.
 
 On the terminal a spread stands below its median, long parameters are folded, and the number of runs is a column only
