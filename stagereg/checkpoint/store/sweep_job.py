@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from typing import Any
 
 from stagereg.checkpoint.format.manifest import SWEEP_JOB
@@ -24,6 +25,8 @@ def take_for_job(store: CheckpointStore, resume: str) -> None:
         CheckpointError: another job of the same sweep had it, and nothing says that it is meant: ``resume`` is
             ``"auto"``, and not by the command line.
     """
+    if "hydra.core.hydra_config" not in sys.modules:  # importing it takes 0.3 s, which a program without Hydra saves
+        return
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
