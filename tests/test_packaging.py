@@ -112,6 +112,7 @@ def test_an_editable_install_is_compiled(editable: Path, tmp_path: Path) -> None
     assert run(editable, "-c", STAGE, cwd=tmp_path) == "True True\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("install", ["installed", pytest.param("editable", marks=pytest.mark.slow)])
 def test_programs_run_and_one_without_the_import_has_the_options(
     install: str, app: Path, request: pytest.FixtureRequest
@@ -126,6 +127,7 @@ def test_programs_run_and_one_without_the_import_has_the_options(
     assert run(python, "-c", code, cwd=app) == "['stagereg']\n"
 
 
+@pytest.mark.slow
 def test_a_checkout_that_is_only_on_the_path_offers_its_options(app: Path) -> None:
     code = f"""
 import sys, runpy

@@ -180,15 +180,18 @@ def _start(job: Assignment) -> _Rank:
 
 
 def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
-    """Wait for all ranks, until the deadline, or shortly after the first failure; return the ranks that hung."""
+    """Wait for all ranks, until the deadline, or shortly after the first failure; return the ranks that hung.
+
+    After a failure, the ranks that have results wait for the failed rank in vain, so they are not waited for.
+    """
     failed = False
     while running := [each for each in ranks if each.process.is_alive()]:
         if not failed and any(each.failure() for each in ranks):
             failed, deadline = True, min(deadline, time.monotonic() + _LINGER_S)
         left_s = deadline - time.monotonic()
-        if left_s <= 0:
+        if left_s <= 0 or (failed and all(each.job.file("result").exists() for each in running)):
             break
-        connection.wait([each.process.sentinel for each in running], left_s)
+        connection.wait([each.process.sentinel for each in running], min(left_s, 0.05) if failed else left_s)
     if failed:
         return []
     # A rank that has its result only waits for the others, unless all have theirs: then it hangs at its exit.

@@ -23,6 +23,7 @@ def restored(folder: Path, *more: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_rows_have_times_ratios_and_shares_by_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, rows in restored(tmp_path, "--rows", "dcp").items():
         assert set(rows) == {"dcp", *BASES.values()}

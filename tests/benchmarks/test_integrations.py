@@ -34,6 +34,7 @@ def test_each_way_of_each_trainer_is_measured(trainer: str, tmp_path: Path, caps
     assert all(blocked[name] > blocked[f"{trainer}:none"] for name in names[1:])
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_not_installed_is_a_skipped_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ def saved(folder: Path, *more: str) -> dict[str, dict[str, Any]]:
     return rows_by_group(bench(replicas.main, folder, *sizes, *more))
 
 
+@pytest.mark.slow
 def test_rows_have_times_ratios_and_shares_by_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = saved(tmp_path, "--rows", "dcp,torch:async_save")
     assert list(found) == ["ddp/2", "fsdp2/2"]

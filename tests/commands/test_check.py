@@ -139,6 +139,7 @@ def test_a_process_that_hangs_is_named_with_its_case(
     assert await_gone(*map(int, (tmp_path / "pids").read_text().split()))
 
 
+@pytest.mark.slow
 def test_what_has_no_contract_is_not_shown(install: Install, check: Check) -> None:
     asking = STAGER.format(name="asking").replace("lend: bool = False", "lend: bool")
     install("asking", asking, {"stager.asking": "Mine"}, requires="hydra-stagereg")
@@ -238,6 +239,7 @@ class HalfContract(StagerContract):
 """
 
 
+@pytest.mark.slow
 def test_promises_that_break_for_one_cause_are_one_line_that_names_expected(tmp_path: Path, command: Command) -> None:
     (tmp_path / "mine.py").write_text(CASTING)
     out = command("check", tmp_path / "mine.py", code=1).out
@@ -262,6 +264,7 @@ dependencies = ["stagereg>=1"]
 """
 
 
+@pytest.mark.slow
 def test_a_folder_is_checked_as_if_it_was_installed(tmp_path: Path, check: Check, command: Command) -> None:
     module = tmp_path / "src" / "not_yet"
     module.mkdir(parents=True)
@@ -284,6 +287,7 @@ def test_a_folder_is_checked_as_if_it_was_installed(tmp_path: Path, check: Check
     assert "is not valid TOML" in command("check", tmp_path, code=2).err
 
 
+@pytest.mark.slow
 def test_a_package_that_cannot_be_imported_is_one_row(install: Install, check: Check) -> None:
     install("dying", "import os; os._exit(7)", {"stager.dying": "Mine"})
     found = rows(check("dying", code=1))

@@ -68,6 +68,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert "lean_export/py.typed" in shipped
 
 
+@pytest.mark.slow
 def test_listing_and_completion_offer_it_and_import_nothing(user: App) -> None:
     profiled = {"PYTHONPROFILEIMPORTTIME": "1"}
     done = user.run("-sc", "query=bash", script="bare.py", COMP_LINE="python bare.py stager=b", **profiled)

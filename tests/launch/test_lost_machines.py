@@ -100,9 +100,8 @@ def end_for(processes: Sequence[Process], rank: int | str, machine: str) -> None
     assert re.search(rf"lost rank {rank} \(process \d+ on {machine}\): ", output), output
 
 
-@pytest.mark.parametrize(
-    "loss", ["cut", pytest.param("kill", marks=pytest.mark.slow), pytest.param("freeze", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["cut", "kill", "freeze"])
 def test_a_lost_machine_is_named_on_all_others_and_ends_itself(lab: Lab, app: App, loss: str) -> None:
     first, lost, last = started(lab, app)
     machine = lab.machines[1]

@@ -134,10 +134,18 @@ LINES = {
 }
 
 
-@pytest.fixture(scope="module")
-def called(tmp_path_factory):
-    """How each of these command lines ended, all in one process, with the answers of its rank."""
-    app = Program(tmp_path_factory.mktemp("called"), CONFIG, SCRIPT)
+CORES = rf".*{os.cpu_count()} cores.*\n"
+ERRORS = {
+    "an error of ours": "rank 0: the cheese is out: buy some\n",
+    "another error": r"(?s)rank 0: Traceback.*\nKeyError: 'no cheese'\n",
+    "an error of Hydra's": r"(?s).*Could not delete from config\. 'nope' does not exist\..*",
+    "an unknown key": r"stagereg: the config takes no 'npro'\. Did you mean 'nproc'\? It takes: .*\n",
+    **{f"nproc={value}": rf"stagereg: nproc={value} is {CORES}" for value in ("500", "0", "two", "1.5")},
+}
+
+
+def called(app):
+    """Return the end of each command line and the answers of its rank; all run in one process."""
     (app.folder / "call.py").write_text(CALL)
     calls = []
     for number, line in enumerate(LINES.values()):
@@ -179,16 +187,24 @@ def of_one_run(app, ended):
     return folder
 
 
-def test_one_rank_runs_in_the_process_itself(called):
-    ended = called["one rank"]
+def test_one_rank_runs_in_the_process_itself_and_its_error_is_printed_once(app):
+    ends = called(app)
+    ended = ends["one rank"]
     assert ended["returncode"] == 0, ended["stderr"]
     assert ended["answers"]["0"]["sum"] == 1
     assert ended["answers"]["0"]["threads"] is None
     pid = ended["answers"]["0"]["pid"]
     assert f"end of the script in {pid}, a group is left: False" in ended["stdout"]
     assert len(ended["folders"]) == 1
+    assert ends["a call"]["stdout"].splitlines()[-1] == str([{"score": 3.0}] * 2), "a config in the call"
+    for name, stderr in ERRORS.items():
+        assert ends[name]["returncode"] == 1
+        assert re.fullmatch(stderr, ends[name]["stderr"]), ends[name]["stderr"]
+        assert ends[name]["stderr"].count("Traceback") == (name == "another error")
+        assert name in ("an error of ours", "another error") or ends[name]["answers"] == {}
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_share_folder_and_log(app):
     of_one_run(app, app.run("nproc=7", start=TORCHRUN))
 
@@ -249,26 +265,6 @@ def test_the_cause_is_one_line(app, what, code, stderr):
     assert re.fullmatch(stderr, ended.stderr)
 
 
-CORES = rf".*{os.cpu_count()} cores.*\n"
-
-
-@pytest.mark.parametrize(
-    ("name", "stderr"),
-    [
-        ("an error of ours", "rank 0: the cheese is out: buy some\n"),
-        ("another error", r"(?s)rank 0: Traceback.*\nKeyError: 'no cheese'\n"),
-        ("an error of Hydra's", r"(?s).*Could not delete from config\. 'nope' does not exist\..*"),
-        ("an unknown key", r"stagereg: the config takes no 'npro'\. Did you mean 'nproc'\? It takes: .*\n"),
-        *((f"nproc={value}", rf"stagereg: nproc={value} is {CORES}") for value in ("500", "0", "two", "1.5")),
-    ],
-)
-def test_an_error_of_a_single_process_is_printed_once(called, name, stderr):
-    assert called[name]["returncode"] == 1
-    assert re.fullmatch(stderr, called[name]["stderr"])
-    assert called[name]["stderr"].count("Traceback") == (name == "another error")
-    assert name in ("an error of ours", "another error") or called[name]["answers"] == {}
-
-
 def test_a_failed_job_ends_the_sweep_with_its_error_once(app):
     ended = app.run("-m", "lr=1", "what=fail_everywhere", "nproc=1")
     assert ended.returncode == 1
@@ -289,10 +285,6 @@ def test_folders_and_configs_are_found_from_anywhere(app, tmp_path_factory):
     ended = run([sys.executable, "-m", "pkg.train", f"answers={app.answers}"], app.folder)
     assert ended.returncode == 0, ended.stderr
     assert len(app.answers_of(1)) == 2
-
-
-def test_a_config_in_the_call_skips_the_command_line(called):
-    assert called["a call"]["stdout"].splitlines()[-1] == str([{"score": 3.0}] * 2), called["a call"]
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ def started(server: WarmStart, start: Start) -> WarmProcess:
     return found[0]
 
 
+@pytest.mark.slow
 def test_a_program_finds_what_it_would_find_in_a_process_of_its_own(server: WarmStart, folder: Path) -> None:
     found = []
     for number in range(2):
