@@ -87,6 +87,7 @@ def _restored_in_part(rank: int, world: int, folder: Path) -> Any:
     return measure(rank, world, "ddp", ["ceiling", "torch:load"], 1, 0.001, folder)
 
 
+@pytest.mark.slow
 def test_a_restore_that_is_not_what_was_saved_has_failed(tmp_path: Path) -> None:
     for series in run_ranks(_restored_in_part, 2, args=[tmp_path]):
         assert (

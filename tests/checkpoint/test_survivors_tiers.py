@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
@@ -132,6 +133,7 @@ def test_what_a_failed_rank_alone_had_is_named_as_missing_and_stays_as_the_progr
         assert rank != 1 or (found["was"]["own"], found["was"]["seen"].tolist()) == ([], [0, 0])
 
 
+@pytest.mark.slow
 def test_where_shards_are_lost_nothing_is_saved_and_the_next_start_reads_the_tier(tmp_path: Path) -> None:
     root = str(tmp_path)
     told = run_ranks(lose, 3, args=(root, "fsdp2", 1))

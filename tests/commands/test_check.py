@@ -200,6 +200,7 @@ class BrokenContract(Contract):
 """
 
 
+@pytest.mark.slow
 def test_what_is_not_kept_is_repeated_at_the_end(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

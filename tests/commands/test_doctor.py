@@ -39,6 +39,7 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "call_in_child", instead)
 
 
+@pytest.mark.slow
 def test_a_healthy_machine_has_nothing_broken(command: Command, tmp_path: Path) -> None:
     found = examined(command, 0, "--dir", str(tmp_path / "not" / "yet"))
     assert set(found) >= {

@@ -116,6 +116,7 @@ for name in ("SIGINT", "SIGHUP", "SIGQUIT"):
 """
 
 
+@pytest.mark.slow
 def test_what_was_ignored_at_its_start_stays_ignored(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(IGNORED)
     shell = ["sh", "-c", 'trap "" INT HUP QUIT; exec "$0" "$@"']  # as nohup and & of a script do

@@ -223,9 +223,10 @@ def test_ctrl_c_and_a_signal_before_the_ranks_end_the_run(number: signal.Signals
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
-    [pytest.param(["signal=SIGHUP"], marks=pytest.mark.slow), ["signal=SIGINT", "nproc=1", "to=self"]],
+    [["signal=SIGHUP"], ["signal=SIGINT", "nproc=1", "to=self"]],
     ids=" ".join,
 )
 def test_a_run_goes_on_at_a_signal_that_its_shell_ignores(program: Program, arguments: list[str]) -> None:

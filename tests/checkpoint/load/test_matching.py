@@ -96,14 +96,13 @@ def exchange(rank: int, world_size: int, root: str, cases: Sequence[tuple[str, s
 
 QUICK = [
     ("torch flat", "pp", "fsdp2"),
-    ("torch nested", "fsdp2", "interleaved_each"),
     ("torch nested", "tp", "zero"),
     ("torchtitan", "plain", "pp4"),
-    ("torchtitan", "pp", "tp_fsdp2"),
     ("lightning", "fsdp2", "plain"),
     ("a recipe of torch", "ddp", "fsdp2"),
 ]
-OTHERS = [("torch flat", "ddp", "plain"), ("torch flat", "fsdp2", "interleaved"), ("torchtitan", "fsdp2", "ddp")]
+OTHERS = [("torch nested", "fsdp2", "interleaved_each"), ("torchtitan", "pp", "tp_fsdp2")]
+OTHERS += [("torch flat", "ddp", "plain"), ("torch flat", "fsdp2", "interleaved"), ("torchtitan", "fsdp2", "ddp")]
 
 
 @pytest.mark.parametrize("cases", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["quick", "others"])
