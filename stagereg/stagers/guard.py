@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo  # as torch's optimizers use it: it imports the compiler when it is called
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from stagereg.kernel.state_dict import flatten
 from stagereg.stagers.method_hooks import LOADS
+from stagereg.stagers.step_hooks import BEFORE_STEPS
 
 
 class WriteGuard:
@@ -43,17 +43,14 @@ class WriteGuard:
             if method is not None:
                 method()
 
-        @_disable_dynamo
-        def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before_step(optimizer: Optimizer) -> None:
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 captured.add(optimizer)  # nothing is written now, and later by each replay, without a call
                 return
             seen.add(optimizer)
             call()
 
-        steps = weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
-        steps.atexit = False
-        self._removes = steps, LOADS.add(self, lambda _: call())
+        self._removes = BEFORE_STEPS.add(self, before_step), LOADS.add(self, lambda _: call())
 
     def watch(self, optimizer: Optimizer) -> None:
         """Take notice of an optimizer that has not stepped yet, and whose step no CUDA graph has."""

@@ -16,12 +16,12 @@ from itertools import accumulate, chain
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo  # as torch's optimizers use it: it imports the compiler when it is called
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from stagereg.stagers.deferred_copy import SAMPLE_BYTES, sample_offsets, sampler
 from stagereg.stagers.guard import written_by
 from stagereg.stagers.method_hooks import LOADS
+from stagereg.stagers.step_hooks import AFTER_STEPS, BEFORE_STEPS
 
 _log = logging.getLogger(__name__)
 
@@ -49,20 +49,11 @@ class StepObserver:
         self._before: _Moment | None = None
         call = functools.partial(_call, weakref.ref(self))
 
-        @_disable_dynamo
-        def before_step(optimizer: Optimizer, *_: Any) -> None:
-            call(StepObserver._before_step, optimizer)
-
-        @_disable_dynamo
-        def after_step(optimizer: Optimizer, *_: Any) -> None:
-            call(StepObserver._after_step, optimizer)
-
-        hooks = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)
-        steps = [weakref.finalize(self, hook.remove) for hook in hooks]
-        for each in steps:
-            each.atexit = False
-        loads = LOADS.add(self, lambda _: call(StepObserver._before_load))
-        self._removes: list[Callable[[], object]] = [*steps, loads]
+        self._removes: list[Callable[[], object]] = [
+            BEFORE_STEPS.add(self, lambda optimizer: call(StepObserver._before_step, optimizer)),
+            AFTER_STEPS.add(self, lambda optimizer: call(StepObserver._after_step, optimizer)),
+            LOADS.add(self, lambda _: call(StepObserver._before_load)),
+        ]
 
     def has_observed(self, optimizer: Optimizer) -> bool:
         """Return whether the time from one step of an optimizer to the next was observed."""

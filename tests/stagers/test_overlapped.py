@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import stagereg
@@ -35,6 +35,7 @@ from stagereg.kernel.transfer import Batch
 from stagereg.stagers.deferred_copy import DeferredCopy
 from stagereg.stagers.device_sources import DeviceSources
 from stagereg.stagers.overlapped import OverlappedStager
+from stagereg.stagers.step_hooks import AFTER_STEPS, BEFORE_STEPS
 from stagereg.testing import run_ranks
 
 from ..support.states import assert_same
@@ -377,7 +378,7 @@ def test_a_complete_copy_holds_its_source_no_longer(kind: type[torch.Tensor], ga
 
 def test_no_hook_is_left_behind() -> None:
     def places() -> list[Any]:
-        hooks = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
+        hooks = len(BEFORE_STEPS._hooks), len(AFTER_STEPS._hooks)
         return [*hooks, torch.nn.Module.load_state_dict, torch.UntypedStorage.resize_, torch.Tensor.resize_]
 
     before = places()
@@ -389,6 +390,29 @@ def test_no_hook_is_left_behind() -> None:
     del dropped
     gc.collect()
     assert places() == before
+
+
+def test_a_stager_that_the_garbage_collector_finds_within_a_step_does_not_fail_the_step() -> None:
+    """torch iterates over its hooks then, so no hook may be removed from them."""
+    w = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    w.grad = torch.ones(3)
+    found = []
+
+    def collect(*_: Any) -> None:
+        stager = OverlappedStager()
+        stager.cycle = stager  # type: ignore[attr-defined]
+        found.append(weakref.ref(stager))
+        del stager
+        gc.collect()
+
+    with contextlib.ExitStack() as hooks:
+        hooks.callback(register_optimizer_step_pre_hook(collect).remove)
+        hooks.callback(register_optimizer_step_post_hook(collect).remove)
+        hooks.callback(OverlappedStager().close)  # its hooks come after those that remove a hook
+        optimizer.step()
+    assert [each() for each in found] == [None] * 2
+    assert w.tolist() == [0.0] * 3
 
 
 def test_the_source_may_be_freed_while_it_is_copied(gate, stager) -> None:

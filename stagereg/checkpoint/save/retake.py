@@ -13,11 +13,9 @@ import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torch._compile import _disable_dynamo
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
 from stagereg.checkpoint.save.pending_save import PendingSave
 from stagereg.errors import CheckpointError, WrittenWhileSavedError
+from stagereg.stagers.step_hooks import AFTER_STEPS
 
 _log = logging.getLogger(__name__)
 
@@ -65,12 +63,11 @@ class Retake:
         """Use ``confirm`` of a stager, and count the steps of optimizers from now on."""
         self.confirm, reference = confirm, weakref.ref(self)
 
-        @_disable_dynamo
-        def count(*_: object) -> None:
+        def count(_: object) -> None:
             if (retake := reference()) is not None:
                 retake._steps += 1
 
-        weakref.finalize(self, register_optimizer_step_post_hook(count).remove).atexit = False
+        AFTER_STEPS.add(self, count)
 
     def step_to_repeat(self) -> int | None:
         """Return the step whose save was discarded, if no optimizer of the process has stepped since."""
