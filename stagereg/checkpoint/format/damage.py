@@ -71,7 +71,7 @@ class Condition:
 
 def differences(manifest: Manifest, found: Mapping[str, Found]) -> dict[str, str]:
     """Return what is wrong with the files of a manifest, by name; what is not in ``found`` is missing."""
-    compared = {name: _difference(mark, found.get(name, "missing")) for name, mark in manifest.files.items()}
+    compared = {name: difference(mark, found.get(name, "missing")) for name, mark in manifest.files.items()}
     return {name: what for name, what in compared.items() if what}
 
 
@@ -83,7 +83,8 @@ def damage_of(error: OSError) -> str:
     return text if error.errno in _BROKEN else Unclear(text)
 
 
-def _difference(expected: FileMark, found: Found) -> str:
+def difference(expected: FileMark, found: Found) -> str:
+    """Return what is wrong with a file; nothing if that is not known to be anything."""
     if isinstance(found, str):
         return found
     size = found if isinstance(found, int) else found.bytes

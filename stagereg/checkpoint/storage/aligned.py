@@ -137,6 +137,9 @@ class AlignedFile:
         target: where it goes.
         buffers: of :func:`make_buffers`, which small writes go through; another file may have them afterwards.
 
+    Attributes:
+        blocks: the CRC-32 of each block of :data:`BLOCK_BYTES`, of what is written.
+
     Raises:
         OSError: from any method: the error of the operating system or of the store, for this write or an earlier one.
     """
@@ -149,7 +152,7 @@ class AlignedFile:
         self._buffer = self._free.get()
         self._filled = 0  # bytes in the buffer
         self._begin = 0  # where they go in the file, a multiple of PAGE
-        self._blocks: list[int] = []  # the CRC-32 of each block
+        self.blocks: list[int] = []
         self._error: BaseException | None = None  # why nothing more is written
         self._whole = False
         # What to write, and the buffer that is free afterwards.
@@ -207,7 +210,7 @@ class AlignedFile:
         Large memory needs no buffer but at its ends, if its address is as far from a page boundary as its offset in
         the file (:meth:`align`).
         """
-        before = -_address(data) % PAGE if len(data) >= _STRAIGHT_BYTES else 0
+        before = -address(data) % PAGE if len(data) >= _STRAIGHT_BYTES else 0
         end = len(data) - (len(data) - before) % PAGE
         if end - before >= _STRAIGHT_BYTES and (self.tell() + before) % PAGE == 0:
             self.write(data[:before])
@@ -227,13 +230,8 @@ class AlignedFile:
         failpoint("flushed")
         return joined(
             FileMark(min(BLOCK_BYTES, self._begin - number * BLOCK_BYTES), crc)
-            for number, crc in enumerate(self._blocks)
+            for number, crc in enumerate(self.blocks)
         )
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """The CRC-32 of each block of :data:`BLOCK_BYTES`, of what is written."""
-        return tuple(self._blocks)
 
     def raise_error(self) -> None:
         """Raise what a write has failed with, if one has."""
@@ -255,7 +253,7 @@ class AlignedFile:
         while data:
             begun = self._begin % BLOCK_BYTES
             block, data = data[: BLOCK_BYTES - begun], data[BLOCK_BYTES - begun :]
-            self._blocks.append(crc32(block, self._blocks.pop() if begun else 0))
+            self.blocks.append(crc32(block, self.blocks.pop() if begun else 0))
             self._begin += len(block)
 
     def _work(self) -> None:
@@ -275,16 +273,15 @@ class AlignedFile:
 
 
 def make_buffers(nbytes: int) -> list[memoryview]:
-    """Return two new buffers of ``nbytes``, a multiple of a page; to touch them first takes milliseconds."""
-    return [_buffer(nbytes) for _ in range(2)]
+    """Return two new buffers of ``nbytes``, a multiple of a page; to touch them first takes milliseconds.
 
-
-def _buffer(nbytes: int) -> memoryview:
-    """Return new memory, in huge pages if the system gives them: a disk takes a quarter less time for these."""
-    memory = private_memory(nbytes)
-    with contextlib.suppress(OSError):
-        memory.madvise(MADV_HUGEPAGE)
-    return memoryview(memory)
+    They are in huge pages if the system gives them: a disk takes a quarter less time for these.
+    """
+    buffers = [private_memory(nbytes) for _ in range(2)]
+    for each in buffers:
+        with contextlib.suppress(OSError):
+            each.madvise(MADV_HUGEPAGE)
+    return [memoryview(each) for each in buffers]
 
 
 def _copy(to: memoryview, data: memoryview) -> None:
@@ -292,8 +289,9 @@ def _copy(to: memoryview, data: memoryview) -> None:
     if len(data) < _WORTH_LETTING_GO or data.readonly:
         to[:] = data
     else:
-        ctypes.memmove(_address(to), _address(data), len(data))
+        ctypes.memmove(address(to), address(data), len(data))
 
 
-def _address(memory: memoryview) -> int:
+def address(memory: memoryview) -> int:
+    """Return where memory begins."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -197,7 +197,7 @@ class NearCopies:
     def lacking(self, nbytes: int) -> str:
         """Return why so many more bytes do not fit on this machine; nothing if they do."""
         bound = self.tier.host_memory
-        if bound is not None and (used := sum(held.part.nbytes for held in self.folder.parts())) + nbytes > bound:
+        if bound is not None and (used := sum(each.nbytes for each in self.folder.parts())) + nbytes > bound:
             return (
                 f"tier.host_memory={bound} would be passed: {size_text(used)} are there, {size_text(nbytes)} more come"
             )
@@ -346,10 +346,10 @@ class NearCopies:
             self.folder.drop(step.save, gone)
             wanted = inventory.missing_copies(step, self._partners, self.tier.copies)
             for rank, machines in wanted.get(self.here, {}).items():
-                if (held := self.folder.find(step.save, rank)) is not None:
+                if (part := self.folder.find(step.save, rank)) is not None:
                     have = [each for each in step.parts[rank][1] if each != self.here]
                     directory = self.folder.directory(step.save)
-                    self._threads.submit(held.part, directory, machines, first=True, have=have)
+                    self._threads.submit(part, directory, machines, first=True, have=have)
 
     # -- ending
 

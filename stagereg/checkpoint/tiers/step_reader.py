@@ -21,7 +21,7 @@ from mmap import ACCESS_COPY, mmap
 from typing import NamedTuple
 
 from stagereg.checkpoint.format.checksum import crc32
-from stagereg.checkpoint.storage.aligned import BLOCK_BYTES
+from stagereg.checkpoint.storage.aligned import BLOCK_BYTES, address
 from stagereg.checkpoint.tiers.folder import MachineFolder
 from stagereg.checkpoint.tiers.inventory import NearStep
 from stagereg.checkpoint.tiers.part import Part, PartFile
@@ -105,7 +105,7 @@ class StepReader(ExitStack):
             if at >= len(block):
                 raise OSError(f"{name} ends at byte {offset}")
             count = min(len(memory), len(block) - at)
-            ctypes.memmove(_address(memory), _address(block) + at, count)
+            ctypes.memmove(address(memory), address(block) + at, count)
             memory, offset = memory[count:], offset + count
 
     def _file(self, name: str) -> PartFile:
@@ -132,8 +132,7 @@ class StepReader(ExitStack):
     def _find(self, machine: str, rank: int) -> Part | None:
         if machine != self._here:
             return self._connect(machine).part(self.step.save, rank)
-        held = self._folder.find(self.step.save, rank)
-        return None if held is None else held.part
+        return self._folder.find(self.step.save, rank)
 
     def _take_here(self, name: str, rank: int, known: PartFile, numbers: Sequence[int]) -> None:
         """Compare blocks of this machine's own file where they lie."""
@@ -172,10 +171,6 @@ class StepReader(ExitStack):
             # What is written to it would stay in this process.
             self._mapped[name] = memoryview(b"" if empty else mmap(descriptor, 0, access=ACCESS_COPY))
         return self._mapped[name]
-
-
-def _address(memory: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class BlockFile:

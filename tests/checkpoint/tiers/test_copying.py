@@ -13,8 +13,8 @@ import pytest
 
 from stagereg import record
 from stagereg.checkpoint.tiers.copying import CopyThread
-from stagereg.checkpoint.tiers.folder import MachineFolder
-from stagereg.checkpoint.tiers.part import Part
+from stagereg.checkpoint.tiers.folder import MachineFolder, notes_of_part
+from stagereg.checkpoint.tiers.part import Part, manifest_name
 from stagereg.checkpoint.tiers.peer import Peer
 from stagereg.errors import CheckpointError
 from tests.support.tier_parts import SECRET, connected, files_below, new_folder, serving, tier_threads, write_part
@@ -85,9 +85,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def copied_of(folder: MachineFolder, part: Part) -> tuple[str, ...]:
-    held = folder.find(part.save, part.rank)
-    assert held is not None
-    return held.copied
+    return notes_of_part(folder.directory(part.save), manifest_name(part.rank))[0]
 
 
 def test_a_part_goes_to_as_many_as_wanted_and_is_noted(machines: Machines, folder: MachineFolder) -> None:

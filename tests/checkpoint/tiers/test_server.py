@@ -109,9 +109,7 @@ def test_a_part_arrives_whole_and_comes_back_checked(here: MachineFolder, tmp_pa
     with serving(there, durable=durable) as server, connected(server.address) as peer:
         assert peer.part(part.save, 0) is None
         peer.put(part, here.directory(part.save))
-        held = there.find(part.save, 0)
-        assert held is not None
-        assert held.part == part == peer.part(part.save, 0)
+        assert there.find(part.save, 0) == part == peer.part(part.save, 0)
         assert files_below(there) == sorted([*SEVERAL, "part-0.json"])
         for name, nbytes in SEVERAL.items():
             assert Path(there.directory(part.save), name).read_bytes() == data_of(nbytes)
