@@ -32,8 +32,7 @@ from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.launch.warm import Start
 from stagereg.machine import tunables
 
-_LEAVE_S = 60.0
-"""Seconds that a task waits for the others to end, since one of them has the store."""
+_LEAVE_S = 60.0  # seconds that a task waits for the others to end, since one of them has the store
 _MORE_S = 5.0
 """Seconds that ranks have to report and end by themselves once one is lost, and they have saved what is left."""
 _RANKS_PER_CORE = 4

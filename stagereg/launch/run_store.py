@@ -21,8 +21,7 @@ from typing import Any
 from stagereg.errors import LaunchError
 from stagereg.launch.watch import Watch
 
-GATHER_S = 600
-"""Seconds in which the ranks of a run may start one after another."""
+GATHER_S = 600  # seconds in which the ranks of a run may start one after another
 
 
 class FailureNote:

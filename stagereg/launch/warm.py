@@ -36,8 +36,7 @@ from stagereg.machine import end_with
 _ALWAYS = ("torch.distributed.checkpoint", "torch._dynamo", "stagereg.checkpoint.checkpointer", "stagereg.launch.main")
 """Modules that every rank comes to import."""
 _ANSWER_S = 10.0
-_SEED = 67280421310721
-"""What torch seeds its generator with in each process, where that is not another number in each."""
+_SEED = 67280421310721  # what torch seeds its generator with in each process, where that is not another number in each
 
 
 class Start(NamedTuple):

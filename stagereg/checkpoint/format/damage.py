@@ -98,8 +98,7 @@ def difference(expected: FileMark, found: Found) -> str:
 
 # -- which bytes of its files each of several ranks reads, and the marks of parts put together
 
-WHOLE = range(sys.maxsize)
-"""All bytes of a file, however many there are."""
+WHOLE = range(sys.maxsize)  # all bytes of a file, however many there are
 
 
 def share_of_rank(files: Mapping[str, FileMark], rank: int, size: int) -> dict[str, range]:

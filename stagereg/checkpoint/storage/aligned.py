@@ -27,10 +27,8 @@ from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.forks import private_memory
 
-PAGE = 4096
-"""Bytes: a multiple of the logical block of nearly every disk."""
-BLOCK_BYTES = 4 << 20
-"""Bytes of a file that have a CRC-32 of their own; the last block may be shorter."""
+PAGE = 4096  # bytes: a multiple of the logical block of nearly every disk
+BLOCK_BYTES = 4 << 20  # bytes of a file that have a CRC-32 of their own; the last block may be shorter
 
 _WORTH_LETTING_GO = 1 << 16  # bytes that take longer than another thread's turn
 _STRAIGHT_BYTES = 1 << 20  # what memory must have at least to be worth a write of its own

@@ -37,8 +37,7 @@ from stagereg.errors import CheckpointError
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
-METADATA = ".metadata"
-"""The file of torch's metadata."""
+METADATA = ".metadata"  # the file of torch's metadata
 
 _log = logging.getLogger(__name__)
 

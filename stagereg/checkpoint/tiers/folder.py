@@ -25,10 +25,8 @@ from stagereg.machine import boot_id
 
 _log = logging.getLogger(__name__)
 
-NOTE = ".run.json"
-"""The run's id and branches, in the folder of the run, in that of the tier, and in the store."""
-BOOT = ".boot"
-"""Notes since which boot the folder of a run is there, where files do not outlive one."""
+NOTE = ".run.json"  # the run's id and branches, in the folder of the run, in that of the tier, and in the store
+BOOT = ".boot"  # notes since which boot the folder of a run is there, where files do not outlive one
 _COPIED = ".copied"
 _RECEIVED = ".received"
 
