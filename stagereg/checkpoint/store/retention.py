@@ -30,11 +30,6 @@ _log = logging.getLogger(__name__)
 class Retention:
     """What stays in a store, for the run that holds its lock.
 
-    Args:
-        backend: where the checkpoints lie.
-        notes: has why some are kept.
-        readers: knows which are read.
-
     Attributes:
         distrusted: full paths of checkpoints that look complete and were found to be damaged, or given up after
             crashes, which retention neither counts nor deletes; whoever finds them adds them.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from stagereg.checkpoint.format.manifest import step_of
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.local_files import sync
+from stagereg.checkpoint.store.local_files import discard, sync
 from stagereg.checkpoint.store.lock import LOCK
 from stagereg.checkpoint.tiers.part import Part, SaveId, is_manifest, manifest_name
 from stagereg.machine import boot_id
@@ -107,7 +107,7 @@ class MachineFolder:
         """Delete the parts of these ranks in a save: they are not what was staged."""
         for part in (self.find(save, rank) for rank in ranks):
             for name in () if part is None else (manifest_name(part.rank), *part.files):
-                _discard(f"{self.directory(save)}/{name}")
+                discard(f"{self.directory(save)}/{name}")
 
     def sweep(self) -> None:
         """Delete what dead processes have left half-written. For the process that holds the folder's lock."""
@@ -115,14 +115,14 @@ class MachineFolder:
             if entry.name in (LOCK, NOTE, BOOT):
                 continue
             if step_of(entry.name) is None:
-                _discard(entry.path)
+                discard(entry.path)
                 continue
             parts = [*_parts_in(entry.path)]
             known = {manifest_name(each.rank) + more for each in parts for more in ("", _COPIED, _RECEIVED)}
             known |= {name for each in parts for name in each.files}
             for name in os.listdir(entry.path):
                 if name not in known:
-                    _discard(f"{entry.path}/{name}")
+                    discard(f"{entry.path}/{name}")
             with contextlib.suppress(OSError):
                 os.rmdir(entry.path)
 
@@ -185,11 +185,3 @@ def notes_of_part(folder: str, name: str) -> tuple[tuple[str, ...], bool]:
     with contextlib.suppress(OSError, ValueError):
         copied = Path(folder, name + _COPIED).read_text()
     return tuple(copied.split("\n")) if copied else (), os.path.exists(f"{folder}/{name}{_RECEIVED}")
-
-
-def _discard(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            os.unlink(path)

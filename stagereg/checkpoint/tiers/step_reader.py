@@ -44,14 +44,7 @@ class Found(NamedTuple):
 class StepReader(ExitStack):
     """One step, for one rank; a context manager, which closes its files. One thread at a time, but :meth:`read_into`.
 
-    Args:
-        step: which, and who has its parts.
-        folder: this machine's parts.
-        here: the name of this machine.
-        connect: makes a connection to a machine, by its name.
-
-    Attributes:
-        found: where bytes were read, and which copies proved bad.
+    ``here`` and the argument of ``connect`` are names of machines; ``folder`` has the parts of this one.
     """
 
     def __init__(self, step: NearStep, folder: MachineFolder, here: str, connect: Callable[[str], Peer]) -> None:
