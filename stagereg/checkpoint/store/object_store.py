@@ -101,9 +101,9 @@ class ObjectStore:
     def _modified(self, url: str) -> Any:
         return self._fresh.modified(self.path(url))
 
-    def get(self, url: str) -> bytes:
-        """Return the content of a small object."""
-        return retrying("reading", url, lambda: bytes(self.fs.cat_file(self.path(url))))
+    def get(self, url: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Return the content of a small object, or of any the bytes from ``start`` to ``end``."""
+        return retrying("reading", url, lambda: bytes(self.fs.cat_file(self.path(url), start=start, end=end)))
 
     def put(self, url: str, data: bytes) -> None:
         """Write or replace an object, in one request where it is below some 100 MB."""
