@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from stagereg.checkpoint.tiers.folder import MachineFolder, notes_of_part
 from stagereg.checkpoint.tiers.part import Part, manifest_name
 from stagereg.checkpoint.tiers.peer import Peer
 from stagereg.errors import CheckpointError
+from tests.support.programs import comes_true
 from tests.support.tier_parts import SECRET, connected, files_below, new_folder, serving, tier_threads, write_part
 from tests.support.watching import watching
 
@@ -78,10 +78,7 @@ def submit(threads: CopyThread, folder: MachineFolder, machines: list[str], step
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    ends = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.005)
+    assert comes_true(condition, BOUND_S)
 
 
 def copied_of(folder: MachineFolder, part: Part) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from stagereg.checkpoint.tiers.part import Part, PartFile
 from stagereg.checkpoint.tiers.peer import Peer
 from stagereg.checkpoint.tiers.server import PartServer
 from stagereg.errors import CheckpointError, DamagedError
+from tests.support.programs import comes_true
 from tests.support.tier_parts import (
     SECRET,
     connected,
@@ -70,11 +71,7 @@ def peer(server: PartServer) -> Iterator[Peer]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait until something holds, for a bounded time."""
-    ends = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
+    assert comes_true(condition, BOUND_S)
 
 
 def blocks_of(
