@@ -213,15 +213,14 @@ def _run(train: Callable[[Any], Any], cfg: Any, hydra: Any, folder: str, before:
     rank = _this_rank(worker)
 
     def run() -> None:
-        try:
-            value = rank.run(functools.partial(_train, train), cfg)
-        except BaseException as error:
-            # An exit has arguments that Ray's pickle does not know, and ends no process on this thread.
-            told = LaunchError(str(error)) if isinstance(error, (Preempted, Stopped)) else error
-            with contextlib.suppress(InvalidStateError):
+        with contextlib.suppress(InvalidStateError):  # a loss has ended it
+            try:
+                value = rank.run(functools.partial(_train, train), cfg)
+            except BaseException as error:
+                # An exit has arguments that Ray's pickle does not know, and ends no process on this thread.
+                told = LaunchError(str(error)) if isinstance(error, (Preempted, Stopped)) else error
                 rank.outcome.set_exception(told)
-        else:
-            with contextlib.suppress(InvalidStateError):
+            else:
                 rank.outcome.set_result(value)
 
     threading.Thread(target=run, name="stagereg-train", daemon=True).start()
