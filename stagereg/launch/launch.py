@@ -186,7 +186,6 @@ class _Run:
             self.start.command.append(resume)  # the run has passed the checkpoint that it was to begin from
 
     def _stop(self, run: RunStore, ranks: range, stopped: signal.Signals) -> NoReturn:
-        """End all ranks after a signal."""
         # A rank in its job may run its ``finally`` blocks after SIGINT; one that is not there yet could only print a
         # traceback from the middle of an import, so it is terminated instead.
         in_job = all(run.get(f"in job/{rank}") for rank in ranks)

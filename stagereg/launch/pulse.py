@@ -121,7 +121,6 @@ class Pulse:
             line.send(".")
 
     def _look(self, now: float) -> None:
-        """Find who is silent."""
         for line in [*self._lines.values()]:
             if line.rank >= 0 and now - line.heard > self._notice_s:
                 why = f"nothing was heard of it for {self._notice_s:g} s: frozen, or its machine is gone or cut off"

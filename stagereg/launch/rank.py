@@ -122,7 +122,7 @@ class Rank:
             with self._watched(_checked_notice(cfg)), _process_group(self):
                 self.store.set(f"in job/{self.rank}", True)
                 try:
-                    value = run_recorded(task, cfg, self.store.take_failure() if self.rank == 0 else None)
+                    value = run_recorded(task, cfg, self.store.failure.take() if self.rank == 0 else None)
                 except (Preempted, Stopped) as error:
                     self._exit(error)
                 except Exception as error:
@@ -178,7 +178,7 @@ class Rank:
         def end(lost: str) -> None:
             if ending.acquire(blocking=False):  # once; the watch goes on to listen
                 # Either may hang where the store is lost, too.
-                threading.Thread(target=self.store.note_failure, args=(lost,), daemon=True).start()
+                threading.Thread(target=self.store.failure.leave, args=(lost,), daemon=True).start()
                 threading.Thread(target=self._end_for_loss, args=(after,), daemon=True).start()
 
         with self.store.watch(notice_s, end) as after.watch, loss.of_process(after):
@@ -245,7 +245,7 @@ class Rank:
     def _report(self, error: Exception, preface: str = "", lost: str = "") -> None:
         """Report an error, or what came of ranks that are ``lost``; ``preface`` comes first."""
         text = preface + format_error(error)
-        self.store.note_failure(text)
+        self.store.failure.leave(text)
         if self.launched:
             self.store.add_error(text, "consequences" if self._may_be_known(lost) else "errors")
         else:

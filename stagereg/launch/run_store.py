@@ -24,12 +24,33 @@ from stagereg.launch.watch import Watch
 GATHER_S = 600  # seconds in which the ranks of a run may start one after another
 
 
+class FailureNote:
+    """What an attempt leaves for the next one, when it fails."""
+
+    def __init__(self, all_attempts: Any, store: Any) -> None:
+        self._all_attempts, self._store = all_attempts, store
+
+    def leave(self, why: str) -> None:
+        """Leave what has ended this attempt, unless a rank has; returns at once if so, or if the store is gone."""
+        with contextlib.suppress(RuntimeError):
+            if self._store.add("failed", 1) == 1:
+                self._all_attempts.set("failure", json.dumps({"why": why, "noticed": time.time()}))
+
+    def take(self) -> dict[str, Any] | None:
+        """On rank 0, take that of the attempt before; ``None`` if there is none."""
+        if not self._all_attempts.check(["failure"]):
+            return None
+        note = dict(json.loads(self._all_attempts.get("failure")))
+        self._all_attempts.delete_key("failure")
+        return note
+
+
 class RunStore:
     """The store of a run, as one rank uses it in one attempt; the launcher uses it as rank 0 would.
 
     ``store`` is torch's, and nothing else uses it; it may fail with its machine. ``group`` is the store for the process
-    group; ``ended`` is set once this rank has come to the end of its job; ``saved`` is a sentence on what was saved
-    after a loss.
+    group; ``failure`` is what the next attempt is told; ``ended`` is set once this rank has come to the end of its job;
+    ``saved`` is a sentence on what was saved after a loss.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, attempt: str = "0") -> None:
@@ -38,6 +59,7 @@ class RunStore:
         self._all_attempts = store
         self._store: Any = PrefixStore(attempt, store)
         self.group = PrefixStore("group", self._store)
+        self.failure = FailureNote(store, self._store)
         self._rank = rank
         self._world_size = world_size
         self.ended = threading.Event()
@@ -57,20 +79,6 @@ class RunStore:
         """The run's directory ``dir``, its ``time``, and the override to ``resume`` it; waits until they are there."""
         _await_key(self._all_attempts, "run", "rank 0 did not begin")
         return dict(json.loads(self._all_attempts.get("run")))
-
-    def note_failure(self, why: str) -> None:
-        """Leave for the next attempt what ended this one, unless a rank has. Returns at once if the store is gone."""
-        with contextlib.suppress(RuntimeError):
-            if self._store.add("failed", 1) == 1:
-                self._all_attempts.set("failure", json.dumps({"why": why, "noticed": time.time()}))
-
-    def take_failure(self) -> dict[str, Any] | None:
-        """On rank 0, take what the attempt before has left; ``None`` if that is nothing."""
-        if not self._all_attempts.check(["failure"]):
-            return None
-        note = dict(json.loads(self._all_attempts.get("failure")))
-        self._all_attempts.delete_key("failure")
-        return note
 
     def set(self, key: str, value: Any) -> None:
         """Report ``value``, which JSON has, under a name."""

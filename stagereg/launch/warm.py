@@ -150,9 +150,8 @@ class PythonCommand(NamedTuple):
 
     def folder(self, working: str) -> str:
         """Return where it imports from first."""
-        return (
-            working if self.is_module else os.path.dirname(os.path.realpath(os.path.join(working, self.arguments[0])))
-        )
+        script = os.path.realpath(os.path.join(working, self.arguments[0]))
+        return working if self.is_module else os.path.dirname(script)
 
 
 def split_command(command: list[str]) -> PythonCommand | None:

@@ -147,14 +147,14 @@ def test_the_rate_of_failures_is_what_was_seen_and_what_is_expected(tmp_path: Pa
 def test_the_first_to_fail_notes_why_and_one_attempt_takes_it() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     first = [RunStore(store, rank, 2, attempt="1") for rank in (0, 1)]
-    assert first[0].take_failure() is None
-    first[1].note_failure("lost rank 0.\nSeen here: an error")
-    first[0].note_failure("a consequence")
+    assert first[0].failure.take() is None
+    first[1].failure.leave("lost rank 0.\nSeen here: an error")
+    first[0].failure.leave("a consequence")
     second = [RunStore(store, rank, 2, attempt="2") for rank in (0, 1)]
-    assert second[0].take_failure() == {"why": "lost rank 0.\nSeen here: an error", "noticed": NOW}
-    assert RunStore(store, 0, 2, attempt="3").take_failure() is None
-    second[1].note_failure("again")
-    assert RunStore(store, 0, 2, attempt="3").take_failure() == {"why": "again", "noticed": NOW}
+    assert second[0].failure.take() == {"why": "lost rank 0.\nSeen here: an error", "noticed": NOW}
+    assert RunStore(store, 0, 2, attempt="3").failure.take() is None
+    second[1].failure.leave("again")
+    assert RunStore(store, 0, 2, attempt="3").failure.take() == {"why": "again", "noticed": NOW}
 
 
 def test_the_start_of_a_process_is_known_to_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,7 +242,6 @@ class AlignedFile:
             self._buffer, self._filled = self._free.get(), 0
 
     def _submit(self, data: memoryview, buffer: memoryview | None = None) -> None:
-        """Write ``data`` in the background."""
         self.raise_error()
         if self._has_thread:
             self._writes.put((data, buffer))

@@ -195,7 +195,6 @@ class LeaseRecord(NamedTuple):
 
 
 def _read(objects: ObjectStore, url: str) -> LeaseRecord | None:
-    """Return the content of the object, None if there is none."""
     try:
         return LeaseRecord.loads(objects.get(url))
     except FileNotFoundError:

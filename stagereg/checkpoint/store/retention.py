@@ -150,7 +150,6 @@ class Retention:
         return name in self._readers.found(delete=True)
 
     def _warn_of_policy(self, keep: Keep, made: Checkpoint, old: list[Checkpoint]) -> None:
-        """Warn, once, of a policy that cannot do what it is for."""
         root = self._backend.root
         lacking = [each for each in old if keep.metric is not None and keep.metric not in each.manifest.metrics]
         if keep.metric is not None and lacking:

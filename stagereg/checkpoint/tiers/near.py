@@ -54,8 +54,6 @@ class Site(NamedTuple):
 
 
 class _Agreed(NamedTuple):
-    """What a rank begins with."""
-
     root: str  # the folder of the tier on its machine
     first: str  # that on rank 0's
     run: str

@@ -231,7 +231,6 @@ def _ask(link: wire.Connection, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer(link: wire.Connection) -> dict[str, Any]:
-    """Return the next answer. Raises as :func:`_ask`."""
     if not link.is_readable(_ANSWER_S):
         raise TimeoutError(f"the other side has not answered for {_ANSWER_S:g} s")
     answer = link.receive()
