@@ -66,8 +66,7 @@ class CopyThread:
         """Have a part copied; does not wait.
 
         Args:
-            part: which; complete on this machine.
-            directory: where its files are.
+            part: which; complete on this machine, with its files in ``directory``.
             machines: where it may go, the best first; as many as there should be copies, if they all work.
             first: whether it is a copy that was lost, which is made before all others; else it is an own part.
             have: the machines that have a copy already, not counted.

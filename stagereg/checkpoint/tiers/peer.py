@@ -24,10 +24,7 @@ _ANSWER_S = 30.0  # that an answer may take which waits for the other machine's 
 class Peer:
     """A connection to a :class:`.PartServer`, made when it is needed. One thread at a time, but :meth:`close`.
 
-    Args:
-        address: of the server.
-        secret: of the run.
-        bandwidth: how fast this process sends; ``None`` for no bound.
+    ``secret`` is that of the run; ``bandwidth`` says how fast this process sends, ``None`` for no bound.
 
     Raises:
         OSError: from any method: the other side does not answer, is no process of this run, or stops.

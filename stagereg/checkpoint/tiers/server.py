@@ -39,11 +39,8 @@ class PartServer:
 
     A stranger is sent away within five seconds, and costs one thread until then.
 
-    Args:
-        folder: this machine's parts.
-        secret: of the run.
-        durable: whether what comes is flushed before it is acknowledged.
-        room: returns why so many more bytes do not fit here, nothing if they do; called on any thread.
+    ``durable``: whether what comes is flushed before it is acknowledged. ``room`` returns why so many more bytes do not
+    fit here, nothing if they do; it is called on any thread.
 
     Attributes:
         address: host and port at which other machines reach it.
