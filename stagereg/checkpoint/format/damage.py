@@ -84,7 +84,7 @@ def damage_of(error: OSError) -> str:
 
 
 def difference(expected: FileMark, found: Found) -> str:
-    """Return what is wrong with a file; nothing if that is not known to be anything."""
+    """Return what is wrong with a file, as far as it was looked at; empty if nothing is."""
     if isinstance(found, str):
         return found
     size = found if isinstance(found, int) else found.bytes
